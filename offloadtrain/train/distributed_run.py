@@ -109,6 +109,12 @@ class DistributedRun:
             self._failures.fail(f"{type(error).__name__}: {error}")
             raise
 
+    @property
+    def nproc(self) -> int:
+        """The ranks that `--nproc` starts anew; 1 where they are on several hosts."""
+        info = self.rank_info
+        return info.size if info.local_size == info.size else 1
+
     def __enter__(self) -> DistributedRun:
         return self
 

@@ -91,7 +91,9 @@ def run(
             seconds, stopped = trainer.progress.seconds, outcome.status == "stopped"
             events = folder.events()
             told = run_summary.words(
-                folder.path, events, config, seconds, outcome.step, stopped=stopped
+                *(folder.path, events, config, seconds, outcome.step),
+                stopped=stopped,
+                nproc=1 if distributed is None else distributed.nproc,
             )
             console.say(told)
             tell(str(folder.path))

@@ -11,12 +11,22 @@ from offloadtrain.events import schema
 from offloadtrain.train.console import loss_curve
 
 
-def words(run: Path, log: Path, config: Config, seconds: float, step: int, *, stopped: bool) -> str:
+def words(
+    run: Path,
+    log: Path,
+    config: Config,
+    seconds: float,
+    step: int,
+    *,
+    stopped: bool,
+    nproc: int = 1,
+) -> str:
     """Return the text printed at the end of a run.
 
     Args:
         log: the log of rank 0.
         seconds: duration over all its starts.
+        nproc: ranks that the next commands start.
     """
     took = f"\n{step} steps in {format_duration(seconds)}"
     if not log.exists():
@@ -25,7 +35,7 @@ def words(run: Path, log: Path, config: Config, seconds: float, step: int, *, st
             f"checkpoints are in {run / 'checkpoints'}"
         )
     curve = "" if stopped else f"\n{summary(log)}\n"
-    return f"{curve}{took}\n{next_commands(run, config, stopped=stopped)}"
+    return f"{curve}{took}\n{next_commands(run, config, stopped=stopped, nproc=nproc)}"
 
 
 def summary(log: Path) -> str:
@@ -58,17 +68,18 @@ def summary(log: Path) -> str:
     return "\n\n".join(parts)
 
 
-def next_commands(run: Path, config: Config, *, stopped: bool) -> str:
+def next_commands(run: Path, config: Config, *, stopped: bool, nproc: int = 1) -> str:
     """Return the run folder and next commands, as lines to copy."""
     job, folder = shlex.quote(str(run / "resolved.toml")), shlex.quote(str(run))
+    train = f"offloadtrain train {job}" + (f" --nproc {nproc}" if nproc > 1 else "")
     if stopped:
-        return f"run folder: {run}\nresume: offloadtrain train {job} --resume {folder}"
+        return f"run folder: {run}\nresume: {train} --resume {folder}"
     longer = 2 * config.train.steps
     lines = [
         (f"offloadtrain tui {folder}", "inspect any step"),
-        (f"offloadtrain train {job} --resume {folder} --set train.steps={longer}", "train longer"),
+        (f"{train} --resume {folder} --set train.steps={longer}", "train longer"),
         (
-            f"offloadtrain train {job} --set optim.lr={config.optim.lr / 2:g}",
+            f"{train} --set optim.lr={config.optim.lr / 2:g}",
             "the same job, half the learning rate",
         ),
         ("offloadtrain ls", "other jobs"),

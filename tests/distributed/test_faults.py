@@ -188,6 +188,7 @@ def test_nproc_listens_on_loopback_only(job: Path, tmp_path: Path) -> None:
     started.process.terminate()
     assert started.ended() == 75, started.text
     assert found and found <= LOOPBACK
+    assert "resolved.toml --nproc 2 --resume" in started.text, "as many ranks go on"
 
 
 @pytest.mark.slow

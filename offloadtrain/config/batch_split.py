@@ -125,8 +125,9 @@ def explain(job: Config, part: Config, ranks: int) -> str:
     if parts > 1:
         groups = ranks // parts
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"
+    verb = "shares" if ranks == parts else "share"
     return (
-        f"{who} share {before.micro_batch * before.grad_accum_steps} sequences per step: "
+        f"{who} {verb} {before.micro_batch * before.grad_accum_steps} sequences per step: "
         f"train.micro_batch {before.micro_batch} -> {after.micro_batch}, "
         f"train.grad_accum_steps {before.grad_accum_steps} -> {after.grad_accum_steps} each"
     )

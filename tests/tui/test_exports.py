@@ -58,7 +58,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             assert [float(row[1]) for row in rows[1:]] == list(series["loss"].values)
             picture = ElementTree.fromstring(exports.as_svg("loss", app.shown))
             lines = [one for one in picture if one.tag.endswith("polyline")]
-            assert [len(one.attrib["points"].split()) for one in lines] == [100, 75, 30]
+            assert [len(one.attrib["points"].split()) for one in lines] == [100, 4, 30]
 
     go(test())
 

@@ -9,7 +9,7 @@ from itertools import chain, product
 from typing import Any
 
 from offloadtrain.config.job import Config
-from offloadtrain.config.offload import STATE_PRECISIONS
+from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
@@ -388,6 +388,9 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     changed = replace(changed, train=train)
     if changed.offload.working == "device" and changed.offload.resident_blocks:
         changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
+    if changed.offload.activation != "offload_saved":
+        offload = replace(changed.offload, offload_saved_above=OFFLOAD_SAVED_ABOVE)
+        changed = replace(changed, offload=offload)
     return changed
 
 

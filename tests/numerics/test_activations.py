@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
@@ -37,6 +36,7 @@ from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
 from tests.numerics.test_streaming import MODES
+from tests.sizing.measured import most_allocated
 from tests.step.specs import chain
 
 POLICIES = ["recompute", "offload", "offload_saved"]
@@ -132,15 +132,8 @@ def peak_bytes(depth: int, **options: Any) -> int:
     _, optimizer, model = pair(Chain(depth), **options)
     first, second, third = (tokens.repeat(40, 1) for tokens in batches(3))
     train(optimizer, model, [first])
-    train(optimizer, model, [second])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        train(optimizer, model, [third])
-    held = most = 0
-    for event in found.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+    stream = iter((second, third))
+    return most_allocated(lambda: train(optimizer, model, [next(stream)]))
 
 
 @pytest.mark.cover(0, levels.ALL)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import offloadtrain as ot
 from offloadtrain.engine.autograd.activation_offload import ActivationError
+from offloadtrain.engine.autograd.saved_offload import SavedOffloader
+from tests.sizing.measured import most_allocated
 
 SAVED: dict[str, Any] = {"activation": "offload_saved", "offload_saved_above": 0}
 BATCH, SEQ_LEN, WIDTH = 3, 16, 32
@@ -110,6 +111,33 @@ def test_frozen_weights_stay_where_they_are() -> None:
     assert saved_bytes(optimizer) == 2 * 2 * 64 * 4  # inputs of the first and the last
 
 
+def test_a_forward_past_the_models_own_call() -> None:
+    """Frozen weights stay there too, and nothing is remembered once backward is over."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].requires_grad_(False)
+    optimizer = offloaded(model, **SAVED)
+    for _ in range(2):
+        hidden = torch.randn(2, 64)
+        for layer in model:
+            hidden = layer(hidden)
+        optimizer.backward(hidden.mean())
+        optimizer.step()
+        assert saved_bytes(optimizer) == 2 * 2 * 64 * 4
+    offloader = optimizer._engine._forward_hooks._offloader
+    assert isinstance(offloader, SavedOffloader) and not offloader._known
+
+
+def test_where_nothing_is_large_enough_it_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Attention()
+    optimizer = offloaded(model, activation="offload_saved")
+    for _ in range(3):
+        optimizer.backward(model(torch.randn(BATCH, SEQ_LEN, WIDTH)).mean())
+        optimizer.step()
+    (record,) = caplog.records
+    assert "moved nothing" in record.getMessage() and "18.0 KiB" in record.getMessage()
+
+
 def test_a_graph_that_is_kept_runs_backward_again() -> None:
     torch.manual_seed(0)
     model = Attention()
@@ -153,15 +181,7 @@ def peak_bytes(depth: int, **options: Any) -> int:
         optimizer.backward(model(torch.randn(4096, 64)).mean())
         optimizer.step()
 
-    step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        step()
-    held = most = 0
-    for event in found.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
+    return most_allocated(step)
 
 
 def test_the_peak_does_not_grow_with_depth() -> None:

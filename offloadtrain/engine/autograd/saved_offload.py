@@ -11,15 +11,20 @@ their memory back.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
 from offloadtrain.runtime.tensor_parts import is_distributed
+
+_log = logging.getLogger(__name__)
 
 
 class _View:
@@ -63,15 +68,25 @@ class SavedOffloader:
         self._offloader = offloader
         self._model = weakref.ref(model)
         self._least = least_bytes
-        self._of_model: frozenset[int] = frozenset()
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Memory]]] = {}
+        """Storage → what it was moved to; gone with that."""
+        self._largest = 0  # of what is too small
+        self._is_settled = False  # something was moved, or the user knows that nothing is
+        self._of_model = _storages(model)
 
     def begin(self) -> None:
         """A forward of the model begins."""
         model = self._model()
         assert model is not None  # it is running
-        self._of_model = frozenset(_storages((*model.parameters(), *model.buffers())))
-        self._known = {key: one for key, one in self._known.items() if not one[0].expired()}
+        self._of_model = _storages(model)  # a buffer may be another tensor by now
+        if self._largest and not self._is_settled:
+            self._is_settled = True
+            _log.warning(
+                "activation = 'offload_saved' has moved nothing: the largest memory that forward "
+                "saved has %s, and offload_saved_above is %s: set it lower, or activation = 'keep'",
+                format_bytes(self._largest),
+                format_bytes(self._least),
+            )
 
     def wants(self, tensor: Tensor) -> bool:
         """Tell whether its memory is the forward's own, and large enough."""
@@ -83,11 +98,12 @@ class SavedOffloader:
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        return (
-            nbytes >= max(self._least, 1)
-            and nbytes % tensor.element_size() == 0
-            and storage._cdata not in self._of_model
-        )
+        if storage._cdata in self._of_model or nbytes % tensor.element_size():
+            return False
+        if nbytes < max(self._least, 1):
+            self._largest = max(self._largest, nbytes)
+            return False
+        return True
 
     def offload(self, tensor: Tensor) -> _View:
         """Copy the memory of a tensor to the host, if it is not on its way already.
@@ -97,13 +113,15 @@ class SavedOffloader:
             HostMemoryError: beyond the host memory limit.
         """
         storage = tensor.untyped_storage()
-        found = self._known.get(storage._cdata)
+        key = storage._cdata
+        found = self._known.get(key)
         memory = found[1]() if found is not None and not found[0].expired() else None
         if memory is None or memory.version != tensor._version:
             count = storage.nbytes() // tensor.element_size()
             whole = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
             memory = _Memory(self._offloader.offload(whole), tensor._version)
-            self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(memory)
+            gone = weakref.ref(memory, partial(_forget, self._known, key))
+            self._known[key], self._is_settled = (StorageWeakRef(storage), gone), True
         return _View(memory, tensor)
 
     def reset(self) -> None:
@@ -115,7 +133,13 @@ class SavedOffloader:
 Offloader = ActivationOffloader | SavedOffloader
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterable[int]:
-    for tensor in tensors:
-        if not is_distributed(tensor):
-            yield tensor.untyped_storage()._cdata
+def _forget(known: dict[int, Any], key: int, gone: weakref.ref[_Memory]) -> None:
+    # On any thread. The address may stand for another storage by now.
+    if known.get(key, (None, None))[1] is gone:
+        del known[key]
+
+
+def _storages(model: nn.Module) -> frozenset[int]:
+    """Return the memory of a model's own tensors."""
+    own = (one for one in (*model.parameters(), *model.buffers()) if not is_distributed(one))
+    return frozenset(one.untyped_storage()._cdata for one in own)

@@ -723,3 +723,12 @@ def test_an_encoder_computes_all_scores_and_holds_the_same() -> None:
     assert (encoder.device, encoder.host) == (decoder.device, decoder.host)
     busy = [plan.prediction.busy_s["compute"] for plan in (decoder, encoder)]
     assert busy[0] < busy[1] < 2 * busy[0]
+
+
+def test_another_policy_of_activations_leaves_its_size_out() -> None:
+    """`offload_saved_above` is of one policy: with it no other could be proposed."""
+    asked = shipped_job("demo")
+    offload = replace(asked.offload, activation="offload_saved", offload_saved_above=1 << 12)
+    keys = {"offload.activation": "recompute"}
+    changed = suggest._consistent(replace(asked, offload=offload), keys)
+    assert list(changed.offload.problems()) == []

@@ -68,8 +68,7 @@ OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 """The defaults of [offload] in a job."""
 
 _OF_TRAIN = ("grad_accum_steps", "seed", "checkpoint_spill")
-_OF_LOOPS = ("offload_saved_above",)
-"""Options of `offload` that no job has."""
+"""Options of `offload` that a job has in [train]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +150,11 @@ _SECTIONS: dict[str, type] = {
 }
 _PLAIN = {"name": str, "runs_dir": str}
 _SIZES = {
-    "offload": ("host_memory_limit", "device_memory_limit"),
+    "offload": ("host_memory_limit", "device_memory_limit", "offload_saved_above"),
     "train": ("checkpoint_spill",),
 }
 """Section → keys that are sizes, such as "10 GiB", or bytes."""
-_NONE_IS_ZERO = ("clip_norm", *_SIZES["offload"])
+_NONE_IS_ZERO = ("clip_norm", "host_memory_limit", "device_memory_limit")
 """Keys of [offload] for which 0 is none."""
 
 
@@ -251,7 +250,7 @@ def _all_keys() -> list[str]:
 def _kinds(section: str) -> dict[str, Any]:
     """Return key → type for all keys of a section."""
     kinds = toml.field_kinds(_SECTIONS[section])
-    others = () if section == "train" else (*_OF_TRAIN, *_OF_LOOPS)
+    others = () if section == "train" else _OF_TRAIN
     return {key: kind for key, kind in kinds.items() if key not in others}
 
 
@@ -329,10 +328,12 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
-    if config.offload.activation == "offload_saved":
+    divided = config.ranks.pipeline > 1 or config.ranks.tensor > 1
+    if config.offload.activation == "offload_saved" and divided:
         yield (
-            "offload.activation = 'offload_saved' is for a loop of your own (ot.offload, "
-            "ot.plan_model): the plan of a job does not know its bytes. Set 'offload' or 'keep'"
+            "offload.activation = 'offload_saved' with stages or parts (ranks.pipeline, "
+            "ranks.tensor) is for a loop of your own: the plan of a job traces whole models. "
+            "Set 'offload' or 'recompute', or give each rank the whole model"
         )
     yield from data_options.contradictions(config.data, evaluates=config.train.eval_every)
     yield from optim_options.contradictions(config.optim, config.offload)

@@ -26,6 +26,7 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("train.global_batch_tokens", bool, "train.grad_accum_steps"),
     ("train.grad_accum_steps", bool, "train.global_batch_tokens"),
     ("train.sample_tokens", lambda count: count == 0, "train.sample_prompt"),
+    ("offload.activation", lambda one: one != "offload_saved", "offload.offload_saved_above"),
     ("offload.update", lambda update: update != "delayed", "offload.warmup_steps"),
 ]
 

@@ -58,10 +58,11 @@ def _traced_loss(model: Any, config: Config) -> Tensor:
     if train.chunked_loss:
         chunk_loss(model, **asdict(LossTerms(train.label_smoothing, train.z_loss)))
     size = (train.micro_batch, config.data.seq_len)
-    tokens = torch.empty(size, dtype=torch.long, device="cpu")
-    places = tokens if config.data.packing == "isolated" else None
+    # Each its own: what is saved of one memory is saved once.
+    tokens, targets, places = (torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3))
+    isolated = config.data.packing == "isolated"
     lm = CausalLm.of(model, chunked=train.chunked_loss)
-    return lm.loss(tokens, tokens, positions_BT=places)
+    return lm.loss(tokens, targets, positions_BT=places if isolated else None)
 
 
 def _config(folder: Path) -> Any:

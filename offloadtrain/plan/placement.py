@@ -122,8 +122,14 @@ def place(
 
     Raises:
         PlanError: a device limit is too small for the slots and the unstreamed part, the stage
-            contradicts `working`, or Muon has no matrix to update.
+            contradicts `working`, or Muon has no matrix to update; "offload_saved" without a trace.
     """
+    if config.offload.activation == "offload_saved" and trace is None:
+        raise PlanError(
+            "offload.activation = 'offload_saved': what it moves to the host is known from a trace "
+            "of the model, which this search does not make: plan the job by itself (offloadtrain "
+            "plan JOB), or set 'offload' or 'recompute'"
+        )
     try:
         spec = memory.lay_out(
             blocks_of(config, ranks),

@@ -9,6 +9,7 @@ from typing import Any
 from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
+from offloadtrain.plan import saved_tensors
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
 from offloadtrain.step.spec import StepSpec
@@ -211,6 +212,8 @@ def _step(plan: Plan) -> str:
         f"DRAM: {format_bytes(found.dram_bytes)} by the host's kernels"
         + (f"; to other ranks: {format_bytes(found.comm_bytes)}" if plan.ranks > 1 else "")
     )
+    if plan.job.offload.activation == "offload_saved":
+        lines.append(saved_tensors.told(plan.placed, machine))
     if plan.disk:
         lines += [_disk(plan), _wear(plan)]
     lines.append(_checkpoint(plan))

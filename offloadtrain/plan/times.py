@@ -227,9 +227,9 @@ class Costs:
             case Kind.BACKWARD:
                 return self.computed[op.owner].backward
             case Kind.ACTIVATION_UP | Kind.MATRIX_UP:
-                return op.writes[0].nbytes / self._bus(self.machine.h2d_gbps)
+                return op.writes[0].nbytes / self.bus(self.machine.h2d_gbps)
             case Kind.ACTIVATION_DOWN | Kind.MATRIX_DOWN:
-                return op.writes[0].nbytes / self._bus(self.machine.d2h_gbps)
+                return op.writes[0].nbytes / self.bus(self.machine.d2h_gbps)
             case Kind.KEEP_INPUT | Kind.FETCH_PART:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.GATHER_INPUT:
@@ -320,11 +320,11 @@ class Costs:
                 return self._collective_s(bucket.numel * weight)
             case Kind.GRAD_DOWN:
                 down = self._down_bytes(bucket)
-                return shard * down / pieces / self._bus(machine.d2h_gbps)
+                return shard * down / pieces / self.bus(machine.d2h_gbps)
             case Kind.LOAD if self.spec.loads_from_shard(bucket):
                 return 2 * shard * weight / (machine.hbm_gbps * 1e9)
             case Kind.WEIGHTS_UP | Kind.LOAD:
-                return shard * weight / self._bus(machine.h2d_gbps)
+                return shard * weight / self.bus(machine.h2d_gbps)
             case Kind.ADAM:
                 return shard / self._adam_rate(bucket)
         passes = pieces if kind is Kind.ACCUMULATE else 1
@@ -353,7 +353,7 @@ class Costs:
             return inside
         return max(inside, nbytes * (nodes - 1) / nodes / (machine.node_link_gbps * 1e9))
 
-    def _bus(self, alone_gbps: float) -> float:
+    def bus(self, alone_gbps: float) -> float:
         """Return one rank's bandwidth between host and device."""
         return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
 

@@ -51,6 +51,8 @@ class Tracer:
     def __call__(self, config: Config) -> TracedStep:
         """Return what a microbatch of this job takes; raises as `trace_step`."""
         size = config.train.micro_batch
+        if config.offload.activation == "offload_saved":  # which tensors move depends on the size
+            return self._traced(config, size)
         if not _FEW < size < self._asked:
             return self._traced(config, size)
         small, large = self._traced(config, _FEW), self._traced(config, self._asked)

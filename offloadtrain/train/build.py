@@ -27,6 +27,7 @@ from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.resume import ResumedSettings
 from offloadtrain.train.tensor_parallel import divide_matrices, keep_part
 from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
@@ -283,10 +284,11 @@ def _planned(
         name, rates = find(config.device.machine)
         machine = _rates_of(rates, machine)
     machine = replace(machine, gpus=rank_info.local_size)
-    options = asdict(settled(config, name, machine, ranks.size).offload)
+    trace = needed_trace(config, machine, ranks.size)
+    options = asdict(settled(config, name, machine, ranks.size, trace).offload)
     # By rank 0's memory.
     chosen = replace(config, offload=OffloadConfig(**ranks.broadcast_object(options)))
-    found = make(chosen, name, machine, ranks.size, stage=mesh.stages.rank)
+    found = make(chosen, name, machine, ranks.size, trace, mesh.stages.rank)
     if problems := found.certain_problems:
         raise PlanError(
             f"{config.name} does not fit: {' '.join(problems)}. What to change: offloadtrain plan"

@@ -270,8 +270,8 @@ BAD_TOGETHER = [
         "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0",
     ),
     (
-        ["offload.activation=offload_saved"],
-        "offload.activation = 'offload_saved' is for a loop of your own",
+        ["offload.activation=offload_saved", "ranks.tensor=2"],
+        "offload.activation = 'offload_saved' with stages or parts (ranks.pipeline, ranks.tensor)",
     ),
     (["train.z_loss=0.1"], "train.z_loss = 0.1 needs train.chunked_loss = true"),
     (
@@ -597,6 +597,8 @@ def _configs(draw: st.DrawFn) -> Config:
     state_on = draw(_tiers(update, working))
     gradients = ("disk",) if "disk" in state_on and update == "exact" else ()
     sums_on = draw(st.sampled_from(("host", "device")))
+    activation = draw(st.sampled_from(("keep", "recompute", "offload", "offload_saved")))
+    above = st.integers(0, 1 << 30) if activation == "offload_saved" else st.just(1 << 20)
     offload = {
         "precision": st.just(precision),
         "state": st.just(state),
@@ -614,8 +616,8 @@ def _configs(draw: st.DrawFn) -> Config:
         "zero_stage": st.integers(0, 3),
         "keep_whole": st.just(()) | st.tuples(_PATHS) if working == "host" else st.just(()),
         "partition_activations": st.just(False),
-        "activation": st.sampled_from(("keep", "recompute", "offload")),
-        "offload_saved_above": st.just(1 << 20),
+        "activation": st.just(activation),
+        "offload_saved_above": above,
     }
     chunked = draw(st.booleans())
     packing = draw(st.sampled_from(get_args(Packing)))

@@ -10,20 +10,24 @@ from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.plan import report
+from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import settled
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.train.build import described
 from offloadtrain.train.dry_run import check
+from offloadtrain.train.job_trace import needed_trace
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:
     """Return the needs of a job and whether it fits, on its machine or else on this one."""
     config = described(config)
     name, machine = _machine(config)
-    plan = make(settled(config, name, machine, ranks), name, machine, ranks)
-    lines = [report.text(plan), _formats(plan), check(plan)]
+    trace = needed_trace(config, machine, ranks)
+    job = settled(config, name, machine, ranks, trace)
+    plan = make(job, name, machine, ranks, trace)
+    lines = [report.text(plan), _formats(plan, trace), check(plan)]
     return "\n\n".join(lines), plan.fits
 
 
@@ -39,14 +43,14 @@ def _machine(config: Config) -> tuple[str, Machine]:
         ) from None
 
 
-def _formats(plan: Plan) -> str:
+def _formats(plan: Plan, trace: Trace | None) -> str:
     """Return the host's needs in each state format that supports the precision."""
     job, precision = plan.job, plan.job.offload.precision
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():
         if precision in precisions:
             other = replace(job, offload=replace(job.offload, state=state))
-            found = make(other, plan.name, plan.machine, plan.ranks)
+            found = make(other, plan.name, plan.machine, plan.ranks, trace)
             needs[state] = max(found.host_peaks.values())
     told = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
     return f"a host needs, by state format: {told}"

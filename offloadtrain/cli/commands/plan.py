@@ -146,7 +146,8 @@ def plan(
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
     trace = None
-    if config.hf is not None:  # its parameters need torch and transformers
+    saved = config.offload.activation == "offload_saved"
+    if saved or config.hf is not None:  # those need torch, and parameters transformers
         config, trace = _described(config, target, gpus)
     found = suggest.planned(config, name, target, gpus, trace)
     if sweep:
@@ -212,16 +213,15 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     model that cannot be traced is planned by its shape, which is said once."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import shared
-    from offloadtrain.integrations.hf_job import tracer
     from offloadtrain.plan.plan import resolved
     from offloadtrain.sizing.trace_step import TraceError
     from offloadtrain.train.build import described
+    from offloadtrain.train.job_trace import tracer_of
 
     config = described(config)
-    of_rank = shared(resolved(config, machine), ranks)
-    trace = tracer(of_rank, on_cpu=machine.on_cpu)
+    trace = tracer_of(config, machine, ranks)
     try:
-        trace(of_rank)
+        trace(shared(resolved(config, machine), ranks))
     except TraceError as error:
         say_on_stderr(f"{error}. Activations and times are estimates by its shape")
         return config, None

@@ -1,0 +1,55 @@
+"""The trace of a job's microbatch: what a plan takes where the shape of the model does not tell it.
+
+With `offload.activation = "offload_saved"` each tensor that autograd saves goes to the host by its
+own size. A shape tells their sum; the trace of the module knows each one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.batch_split import shared
+from offloadtrain.config.job import Config
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.integrations import hf_job
+from offloadtrain.model.transformer import LossTerms, Transformer
+from offloadtrain.plan.microbatch import Trace
+from offloadtrain.plan.plan import resolved
+from offloadtrain.sizing.tracer import Tracer
+
+
+def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
+    """Return the trace that a plan of this job must have; None: the shape of its model tells it."""
+    return tracer_of(job, machine, ranks) if job.offload.activation == "offload_saved" else None
+
+
+def tracer_of(job: Config, machine: Machine, ranks: int) -> Tracer:
+    """Return what traces a microbatch of one rank; nothing is traced yet.
+
+    Raises:
+        PlanError: the machine does not support device, precision or state format.
+        ConfigError: the ranks cannot share the batch.
+    """
+    of_rank = shared(resolved(job, machine), ranks)
+    if of_rank.hf is not None:
+        return hf_job.tracer(of_rank, on_cpu=machine.on_cpu)
+    with torch.device("meta"):
+        model = Transformer(of_rank.model).train()
+    return Tracer(model, _traced_loss, of_rank.train.micro_batch, on_cpu=machine.on_cpu)
+
+
+def _traced_loss(model: nn.Module, job: Config) -> Tensor:
+    """The loss that the job will train with, over tokens without values."""
+    train = job.train
+    assert isinstance(model, Transformer)
+    terms = LossTerms(train.label_smoothing, train.z_loss)
+    model.chunked_loss = terms if train.chunked_loss else None
+    size = (train.micro_batch, job.data.seq_len)
+    # Each its own: what is saved of one memory is saved once.
+    tokens_BT, targets_BT, positions_BT = (
+        torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3)
+    )
+    isolated = job.data.packing == "isolated"
+    loss: Tensor = model(tokens_BT, targets_BT, positions_BT=positions_BT if isolated else None)
+    return loss

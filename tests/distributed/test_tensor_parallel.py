@@ -10,10 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -79,14 +81,42 @@ def plan() -> dict[str, Any]:
     return dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
 
 
-def trained(parts: int, replicas: int = 1, proof: bool = False, **options: Any) -> dict[str, Any]:
+def of_sequences() -> dict[str, Any]:
+    """Between the matrices each rank has a part of the sequence, which its norms work on."""
+    into: dict[str, Any] = dict.fromkeys(("norm", "mlp_norm"), SequenceParallel())
+    into["attention"] = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
+    columns = dict.fromkeys(("gate", "up"), ColwiseParallel(input_layouts=Shard(1)))
+    rows = dict.fromkeys(("attention.o", "down"), RowwiseParallel(output_layouts=Shard(1)))
+    return into | plan() | columns | rows
+
+
+def outside_of_layers() -> dict[str, Any]:
+    """Embedding and head in parts of the vocabulary."""
+    return {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+def trained(
+    parts: int,
+    replicas: int = 1,
+    proof: bool = False,
+    sequence: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
     """Three steps in so many parts; what this rank has come to."""
     torch.manual_seed(0)
     model, mesh = Llama(), None
     if parts > 1:
         mesh = init_device_mesh("cpu", (replicas, parts), mesh_dim_names=("dp", "tp"))
         for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], plan())
+            parallelize_module(layer, mesh["tp"], of_sequences() if sequence else plan())
+        if sequence:
+            parallelize_module(model, mesh["tp"], outside_of_layers())
     lanes = RecordingLanes(SequentialLanes())
     chosen: dict[str, Any] = {"precision": "fp32", "clip_norm": 0.5} | options
     with on_lanes(lanes):
@@ -103,7 +133,7 @@ def trained(parts: int, replicas: int = 1, proof: bool = False, **options: Any) 
         assert report is not None
         steps.append((loss.item(), report.grad_norm, report.clip_coef))
     placed = {
-        name: param.placements[0].dim if isinstance(param, DTensor) else None
+        name: getattr(param.placements[0], "dim", None) if isinstance(param, DTensor) else None
         for name, param in model.named_parameters()
     }
     masters = {name: value.clone() for name, value in optimizer.master_weights()}
@@ -137,10 +167,11 @@ def whole(of_ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_two_parts(ranks: Run, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+def test_two_parts(ranks: Run, capsys: pytest.CaptureFixture[str], sequence: bool) -> None:
     """Replicated weights stay equal; the norm is that of one process but for the order of sums."""
     (one,) = ranks(1, trained, 1)
-    two = ranks(2, trained, 2, proof=True)
+    two = ranks(2, trained, 2, proof=True, sequence=sequence)
     assert [found["faults"] for found in two] == [[], []]
     assert two[0]["steps"] == two[1]["steps"]
     masters = whole(two)
@@ -171,11 +202,12 @@ def test_two_parts(ranks: Run, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.long)])
+@pytest.mark.parametrize("sequence", [False, True])
 def test_placements_and_modes_change_no_bit(
-    ranks: Run, precision: str, options: dict[str, Any]
+    ranks: Run, precision: str, sequence: bool, options: dict[str, Any]
 ) -> None:
-    plain = ranks(2, trained, 2, precision=precision)
-    other = ranks(2, trained, 2, precision=precision, proof=True, **options)
+    plain = ranks(2, trained, 2, precision=precision, sequence=sequence)
+    other = ranks(2, trained, 2, precision=precision, sequence=sequence, proof=True, **options)
     for one, found in zip(plain, other, strict=True):
         assert found["steps"] == one["steps"] and not found["faults"]
         assert all(
@@ -184,9 +216,10 @@ def test_placements_and_modes_change_no_bit(
 
 
 @pytest.mark.slow
-def test_parts_and_replicas(ranks: Run) -> None:
+@pytest.mark.parametrize("sequence", [False, True])
+def test_parts_and_replicas(ranks: Run, sequence: bool) -> None:
     """Two replicas of two parts: the state of each part is shared; near two replicas of one."""
-    four = ranks(4, trained, 2, 2, zero_stage=2)
+    four = ranks(4, trained, 2, 2, zero_stage=2, sequence=sequence)
     for first in (0, 2):
         assert four[first]["steps"][-1][1:] == four[first + 1]["steps"][-1][1:]
     masters = whole(four[:2])

@@ -37,8 +37,8 @@ BOUNDS = (0.05, 20.0)
 HUBER = 0.1
 ROUNDS, CONVERGED = 30, 1e-7
 
-_ADAM_BYTES = 28 + 12
-"""Per parameter: Adam in fp32, and the pass over the gradients before it."""
+ADAM_BYTES = 28 + 12
+"""Per parameter: Adam in fp32 as one kernel, and the pass over the gradients before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,9 @@ class Cell:
         recompute: forwards of the blocks in backward.
         replicated: data parallel with one all-reduce of 16-bit gradients per step, between hosts.
         sharded: ZeRO-3 within the host: the weights are gathered twice, gradients reduced.
+        update_bytes: per parameter, that an update reads and writes.
+        half: of check cells that were divided at random: what errors in the first half showed was
+            mended, the second judges it.
     """
 
     cell: str
@@ -67,6 +70,8 @@ class Cell:
     gpus: int = 1
     replicated: bool = False
     sharded: bool = False
+    update_bytes: float = ADAM_BYTES
+    half: Literal["", "study", "held out"] = ""
 
     @property
     def tokens(self) -> int:
@@ -123,11 +128,19 @@ def _cell(series: Mapping[str, Any], cell: Mapping[str, Any]) -> Cell:
         | own
         | {
             "machine": replace(find(series["machine"])[1], **series.get("limits", {})),
-            "kernels": Kernels(**series["kernels"], split=split),
+            "kernels": _kernels(series["kernels"], shape, split),
             "shape": shape,
         }
     )
     return Cell(**merged)
+
+
+def _kernels(keys: Mapping[str, Any], shape: ModelShape, split: int) -> Kernels:
+    """Return a program's kernels. An eager one pads no vocabulary, and with rotary positions it is
+    a Llama, whose RMSNorm was a chain of operations, unless its keys say otherwise."""
+    eager = keys["level"] == "eager"
+    usual = {"norm_fp32": eager and shape.positions == "rotary", "padded_head": not eager}
+    return Kernels(**{**usual, **keys}, split=split)
 
 
 def planned(cell: Cell, fit: Fit) -> float:
@@ -179,7 +192,7 @@ def _update_s(cell: Cell, machine: Machine) -> float:
     """Return the seconds of Adam on the GPU, and of the all-reduce between hosts."""
     params = num_params(cell.shape) / cell.kernels.split
     owned = params / cell.gpus if cell.sharded else params
-    update = _ADAM_BYTES * owned / (1e9 * machine.hbm_gbps)
+    update = cell.update_bytes * owned / (1e9 * machine.hbm_gbps)
     if not cell.replicated:
         return update
     share = machine.node_link_gbps / machine.gpus
@@ -279,6 +292,10 @@ def check_lines(cells: tuple[Cell, ...]) -> Iterator[str]:
     found = residuals(cells, SHIPPED)
     yield "Planned with the shipped rates, published, error"
     yield from _residual_lines(found)
+    for half in ("study", "held out"):
+        part = [each for each in found if each.cell.half == half]
+        if part:
+            yield _summary(f"  error, {half}", part)
     yield _summary("  error", found)
 
 

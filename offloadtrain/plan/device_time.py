@@ -46,6 +46,10 @@ class Kernels:
         causal: attention to earlier tokens only; "flash" then skips half.
         split: GPUs that split every matrix (tensor parallel).
         rotary_fp32: eager positions are rotated in fp32, an operation after the other.
+        norm_fp32: eager norms are computed in fp32, an operation after the other, as RMSNorm was
+            before PyTorch had a kernel for it.
+        padded_head: the logits' rows are padded to what tensor cores load at once; without that an
+            odd vocabulary slows the head's products.
     """
 
     level: Level = "eager"
@@ -53,6 +57,8 @@ class Kernels:
     causal: bool = True
     split: int = 1
     rotary_fp32: bool = False
+    norm_fp32: bool = False
+    padded_head: bool = True
 
     def product_flops(self, machine: Machine, precision: Precision, width: float) -> float:
         """Return FLOPs per second of a product with a weight of this width."""
@@ -128,9 +134,18 @@ _TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
 _ROTARY_FP32 = (24, 26)
 """Of the shipped transformer: casts, four products of halves, two sums and a copy, in fp32."""
 
+_NORM_FP32 = (32, 84)
+"""Of two such norms, beyond one kernel each: casts, square, mean, root, product and weight, and the
+gradient of each."""
+
 _LOSS_BYTES = {"eager": (14, 20), "compiled": (10, 8), "fused": (4, 6)}
 """Bytes per entry of the vocabulary and token: eager, 16-bit logits become fp32, then
 probabilities, then gradients, which are scaled; fused, the gradient replaces the logits."""
+
+
+_ODD_HEAD = 2.0
+"""Times as long as the head's products take with an odd vocabulary. Source: GPT-2 with 50,257 and
+with 50,304 tokens on an A100, 112,046 and 127,345 tokens/s (rasbt/LLMs-from-scratch)."""
 
 
 def block_seconds(
@@ -183,6 +198,8 @@ def head_seconds(
     """Return the time of the logits and the loss for `tokens` tokens."""
     vocabulary = shape.vocab_size / kernels.split
     product = _product_s(machine, precision, kernels, shape.d_model, vocabulary)
+    if shape.vocab_size % 2 and not kernels.padded_head:
+        product *= _ODD_HEAD
     down, up = (
         nbytes * vocabulary / (1e9 * machine.hbm_gbps) for nbytes in _LOSS_BYTES[kernels.level]
     )
@@ -285,6 +302,8 @@ class _Block:
         mlp = traffic.swiglu if shape.mlp == "swiglu" else traffic.gelu
         chosen = chosen_experts(shape)
         count = traffic.hidden[way] * d + mlp[way] * chosen * shape.ff_width / split
+        if self.kernels.norm_fp32:
+            count += _NORM_FP32[way] * d
         if shape.num_experts:
             count += traffic.experts[way] * chosen * d
         if shape.positions == "rotary":

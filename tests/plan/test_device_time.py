@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks import calibration
 from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
-from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.plan.device_time import (
     Attention,
@@ -112,6 +112,34 @@ def test_the_head_by_hand() -> None:
     assert found.backward == pytest.approx(4096 * (2 * product + 20 * moved))
 
 
+def test_norms_in_fp32_move_what_their_operations_read_and_write() -> None:
+    """RMSNorm forward, bytes per element: cast 6, square 8, mean 4, product 8, cast 6, weight 4.
+    Backward: weight 12, cast 6, product 8, root 16, mean 4, square 28, sum 12, cast 6. A kernel
+    reads and writes 4 of them forward, and 8 backward."""
+    forward, backward = (6 + 8 + 4 + 8 + 6 + 4) - 4, (12 + 6 + 8 + 16 + 4 + 28 + 12 + 6) - 8
+    kernel, chain = (block(LLAMA, A100, Kernels(norm_fp32=chain)) for chain in (False, True))
+    each = 2 * 4096 * 512 / (1e9 * A100.hbm_gbps)
+    assert chain.forward - kernel.forward == pytest.approx(forward * each)
+    assert chain.backward - kernel.backward == pytest.approx(backward * each)
+
+
+def test_an_odd_vocabulary_costs_what_was_measured() -> None:
+    """GPT-2 from scratch on an A100 of 40 GB: 112,046 tokens/s with 50,257 tokens, 127,345 with
+    50,304 (rasbt/LLMs-from-scratch, ch05/10_llm-training-speed)."""
+    card = find("a100_40gb")[1]
+    odd = replace(GPT, d_model=768, vocab_size=50257)
+
+    def per_token(shape: ModelShape, padded: bool) -> float:
+        kernels = Kernels(level="compiled", padded_head=padded)
+        found = head_seconds(shape, 8192, card, "bf16", kernels)
+        return (found.forward + found.backward) / 8192
+
+    added = per_token(odd, padded=False) - per_token(odd, padded=True)
+    assert added == pytest.approx(1 / 112046 - 1 / 127345, rel=0.10)
+    even = replace(odd, vocab_size=50304)
+    assert per_token(even, padded=False) == per_token(even, padded=True)
+
+
 def test_short_kernels_wait_for_their_launches() -> None:
     """30 and 60 operations of 5 us; a graph of fused ones is launched at once."""
     tiny = block(GPT, replace(A100, launch_us=5.0), Kernels(), tokens=16, length=16)
@@ -163,18 +191,79 @@ def test_the_fit_reproduces_its_cells() -> None:
     assert abs(calibration.worst(found).error) <= 0.25
 
 
+OFF = {
+    "GPT-2 lecture, eager scores": "autocast, whose softmax, norms and residual sums are in fp32",
+    "nanoGPT 124M, V 50257": "an odd vocabulary, which PyTorch 2.0 did not pad",
+    "GPT-2 1.5B": "ROCm of October 2024: 16 % of the data sheet, where larger models had 31 and 40",
+    "Languini small": "V100: known least",
+    "Languini medium": "V100: known least",
+    "Languini large": "V100: known least",
+}
+"""Check cells that are planned more than 35 % too fast, and why."""
+
+
+def checks(half: str) -> list[calibration.Residual]:
+    """Check cells of this half, planned with the shipped rates."""
+    cells = [cell for cell in calibration.load(calibration.CHECKS) if cell.half == half]
+    return calibration.residuals(cells, calibration.SHIPPED)
+
+
+def fitted_to(found: list[calibration.Residual]) -> set[tuple[str, float]]:
+    """The throughputs among these that the rates are fitted to."""
+    known = {(cell.card, cell.published) for cell in CELLS}
+    return known & {(each.cell.card, each.cell.published) for each in found}
+
+
 def test_throughputs_that_nothing_was_fitted_to() -> None:
     """Long sequences on the H100 are planned too fast, since the kernels of 2023 were slower. Cards
-    without cells and other programs are closer: a median of 8 %."""
-    checks = calibration.load(calibration.CHECKS)
-    assert not {cell.published for cell in checks} & {cell.published for cell in CELLS}
-    found = calibration.residuals(checks, calibration.SHIPPED)
-    assert calibration.median(found) <= 0.10
+    without cells and other programs are closer: a median of 6 %."""
+    found = checks("")
+    assert not fitted_to(found)
+    assert calibration.median(found) <= 0.07
     assert abs(calibration.worst(found).error) <= 0.35
     others = [each for each in found if not each.cell.cell.startswith("MPT")]
-    assert calibration.median(others) <= 0.08 and abs(calibration.worst(others).error) <= 0.25
+    assert calibration.median(others) <= 0.06 and abs(calibration.worst(others).error) <= 0.20
     unseen = [each for each in found if each.cell.card not in fitted().values]
     assert calibration.median(unseen) <= 0.08 and abs(calibration.worst(unseen).error) <= 0.15
+
+
+@pytest.mark.parametrize(("half", "median"), [("study", 0.08), ("held out", 0.12)])
+def test_throughputs_divided_at_random(half: str, median: float) -> None:
+    """What the first half showed was mended; the second judges it. Six are off, with a reason."""
+    found = checks(half)
+    assert len(found) == 30 and calibration.median(found) <= median
+    off = {(each.cell.cell, each.cell.card) for each in found if abs(each.error) > 0.35}
+    assert {name for name, _ in off} <= set(OFF)
+    assert {card for name, card in off if name.startswith("Languini")} <= {"v100"}
+    assert not fitted_to(found)
+
+
+def test_every_exception_is_one() -> None:
+    """No reason is kept for a cell that is planned well."""
+    found = checks("study") + checks("held out")
+    assert {each.cell.cell for each in found if abs(each.error) > 0.35} == set(OFF)
+
+
+def test_keys_of_published_programs_that_go_without_saying() -> None:
+    """Eager programs pad no vocabulary, and those with rotary positions have a chain of norms."""
+    cells = calibration.load(calibration.CHECKS) + CELLS
+    chains = [cell for cell in cells if cell.kernels.norm_fp32]
+    assert chains and all(cell.kernels.level == "eager" for cell in chains)
+    assert {cell.shape.positions for cell in chains} == {"rotary"}
+    assert all(cell.kernels.padded_head == (cell.kernels.level != "eager") for cell in cells)
+    (fused,) = (cell for cell in cells if cell.cell == "Llama3.2-1B")
+    assert fused.kernels.level == "eager" and not fused.kernels.norm_fp32
+
+
+def test_an_update_takes_its_bytes() -> None:
+    """Two cells that differ in nothing else, by as many seconds as their bytes take."""
+    cell = next(each for each in calibration.load(calibration.CHECKS) if each.update_bytes == 100)
+    short, long = (
+        calibration.step_seconds(replace(cell, update_bytes=size), calibration.SHIPPED)
+        for size in (40.0, 100.0)
+    )
+    params = num_params(cell.shape)
+    assert long - short == pytest.approx(60 * params / (1e9 * cell.machine.hbm_gbps))
 
 
 @pytest.mark.slow

@@ -61,8 +61,10 @@ class BlockInputs:
         return Buffer("block input", self._back[number].view(-1))
 
     def take(self, number: int) -> Tensor:
-        """Hand a fetched input to autograd, which owns it from here on: compute has waited."""
-        return self._back.pop(number)
+        """Hand an input to autograd, which owns it from here on: compute has waited. One that is
+        still leaving did not go; its copy may read it until it is freed."""
+        held = self.leaving.get(number)
+        return self._back.pop(number) if held is None else held[0]
 
     def free(self, ref: Ref) -> None:
         """Give up an input: compute is behind its copy, so the allocator may reuse the memory."""

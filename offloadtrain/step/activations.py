@@ -7,7 +7,8 @@ come back on the load lane, each one ahead of its use: the last saved is needed 
 memory of such an input must outlive its copy. So a short queue holds it, and compute waits for the
 copy before the queue frees it: torch's allocator gives memory out again in the order of compute.
 Host buffers are kept by size and reused from the second micro-step on. With "offload_saved" all
-large memory that autograd saves goes this way, in a longer queue.
+large memory that autograd saves goes this way, in a longer queue. What backward needs while the
+queue still holds it, the logits as a rule, is taken from there: it does not come back over the bus.
 
 [Note: Partitioned activations]
 Ranks that hold parts of one layer's matrices (tensor parallel) have the same input of it, each as a
@@ -19,7 +20,6 @@ ahead of its use. An input whose elements t does not divide is kept whole.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -33,7 +33,8 @@ _LEAVING = 2
 """Inputs that may be in flight to the host: one that is copied, one behind it."""
 _LEAVING_SAVED, _SAVED_AHEAD = 8, 4
 """Saved tensors in flight to the host, and those fetched ahead of their use. Operations of a block
-save several at about the same time, and the next product gives their copies time."""
+save several at about the same time, and the next product gives their copies time. In backward one
+that was taken from the queue leaves it as many uses later."""
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class _Saved:
 
     Attributes:
         host: its host buffer.
+        there: its device memory in forward.
         back: its device memory in backward.
         before: the number of the input saved just before it in the same forward.
         fetched: it is on its way back, or there.
@@ -49,6 +51,7 @@ class _Saved:
     """
 
     host: Ref
+    there: Ref
     back: Ref
     before: int | None
     fetched: bool = False
@@ -69,7 +72,8 @@ class ActivationPath:
         self._ahead = _SAVED_AHEAD if self._stays else 1
         self._saved: dict[int, _Saved] = {}
         self._last: int | None = None
-        self._leaving: deque[Ref] = deque()
+        self._leaving: dict[Ref, int] = {}
+        """Device memory → number of the input; the oldest first."""
         self._free: dict[int, list[int]] = {}
         """Bytes → free host buffers of that size."""
         self._sizes: list[int] = []
@@ -96,22 +100,31 @@ class ActivationPath:
         # of it. It waits for the last fetch from its buffer.
         self._order.launch(Launch(kind, lane, "", (there._replace(lo=lo, hi=hi),), (host,)))
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
-        self._leaving.append(there)
+        self._leaving[there] = number
         # A part that stays on the device was copied by compute itself, which need not wait.
         self._let_go(self._most_leaving if self._on_host else 0)
-        self._saved[number] = _Saved(host, there._replace(copy=1), self._last)
+        self._saved[number] = _Saved(host, there, there._replace(copy=1), self._last)
         self._last = number
 
     def need(self, number: int) -> None:
         """Backward is about to run the block again: fetch its input, and prefetch the next one."""
-        # Backward saves no inputs that would push the last ones out of the queue.
-        self._let_go(0)
         one = self._saved[number]
-        self._fetch(one)
+        # Backward saves no inputs that would push the last ones out of the queue.
+        if self._stays:
+            self._let_go_behind(number + _LEAVING_SAVED)
+        else:
+            self._let_go(0)
+        held = one.there in self._leaving
+        if not held:
+            self._fetch(one)
         for before in islice(self._before(one), self._ahead):
             # A saved tensor that came back stays while its graph lives: others may read it too.
-            if not (self._stays and before.taken):
+            if not (self._stays and (before.taken or before.there in self._leaving)):
                 self._fetch(before)
+        if held:
+            # Compute made it: nothing to wait for. The queue still owns it, until its copy is done.
+            one.taken = True
+            return
         # Compute waits for this input only: the next one comes beside the block's backward.
         self._order.needs(Lane.COMPUTE, [one.back], "recompute")
         one.taken = True
@@ -129,9 +142,11 @@ class ActivationPath:
         one = self._saved.pop(number)
         # A prefetch may still write this memory: the queue owns it until compute has waited.
         if one.fetched and not one.taken:
-            self._leaving.append(one.back)
+            self._leaving[one.back] = number
         # Free at once: the next copy into the buffer waits for the fetch that may still read it.
         self._give_back(int(one.host.owner))
+        if self._stays and not self._saved:
+            self._let_go(0)  # no forward may follow that would push them out
 
     def reset(self) -> None:
         """The lanes are empty and no graph needs an input: all host buffers are free."""
@@ -179,9 +194,17 @@ class ActivationPath:
 
     def _let_go(self, most: int) -> None:
         while len(self._leaving) > most:
-            ref = self._leaving.popleft()
-            # The allocator gives this memory to compute next, without a launch that could wait for
-            # the copy: compute waits here. The queue makes that wait one for an old copy.
-            self._order.overwrites(Lane.COMPUTE, [ref], "the allocator")
-            self._order.forget([ref])
-            self._order.operations.append(Free(ref))
+            self._free_one(next(iter(self._leaving)))
+
+    def _let_go_behind(self, number: int) -> None:
+        """Let go of what was saved from this number on: backward has passed it."""
+        for ref in [ref for ref, one in self._leaving.items() if one >= number]:
+            self._free_one(ref)
+
+    def _free_one(self, ref: Ref) -> None:
+        del self._leaving[ref]
+        # The allocator gives this memory to compute next, without a launch that could wait for the
+        # copy: compute waits here. The queue makes that wait one for an old copy.
+        self._order.overwrites(Lane.COMPUTE, [ref], "the allocator")
+        self._order.forget([ref])
+        self._order.operations.append(Free(ref))

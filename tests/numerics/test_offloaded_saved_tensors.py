@@ -97,7 +97,29 @@ def test_what_is_cut_out_of_one_product_is_one_copy_and_weights_and_buffers_stay
     assert saved_bytes(optimizer) == expected
     weights = sum(b.numel * 4 for block in optimizer._blocks for b in block.buckets)
     moved = optimizer._engine.lanes.totals.minus(before)
-    assert moved.d2h_bytes == moved.h2d_bytes == weights + expected, "each once, for all readers"
+    assert moved.d2h_bytes == weights + expected, "each once, for all readers"
+    assert moved.h2d_bytes == weights, "backward needs them while they are leaving"
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_what_is_still_leaving_does_not_come_back(retained: bool) -> None:
+    """Of 20 inputs the last 8 are in the queue when backward begins. For a second backward of the
+    same graph all are there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+    optimizer = offloaded(model, **SAVED)
+    before = optimizer._engine.lanes.totals.copy()
+    loss = model(torch.randn(2, 64)).mean()
+    loss.backward(retain_graph=retained)
+    if retained:
+        loss.backward()
+    optimizer.step()
+    optimizer.synchronize()
+    weights = sum(b.numel * 4 for block in optimizer._blocks for b in block.buckets)
+    one = 2 * 64 * 4
+    moved = optimizer._engine.lanes.totals.minus(before)
+    assert saved_bytes(optimizer) == 20 * one
+    assert moved.h2d_bytes == weights + 12 * one
 
 
 def test_frozen_weights_stay_where_they_are() -> None:

@@ -117,6 +117,8 @@ class ActivationOffloader:
         # Compute waits for this input only; the next one comes beside this block's backward.
         self._interpreter.run(self._program.activation_needed(number))
         self._check_freed()
+        if number in self._tensors.leaving:  # it is taken from there
+            _check_unchanged(*self._tensors.leaving[number])
         # Autograd owns it from here on and frees it in the order of compute, which has waited.
         return self._tensors.take(number)
 
@@ -149,10 +151,13 @@ class ActivationOffloader:
         # A write on compute may have run before, beside or behind the copy: its bytes cannot be
         # trusted. The last reference to the tensor goes here.
         while self._tensors.freed:
-            tensor, version = self._tensors.freed.pop()
-            if tensor._version != version:
-                raise ActivationError(
-                    f"memory of {tensor.nbytes} bytes that goes to the host was changed in place "
-                    "after it had been saved for backward: write x = x + y in place of x += y, or "
-                    "set activation = 'recompute' or 'keep'"
-                )
+            _check_unchanged(*self._tensors.freed.pop())
+
+
+def _check_unchanged(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise ActivationError(
+            f"memory of {tensor.nbytes} bytes that goes to the host was changed in place "
+            "after it had been saved for backward: write x = x + y in place of x += y, or "
+            "set activation = 'recompute' or 'keep'"
+        )

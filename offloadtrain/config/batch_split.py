@@ -1,8 +1,9 @@
-"""The split of a job's global batch over ranks, of its layers over the stages of a pipeline, and of
-their matrices into parts.
+"""The split of a job's global batch over ranks, of its layers over the stages of a pipeline, of
+their matrices into parts, and of the state into shards.
 
-A step uses the same samples on any number of ranks. The ranks of all parts are neighbours: rank =
-(stage x replicas + replica) x parts + part.
+A step uses the same samples on any number of ranks. The ranks of all parts are neighbours, then
+those that share a copy of the state: rank = ((stage x copies + copy) x shards + shard) x parts +
+part.
 """
 
 from __future__ import annotations
@@ -51,6 +52,26 @@ def replicas(config: Config, ranks: int) -> int:
     return count
 
 
+def shards(config: Config, ranks: int) -> int:
+    """Return how many ranks share one copy of the state of their part of the model.
+
+    Raises:
+        ConfigError: as `replicas`, or the replicas cannot be divided into such groups.
+    """
+    count, size = replicas(config, ranks), config.ranks.shard
+    if not size:
+        return count
+    if count % size:
+        beside = config.ranks.pipeline * config.ranks.tensor
+        many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        of_part = f", {count} of each part of the model" if beside > 1 else ""
+        raise ConfigError(
+            f"ranks.shard = {size} and {many}{of_part}: each group of {size} holds a whole copy of "
+            f"the state. Start a multiple of {size * beside} (--nproc), or set ranks.shard = 0"
+        )
+    return size
+
+
 def of_stage(config: Config, index: int) -> Config:
     """Return the part of a job that is one stage of its pipeline: a model of fewer layers."""
     stage = Stage.of(index, config.ranks.pipeline, config.model.num_layers)
@@ -63,16 +84,35 @@ def part_of(config: Config, rank: int) -> str:
     return "" if parts == 1 else f"part {rank % parts + 1} of {parts}"
 
 
-def roles(config: Config, ranks: int) -> tuple[str, ...]:
-    """Return what each rank is in the pipeline or of the matrices, for messages; nothing where all
-    are alike."""
+def group_of(config: Config, ranks: int, rank: int) -> str:
+    """Return, for example, "group 2 of 2": the ranks with which one shares a copy of the state; ""
+    where there is one copy.
+
+    Raises:
+        ConfigError: as `shards`.
+    """
+    each, every = shards(config, ranks), replicas(config, ranks)
+    replica = rank // config.ranks.tensor % every
+    return "" if each == every else f"group {replica // each + 1} of {every // each}"
+
+
+def _stage_of(config: Config, ranks: int, rank: int) -> str:
     stages = config.ranks.pipeline
-    if config.ranks.tensor > 1:
-        return tuple(part_of(config, rank) for rank in range(ranks))
-    if stages == 1:
-        return ()
-    each = replicas(config, ranks)
-    return tuple(Stage.of(rank // each, stages, stages).number for rank in range(ranks))
+    return "" if stages == 1 else Stage.of(rank // (ranks // stages), stages, stages).number
+
+
+def roles(config: Config, ranks: int) -> tuple[str, ...]:
+    """Return what each rank is in the pipeline, of the copies of the state and of the matrices, for
+    messages; nothing where all are alike.
+
+    Raises:
+        ConfigError: as `shards`.
+    """
+    found = []
+    for rank in range(ranks):
+        group, part = group_of(config, ranks, rank), part_of(config, rank)
+        found.append(", ".join(filter(None, (_stage_of(config, ranks, rank), group, part))))
+    return tuple(found) if any(found) else ()
 
 
 def shared(config: Config, ranks: int) -> Config:
@@ -125,6 +165,8 @@ def explain(job: Config, part: Config, ranks: int) -> str:
     if parts > 1:
         groups = ranks // parts
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"
+    if (size := shards(job, ranks)) < replicas(job, ranks):
+        who += f", in groups of {size} that each hold all the state,"
     verb = "shares" if ranks == parts else "share"
     return (
         f"{who} {verb} {before.micro_batch * before.grad_accum_steps} sequences per step: "

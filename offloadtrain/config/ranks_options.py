@@ -1,4 +1,5 @@
-"""The table [ranks] of a job, which divides its model: stages of a pipeline, parts of matrices."""
+"""The table [ranks] of a job, which divides its model: stages of a pipeline, parts of matrices, and
+shards of the state."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ class RanksConfig:
             of them.
         tensor: number of parts that the matrices of every layer are divided into (tensor parallel);
             the ranks must be divisible by it, and those of one part divide the batch.
+        shard: number of ranks that share one copy of the state, as a rule those of a host; each
+            such group holds a copy (hybrid sharding). 0: all ranks share one.
     """
 
     pipeline: int = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     tensor: int = 1
+    shard: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,10 @@ RULES: dict[str, _Rule] = {
     "device.machine": _PATH_OR_NONE,
     "ranks.pipeline": _at_least(1),
     "ranks.tensor": _at_least(1),
+    "ranks.shard": (
+        (lambda value: value == 0 or value >= 2),
+        "0 (all ranks share the state) or at least 2",
+    ),
     "train.steps": _at_least(1),
     "train.micro_batch": _at_least(1),
     "train.global_batch_tokens": _NOT_NEGATIVE,

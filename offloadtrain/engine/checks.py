@@ -266,14 +266,14 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
 
 def warn_of_local_norm(asker: str, ranks: Ranks) -> None:
     """Warn of clipping by the norm of a process group that is a part of the world."""
-    if ranks.size < ranks.world_size:
+    if ranks.everyone.size < ranks.world_size:
         _log.warning(
             "%s in a process group of %d of %d ranks: the norm, and with it clipping and skipping, "
             "is that of this group's gradients. That is right where each group trains a model of "
             "its own; where the others hold other parts of the same model (pipeline or tensor "
             "parallel), parts clip differently and what they share drifts apart: do not clip there",
             asker,
-            ranks.size,
+            ranks.everyone.size,
             ranks.world_size,
         )
 

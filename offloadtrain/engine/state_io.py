@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -80,10 +81,11 @@ class StateIO:
     @property
     def saves_untrained(self) -> bool:
         """This rank saves what is not trained: others hold the same."""
-        return self.ranks.rank == 0 and self._part_ranks.rank == 0
+        return self.ranks.rank == self._part_ranks.rank == self.ranks.copies.rank == 0
 
     def flat_states(self) -> list[FlatState]:
-        """Describe every buffer that `write_state` writes, in its order.
+        """Describe every buffer that `write_state` writes, in its order. Of hybrid sharding each
+        group saves some of the buckets: those of the others have no pieces here.
 
         Raises:
             PartError: a part of a matrix is in a format that only this mesh could read.
@@ -91,7 +93,10 @@ class StateIO:
         # After a failure of the device the weights on it are lost: the checkpoint ends the delay.
         in_use = self._is_delayed and not self._engine.salvaged
         rank = self.ranks.rank
-        return list(flat_states(self._blocks, rank, in_use=in_use, parts=self.parts))
+        states = list(flat_states(self._blocks, rank, in_use=in_use, parts=self.parts))
+        copies, buckets = self.ranks.copies, list(dict.fromkeys(one.bucket for one in states))
+        own = {*buckets[copies.rank :: copies.size]}
+        return [one if one.bucket in own else replace(one, pieces=()) for one in states]
 
     def write_state(self, writer: StateWriter) -> None:
         """Begin to write the state as it is after the last step; the next steps go on meanwhile.

@@ -21,6 +21,7 @@ from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.pretrained import from_pretrained
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
+from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.sizing.parts import parts_of_module
 from offloadtrain.sizing.tracer import Tracer
 
@@ -138,6 +139,7 @@ def build(
     seed: int,
     terms: LossTerms | None = None,
     isolated: bool = False,
+    mesh: Mesh | None = None,
 ) -> tuple[CausalLm, OffloadOptimizer]:
     """Return the model in training mode, with its optimizer.
 
@@ -148,6 +150,7 @@ def build(
         seed: of random weights and of adapters.
         terms: those of a loss in parts; None: whole logits.
         isolated: attention must not cross the ends of documents.
+        mesh: as in `offload`.
 
     Raises:
         ConfigError, CausalLmError: the model cannot do these; before its weights are read.
@@ -166,13 +169,15 @@ def build(
             params=groups,
             device=device,
             config=config,
+            mesh=mesh,
         )
     else:
         model = transformers.AutoModelForCausalLM.from_config(
             _config(hf.folder), dtype=torch.float32
         )
         model = model if hf.lora is None else _with_adapters(model, hf.lora)
-        optimizer = offload(model, rule, params=groups(model), device=device, config=config)
+        own = groups(model)
+        optimizer = offload(model, rule, params=own, device=device, config=config, mesh=mesh)
     if terms is not None:
         chunk_loss(model, **asdict(terms))
     model.train()

@@ -166,7 +166,7 @@ def _works(plan: Plan, trace: Trace | None) -> Iterator[tuple[Placement, Work]]:
 
 def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
     """Return the job as others run it: weights on the device, layers recomputed unless the job
-    keeps their activations."""
+    keeps their activations, and one copy of the state."""
     kept = not job.offload.recomputes
     offload = replace(
         job.offload,
@@ -176,8 +176,9 @@ def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
         state_on="host",
         activation="keep" if kept else "recompute",
     )
-    ranks = plan.placed.spec.ranks
-    return place(shared(replace(job, offload=offload), ranks), ranks, trace=trace)
+    ranks = plan.placed.spec.replicas
+    alike = replace(job, offload=offload, ranks=replace(job.ranks, shard=0))
+    return place(shared(alike, ranks), ranks, trace=trace)
 
 
 def _work(placed: Placement, machine: Machine) -> Work:

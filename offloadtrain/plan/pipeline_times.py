@@ -108,7 +108,7 @@ def as_part_of(
         alone,
         seconds=times.seconds,
         exposed_s={**alone.exposed_s, OTHER_STAGES: max(times.seconds - alone.seconds, 0.0)},
-        tokens_per_s=config.batch_tokens * stage.spec.ranks / times.seconds,
+        tokens_per_s=config.batch_tokens * stage.spec.replicas / times.seconds,
         tflops=times.flops / times.seconds / 1e12,
         hardware_tflops=(times.flops + times.recomputed) / times.seconds / 1e12,
         mfu=times.flops / times.seconds / peak if peak else None,
@@ -131,7 +131,7 @@ def least_seconds(stages: Sequence[Placement], machine: Machine, schedule: Sched
 def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:
     """Return the links between neighbours: ranks of a stage have numbers one after the other, and
     fill the hosts; those that cross between two hosts share what links these."""
-    replicas = stages[0].spec.ranks
+    replicas = stages[0].spec.replicas
     tokens = stages[0].config.train.micro_batch * stages[0].config.data.seq_len
     nbytes = tokens * stages[0].config.model.d_model * stages[0].weight_bytes
     found = []

@@ -111,14 +111,17 @@ def place(
     ranks: int = 1,
     available_bytes: int | None = None,
     trace: Trace | None = None,
+    copies: int = 1,
 ) -> Placement:
     """Lay out the step of one rank.
 
     Args:
         config: the rank's part of the job, its precision resolved.
+        ranks: those that share a copy of the state.
         available_bytes: host memory for the state and its second copies; None: without second
             copies.
         trace: see `Placement`.
+        copies: the number of such groups of ranks.
 
     Raises:
         PlanError: a device limit is too small for the slots and the unstreamed part, the stage
@@ -137,6 +140,7 @@ def place(
             ranks=ranks,
             num_tensors=num_tensors(config),
             available_bytes=available_bytes,
+            copies=copies,
             parts=config.ranks.tensor,
         )
     except (DeviceMemoryError, OptionError) as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 
-from offloadtrain.config.batch_split import of_stage, replicas, shared
+from offloadtrain.config.batch_split import of_stage, replicas, shards, shared
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import num_block_params
 from offloadtrain.config.offload import STATE_PRECISIONS, StateOn
@@ -64,7 +64,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """All ranks, those of other stages of a pipeline and of other parts of matrices too."""
-        return self.placed.spec.ranks * self.job.ranks.pipeline * self.job.ranks.tensor
+        return self.placed.spec.replicas * self.job.ranks.pipeline * self.job.ranks.tensor
 
     @property
     def hosts(self) -> int:
@@ -213,7 +213,7 @@ class Plan:
         """Bytes of host memory of all ranks for what a save copies."""
         spec = self.placed.spec
         of_one = sum(spec.spill_bytes(bucket) for bucket in spec.buckets)
-        return spec.ranks * self.job.ranks.tensor * of_one
+        return spec.replicas * self.job.ranks.tensor * of_one
 
     @property
     def save(self) -> SaveCost | None:
@@ -221,7 +221,9 @@ class Plan:
         if not self.machine.disk_gbps:
             return None
         rate = 1e9 * self.machine.disk_gbps
-        write_s, spill_s = self.checkpoint_bytes / rate, self.spill_bytes / rate
+        write_s = self.checkpoint_bytes / rate
+        # Of what each copy of the state spills, it writes its share.
+        spill_s = self.spill_bytes / self.placed.spec.copies / rate
         return save_cost(write_s, self.prediction.seconds, spill_s)
 
     @property
@@ -311,11 +313,13 @@ def with_state_on(job: Config, share: float) -> Config:
 def _placed(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None, stage: int | None
 ) -> Plan:
-    part, count = shared(job, ranks), replicas(job, ranks)
+    part, count = shared(job, ranks), shards(job, ranks)
+    copies = replicas(job, ranks) // count
     if job.ranks.pipeline == 1:
-        return Plan(job, name, machine, place(part, count, trace=trace))
+        return Plan(job, name, machine, place(part, count, trace=trace, copies=copies))
     numbers = range(job.ranks.pipeline)
-    plans = [Plan(job, name, machine, place(of_stage(part, one), count)) for one in numbers]
+    placed = [place(of_stage(part, one), count, copies=copies) for one in numbers]
+    plans = [Plan(job, name, machine, one) for one in placed]
     most = max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
     chosen = most if stage is None else plans[stage]
     return replace(chosen, stages=tuple(plan.copied for plan in plans), schedule=job.ranks.schedule)

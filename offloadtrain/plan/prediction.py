@@ -21,6 +21,8 @@ class Prediction:
         hardware_tflops: of one rank, recompute counted.
         mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
         d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
+        copies_bytes, copies_s: of one rank, what of `comm_bytes` it sends to the ranks that hold
+            the same shard in other copies of the state, and the time of it.
         parts_bytes, parts_s: of one rank, what it sends to the other parts of its matrices, and the
             time of the sums, in which the device computes nothing.
         dram_bytes: memory traffic of one rank's host work.
@@ -37,6 +39,8 @@ class Prediction:
     d2h_bytes: int
     h2d_bytes: int
     comm_bytes: int
+    copies_bytes: int
+    copies_s: float
     parts_bytes: int
     parts_s: float
     dram_bytes: int

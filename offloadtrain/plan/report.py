@@ -10,6 +10,7 @@ from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan import saved_tensors
+from offloadtrain.plan.among_copies import AmongCopies
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
 from offloadtrain.step.spec import StepSpec
@@ -49,6 +50,7 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "ranks": plan.ranks,
         "stage": None if plan.placed.config.stage is None else plan.placed.config.stage.name,
         "tensor_parts": plan.job.ranks.tensor,
+        "state_copies": spec.copies,
         "hosts": plan.hosts,
         "zero_stage": spec.zero_stage,
         "precision": plan.job.offload.precision,
@@ -196,7 +198,7 @@ def _step(plan: Plan) -> str:
             exposed = found.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
-    lines += [*_stages(plan), *_parts(plan)]
+    lines += [*_stages(plan), *_copies(plan), *_parts(plan)]
     mfu = ""
     if found.mfu is not None:
         mfu = f"; MFU {100 * found.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -238,6 +240,19 @@ def _stages(plan: Plan) -> Iterator[str]:
                 f"{format_seconds(link.seconds)} {where}"
             )
         yield line
+
+
+def _copies(plan: Plan) -> Iterator[str]:
+    """Yield a line on what the copies of the state send each other."""
+    spec, found = plan.placed.spec, plan.prediction
+    if spec.copies > 1:
+        among = AmongCopies(spec, plan.machine, plan.job.ranks.tensor)
+        where = "inside the host" if among.hosts == 1 else f"between {among.hosts} hosts"
+        yield (
+            f"  hybrid sharding: {spec.copies} copies of the state, each in {spec.ranks} shards; "
+            f"sums of a shard over the copies send {format_bytes(found.copies_bytes)} per step and "
+            f"rank, {format_seconds(found.copies_s)} {where}"
+        )
 
 
 def _parts(plan: Plan) -> Iterator[str]:

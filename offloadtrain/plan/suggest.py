@@ -24,7 +24,7 @@ SIMULATED = 12
 
 
 PLACES = ("offload.working", "offload.activation")
-OFFLOAD = (*PLACES, "offload.state", "offload.state_on")
+OFFLOAD = (*PLACES, "offload.state", "offload.state_on", "ranks.shard")
 ALL = (*OFFLOAD, "train.micro_batch")
 
 SAME = 0.03
@@ -357,6 +357,7 @@ def _choices(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]
         "offload.activation": policies,
         "offload.state": tuple(states),
         "offload.state_on": _distinct(job.offload.state_on, "host"),
+        "ranks.shard": _distinct(job.ranks.shard, 0),
         "train.micro_batch": _smaller(job),
     }
 

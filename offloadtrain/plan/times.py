@@ -5,8 +5,10 @@ Every launch of the program (`step.program`) gets a duration:
 * forward, backward: what `plan.device_time` counts; with recompute, backward has another forward;
 * gather, copy: a copy within the device's memory;
 * d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
-* reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if there
-  are several;
+* reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if the
+  ranks that share the state are on several;
+* all-reduce of a shard over the copies of the state (hybrid sharding): twice that of the shard,
+  over the link of the hosts that hold the copies;
 * tensor parallel: twice that for each of the sums over the parts, which compute waits for: two in a
   layer's forward, two in its backward, and one when forward runs again;
 * accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
@@ -24,10 +26,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import ceil, sqrt
+from math import sqrt
 
 from offloadtrain.config.model_shape import ModelShape, again_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
+from offloadtrain.plan.among_copies import AmongCopies, most_hosts
 from offloadtrain.plan.among_parts import AmongParts
 from offloadtrain.plan.device_time import (
     Kernels,
@@ -144,13 +147,15 @@ def _prediction(costs: Costs, found: Steady) -> Prediction:
         seconds=seconds,
         busy_s=found.busy,
         exposed_s=found.exposed,
-        tokens_per_s=tokens * placed.spec.ranks / seconds,
+        tokens_per_s=tokens * placed.spec.replicas / seconds,
         tflops=flops / seconds / 1e12,
         hardware_tflops=(flops + again) / seconds / 1e12,
         mfu=flops / seconds / peak if peak else None,
         d2h_bytes=down,
         h2d_bytes=up,
-        comm_bytes=sent,
+        comm_bytes=sent + costs.copies.sent_bytes * micro_steps,
+        copies_bytes=costs.copies.sent_bytes * micro_steps,
+        copies_s=costs.copies.seconds * micro_steps,
         parts_bytes=costs.parts.sent_bytes * micro_steps,
         parts_s=costs.parts.sums * costs.parts.sum_s * micro_steps,
         dram_bytes=round(costs.dram_bytes),
@@ -201,7 +206,8 @@ class Costs:
         self._blocks = {block.name: block for block in self.spec.blocks}
         self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
         self.parts = AmongParts(placed, machine)
-        ranks = self.spec.ranks * placed.config.ranks.pipeline * self.parts.count
+        self.copies = AmongCopies(self.spec, machine, self.parts.count)
+        ranks = self.spec.replicas * placed.config.ranks.pipeline * self.parts.count
         self._local = min(ranks, machine.gpus)
         """Ranks of a host, those of other stages and parts too: they share its links, memory and
         cores."""
@@ -318,6 +324,8 @@ class Costs:
                 return self._collective_s(bucket.numel * reduced) / pieces
             case Kind.ALL_GATHER:
                 return self._collective_s(bucket.numel * weight)
+            case Kind.ALL_REDUCE:
+                return self.copies.sum_s(shard * reduced) / pieces
             case Kind.GRAD_DOWN:
                 down = self._down_bytes(bucket)
                 return shard * down / pieces / self.bus(machine.d2h_gbps)
@@ -344,11 +352,11 @@ class Costs:
         return numel / rate if rate else 0.0
 
     def _collective_s(self, nbytes: int) -> float:
-        """Return the rate of a ring over all ranks: among the GPUs of a host, or over the links of
-        each host, shared by its GPUs."""
+        """Return the time of a ring over the ranks that share a copy of the state: among the GPUs
+        of a host, or over the links of each host, shared by its GPUs."""
         ranks, machine = self.spec.ranks, self.machine
         inside = nbytes * (ranks - 1) / ranks / (machine.gpu_link_gbps * 1e9)
-        nodes = ceil(ranks * self.parts.count / machine.gpus)
+        nodes = most_hosts(ranks * self.parts.count, self.spec.copies, machine.gpus)
         if nodes == 1:
             return inside
         return max(inside, nbytes * (nodes - 1) / nodes / (machine.node_link_gbps * 1e9))
@@ -425,7 +433,7 @@ class Costs:
 
     @cached_property
     def moved_bytes(self) -> tuple[int, int, int]:
-        """The bytes of a step: down, up, to other ranks."""
+        """The bytes of a step: down, up, to the ranks that share this copy of the state."""
         spec, micro_steps = self.spec, self.spec.config.grad_accum_steps
         every = sum(bucket.shard_numel * bucket.weight_bytes for bucket in spec.buckets)
         on_host = spec.buckets_on(Tier.HOST)

@@ -67,7 +67,7 @@ def why(plan: Plan, trace: Trace | None = None) -> Why:
         part: now.seconds / predict(plan.copied, _twice(with_rates(machine), rates)).seconds - 1
         for part, rates in (PARTS | (DRIVE if plan.disk else {})).items()
     }
-    found = single_changes(plan.job, plan.name, machine, plan.placed.spec.ranks, trace)
+    found = single_changes(plan.job, plan.name, machine, plan.ranks, trace)
     changes = [(one, one.plan.prediction.tokens_per_s / now.tokens_per_s - 1) for one in found]
     helping = sorted((pair for pair in changes if pair[1] > SAME), key=lambda pair: -pair[1])
     keeping = [pair for pair in helping if not _note(pair[0])]

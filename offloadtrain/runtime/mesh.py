@@ -64,11 +64,24 @@ class Mesh:
         return cls(replicas, Ranks(stages, host), stages, parts, tensor)
 
     @classmethod
-    def make(cls, stages: int, device: torch.device, parts: int = 1) -> Mesh:
+    def make(cls, stages: int, device: torch.device, parts: int = 1, shards: int = 0) -> Mesh:
         """Join all ranks in a pipeline of so many stages, and matrices of so many parts, which
-        divide them; a collective."""
-        shape = (stages, Ranks().world_size // (stages * parts), parts)
-        return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=AXES), device)
+        divide them; a collective.
+
+        Args:
+            shards: ranks that share a copy of the state, which divide the replicas; 0: all.
+        """
+        replicas = Ranks().world_size // (stages * parts)
+        names: tuple[str, ...] = AXES
+        shape: tuple[int, ...] = (stages, replicas, parts)
+        if shards not in (0, replicas):
+            names, shape = ("pp", *HYBRID_AXES, "tp"), (stages, replicas // shards, shards, parts)
+        return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=names), device)
+
+    @property
+    def is_plain(self) -> bool:
+        """All ranks hold the whole model and share one copy of its state."""
+        return self.stages.is_single and self.tensor is None and self.replicas.copies.is_single
 
 
 def divide_linears(

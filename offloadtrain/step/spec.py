@@ -73,6 +73,11 @@ class StepSpec:
     input_parts: int = 1
 
     @property
+    def replicas(self) -> int:
+        """The ranks whose batches make a step: those of all copies."""
+        return self.ranks * self.copies
+
+    @property
     def moves_inputs(self) -> bool:
         """Inputs of repeated blocks leave the place where forward made them."""
         return self.config.activation in ("offload", "offload_saved") or self.input_parts > 1

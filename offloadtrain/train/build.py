@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offloadtrain.config.batch_split import replicas
+from offloadtrain.config.batch_split import shards
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
@@ -45,7 +45,8 @@ class TrainingContext:
     Attributes:
         local: the job of this rank, with its part of the global batch, and of the model.
         ranks: the ranks, for the loop's own exchanges.
-        replicas: those that hold the same part of the model; they divide the batch.
+        replicas: those that hold the same part of the model, in all copies of the state; they
+            divide the batch.
         pipelined: this rank's stage of a pipeline; None: it holds the whole model.
         precision: precision of the working weights, with "auto" resolved.
         why: the reason for the precision, if it was chosen here.
@@ -108,10 +109,11 @@ def assemble(
     _check_same_job(job, train_tokens, ranks)
     check_tokenizers(job, train_tokens, val_tokens)
     model, optimizer, pipelined = _offloaded(config, job.model, device, mesh)
+    replicas = mesh.replicas.everyone
     return TrainingContext(
         local=config,
         ranks=ranks,
-        replicas=mesh.replicas,
+        replicas=replicas,
         model=model,
         pipelined=pipelined,
         optimizer=optimizer,
@@ -121,8 +123,8 @@ def assemble(
             seq_len=config.data.seq_len,
             packing=config.data.packing,
             seed=config.train.seed,
-            rank=mesh.replicas.rank,
-            world=mesh.replicas.size,
+            rank=replicas.rank,
+            world=replicas.size,
             masking=masking_of(job, train_tokens),
         ),
         train_tokens=train_tokens,
@@ -134,16 +136,16 @@ def assemble(
 
 
 def _mesh(job: Config, device: torch.device, ranks: Ranks) -> Mesh:
-    """Divide the ranks into stages of a pipeline, replicas and parts of matrices; without those all
-    are replicas.
+    """Divide the ranks into stages of a pipeline, replicas in groups that share a copy of the state
+    and parts of matrices; without those all are replicas that share one.
 
     Raises:
         ConfigError: the ranks cannot be divided so.
     """
-    replicas(job, ranks.size)
-    if job.ranks.pipeline == job.ranks.tensor == 1:
+    group = shards(job, ranks.size)
+    if job.ranks.pipeline == job.ranks.tensor == 1 and group == ranks.size:
         return Mesh(replicas=ranks)
-    return Mesh.make(job.ranks.pipeline, device, job.ranks.tensor)
+    return Mesh.make(job.ranks.pipeline, device, job.ranks.tensor, group)
 
 
 def _precision(
@@ -195,6 +197,7 @@ def _offloaded(
             seed=config.train.seed,
             terms=terms,
             isolated=config.data.packing == "isolated",
+            mesh=None if mesh.is_plain else mesh,
         )
         return found, optimizer, None
     with torch.device("meta"):  # `offload` creates it block by block: there is never a second copy
@@ -229,15 +232,15 @@ def offload_job(
     Args:
         mesh: of the ranks; None: all of them are replicas.
     """
-    divided = mesh is not None and mesh.tensor is not None
+    in_parts = mesh is not None and mesh.tensor is not None
     return offload(
         model,
         update_rule(config),
         params=decay_groups(model, config),
         device=device,
         config=config.offload,
-        param_init_fn=model.initializer(config.train.seed, keep_part if divided else None),
-        mesh=mesh if divided else None,
+        param_init_fn=model.initializer(config.train.seed, keep_part if in_parts else None),
+        mesh=None if mesh is None or mesh.is_plain else mesh,
     )
 
 

@@ -76,7 +76,7 @@ def laid_out(plan: Plan) -> Ledger:
     """
     config, planned = plan.placed.config, plan.copied.spec
     ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
-    ranks = Ranks.fake(planned.ranks)
+    ranks = Ranks.fake(planned.ranks, planned.copies)
     model, first = _stage_of(plan)
     rule = update_rule(config)
     groups = normalise_groups(model, decay_groups(model, config), rule)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain.config.batch_split import part_of
+from offloadtrain.config.batch_split import group_of, part_of
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.units import format_count
 from offloadtrain.events import schema
@@ -106,6 +106,8 @@ class RunStart:
             plan |= {"gpu_uuid": gpu_uuid(device), "calibrated_gbps": self.calibrated_gbps}
         if (stage := context.local.stage) is not None:
             plan["stage"] = stage.name
+        if group := group_of(self.config, context.ranks.size, context.ranks.rank):
+            plan["group"] = group
         if part := part_of(self.config, context.ranks.rank):
             plan["part"] = part
         return (

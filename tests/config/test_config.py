@@ -344,7 +344,7 @@ UNKNOWN_KEYS = [
     ("device.host_memory_limit", "; did you mean offload.host_memory_limit? (known in [device]"),
     (
         "ranks.zero_stage",
-        "; did you mean offload.zero_stage? (known in [ranks]: pipeline, schedule, tensor)",
+        "; did you mean offload.zero_stage? (known in [ranks]: pipeline, schedule, tensor, shard)",
     ),
     (
         "optim.delay_warmup_steps",

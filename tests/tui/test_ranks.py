@@ -1,5 +1,5 @@
 """The ranks screen over a pipeline: stages, their bubbles, and who sets the pace; over tensor
-parallel: the parts."""
+parallel: the parts; over hybrid sharding: the groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STAGES = ("stage 1 of 2 (embedding, layers 0 to 1)", "stage 2 of 2 (layers 2 to 
 
 
 def rank(
-    number: int, stage: str, compute_ms: float, exposed_ms: float = 100.0, part: str = ""
+    number: int, stage: str, compute_ms: float, exposed_ms: float = 100.0, **role: str
 ) -> View:
     """Thirty steps of a second; 50 ms of each for data."""
     plan = recordings.start().plan | ({"stage": stage} if stage else {})
-    plan |= {"part": part} if part else {}
+    plan |= role
     told: list[recordings.Timed] = [(BEGIN_S, recordings.start(plan=plan))]
     logs = recordings.ranks(1, steps=30)[0]
     for time_s, event in logs:
@@ -57,3 +57,12 @@ def test_parts_of_matrices_are_shown() -> None:
     table = rank_table([rank(number, "", 550.0, part=part) for number, part in enumerate(parts)])
     assert table.columns == (*RANKS, "tensor")
     assert [row[-1] for row in table.rows] == parts
+
+
+def test_groups_that_share_a_copy_of_the_state_are_shown() -> None:
+    groups = [f"group {number} of 2" for number in (1, 2)]
+    found = [rank(number, "", 550.0, group=group) for number, group in enumerate(groups)]
+    table = rank_table(found)
+    assert table.columns == (*RANKS, "group") and [row[-1] for row in table.rows] == groups
+    both = [rank(number, STAGES[0], 550.0, group=groups[number]) for number in (0, 1)]
+    assert rank_table(both).columns == (*RANKS, "bubble", "stage", "group")

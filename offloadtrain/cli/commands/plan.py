@@ -292,6 +292,11 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
             f"--search and ranks.tensor = {config.ranks.tensor}: it divides layers, and a stage "
             "holds whole matrices. Set ranks.tensor = 1"
         )
+    if config.ranks.shard:
+        raise ConfigError(
+            f"--search and ranks.shard = {config.ranks.shard}: the replicas of a stage that it "
+            "tries share one copy of their state. Set ranks.shard = 0"
+        )
     job = resolved(config, machine)
     if reason := pipeline_search.undivided(job):
         print(f"Replicas only: {reason}", file=sys.stderr)

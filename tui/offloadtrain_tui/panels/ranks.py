@@ -1,10 +1,11 @@
-"""6: ranks and GPUs: lag and slowness, the stages of a pipeline, and the parts of matrices."""
+"""6: ranks and GPUs: lag and slowness, the stages of a pipeline, groups that share a copy of the
+state, and the parts of matrices."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -65,15 +66,16 @@ class Ranks(Panel):
 
 def rank_table(views: Sequence[View]) -> Table:
     """Return a row per rank; the ranks of a pipeline say which stage is theirs, and its bubble;
-    those of tensor parallel which part of every matrix they hold."""
+    those of hybrid sharding with which group they share the state; those of tensor parallel which
+    part of every matrix they hold."""
+    heads: tuple[str, ...] = RANKS
     rows = rank_rows(views)
-    if any(map(part_of, views)):
-        divided = [(*row, part_of(view)) for row, view in zip(rows, views, strict=True)]
-        return Table((*RANKS, "tensor"), tuple(divided))
-    if not any(map(stage_of, views)):
-        return Table(RANKS, tuple(rows))
-    staged = [(*row, _bubble(view), stage_of(view)) for row, view in zip(rows, views, strict=True)]
-    return Table((*RANKS, "bubble", "stage"), tuple(staged))
+    for names, told in _COLUMNS:
+        found = [told(view) for view in views]
+        if any(one[-1] for one in found):
+            heads += names
+            rows = [(*row, *one) for row, one in zip(rows, found, strict=True)]
+    return Table(heads, tuple(rows))
 
 
 def stage_of(view: View) -> str:
@@ -85,6 +87,13 @@ def stage_of(view: View) -> str:
 def part_of(view: View) -> str:
     """Return, for example, "part 1 of 2": what the rank holds of every matrix; "" of all of it."""
     found = view.start.plan.get("part") if view.start else None
+    return clean(found, 30) if isinstance(found, str) else ""
+
+
+def group_of(view: View) -> str:
+    """Return, for example, "group 1 of 2": the ranks that share a copy of the state with it; "" if
+    all do."""
+    found = view.start.plan.get("group") if view.start else None
     return clean(found, 30) if isinstance(found, str) else ""
 
 
@@ -116,6 +125,15 @@ def slow_stage(views: Sequence[View]) -> str:
 def _bubble(view: View) -> str:
     share = bubble(view)
     return "-" if share is None else percent(share)
+
+
+_COLUMNS: tuple[tuple[tuple[str, ...], Callable[[View], tuple[str, ...]]], ...] = (
+    (("bubble", "stage"), lambda view: (_bubble(view), stage_of(view))),
+    (("group",), lambda view: (group_of(view),)),
+    (("tensor",), lambda view: (part_of(view),)),
+)
+"""Columns that a division of the ranks adds: their heads, and what a rank shows there; the last one
+is "" of all ranks without it."""
 
 
 def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:

@@ -166,7 +166,7 @@ def explain(job: Config, part: Config, ranks: int) -> str:
         groups = ranks // parts
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"
     if (size := shards(job, ranks)) < replicas(job, ranks):
-        who += f", in groups of {size} that each hold all the state,"
+        who += f", every {size} of which hold a copy of the state,"
     verb = "shares" if ranks == parts else "share"
     return (
         f"{who} {verb} {before.micro_batch * before.grad_accum_steps} sequences per step: "

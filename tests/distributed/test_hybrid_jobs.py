@@ -276,7 +276,7 @@ def test_ranks_are_divided_into_groups(data: Path) -> None:  # noqa: F811
     assert roles(job, 4) == ("group 1 of 2",) * 2 + ("group 2 of 2",) * 2
     assert roles(job, 2) == () and group_of(job, 2, 1) == ""
     told = explain(job, shared(job, 4), 4)
-    assert told.startswith("4 ranks, in groups of 2 that each hold all the state, share 4 seq")
+    assert told.startswith("4 ranks, every 2 of which hold a copy of the state, share 4 seq")
     staged = job_of(data, **DEEP | GROUPS | {"ranks.pipeline": 2})
     assert roles(staged, 8)[5:7] == ("stage 2 of 2, group 1 of 2", "stage 2 of 2, group 2 of 2")
     in_parts = job_of(data, **SMALL | GROUPS | {"ranks.tensor": 2})

@@ -334,17 +334,23 @@ def test_a_resumed_run_has_the_same_bits_from_a_moved_folder(
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    """Streamed, with adapters: shards of trained and of frozen weights."""
+@pytest.mark.parametrize(
+    ("ranks", "shard"), [("2", 0), pytest.param("4", 2, marks=pytest.mark.long)]
+)
+def test_several_ranks_train_as_one(tmp_path: Path, ranks: str, shard: int) -> None:
+    """Streamed, with adapters: shards of trained and of frozen weights; also in groups."""
     fp32 = ("offload.precision=fp32", "train.steps=2", "train.eval_every=0")
     job = hf_job_of(tmp_path, "llama", LORA, "offload.working=host", *fp32)
     (tmp_path / "job.toml").write_text(jobs.dump(job))
-    for count in ("1", "2"):
+    for count, group in (("1", 0), (ranks, shard)):
         arguments = ["--nproc", count, "--run-dir", str(tmp_path / count)]
+        arguments += ["--set", f"ranks.shard={group}"]
         assert main(["train", str(tmp_path / "job.toml"), *arguments]) == 0
-    one, two = ([step.loss for step in events_of(tmp_path / count, schema.Step)] for count in "12")
-    assert one == pytest.approx(two, rel=1e-5)
-    whole, sharded = masters_of(tmp_path / "1"), masters_of(tmp_path / "2")
+    one, several = (
+        [step.loss for step in events_of(tmp_path / count, schema.Step)] for count in ("1", ranks)
+    )
+    assert one == pytest.approx(several, rel=1e-5)
+    whole, sharded = masters_of(tmp_path / "1"), masters_of(tmp_path / ranks)
     assert whole.keys() == sharded.keys()
     for name, master in whole.items():
         torch.testing.assert_close(sharded[name], master, rtol=1e-3, atol=1e-5)

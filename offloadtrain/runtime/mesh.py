@@ -60,8 +60,8 @@ class Mesh:
             raise ValueError(
                 f"mesh has an axis {unknown[0]!r}: name its axes 'dp' (replicas, which share the "
                 "state; or 'dp_replicate' and 'dp_shard'), 'ep' (experts), 'pp' (stages of a "
-                "pipeline) and 'tp' (parts of matrices), as in init_device_mesh('cuda', (2, 4), mesh_dim_names="
-                "('dp', 'tp'))"
+                "pipeline) and 'tp' (parts of matrices), as in init_device_mesh('cuda', (2, 4), "
+                "mesh_dim_names=('dp', 'tp'))"
             )
         groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
         stages, host = groups.get("pp"), torch.device("cpu")

@@ -146,7 +146,8 @@ def test_near_all_experts_on_every_rank(
     ]
     with capsys.disabled():
         print(
-            f"\ndp {dp} x ep {ep} {options}: masters differ by {worst:.2g}, norms by {max(norms):.2g}"
+            f"\ndp {dp} x ep {ep} {options}: the worst master differs by {worst:.2g}, "
+            f"the worst norm by {max(norms):.2g} of itself"
         )
     # A hundredth of a step; experts summed over all ranks, or scaled by dp alone, are a step off.
     assert worst < 0.01 * LR

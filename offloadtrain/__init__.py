@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from offloadtrain.engine.pipeline import pipeline
     from offloadtrain.engine.pipeline_steps import Pipeline
+    from offloadtrain.integrations.expert_parallel import expert_parallel
     from offloadtrain.integrations.pretrained import from_pretrained, save_pretrained
     from offloadtrain.optim import (
         LAMB,
@@ -61,6 +62,7 @@ _HOMES = {
     "SGD": "offloadtrain.optim",
     "StaleGraphError": "offloadtrain.engine",
     "StepReport": "offloadtrain.engine",
+    "expert_parallel": "offloadtrain.integrations.expert_parallel",
     "from_pretrained": "offloadtrain.integrations.pretrained",
     "UpdateRule": "offloadtrain.optim",
     "offload": "offloadtrain.engine",
@@ -92,6 +94,7 @@ __all__ = [
     "StepReport",
     "UpdateRule",
     "__version__",
+    "expert_parallel",
     "from_pretrained",
     "offload",
     "pipeline",

@@ -270,6 +270,21 @@ def tensor_parallel(code: str) -> bool:
     return told
 
 
+def expert_parallel(code: str) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = ModelShape(vocab_size=16, num_layers=2, d_model=16, num_heads=2, num_experts=4)
+    given: Names = {"ot": ot, "init_device_mesh": init_device_mesh, "model": Transformer(shape)}
+    of_ranks(code.replace("mesh=mesh)\n", 'mesh=mesh, device="cpu")\n'), given)
+    optimizer, tokens = given["optimizer"], torch.arange(8)[None]
+    optimizer.backward(given["model"](tokens, tokens))
+    optimizer.step()
+    held = given["model"].blocks[0].mlp.experts.up.to_local()
+    told: bool = optimizer.last_step.grad_norm > 0 and held.shape[0] == 2
+    optimizer.close()
+    return told
+
+
 def sharded(code: str) -> bool:
     """The group is there already: the page's first line would make it."""
     first, second = code.splitlines()
@@ -290,8 +305,9 @@ def hybrid(code: str) -> bool:
 
 
 def test_the_python_of_ranks(ranks: Run) -> None:  # noqa: F811
-    copies, alone, flushed, overlapped, parts = python_of("ranks.md")
+    copies, alone, flushed, overlapped, parts, of_experts = python_of("ranks.md")
     assert ranks(4, hybrid, copies) == [True] * 4
     assert ranks(4, sharded, alone) == [True] * 4
     assert ranks(4, pipelines, flushed, overlapped) == [[4, 4]] * 4
     assert ranks(4, tensor_parallel, parts) == [True] * 4
+    assert ranks(4, expert_parallel, of_experts) == [True] * 4

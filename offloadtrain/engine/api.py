@@ -16,6 +16,7 @@ from offloadtrain.engine.agreement import check_same_model, check_same_options
 from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
+    check_experts,
     check_model,
     check_parts,
     check_rule,
@@ -180,7 +181,9 @@ def offload(
             whose ranks hold the other stages of the model: the norm is that of all stages, and they
             skip together. `pipeline` makes the stages as well. And "tp", along which the model's
             DTensors (of `parallelize_module`) are divided: each rank offloads its part, and the
-            norm counts each part once.
+            norm counts each part once. Or "dp" and "ep", along which `expert_parallel` has divided
+            the experts: all ranks have batches of their own and share the state of what all hold;
+            the ranks of "dp" share that of their experts. Not with ZeRO stage 3.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
             weights, gathered for their use; 0: 3 with working = "host", which needs it, else 2. In
             stage 3 modules outside of layers stay whole where sharding them saves no memory: small
@@ -243,7 +246,8 @@ def attach(
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     check_same_model(model, groups, chosen, ranks)
-    check_parts(model, rule, ALONE if place is None else place.parts)
+    check_parts(model, rule, ALONE if place is None else place.parts, ranks)
+    check_experts(chosen, ranks)
     if place is not None:
         check_same_options(chosen, rule, place.stages)
     if place is None or place.stages.ranks.is_single:

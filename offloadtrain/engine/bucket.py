@@ -84,6 +84,7 @@ class Bucket:
     Attributes:
         spec: its sizes and formats; padding holds zeros.
         group: index into `param_groups`.
+        sharers: the ranks that share it.
         lo, hi: the shard.
         working: device, working dtype: the weights that compute uses; parameters are views of it.
             For a streamed block: in the slot that it has, or had last.
@@ -113,6 +114,7 @@ class Bucket:
     group: int
     dtype: torch.dtype
     slots: tuple[Slot, ...]
+    sharers: Ranks
     lo: int
     hi: int
     layout: Layout = field(init=False)
@@ -266,7 +268,7 @@ def pack(
         tuple(matrices),
         keeps_whole(rule) and not of_matrices,
     )
-    return Bucket(spec, group, dtype, tuple(slots), *ranks.shard(numel))
+    return Bucket(spec, group, dtype, tuple(slots), ranks, *ranks.shard(numel))
 
 
 def _in_order(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:

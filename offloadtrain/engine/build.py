@@ -30,6 +30,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.load_weights import ParamInit, adopt_weights, view_weights
+from offloadtrain.engine.local_part import sharers
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
 from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
@@ -297,11 +298,13 @@ def _buckets(
     config: OffloadConfig,
     ranks: Ranks,
 ) -> tuple[Bucket, ...]:
-    """Make a bucket per (parameter group, working dtype) among a block's parameters."""
+    """Make a bucket per (parameter group, working dtype, ranks that share it) among a block's
+    parameters."""
     dtype = PRECISIONS[config.precision]
-    sorted_in: dict[tuple[int, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    sorted_in: dict[tuple[int, torch.dtype, Ranks], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
-        key = (group_of.get(param, 0), torch.float32 if param in full else dtype)
+        kept = torch.float32 if param in full else dtype
+        key = (group_of.get(param, 0), kept, sharers(param, ranks))
         sorted_in.setdefault(key, []).append((full_name, param))
     several = len(sorted_in) > 1
     return tuple(
@@ -312,10 +315,10 @@ def _buckets(
             params,
             order,
             config.state,
-            ranks,
+            shared_by,
             rules[group] if rules else None,
         )
-        for i, ((group, dtype), params) in enumerate(sorted_in.items())
+        for i, ((group, dtype, shared_by), params) in enumerate(sorted_in.items())
     )
 
 

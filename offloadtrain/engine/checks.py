@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.engine.local_part import local
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule, keeps_whole
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
 from offloadtrain.step.formats import FORMATS
 
 _log = logging.getLogger(__name__)
@@ -194,13 +194,36 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
     )
 
 
-def check_parts(model: nn.Module, rule: AnyRule, parts: Ranks) -> None:
+def check_experts(config: OffloadConfig, ranks: Ranks) -> None:
+    """Raises OptionError for options that expert parallelism does not have."""
+    if ranks.of_experts is not ranks and config.streams_among(ranks.size):
+        raise OptionError(
+            f"zero_stage = {config.zero_stage_among(ranks.size)} and working = {config.working!r} "
+            "with a mesh that has an axis 'ep': weights that are loaded for their use are in "
+            "shards of all ranks, and experts are shared by some. Use zero_stage = 1 or 2 and "
+            "working = 'device'"
+        )
+
+
+def check_parts(model: nn.Module, rule: AnyRule, parts: Ranks, ranks: Ranks) -> None:
     """Raises ModelError for DTensors whose other parts the norm would not see, or whose rule needs
-    whole matrices."""
+    whole matrices.
+
+    Args:
+        parts: the ranks of tensor parallel.
+        ranks: those that share the state; of them some hold other experts.
+    """
+    divided = ranks.size // ranks.of_experts.size
     for name, param in model.named_parameters():
         if not is_distributed(param):
             continue
-        if param.device_mesh.size() != parts.size:  # type: ignore[attr-defined]
+        if holds_experts(param) and param.device_mesh.size() != divided:  # type: ignore[attr-defined]
+            raise ModelError(
+                f"the experts of '{name}' are divided among {param.device_mesh.size()} ranks, and "  # type: ignore[attr-defined]
+                f"offload() knows of {divided}: pass it the mesh of expert_parallel, "
+                "offload(model, mesh=mesh), with the axes 'dp' and 'ep'"
+            )
+        if not holds_experts(param) and param.device_mesh.size() != parts.size:  # type: ignore[attr-defined]
             raise ModelError(
                 f"parameter '{name}' is a DTensor on {param.device_mesh.size()} ranks, and "  # type: ignore[attr-defined]
                 f"{parts.size} hold parts of the model: pass the mesh, offload(model, mesh=mesh), "

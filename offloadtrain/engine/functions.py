@@ -125,7 +125,7 @@ class Functions:
         complete = len(delivered) == len(bucket.slots)
         if complete and (kept := self._targets.get(key)):
             return kept
-        each = range(self._ranks.size if op.hi - op.lo < bucket.shard_numel else 1)
+        each = range(bucket.spec.ranks if op.hi - op.lo < bucket.shard_numel else 1)
         starts = [rank * bucket.shard_numel + op.lo for rank in each]
         targets = targets_of(flat, starts, [slot for slot, _ in delivered])
         if complete:
@@ -136,9 +136,9 @@ class Functions:
         # By the launching thread, in launch order: ranks compare it with the norm, so that a
         # collective matched with another one is found in the step where it happened.
         self._digest = crc32(op.name.encode(), self._digest)
-        self._lanes.totals.comm_bytes += self._ranks.sent_bytes(op.writes[0].nbytes)
-        gathers = op.kind is Kind.ALL_GATHER
-        return self._ranks.all_gather if gathers else self._ranks.reduce_scatter
+        ranks = self._buckets[op.owner].sharers
+        self._lanes.totals.comm_bytes += ranks.sent_bytes(op.writes[0].nbytes)
+        return ranks.all_gather if op.kind is Kind.ALL_GATHER else ranks.reduce_scatter
 
     def _all_reduce(self, op: Launch) -> Operation:
         self._digest = crc32(op.name.encode(), self._digest)

@@ -27,7 +27,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,9 @@ def adopt_weights(
         HEARTBEAT.advance("reading weights", sum(sizes[:number]), sum(sizes))
         for module in part.module.modules() if part.repeated else (part.module,):
             materialise(module, param_init_fn)
-        _agree_on([param for _, param in part.parameters], ranks.everyone)
+        _agree_on([p for _, p in part.parameters if not holds_experts(p)], ranks.everyone)
+        # Ranks with other experts have others: those with the same ones agree.
+        _agree_on([p for _, p in part.parameters if holds_experts(p)], ranks.of_experts)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rules[bucket.group], device)
@@ -228,7 +230,7 @@ def _move_to_host(bucket: Bucket) -> None:
 
 def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
     """Give all ranks the values of rank 0; sends only values that differ."""
-    if ranks.is_single:
+    if ranks.is_single or not tensors:
         return
     values = [local(tensor.detach()) for tensor in tensors]
     sums = ranks.all_gather_host([float(_checksum(value)) for value in values])

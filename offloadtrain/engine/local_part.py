@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
 
 
 class LocalPart:
@@ -51,6 +52,11 @@ def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
     held: Tensor = getattr(tensor, "_local_tensor", tensor)
     return held
+
+
+def sharers(param: Tensor, ranks: Ranks) -> Ranks:
+    """Return those of `ranks` that hold the same part of a parameter, and so share its state."""
+    return ranks.of_experts if holds_experts(param) else ranks
 
 
 def is_replicated(tensor: Any) -> bool:

@@ -58,7 +58,7 @@ class StateIO:
         Raises:
             PartError: of one it cannot be said.
         """
-        if self._part_ranks.is_single:
+        if self._part_ranks.is_single and self.ranks.of_experts is self.ranks:
             return WHOLE
         return Parts(self._part_ranks, shares_of(self.model))
 

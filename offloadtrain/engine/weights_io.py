@@ -78,7 +78,7 @@ class WeightsIO(StateIO):
             if param in held:
                 bucket, slot = held[param]
                 rule = self._rules[bucket.group]
-                yield name, state.whole_master(bucket, slot, rule, self.ranks)
+                yield name, state.whole_master(bucket, slot, rule, bucket.sharers)
             elif param.is_floating_point():
                 yield name, param.detach().to("cpu", torch.float32, copy=True)
             else:

@@ -9,13 +9,24 @@ Nothing here adds to one address from two places, neither forward nor backward: 
 and the experts of a token are summed in the order of its choice. The same inputs therefore give the
 same bits on every run, also when recompute runs a block again.
 
+[Note: Experts of other ranks]
+With expert parallelism a rank holds E / R of the experts, in the order of ranks, and every rank has
+tokens of its own. Rows sorted by expert are sorted by rank, too. First all ranks of the group tell
+each other how many rows each expert gets, which the host waits for, since sizes of messages are
+its. Then the rows go to the ranks of their experts, which sort what arrives by expert; within an
+expert rows stay in the order of the ranks that sent them. The results go back the same way. So the
+order of rows, and with it every bit, depends on the tokens only. All ranks run every layer, forward
+and backward, also those without a row for their experts.
+
 Shape suffixes: N tokens, D d_model, E experts, K experts per token, M = N · K rows of experts, U
-outputs of `up`, F ff_width.
+outputs of `up`, F ff_width, R ranks that hold different experts, L = E / R experts of a rank, S
+rows that arrive there.
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +38,27 @@ from offloadtrain.model.layers import Linear, activated
 
 _GROUPED_BYTES = 16
 """Grouped products read rows of a multiple of these bytes."""
+
+
+class TokenExchange(Protocol):
+    """Sends rows to the ranks of their experts; see [Note: Experts of other ranks]."""
+
+    def counts(self, counts_E: Tensor) -> Tensor:
+        """Return how many rows each rank has for each expert of this one, (R, L); a collective.
+
+        Args:
+            counts_E: how many rows this rank has for each expert of all.
+        """
+        ...
+
+    def rows(self, rows_MD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows and return those that arrive, (S, D), in the order of ranks; a collective,
+        also of backward.
+
+        Args:
+            sent, received: rows to and from each rank.
+        """
+        ...
 
 
 class MixtureOfExperts(nn.Module):
@@ -52,8 +84,7 @@ class MixtureOfExperts(nn.Module):
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         order_M = experts_NK.flatten().argsort(stable=True)
         ends_E = _ends(experts_NK.flatten()[order_M], probs_NE.shape[1])
-        place_M = torch.empty_like(order_M)
-        place_M.scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+        place_M = _inverse(order_M)
         rows_MD = x_ND[:, None].expand(-1, self.chosen, -1).reshape(-1, x_ND.shape[1])
         found_MD = self.experts(_permuted(rows_MD, order_M, place_M), ends_E)
         found_NKD = _permuted(found_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
@@ -63,7 +94,10 @@ class MixtureOfExperts(nn.Module):
 
 class Experts(nn.Module):
     """The matrices of all experts, each a tensor: `up` (E, U, D) is gate above value with SwiGLU,
-    `down` (E, D, F)."""
+    `down` (E, D, F). With `exchange` they are DTensors, of which this rank holds (L, U, D) and
+    (L, D, F)."""
+
+    exchange: TokenExchange | None = None
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -79,8 +113,24 @@ class Experts(nn.Module):
             rows_MD: sorted by expert.
             ends_E: int32, the row behind the last one of each expert.
         """
-        hidden_MF = activated(grouped_linear(rows_MD, self.up, ends_E), gated=self.gated)
-        return grouped_linear(hidden_MF, self.down, ends_E)
+        if self.exchange is None:
+            return self._computed(rows_MD, self.up, self.down, ends_E)
+        counts_RL = self.exchange.counts(_counts(ends_E))
+        # Waits for the device: sizes of messages are the host's.
+        sent = _counts(ends_E).view(len(counts_RL), -1).sum(1).tolist()
+        received = counts_RL.sum(1).tolist()
+        arrived_SD = self.exchange.rows(rows_MD, sent, received)
+        numbers_RL = torch.arange(counts_RL.shape[1], device=rows_MD.device).expand_as(counts_RL)
+        order_S = numbers_RL.flatten().repeat_interleave(counts_RL.flatten()).argsort(stable=True)
+        place_S = _inverse(order_S)
+        ends_L = counts_RL.sum(0).cumsum(0).to(torch.int32)
+        up, down = cast(Any, self.up).to_local(), cast(Any, self.down).to_local()
+        found_SD = self._computed(_permuted(arrived_SD, order_S, place_S), up, down, ends_L)
+        return self.exchange.rows(_permuted(found_SD, place_S, order_S), received, sent)
+
+    def _computed(self, rows_MD: Tensor, up: Tensor, down: Tensor, ends_E: Tensor) -> Tensor:
+        hidden_MF = activated(grouped_linear(rows_MD, up, ends_E), gated=self.gated)
+        return grouped_linear(hidden_MF, down, ends_E)
 
 
 def grouped_linear(rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tensor:
@@ -153,6 +203,16 @@ def _permuted(rows_MD: Tensor, order_M: Tensor, place_M: Tensor) -> Tensor:
     return cast(Tensor, _Permuted.apply(rows_MD, order_M, place_M))  # type: ignore[no-untyped-call]
 
 
+def _inverse(order_M: Tensor) -> Tensor:
+    """Return the place of each row in another order of them, (M,)."""
+    place_M = torch.empty_like(order_M)
+    return place_M.scatter_(0, order_M, torch.arange(len(order_M), device=order_M.device))
+
+
+def _counts(ends_E: Tensor) -> Tensor:
+    return ends_E.diff(prepend=ends_E.new_zeros(1))
+
+
 def _ends(sorted_M: Tensor, experts: int) -> Tensor:
     """Return for each expert how many rows it and those before it have, (E,), int32."""
     numbers_E = torch.arange(experts, device=sorted_M.device)
@@ -162,6 +222,6 @@ def _ends(sorted_M: Tensor, experts: int) -> Tensor:
 def _balance(probs_NE: Tensor, ends_E: Tensor, chosen: int) -> Tensor:
     """Return E · sum over E of (share of the rows) · (mean probability): equations 4 to 6 of Switch
     Transformer (arXiv:2101.03961), with shares of N · K rows as in GShard's top-2."""
-    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1))
+    counts_E = _counts(ends_E)
     share_E = counts_E.float() / (probs_NE.shape[0] * chosen)
     return probs_NE.shape[1] * (share_E * probs_NE.mean(0)).sum()

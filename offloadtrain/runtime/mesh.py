@@ -11,12 +11,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from offloadtrain.runtime.process_group import ALONE, Group, Ranks
+from offloadtrain.runtime.tensor_parts import EXPERTS
 
 __all__ = ["AXES", "DeviceMesh", "Mesh", "divide_linears"]
 
 AXES = ("pp", "dp", "tp")
 """Stages of a pipeline, replicas, and parts of matrices. The last varies fastest: what exchanges
 most are neighbours."""
+
+EXPERT_AXES = ("dp", EXPERTS)
+"""Ranks with the same experts, and those that hold different ones. The latter are neighbours: they
+exchange tokens in each layer. Together they share the state of all that every rank holds."""
 
 HYBRID_AXES = ("dp_replicate", "dp_shard")
 """In the place of "dp": groups that each hold all the state, and the ranks of a group, which share
@@ -46,19 +51,22 @@ class Mesh:
         """Join the axes of a mesh; every process of it calls this at the same point.
 
         Raises:
-            ValueError: it has an axis of another name.
+            ValueError: it has an axis of another name, or axes that do not go together.
         """
         names = mesh.mesh_dim_names or ()
-        if unknown := [name for name in names or (None,) if name not in AXES + HYBRID_AXES]:
+        if unknown := [
+            name for name in names or (None,) if name not in (*AXES, EXPERTS, *HYBRID_AXES)
+        ]:
             raise ValueError(
                 f"mesh has an axis {unknown[0]!r}: name its axes 'dp' (replicas, which share the "
-                "state; or 'dp_replicate' and 'dp_shard'), 'pp' (stages of a pipeline) and 'tp' "
-                "(parts of matrices), as in init_device_mesh('cuda', (2, 4), mesh_dim_names="
-                "('dp', 'tp'))"
+                "state; or 'dp_replicate' and 'dp_shard'), 'ep' (experts), 'pp' (stages of a "
+                "pipeline) and 'tp' (parts of matrices), as in init_device_mesh('cuda', (2, 4), "
+                "mesh_dim_names=('dp', 'tp'))"
             )
         groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
         stages, host = groups.get("pp"), torch.device("cpu")
-        replicas = _hybrid(mesh, device) or Ranks(groups.get("dp"), device)
+        replicas = _with_experts(mesh, device) or _hybrid(mesh, device)
+        replicas = replicas or Ranks(groups.get("dp"), device)
         parts = Ranks(groups.get("tp"), device)
         tensor = None if parts.is_single else mesh["tp"]
         return cls(replicas, Ranks(stages, host), stages, parts, tensor)
@@ -105,6 +113,36 @@ def divide_linears(
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_rows}
     plan |= {name: RowwiseParallel() for name in by_columns}
     parallelize_module(module, mesh, plan, src_data_rank=None)
+
+
+def keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the parameters of a module, whose first dimension are experts, DTensors along a mesh of
+    one axis; each rank keeps its part of what it has, and sends nothing."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    for name, param in list(module.named_parameters(recurse=False)):
+        own = param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        made = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        setattr(module, name, nn.Parameter(made, param.requires_grad))
+
+
+def _with_experts(mesh: DeviceMesh, device: torch.device) -> Ranks | None:
+    """Join the two axes of expert parallelism; None if the mesh has no axis of experts.
+
+    Raises:
+        ValueError: it has other axes beside it.
+    """
+    names = mesh.mesh_dim_names or ()
+    if EXPERTS not in names:
+        return None
+    if names != EXPERT_AXES:
+        raise ValueError(
+            f"mesh has the axes {', '.join(map(repr, names))}: experts take 'dp' (ranks with the "
+            "same experts; its size may be 1) and behind it 'ep', and no others"
+        )
+    if mesh[EXPERTS].size() == 1:
+        return Ranks(mesh["dp"].get_group(), device)
+    return Ranks.with_experts(mesh.mesh.flatten().tolist(), mesh["dp"].get_group(), device)
 
 
 def _hybrid(mesh: DeviceMesh, device: torch.device) -> Ranks | None:

@@ -94,6 +94,7 @@ class Ranks:
         self._of_some = False
         self._copies: Ranks | None = None
         self._everyone: Ranks | None = None
+        self._of_experts: Ranks | None = None
         if group is not None:
             self._join(dist.get_process_group_ranks(group), device)
 
@@ -138,6 +139,20 @@ class Ranks:
         ranks._copies, ranks._everyone = cls(copies, device), cls()
         ranks._everyone._join(everyone, torch.device("cpu"))
         return ranks
+
+    @classmethod
+    def with_experts(cls, everyone: list[int], same: Group, device: torch.device) -> Ranks:
+        """Return the ranks of `everyone`, and those that hold the same experts as this one; see
+        [Note: Sharers] in `step.spec`."""
+        ranks = cls()
+        ranks._join(everyone, device)
+        ranks._of_experts = cls(same, device)
+        return ranks
+
+    @property
+    def of_experts(self) -> Ranks:
+        """The ranks that hold the same experts; without expert parallelism all."""
+        return self._of_experts or self
 
     @property
     def copies(self) -> Ranks:
@@ -283,7 +298,7 @@ class Ranks:
 
     def close(self) -> None:
         """Release the groups after their operations are done. Idempotent."""
-        for other in (self._copies, self._everyone):
+        for other in (self._copies, self._everyone, self._of_experts):
             if other is not None:
                 other.close()
         while self._groups:

@@ -25,6 +25,10 @@ FUSED_ROWS = "fused_rows"
 """Attribute of a module whose matrix is several ones below each other: the rows of each."""
 
 
+EXPERTS = "ep"
+"""Axis of a mesh whose ranks hold different experts."""
+
+
 class PartError(OffloadTrainError):
     """A part of a parameter that is not a few ranges of the whole."""
 
@@ -71,6 +75,11 @@ class Share:
 def is_distributed(tensor: Tensor) -> bool:
     """Tell whether it is a DTensor, without importing their module."""
     return hasattr(tensor, "_local_tensor")
+
+
+def holds_experts(tensor: Any) -> bool:
+    """Tell whether it is a DTensor of experts, divided along the axis "ep"."""
+    return is_distributed(tensor) and tensor.device_mesh.mesh_dim_names == (EXPERTS,)
 
 
 def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:

@@ -34,12 +34,10 @@ class GradientPath:
     def __init__(
         self,
         spec: StepSpec,
-        rank: int,
         order: Dependencies,
         host_ring: Ring,
         slots: GradientSlots,
     ) -> None:
-        self._ranks = spec.ranks
         self._is_single = spec.is_single
         self._has_copies = spec.copies > 1
         self._measures_gathered = spec.measures_gathered
@@ -48,7 +46,6 @@ class GradientPath:
         """Behind the last copy of a gradient that is measured in front of it."""
         self._keeps_pieces = spec.zero_stage == 1
         """Every piece has staging of its own."""
-        self._rank = rank
         self._order = order
         self._host_ring = host_ring
         self._slots = slots
@@ -142,18 +139,18 @@ class GradientPath:
     def _reduced(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
         """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
         the dtype that goes down."""
-        ranks, count, wide = self._ranks, hi - lo, bucket.reduces_wide
+        ranks, count, wide = bucket.spec.ranks, hi - lo, bucket.reduces_wide
         dtype = "float32" if wide else bucket.spec.dtype
         whole = self._staging(bucket, lo, ranks * count, dtype)
         self._gather(bucket, whole, lo, hi)
-        if self._is_single:
+        if ranks == 1:
             return whole
         # comm, in place, beside backward of the next blocks. The copy down, or the rounding, waits
         # for it through the slot.
         self._order.launch(
             Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (whole,), lo, hi)
         )
-        first = self._rank * count
+        first = bucket.rank * count
         shard = Ref(whole.memory, whole.owner, 0, first, first + count, dtype)
         if self._has_copies:
             # comm, right behind its reduce-scatter, beside backward: what crosses hosts is 1/N.

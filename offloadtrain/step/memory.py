@@ -349,8 +349,9 @@ def staging_requests(spec: StepSpec) -> list[MemoryRequest]:
         requests = [
             MemoryRequest("gradient staging", spec.staging_bytes, "uint8")
         ] * spec.staging_slots
-    if any(spec.reduced_bytes(bucket) > bucket.weight_bytes for bucket in spec.buckets):
-        rounded = -(-spec.staging_bytes // spec.ranks // 512) * 256  # half, and any dtype fits
+    wide = [one.ranks for one in spec.buckets if spec.reduced_bytes(one) > one.weight_bytes]
+    if wide:
+        rounded = -(-spec.staging_bytes // min(wide) // 512) * 256  # half, and any dtype fits
         requests += [MemoryRequest("rounded gradients", rounded, "uint8")] * spec.staging_slots
     return requests
 

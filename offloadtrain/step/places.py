@@ -42,6 +42,7 @@ class BucketRefs:
         spill: where it is copied to, part by part.
         has_new_weight_slot: new weights go to the disk out of a slot of their own.
         reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
+        rank: the number of this rank among those that share it.
     """
 
     def __init__(self, spec: BucketSpec, step: StepSpec, rank: int) -> None:
@@ -80,6 +81,7 @@ class BucketRefs:
         self._gradients = [gradient._replace(copy=copy) for copy in range(sums)]
         self.gradient_file = gradient._replace(memory=Memory.GRADIENT_FILE)
         self._adding = self._decided = 0
+        self.rank = rank = rank * spec.ranks // step.ranks  # [Note: Sharers] in `step.spec`
         lo = rank * spec.shard_numel
         self.matrices = [one._replace(offset=one.offset - lo) for one in spec.matrices_of(rank)]
         self.spilled = step.spilled.get(spec.name, ()) if step.is_trained(spec) else ()

@@ -61,7 +61,7 @@ class Program:
         host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
         self._disk = DiskPath(spec, self._order)
         self._slots = slots = GradientSlots(spec, self._order)
-        self._gradients = GradientPath(spec, rank, self._order, host_ring, slots)
+        self._gradients = GradientPath(spec, self._order, host_ring, slots)
         self._updates = UpdatePath(spec, self._order, host_ring, self.streaming, self._disk, slots)
         self._activations = ActivationPath(spec, part, self._order)
         self._saves = SavePath(spec, self._order, self.buckets, self._disk)

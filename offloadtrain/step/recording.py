@@ -112,10 +112,14 @@ def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> lis
     found: list[Entry] = []
     numbers: dict[Event, int] = {}
     at = _Addresses(spec)
+    sharing = {b.name: b.ranks for block in spec.blocks for b in block.held}
     for op in operations:
         match op:
             case Launch():
-                needed = (*op.reads, *read_in_place(op, ranks=spec.ranks, rank=rank))
+                # Of operations without a bucket (block inputs) all ranks'.
+                ranks = sharing.get(op.owner, spec.ranks)
+                own = rank * ranks // spec.ranks
+                needed = (*op.reads, *read_in_place(op, ranks=ranks, rank=own))
                 reads, writes = map(at.bytes, needed), map(at.bytes, op.writes)
                 found.append(Launched(op.lane, op.name, tuple(reads), tuple(writes)))
             case Record():

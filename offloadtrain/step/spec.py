@@ -3,6 +3,12 @@
 The engine builds it from a module (also on the meta device), the plan from a model's shape. Rules
 over sizes are written here and nowhere else. Sizes are of one rank.
 
+[Note: Sharers]
+All ranks share a bucket, or fewer: with expert parallelism the parameters of experts are in buckets
+of their own, which only the ranks with the same experts share. `BucketSpec.ranks` is their number.
+Rank r of all is then number r · `BucketSpec.ranks` // `StepSpec.ranks` among them: the ranks that
+hold different experts are neighbours.
+
 [Note: Pieces of a shard]
 A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
 *every* rank's shard, one behind the other in the slot, so that a reduce-scatter of the slot leaves
@@ -317,7 +323,7 @@ class StepSpec:
 
     def reduced_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of an element of a gradient while ranks sum it."""
-        wide = not self.is_single and self.config.reduction == "fp32"
+        wide = bucket.ranks > 1 and self.config.reduction == "fp32"
         return 4 if wide else bucket.weight_bytes
 
     @cached_property
@@ -346,7 +352,7 @@ class StepSpec:
 
     def pieces(self, bucket: BucketSpec) -> list[tuple[int, int]]:
         """Return the ranges [lo, hi) of the shard that go down one after the other."""
-        per_shard = self.staging_bytes // (self.reduced_bytes(bucket) * self.ranks)
+        per_shard = self.staging_bytes // (self.reduced_bytes(bucket) * bucket.ranks)
         step = per_shard // ALIGN * ALIGN
         numel = bucket.shard_numel
         return [(lo, min(lo + step, numel)) for lo in range(0, numel, step)] or [(0, 0)]

@@ -47,7 +47,6 @@ class UpdatePath:
         disk: DiskPath,
         gradients: GradientSlots,
     ) -> None:
-        self._is_single = spec.is_single
         self._order = order
         self._host_ring = host_ring
         self._streaming = streaming
@@ -224,7 +223,7 @@ class UpdatePath:
 
     def _gather(self, bucket: BucketRefs) -> None:
         """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
-        if not self._is_single and not bucket.is_streamed:
+        if bucket.spec.ranks > 1 and not bucket.is_streamed:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.newest,))
             # comm, beside the upload of the next bucket: waits for its own upload, and compute
             # waits for it in the place of the upload.

@@ -50,6 +50,7 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT
 Group = dist.ProcessGroup
 # torch 2.13 has given both a new name and deprecates the old one.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_to_all_single = dist.all_to_all_single
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.process_group import Group
+from offloadtrain.runtime.process_group import Group, all_to_all_single
 
 
 class AllToAll:
@@ -29,7 +28,7 @@ class AllToAll:
         found = torch.empty_like(counts_E)
         # Compute waits for the slowest rank: its router has to be through.
         with HEARTBEAT.collective():
-            dist.all_to_all_single(found, counts_E.contiguous(), group=self._group)
+            all_to_all_single(found, counts_E.contiguous(), group=self._group)
         return found.view(self._group.size(), -1)
 
     def rows(self, rows_MD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -65,5 +64,5 @@ def _exchanged(
     found = rows_MD.new_empty(sum(received), rows_MD.shape[1])
     # Compute waits for the rows of all ranks. In one order on all of them: a layer is a chain.
     with HEARTBEAT.collective():
-        dist.all_to_all_single(found, rows_MD.contiguous(), list(received), list(sent), group=group)
+        all_to_all_single(found, rows_MD.contiguous(), list(received), list(sent), group=group)
     return found

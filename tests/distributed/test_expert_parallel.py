@@ -99,7 +99,7 @@ def trained(
     return {
         "steps": steps,
         "masters": {name: value.numpy() for name, value in masters.items()},
-        "held": held["master weights"],
+        "held": held.get("master weights", 0),  # split16 has none
         "experts": experts,
         "faults": prove(lanes.program) if proof else [],
     }
@@ -177,6 +177,31 @@ def test_placements_and_modes_change_no_bit(
 ) -> None:
     plain = ranks(dp * ep, trained, dp, ep)
     other = ranks(dp * ep, trained, dp, ep, proof=True, **options)
+    for one, found in zip(plain, other, strict=True):
+        assert found["steps"] == one["steps"] and not found["faults"]
+        assert worst_of(found, one) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("both", "options"),
+    [
+        ({"precision": "bf16"}, {"activation": "recompute"}),
+        ({"precision": "bf16", "state": "split16"}, {"activation": "offload"}),
+        ({"precision": "fp16"}, {"update": "speculative"}),
+        ({"update": "delayed"}, {"activation": "recompute"}),
+        ({"grad_accum_steps": 2}, {"sums_on": "device"}),
+        ({}, {"activation": "offload_saved", "offload_saved_above": 0}),
+        ({}, {"state_on": "disk"}),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_formats_and_modes_change_no_bit(
+    ranks: Run, tmp_path: Path, both: dict[str, Any], options: dict[str, Any]
+) -> None:
+    on_disk = {"scratch_dir": f"{tmp_path}"} if "state_on" in options else {}
+    plain = ranks(2, trained, 1, 2, **both)
+    other = ranks(2, trained, 1, 2, proof=True, **both, **options, **on_disk)
     for one, found in zip(plain, other, strict=True):
         assert found["steps"] == one["steps"] and not found["faults"]
         assert worst_of(found, one) == 0.0

@@ -43,10 +43,13 @@ def ranks(pools: dict[int, Pool]) -> Run:
         if size not in pools:
             pools[size] = Pool(size)
         try:
-            return pools[size].run(fn, *args, **kwargs)
+            found = pools[size].run(fn, *args, **kwargs)
         except RankFailedError:
             pools.pop(size).close()  # its collectives do not match any more
             raise
+        if pools[size].is_worn:
+            pools.pop(size).close()
+        return found
 
     return run
 

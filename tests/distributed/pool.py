@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 
 TIMEOUT_S = 300
+MOST_GROUPS = 24
+"""Process groups that meshes have left behind; each has threads that poll. With hundreds of them
+ranks do little else."""
 PRELOADED = [
     "offloadtrain.engine",
     "torch._dynamo",  # what the first torch optimizer of a process imports, for a second
@@ -51,6 +54,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []
+        self._groups = 0
         for rank in range(size):
             ours, theirs = context.Pipe()
             store = str(Path(self._folder.name, "store"))
@@ -70,18 +74,25 @@ class Pool:
         for pipe in self._pipes:
             pipe.send((fn, args, kwargs))
         answers = [self._answer(rank) for rank in range(len(self._pipes))]
-        failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        failed = [f"rank {rank}: {text}" for rank, (ok, text, _) in enumerate(answers) if not ok]
         if failed:
             raise RankFailedError("\n".join(failed))
-        return [value for _, value in answers]
+        self._groups = max(groups for _, _, groups in answers)
+        return [value for _, value, _ in answers]
 
-    def _answer(self, rank: int) -> tuple[bool, Any]:
+    @property
+    def is_worn(self) -> bool:
+        """New processes would be faster."""
+        return self._groups > MOST_GROUPS
+
+    def _answer(self, rank: int) -> tuple[bool, Any, int]:
         if not self._pipes[rank].poll(TIMEOUT_S):
-            return False, f"no answer in {TIMEOUT_S} s; it was at\n{self._stacks(rank).read_text()}"
+            stacks = self._stacks(rank).read_text()
+            return False, f"no answer in {TIMEOUT_S} s; it was at\n{stacks}", 0
         try:
             return self._pipes[rank].recv()
         except EOFError:
-            return False, "ended"
+            return False, "ended", 0
 
     def _stacks(self, rank: int) -> Path:
         """Where a rank writes what its threads do, once a call takes too long."""
@@ -116,7 +127,8 @@ def _serve(pipe: Connection, store: str, stacks: Path, rank: int, size: int) -> 
             return
         faulthandler.dump_traceback_later(TIMEOUT_S * 0.9, file=told)
         try:
-            pipe.send((True, fn(*args, **kwargs)))
+            value = fn(*args, **kwargs)
+            pipe.send((True, value, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), 0))
         faulthandler.cancel_dump_traceback_later()

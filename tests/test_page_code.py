@@ -270,6 +270,18 @@ def tensor_parallel(code: str) -> bool:
     return told
 
 
+def tensor_parallel_of_transformers(code: str) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import parallel
+
+    given: Names = {"ot": ot, "init_device_mesh": init_device_mesh, "model": llama()}
+    styles = ("ColwiseParallel", "RowwiseParallel", "parallelize_module")
+    given |= {name: getattr(parallel, name) for name in styles}
+    of_ranks(code.replace("mesh=mesh)", 'mesh=mesh, device="cpu")'), given)
+    trained(given["model"], given["optimizer"])
+    return True
+
+
 def expert_parallel(code: str) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -305,9 +317,10 @@ def hybrid(code: str) -> bool:
 
 
 def test_the_python_of_ranks(ranks: Run) -> None:  # noqa: F811
-    copies, alone, flushed, overlapped, parts, of_experts = python_of("ranks.md")
+    copies, alone, flushed, overlapped, parts, of_transformers, of_experts = python_of("ranks.md")
     assert ranks(4, hybrid, copies) == [True] * 4
     assert ranks(4, sharded, alone) == [True] * 4
     assert ranks(4, pipelines, flushed, overlapped) == [[4, 4]] * 4
     assert ranks(4, tensor_parallel, parts) == [True] * 4
+    assert ranks(4, tensor_parallel_of_transformers, of_transformers) == [True] * 4
     assert ranks(4, expert_parallel, of_experts) == [True] * 4

@@ -40,7 +40,8 @@ def told(placed: Placement, machine: Machine) -> str:
             f"saved tensors: none has {format_bytes(asked)}, so nothing moves: lower "
             "offload.offload_saved_above"
         )
-    line = f"saved tensors: {len(sizes)}, {format_bytes(sum(sizes))}, go down and up per microbatch"
+    size = format_bytes(sum(sizes))
+    line = f"saved tensors: {len(sizes)}, {size}, go to the host in each microbatch"
     if (above := hidden_above(placed, machine)) == 0:
         return f"{line}, which takes no longer than forward and backward"
     return (

@@ -374,6 +374,7 @@ def refusals() -> dict[str, str]:
     found["muon"] = told(lambda: ot.offload(twice, ot.Muon(), device="cpu", mesh=mesh_of(1, 2)))
     other = mesh_of(1, 2, names=("tp", "ep"))
     found["tp"] = told(lambda: ot.offload(made(), device="cpu", mesh=other))
+    found["undivided"] = told(lambda: ot.offload(made(), device="cpu", mesh=mesh_of(1, 2)))
     late = made()
     optimizer = ot.offload(late, device="cpu")
     found["late"] = told(lambda: ot.expert_parallel(late, mesh_of(1, 2)))
@@ -392,4 +393,5 @@ def test_misuse_is_refused_by_name(ranks: Run) -> None:
         assert "zero_stage = 3" in said["stage 3"] and "'ep'" in said["stage 3"]
         assert "Muon updates whole ones" in said["muon"]
         assert "'tp', 'ep': experts take 'dp'" in said["tp"]
+        assert "no experts of the model are divided along it: call ot.exp" in said["undivided"]
         assert "expert_parallel after offload()" in said["late"]

@@ -3,7 +3,6 @@ mesh."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,19 @@ from offloadtrain.plan.compare import compare
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import as_json, text
 from offloadtrain.plan.suggest import nearest
+from offloadtrain.plan.why import why
 from offloadtrain.train import dry_run
 from tests.distributed.conftest import Run
-from tests.distributed.rank_faults import HANG_S, Job
 from tests.distributed.test_jobs import CONSTANT, close, data, job_of, trained  # noqa: F401
 from tests.distributed.test_pipeline_jobs import DEEP, assert_same_run, figures
-from tests.distributed.test_tensor_jobs import WIDE, assert_same_state, carried, worst
-from tests.train.small_job import write_text
+from tests.distributed.test_tensor_jobs import (
+    WIDE,
+    assert_comes_back,
+    assert_same_state,
+    carried,
+    worst,
+    written,
+)
 
 GROUPS = {"ranks.shard": 2}
 SMALL = WIDE | {"train.micro_batch": 1, "train.grad_accum_steps": 4}
@@ -318,28 +323,23 @@ def test_a_search_of_pipelines_makes_no_groups(
     assert "one copy of their state. Set ranks.shard = 0" in capsys.readouterr().err
 
 
-@pytest.fixture
-def grouped_job(tmp_path: Path) -> Path:
-    write_text(tmp_path)
-    steps = {"train.steps": 9, "train.checkpoint_every": 4}
-    path = tmp_path / "job.toml"
-    path.write_text(jobs.dump(job_of(tmp_path, **SMALL | GROUPS | steps | {"model.dropout": 0.1})))
-    return path
-
-
 @pytest.mark.slow
-def test_a_rank_of_a_group_that_is_killed_is_named_and_the_job_comes_back(
-    grouped_job: Path, tmp_path: Path
+def test_a_rank_of_a_group_that_is_killed_is_named_and_the_job_comes_back(tmp_path: Path) -> None:
+    job = written(tmp_path, **SMALL | GROUPS)
+    assert_comes_back(job, tmp_path, ranks=4, killed=2, role="group 2 of 2")
+
+
+def test_why_asks_with_all_ranks(
+    data: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All ranks of all groups end; started again from their checkpoint, they have the bits of a run
-    that was left alone."""
-    least = ("--nproc", "4", "--set", f"train.hang_timeout_s={HANG_S}")
-    fault = ("backward:kill", "6", "2")
-    struck = Job.start(grouped_job, tmp_path / "run", *least, "--max-restarts", "1", fault=fault)
-    assert struck.ended() == 0, struck.text
-    assert re.search(r"rank 2 \(group 2 of 2, pid \d+\) was killed by SIGKILL", struck.text)
-    whole = Job.start(grouped_job, tmp_path / "whole", *least)
-    assert whole.ended() == 0, whole.text
-    last = {figure[0]: figure for figure in figures(tmp_path / "run")}
-    assert list(last.values()) == figures(tmp_path / "whole")
-    assert_same_state(tmp_path / "run", tmp_path / "whole")
+    """Not with those of a group: its changes would be of a smaller job."""
+    asked: list[int] = []
+
+    def changes(job: object, name: str, machine: Machine, ranks: int, trace: object) -> list[Any]:
+        asked.append(ranks)
+        return []
+
+    monkeypatch.setattr("offloadtrain.plan.why.single_changes", changes)
+    why(make(job_of(data, **SMALL | GROUPS), *find("cpu2"), 4))
+    assert asked == [4]

@@ -400,31 +400,41 @@ def test_a_part_that_is_no_range_is_refused() -> None:
             share_of("w", given)
 
 
+def written(folder: Path, **changes: Any) -> Path:
+    """Write a job of nine steps with dropout, and its text."""
+    write_text(folder)
+    steps = {"train.steps": 9, "train.checkpoint_every": 4, "model.dropout": 0.1}
+    path = folder / "job.toml"
+    path.write_text(jobs.dump(job_of(folder, **changes | steps)))
+    return path
+
+
+def assert_comes_back(path: Path, folder: Path, *, ranks: int, killed: int, role: str) -> None:
+    """All ranks end when one is killed; started again from their checkpoint, they have the bits of
+    a run that was left alone."""
+    least = ("--nproc", f"{ranks}", "--set", f"train.hang_timeout_s={HANG_S}")
+    fault = ("backward:kill", "6", f"{killed}")
+    struck = Job.start(path, folder / "run", *least, "--max-restarts", "1", fault=fault)
+    assert struck.ended() == 0, struck.text
+    said = rf"rank {killed} \({role}, pid \d+\) was killed by SIGKILL"
+    assert re.search(said, struck.text)
+    whole = Job.start(path, folder / "whole", *least)
+    assert whole.ended() == 0, whole.text
+    last = {figure[0]: figure for figure in figures(folder / "run")}
+    assert list(last.values()) == figures(folder / "whole")
+    assert_same_state(folder / "run", folder / "whole")
+
+
 @pytest.fixture
 def divided_job(tmp_path: Path) -> Path:
-    write_text(tmp_path)
-    steps = {"train.steps": 9, "train.checkpoint_every": 4}
-    path = tmp_path / "job.toml"
-    path.write_text(jobs.dump(job_of(tmp_path, **WIDE | PARTS | steps | {"model.dropout": 0.1})))
-    return path
+    return written(tmp_path, **WIDE | PARTS)
 
 
 @pytest.mark.slow
 def test_a_part_that_is_killed_is_named_and_the_job_comes_back(
     divided_job: Path, tmp_path: Path
 ) -> None:
-    """All ranks end; started again from their checkpoint, they have the bits of a run that was left
-    alone."""
-    least = ("--nproc", "2", "--set", f"train.hang_timeout_s={HANG_S}")
-    fault = ("backward:kill", "6", "1")
-    struck = Job.start(divided_job, tmp_path / "run", *least, "--max-restarts", "1", fault=fault)
-    assert struck.ended() == 0, struck.text
-    assert re.search(r"rank 1 \(part 2 of 2, pid \d+\) was killed by SIGKILL", struck.text)
-    whole = Job.start(divided_job, tmp_path / "whole", *least)
-    assert whole.ended() == 0, whole.text
-    last = {figure[0]: figure for figure in figures(tmp_path / "run")}
-    assert list(last.values()) == figures(tmp_path / "whole")
-    assert_same_state(tmp_path / "run", tmp_path / "whole")
+    assert_comes_back(divided_job, tmp_path, ranks=2, killed=1, role="part 2 of 2")
 
 
 @pytest.mark.slow

@@ -223,6 +223,8 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     try:
         trace(shared(resolved(config, machine), ranks))
     except TraceError as error:
+        if config.offload.activation == "offload_saved":
+            raise  # its shape does not tell what moves
         say_on_stderr(f"{error}. Activations and times are estimates by its shape")
         return config, None
     return config, trace

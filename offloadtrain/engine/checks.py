@@ -217,7 +217,8 @@ def check_parts(model: nn.Module, rule: AnyRule, parts: Ranks, ranks: Ranks) -> 
     if divided > 1 and not any(map(holds_experts, model.parameters())):
         raise ModelError(
             f"the mesh has an axis 'ep' of {divided} ranks, and no experts of the model are "
-            "divided along it: call ot.expert_parallel(model, mesh) before offload(), or name the axis 'dp'"
+            "divided along it: call ot.expert_parallel(model, mesh) before offload(), or name the "
+            "axis 'dp'"
         )
     for name, param in model.named_parameters():
         if not is_distributed(param):

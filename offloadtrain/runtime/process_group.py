@@ -3,11 +3,10 @@ torch.distributed.
 
 [Note: Shards]
 Every flat buffer of a bucket is divided into one equal *shard* per rank, rank r's at elements [r·S,
-(r+1)·S). Gradients are summed into the shards by a reduce-scatter in place, so that
-each rank sends only its own shard to its host and updates only that; an all-gather in place
-assembles all shards on every device. Both move (N-1)/N of a bucket out of each rank. One rank has
-one
-shard and no collective.
+(r+1)·S). Gradients are summed into the shards by a reduce-scatter in place, so that each rank sends
+only its own shard to its host and updates only that; an all-gather in place assembles all shards on
+every device. Both move (N-1)/N of a bucket out of each rank. One rank has one shard and no
+collective.
 
 [Note: Copies]
 In hybrid sharding the ranks form groups, those of a host as a rule. Each group holds all the state,

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from offloadtrain_tui.app import PANELS
+from offloadtrain_tui.display import PANELS
 
 from offloadtrain.events import schema
 from tests.tui import recordings

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadtrain_tui.history import History, View
+from offloadtrain_tui.history import History
+from offloadtrain_tui.view import View
 
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.app import PANELS
 from offloadtrain_tui.dialogs import Confirm, Raw
+from offloadtrain_tui.display import PANELS
 from textual.widgets import Static
 
 from offloadtrain.cli.main import main

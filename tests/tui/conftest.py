@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.app import PANELS, with_keys
+from offloadtrain_tui.display import PANELS
+from offloadtrain_tui.keys import with_keys
 
 from benchmarks.generated_runs import generate
 from tests.tui.recordings import Timed, plain, ranks, unlucky, write

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.app import PANELS, Monitor
+from offloadtrain_tui.app import Monitor
+from offloadtrain_tui.display import PANELS
 from rich.color import Color
 from rich.segment import Segment
 

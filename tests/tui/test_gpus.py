@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offloadtrain_tui.gpu_history import GpuHistory
-from offloadtrain_tui.history import View, fold
+from offloadtrain_tui.history import fold
 from offloadtrain_tui.panels.gpus import KINDS, plot
+from offloadtrain_tui.view import View
 
 from offloadtrain.events import schema
 from tests.tui import recordings

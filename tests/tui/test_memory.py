@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from offloadtrain_tui import memory
-from offloadtrain_tui.history import History, View, fold
+from offloadtrain_tui.history import History, fold
 from offloadtrain_tui.live_memory import MOST, LiveMemory
 from offloadtrain_tui.log_reader import RunReader, Snapshot
 from offloadtrain_tui.runs import open_run
+from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Tier
 

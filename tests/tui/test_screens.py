@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.app import PANELS
+from offloadtrain_tui.display import PANELS
 
 from tests.tui.conftest import GENERATED_STEPS, GPUS, THEMES, Screens
 

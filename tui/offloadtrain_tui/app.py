@@ -6,78 +6,40 @@ key is pressed; the visible panel then receives it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from rich.text import Text
-from textual.app import ComposeResult, SystemCommand
-from textual.binding import Binding, BindingType
+from textual.app import SystemCommand
+from textual.binding import BindingType
 from textual.filter import LineFilter
 from textual.message import Message
 from textual.screen import ModalScreen, Screen
-from textual.widgets import ContentSwitcher, Footer, Input, Static
+from textual.widgets import Input
 
 from offloadtrain.events import schema
 from offloadtrain_tui import runs, settings
 from offloadtrain_tui.attention import Watched, desktop
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
-from offloadtrain_tui.dialogs import Ask, Raw
+from offloadtrain_tui.dialogs import Raw
+from offloadtrain_tui.display import PANELS
 from offloadtrain_tui.filter import Sanitized, is_unicode
-from offloadtrain_tui.help import Help
-from offloadtrain_tui.history import History, View
+from offloadtrain_tui.history import History
+from offloadtrain_tui.keys import COMMANDS, KEYS, with_keys
 from offloadtrain_tui.listing import Listing, RunRow
 from offloadtrain_tui.log_reader import NEWS_S, Reader, Snapshot
-from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
-from offloadtrain_tui.panels.gpus import Gpus
-from offloadtrain_tui.panels.job import JobPanel
-from offloadtrain_tui.panels.memory import MemoryPanel
-from offloadtrain_tui.panels.overview import Overview
-from offloadtrain_tui.panels.plots import PlotsPanel
-from offloadtrain_tui.panels.ranks import Ranks
 from offloadtrain_tui.panels.runs import RunsPanel
-from offloadtrain_tui.panels.timeline import TimelinePanel
-from offloadtrain_tui.panels.transfers import Transfers
 from offloadtrain_tui.run_actions import RunActions
 from offloadtrain_tui.runs import RunPath
-from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.this_machine import MachineSampler
-from offloadtrain_tui.view_state import SPANS, ViewState
+from offloadtrain_tui.view import View
+from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
-from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color, shade
-from offloadtrain_tui.widgets.tell import tell
 
-PANELS: dict[str, type[Panel]] = {
-    "overview": Overview,
-    "memory": MemoryPanel,
-    "transfers": Transfers,
-    "timeline": TimelinePanel,
-    "plots": PlotsPanel,
-    "ranks": Ranks,
-    "events": EventsPanel,
-    "job": JobPanel,
-    "runs": RunsPanel,
-    "gpus": Gpus,
-}
-
-
-def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
-    """(key, panel): 1 to 9 and 0 in their order; those behind the tenth have none, and are found by
-    name with Ctrl+P."""
-    return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
-
-
-def _named(binding: Binding) -> Binding:
-    """Give a binding its name in the keymap: its description, such as "step-back"."""
-    return replace(binding, id=binding.description.replace(" ", "-"))
-
-
-WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
 RUNS_EVERY_S = 3.0
 QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
@@ -103,44 +65,11 @@ class Monitor(RunActions):
             super().__init__()
             self.rows = rows
 
-    CSS_PATH = "monitor.tcss"
     TITLE = "offloadtrain"
     AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
-    KEYS: ClassVar[tuple[Binding, ...]] = (
-        Binding("question_mark", "help", "help", key_display="?"),
-        Binding("q", "quit", "quit"),
-        *(
-            Binding(key, f"panel('{name}')", name, show=key in "1234569")
-            for key, name in with_keys(PANELS)
-            if key
-        ),
-        Binding("left_square_bracket", "move(-1)", "step back", key_display="[", show=False),
-        Binding("right_square_bracket", "move(1)", "step on", key_display="]", show=False),
-        Binding("comma", "move(-100)", "100 back", show=False),
-        Binding("full_stop", "move(100)", "100 on", show=False),
-        Binding("left_curly_bracket", "jump(-1)", "last mark", key_display="{", show=False),
-        Binding("right_curly_bracket", "jump(1)", "next mark", key_display="}", show=False),
-        Binding("g", "step", "go to step", show=False),
-        Binding("end", "live", "live", show=False, priority=True),
-        Binding("space", "pause", "pause", show=False),
-        Binding("plus,equals_sign", "zoom(1)", "zoom in", show=False),
-        Binding("minus", "zoom(-1)", "zoom out", show=False),
-        Binding("y", "log_axis", "log axis", show=False),
-        Binding("m", "mean", "mean", show=False),
-        Binding("r", "next_run", "next run", show=False),
-        Binding("c", "checkpoint", "checkpoint"),
-        Binding("S", "stop", "stop"),
-        Binding("x", "export", "export the timeline", show=False),
-        Binding("e", "chart_file", "chart file", show=False),
-        Binding("k", "copy", "copy", show=False),
-        Binding("n", "note", "note", show=False),
-        Binding("a", "acknowledge", "acknowledge", show=False),
-        Binding("ctrl+s", "screenshot", "screenshot", show=False),
-        Binding("b", "attention", "attention", show=False),
-    )
-    BINDINGS: ClassVar[list[BindingType]] = list(map(_named, KEYS))
-    ACTIONS: ClassVar[tuple[str, ...]] = tuple(_named(key).id or "" for key in KEYS)
+    BINDINGS: ClassVar[list[BindingType]] = list(KEYS)
+    ACTIONS: ClassVar[tuple[str, ...]] = tuple(key.id or "" for key in KEYS)
 
     def __init__(
         self,
@@ -189,15 +118,6 @@ class Monitor(RunActions):
 
     # ---- life
 
-    def compose(self) -> ComposeResult:
-        yield Static(id="headline")
-        yield Static(id="numbers")
-        yield Static(id="when")
-        with ContentSwitcher(initial="overview", id="panels"):
-            for name, panel in PANELS.items():
-                yield panel(id=name)
-        yield Footer(compact=True, show_command_palette=False)  # `?` names its key
-
     def on_mount(self) -> None:
         self.register_theme(COLOR_BLIND)
         self.reader.start()
@@ -215,13 +135,6 @@ class Monitor(RunActions):
     def on_unmount(self) -> None:
         self.reader.close()
         self._machine.close()
-
-    def on_resize(self) -> None:
-        width, height = self.size
-        self.screen.set_class(width >= WIDE, "wide")
-        self.screen.set_class(width < NARROW, "narrow")
-        self.screen.set_class(height < SHORT, "short")
-        self.screen.set_class(height >= TALL, "tall")
 
     # ---- news
 
@@ -317,57 +230,21 @@ class Monitor(RunActions):
         now_s = self.clock.now_s()
         at_s = now_s if isinstance(self.clock, ReplayClock) else None
         self.shown = replace(self.shown, now_s=now_s, at_s=at_s)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
-            return
-        variables = self.theme_variables
-        colors = {state: rich_color(shade(variables, name)) for state, name in STATE_COLORS.items()}
-        with self.batch_update():
-            self._line("headline", headline(self.shown, colors, self.size.width))
-            self._line("numbers", numbers(self.shown, self.size.width))
-            text = when(self.shown, colors)
-            self.query_one("#when").display = bool(text.plain)
-            self._line("when", text)
-            self.panel.show(self.shown)
-
-    def _line(self, name: str, text: Text) -> None:
-        tell(self.query_one(f"#{name}", Static), text)
-
-    @property
-    def panel(self) -> Panel:
-        switcher = self.query_one(ContentSwitcher)
-        return switcher.query_one(f"#{switcher.current}", Panel)
+        self.draw()
 
     # ---- keys
-
-    def action_panel(self, name: str) -> None:
-        self.query_one(ContentSwitcher).current = name
-        self._refresh()
-        focusable = self.panel.query("DataTable, VerticalScroll")
-        if self.panel.can_focus:
-            self.panel.focus()
-        elif focusable:
-            focusable.first().focus()
-        else:
-            self.set_focus(None)
-
-    def _change(self, shown: ViewState) -> None:
-        self.shown = shown
-        self._refresh()
 
     def action_move(self, by: int) -> None:
         if isinstance(self.clock, ReplayClock):
             self._replay_to(self.shown.moved(by))
         else:
-            self._change(self.shown.moved(by))
+            self.change(self.shown.moved(by))
 
     def action_jump(self, direction: int) -> None:
         if isinstance(self.clock, ReplayClock):
             self._replay_to(self.shown.jumped(direction))
         else:
-            self._change(self.shown.jumped(direction))
+            self.change(self.shown.jumped(direction))
 
     def _replay_to(self, shown: ViewState) -> None:
         assert isinstance(self.clock, ReplayClock)
@@ -378,16 +255,13 @@ class Monitor(RunActions):
     def action_live(self) -> None:
         if isinstance(self.clock, ReplayClock):
             self.clock.move(self.clock.end_s)
-        self._change(replace(self.shown, cursor=None))
+        self.change(replace(self.shown, cursor=None))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """End has priority over tables; in a text field and in a dialog it is theirs."""
         if action == "live":
             return not isinstance(self.focused, Input) and not isinstance(self.screen, ModalScreen)
         return True
-
-    def action_help(self) -> None:
-        self.push_screen(Help())
 
     def action_pause(self) -> None:
         """Pause a replay, or hold a live run at its newest step."""
@@ -396,48 +270,13 @@ class Monitor(RunActions):
         elif self.shown.cursor is not None:
             self.action_live()
         elif self.shown.newest.length:
-            self._change(replace(self.shown, cursor=self.shown.newest.length - 1))
-
-    def action_step(self) -> None:
-        def go(answer: str | None) -> None:
-            if answer and answer.strip().isdigit():
-                self._go_to_step(int(answer))
-
-        self.push_screen(Ask("go to step"), go)
-
-    def _go_to_step(self, step: int) -> None:
-        view = self.shown.newest
-        numbers = view.history.steps.values[: view.length]
-        if numbers:
-            nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
-            self._change(replace(self.shown, cursor=nearest))
-
-    def action_zoom(self, by: int) -> None:
-        self._change(self.shown.zoomed(by))
-
-    def action_log_axis(self) -> None:
-        self._change(replace(self.shown, log=not self.shown.log))
-
-    def action_mean(self) -> None:
-        span = (
-            SPANS[(SPANS.index(self.shown.span) + 1) % len(SPANS)]
-            if self.shown.span in SPANS
-            else 0
-        )
-        self._change(replace(self.shown, span=span))
-        self.tell(f"moving average over {span} steps" if span else "no moving average")
+            self.change(replace(self.shown, cursor=self.shown.newest.length - 1))
 
     def action_next_run(self) -> None:
         if self._snapshots:
             self._selected = (self._selected + 1) % len(self._snapshots)
             self.shown = replace(self.shown, cursor=None)
             self._show()
-
-    def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
-        if self.is_web:
-            self.deliver_screenshot()  # to the browser: the folder here is not its user's
-        else:
-            self.tell(f"saved {self.save_screenshot(filename, path)}")
 
     # ---- from the panels
 
@@ -447,11 +286,11 @@ class Monitor(RunActions):
         if isinstance(self.clock, ReplayClock):
             self._replay_to(shown)
         else:
-            self._change(shown)
+            self.change(shown)
 
     def on_events_panel_chosen(self, message: EventsPanel.Chosen) -> None:
         if message.jump:
-            self._change(self.shown.to_time(message.moment.time_s))
+            self.change(self.shown.to_time(message.moment.time_s))
         else:
             self.push_screen(Raw(message.moment))
 
@@ -475,16 +314,5 @@ class Monitor(RunActions):
         for key, name in with_keys(PANELS):
             title = f"Screen {key}: {name}" if key else f"Screen: {name}"
             yield SystemCommand(title, "", lambda name=name: self.action_panel(name))
-        for title, action in (
-            ("Save a checkpoint", self.action_checkpoint),
-            ("Stop or abort the run", self.action_stop),
-            ("Write a note into the log", self.action_note),
-            ("Go to a step", self.action_step),
-            ("Export the timeline for Perfetto", self.action_export),
-            ("Write a chart into a file", self.action_chart_file),
-            ("Copy a chart's numbers", self.action_copy),
-            ("Back to live", self.action_live),
-            ("Bell and notifications", self.action_attention),
-            ("Save the settings", self.action_save_settings),
-        ):
-            yield SystemCommand(title, "", action)
+        for title, action in COMMANDS:
+            yield SystemCommand(title, "", getattr(self, f"action_{action}"))

@@ -80,7 +80,8 @@ def tui(
     allow_requests
         With --web: allow requests to the run, as in a terminal.
     """
-    from offloadtrain_tui.app import PANELS, Monitor
+    from offloadtrain_tui.app import Monitor
+    from offloadtrain_tui.display import PANELS
 
     if screen not in PANELS:
         return _refuse(f"--screen {screen}: choose one of {', '.join(PANELS)}")

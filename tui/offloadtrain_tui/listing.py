@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offloadtrain_tui import labels, runs
-from offloadtrain_tui.history import History, View
+from offloadtrain_tui.history import History
 from offloadtrain_tui.labels import NONE, Labels
 from offloadtrain_tui.log_reader import glance
+from offloadtrain_tui.view import View
 
 
 @dataclass(frozen=True, slots=True)

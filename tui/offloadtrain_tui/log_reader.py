@@ -16,9 +16,10 @@ from offloadtrain.events.memory_ring import RingReader
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import Clock
-from offloadtrain_tui.history import History, View
+from offloadtrain_tui.history import History
 from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.tail import Tail
+from offloadtrain_tui.view import View
 
 POLL_S = 0.17
 NEWS_S, NEWS_OVER_SSH_S = 0.33, 1.0

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from textual.app import App
 from textual.notifications import SeverityLevel
 
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain_tui import exports, labels, requests, runs
 from offloadtrain_tui.dialogs import Ask, Confirm
+from offloadtrain_tui.display import Display
 from offloadtrain_tui.panels.runs import RunsPanel
 from offloadtrain_tui.plots import KINDS
-from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
 
 _CHARTS = ", ".join(KINDS)
@@ -27,14 +26,8 @@ _FORMS: dict[str, Callable[[str, ViewState], str | bytes]] = {
 }
 
 
-class RunActions(App[None]):
+class RunActions(Display):
     """The part of the monitor that writes: requests confirmed by the user, exports."""
-
-    shown: ViewState
-
-    def tell(self, text: str, severity: SeverityLevel = "information") -> None:
-        """Show a notice for a moment; names and messages in it are no markup."""
-        self.notify(clean(text, 300), severity=severity, markup=False)
 
     def action_checkpoint(self) -> None:
         self._request("save a checkpoint after this step?", {"checkpoint": "save"})

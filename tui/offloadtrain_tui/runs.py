@@ -16,7 +16,7 @@ from typing import Any
 from offloadtrain.boundary.safe_open import open_descriptor, read_json, read_regular
 from offloadtrain.events import oom_kills, set_up_file
 from offloadtrain.events.set_up_file import SetUpNow
-from offloadtrain_tui.history import View
+from offloadtrain_tui.view import View
 
 SLOW_S, SLOW_FACTOR = 30.0, 4.0
 """A run is slow after this time without a step, and this many times its median step."""

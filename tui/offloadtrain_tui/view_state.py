@@ -9,9 +9,9 @@ from typing import Any
 
 from offloadtrain.events import schema
 from offloadtrain_tui import runs
-from offloadtrain_tui.history import View
 from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.series import Window
+from offloadtrain_tui.view import View
 
 MOST_MARKS, MOST_GOOD_MARKS = 100, 24
 SPANS = (20, 100, 500, 0)

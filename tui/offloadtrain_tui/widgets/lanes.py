@@ -9,7 +9,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from offloadtrain.events import schema
-from offloadtrain_tui.history import LANES
+from offloadtrain_tui.step_columns import LANES
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.timelines import Spans
 from offloadtrain_tui.widgets.drawn import Drawn

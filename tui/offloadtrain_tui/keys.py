@@ -1,0 +1,72 @@
+"""What the monitor's keys are, and what its command palette offers besides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import zip_longest
+
+from textual.binding import Binding
+
+from offloadtrain_tui.display import PANELS
+
+
+def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
+    """(key, panel): 1 to 9 and 0 in their order; those behind the tenth have none, and are found by
+    name with Ctrl+P."""
+    return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
+
+
+def _named(binding: Binding) -> Binding:
+    """Give a binding its name in the keymap: its description, such as "step-back"."""
+    return replace(binding, id=binding.description.replace(" ", "-"))
+
+
+KEYS = tuple(
+    _named(binding)
+    for binding in (
+        Binding("question_mark", "help", "help", key_display="?"),
+        Binding("q", "quit", "quit"),
+        *(
+            Binding(key, f"panel('{name}')", name, show=key in "1234569")
+            for key, name in with_keys(PANELS)
+            if key
+        ),
+        Binding("left_square_bracket", "move(-1)", "step back", key_display="[", show=False),
+        Binding("right_square_bracket", "move(1)", "step on", key_display="]", show=False),
+        Binding("comma", "move(-100)", "100 back", show=False),
+        Binding("full_stop", "move(100)", "100 on", show=False),
+        Binding("left_curly_bracket", "jump(-1)", "last mark", key_display="{", show=False),
+        Binding("right_curly_bracket", "jump(1)", "next mark", key_display="}", show=False),
+        Binding("g", "step", "go to step", show=False),
+        Binding("end", "live", "live", show=False, priority=True),
+        Binding("space", "pause", "pause", show=False),
+        Binding("plus,equals_sign", "zoom(1)", "zoom in", show=False),
+        Binding("minus", "zoom(-1)", "zoom out", show=False),
+        Binding("y", "log_axis", "log axis", show=False),
+        Binding("m", "mean", "mean", show=False),
+        Binding("r", "next_run", "next run", show=False),
+        Binding("c", "checkpoint", "checkpoint"),
+        Binding("S", "stop", "stop"),
+        Binding("x", "export", "export the timeline", show=False),
+        Binding("e", "chart_file", "chart file", show=False),
+        Binding("k", "copy", "copy", show=False),
+        Binding("n", "note", "note", show=False),
+        Binding("a", "acknowledge", "acknowledge", show=False),
+        Binding("ctrl+s", "screenshot", "screenshot", show=False),
+        Binding("b", "attention", "attention", show=False),
+    )
+)
+COMMANDS = (
+    ("Save a checkpoint", "checkpoint"),
+    ("Stop or abort the run", "stop"),
+    ("Write a note into the log", "note"),
+    ("Go to a step", "step"),
+    ("Export the timeline for Perfetto", "export"),
+    ("Write a chart into a file", "chart_file"),
+    ("Copy a chart's numbers", "copy"),
+    ("Back to live", "live"),
+    ("Bell and notifications", "attention"),
+    ("Save the settings", "save_settings"),
+)
+"""(title, action) of the command palette, beside the panels."""

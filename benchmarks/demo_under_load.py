@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.hardware.telemetry import probe
 
 CASES: dict[str, dict[str, str]] = {
@@ -56,7 +56,7 @@ def tokens_per_s(environ: dict[str, str], steps: int, data: Path) -> float:
         command = [sys.executable, "-m", "offloadtrain", "train", "demo", "--run-dir", str(run)]
         command += ["--set", f"train.steps={steps}", f"data.cache={data}", *OVERRIDES]
         subprocess.run(command, env=os.environ | environ, check=True, capture_output=True)
-        log = [record.event for record in schema.read(run / "events" / "rank000.jsonl")]
+        log = [record.event for record in log_lines.read(run / "events" / "rank000.jsonl")]
     rates = [event.tokens_per_s for event in log if isinstance(event, schema.Step)]
     return statistics.median(rates[WARM_STEPS:])
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
@@ -52,9 +52,7 @@ def measure(ring: Path, seconds: float, *, follow: bool) -> tuple[float, int]:
     time.sleep(seconds)
     share = 100 * (thread_cpu_s(thread) - spent) / (time.perf_counter() - began)
     sampler.close()
-    size = sum(
-        len(schema.to_line(record, 0, time.time(), time.monotonic_ns())) for record in records
-    )
+    size = sum(len(log_lines.to_line(one, 0, time.time(), time.monotonic_ns())) for one in records)
     return share, round(size / len(records) * 1800)
 
 

@@ -36,7 +36,7 @@ from pathlib import Path
 import psutil
 from offloadtrain_tui.display import PANELS
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from tests.tui import recordings
 
 WIDTH, HEIGHT = 160, 45
@@ -180,7 +180,7 @@ def _spans_of_13b(step: int, blocks: int = 62, microbatches: int = 16) -> Iterat
 def append(folder: Path, number: int) -> None:
     event = recordings.step(number, random.Random(number))
     with open(folder / "events/rank000.jsonl", "ab") as log:
-        log.write(schema.to_line(event, 0, time.time()))
+        log.write(log_lines.to_line(event, 0, time.time()))
 
 
 def first_frame(folder: Path) -> float:

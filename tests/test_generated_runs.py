@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.generated_runs import generate
 from offloadtrain.config.job import load
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ def test_every_rank_has_steps_memory_and_a_timeline(tmp_path: Path, ranks: int) 
     logs = sorted((folder / "events").glob("rank*.jsonl"))
     assert len(logs) == ranks
     for log in logs:
-        events = [record.event for record in schema.read(log)]
+        events = [record.event for record in log_lines.read(log)]
         kinds = {type(event) for event in events}
         assert {schema.LiveMemory, schema.StepMemory, schema.LaneSpan, schema.System} < kinds
         steps = [event for event in events if isinstance(event, schema.Step)]
@@ -32,7 +32,7 @@ def test_memory_adds_up_to_the_card(tmp_path: Path) -> None:
     """What the allocator reserved and the driver calls free leaves the context alone, and the peak
     of a record is the planned one."""
     log = generate(tmp_path / "run", steps=3, sample_s=15) / "events/rank000.jsonl"
-    events = [record.event for record in schema.read(log)]
+    events = [record.event for record in log_lines.read(log)]
     live = [event for event in events if isinstance(event, schema.LiveMemory)]
     (start,) = [event for event in events if isinstance(event, schema.RunStarted)]
     planned = sum(start.plan["memory"]["device"].values()) + sum(start.plan["activations"].values())

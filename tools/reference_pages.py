@@ -113,7 +113,6 @@ def events_page() -> Iterator[str]:
     yield cleandoc(schema.__doc__ or "").partition("\n\n")[2] + "\n"
     named = [one for name, one in vars(schema).items() if not name.startswith("_")]
     kinds = [one for one in named if isinstance(one, type) and is_dataclass(one)]
-    kinds.remove(schema.Record)
     for kind in sorted(kinds, key=lambda one: not issubclass(one, schema.Event)):
         name = getattr(kind, "KIND", kind.__name__)
         yield f"## {name}\n\n{_summary(kind)}\n"

@@ -16,7 +16,8 @@ from benchmarks.gpu.systems import System, make
 from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.engine import StepReport
 from offloadtrain.events.chrome_trace import chrome_trace
-from offloadtrain.events.schema import LaneSpan, Record, Step
+from offloadtrain.events.log_lines import Record
+from offloadtrain.events.schema import LaneSpan, Step
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.step.tiers import Tier
 

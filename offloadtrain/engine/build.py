@@ -42,7 +42,7 @@ from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Buffer, Lanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step import memory
+from offloadtrain.step import layout, memory
 from offloadtrain.step.block_spec import BlockSpec
 from offloadtrain.step.memory import MemoryRequest, disk_slot_requests, slot_requests
 from offloadtrain.step.operations import Memory
@@ -159,7 +159,7 @@ def lay_out(
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
     """
-    spec = memory.lay_out(
+    spec = layout.lay_out(
         [_spec_of(block) for block in blocks],
         config,
         ranks=ranks.size,
@@ -170,7 +170,7 @@ def lay_out(
         copies=ranks.copies.size,
         parts=parts,
     )
-    memory.check_host_limit(spec)
+    layout.check_host_limit(spec)
     laid = {bucket.name: bucket for bucket in spec.buckets}
     for block in blocks:
         for bucket in block.buckets:

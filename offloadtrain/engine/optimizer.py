@@ -16,12 +16,13 @@ from offloadtrain.engine.accelerate import Prepared
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
+from offloadtrain.engine.checks import ModelError, offloaded, warn_of_local_norm
 from offloadtrain.engine.eager import eager
 from offloadtrain.engine.foreign_readers import GradReaders
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
+from offloadtrain.engine.parameter_guard import ParameterGuard
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.split_step import SplitStep

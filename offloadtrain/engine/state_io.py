@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from offloadtrain.engine import state
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks import ParameterGuard
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.parameter_guard import ParameterGuard
 from offloadtrain.engine.saved_state import (
     WHOLE,
     WORKING,

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.events import schema
-from offloadtrain.events.schema import WAIT, LaneSpan, Record, Step
+from offloadtrain.events import log_lines
+from offloadtrain.events.log_lines import Record
+from offloadtrain.events.schema import WAIT, LaneSpan, Step
 
 LANES = (
     *("step", "compute", WAIT, "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
@@ -37,7 +38,7 @@ def read_run(folder: Path) -> list[Record]:
     logs = sorted((folder / "events").glob("rank*.jsonl")) if os.path.isdir(folder) else []
     if not logs:
         raise TraceError(f"{folder} is not a run folder: it has no events/rank*.jsonl")
-    records = [record for log in logs for record in schema.read(log)]
+    records = [record for log in logs for record in log_lines.read(log)]
     if not any(isinstance(record.event, LaneSpan) for record in records):
         raise TraceError(
             f"{folder}: no step of this run has been sampled yet; the first one is step 2"

@@ -14,7 +14,8 @@ from queue import SimpleQueue
 from typing import IO, TypeAlias
 
 from offloadtrain.boundary.safe_open import open_descriptor
-from offloadtrain.events.schema import Event, LaneSpan, RunEnded, Warning_, to_line
+from offloadtrain.events.log_lines import to_line
+from offloadtrain.events.schema import Event, LaneSpan, RunEnded, Warning_
 
 RETRY_S = 0.5
 END_WITHIN_S = 5.0

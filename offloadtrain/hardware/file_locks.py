@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 """What a network file system says that is mounted without locks."""
+
+_TRIES, _PAUSE_S = 5, 0.02
 
 
 def lock(fd: int, how: int) -> bool:
@@ -22,3 +28,20 @@ def lock(fd: int, how: int) -> bool:
             raise
         return False
     return True
+
+
+def take(fd: int) -> bool:
+    """Take an open file's lock; retry a few times, because readers hold it for microseconds."""
+    for _ in range(_TRIES):
+        with suppress(BlockingIOError):
+            lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True  # also where there are none: what `lock` returns tells
+        time.sleep(_PAUSE_S)
+    return False
+
+
+def is_at(fd: int, path: Path) -> bool:
+    """Return whether the open file is the one that is at `path` now."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    return False

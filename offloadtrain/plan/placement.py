@@ -12,7 +12,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
 from offloadtrain.plan.layout import blocks_of, needs_of, num_tensors, parts_of, working_dtype
 from offloadtrain.plan.microbatch import Trace, TracedStep
-from offloadtrain.step import memory
+from offloadtrain.step import layout, memory
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import MemoryRequest
 from offloadtrain.step.spec import StepSpec
@@ -134,7 +134,7 @@ def place(
             "plan JOB), or set 'offload' or 'recompute'"
         )
     try:
-        spec = memory.lay_out(
+        spec = layout.lay_out(
             blocks_of(config, ranks),
             config.offload,
             ranks=ranks,

@@ -24,7 +24,8 @@ from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import predict
 from offloadtrain.step.block_spec import BlockSpec
-from offloadtrain.step.memory import disk_owners, with_second_copies
+from offloadtrain.step.layout import with_second_copies
+from offloadtrain.step.memory import disk_owners
 from offloadtrain.step.pipeline_drive import Schedule
 from offloadtrain.step.tiers import Tier
 

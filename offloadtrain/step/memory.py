@@ -1,26 +1,22 @@
-"""Memory rules of a step: allocations by tier and owner, streamed blocks, second copies.
+"""Memory rules of a step: each allocation by tier and owner.
 
-`lay_out` decides. `host_requests` and `device_requests` list what the engine maps, in order. State
-is requested from the tier of its bucket.
-`host_owners` and `device_owners` are what its Ledger shows then. Offloaded block inputs are not
-among them: their size shows in the first forward.
+`layout.lay_out` decides. `host_requests` and `device_requests` list what the engine maps, in
+order. State is requested from the tier of its bucket. `host_owners` and `device_owners` are what
+its Ledger shows then. Offloaded block inputs are not among them: their size shows in the first
+forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from offloadtrain.config.errors import HostMemoryError
-from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.block_spec import BlockSpec, BucketSpec
+from offloadtrain.step.block_spec import BucketSpec
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.operations import Memory
 from offloadtrain.step.spec import RING_SLOTS, StepSpec
-from offloadtrain.step.state_tiers import with_state_tiers
-from offloadtrain.step.streamed_blocks import streamed_blocks
 from offloadtrain.step.tiers import Tier
 
 ARENA_ALIGN = 512
@@ -29,9 +25,6 @@ ARENA_ALIGN = 512
 STAGGER_BYTES = 4096 + ARENA_ALIGN
 """The gap between neighbours in the host arena: streams that lie an exact power of two apart fall
 into the same cache sets and make Adam up to three times slower."""
-
-HEADROOM = 0.9
-"""The share of the available host memory that second copies may fill; the rest is for others."""
 
 OWNERS = {"master": "master weights", "weight": "host weights"}
 """Field of the state → its owner in the Ledger, where that is not the field's name."""
@@ -79,88 +72,6 @@ class MemoryRequest:
     def span_bytes(self) -> int:
         """Bytes in the host arena, with the stagger that separates it from its neighbour."""
         return -(-self.nbytes // ARENA_ALIGN) * ARENA_ALIGN + STAGGER_BYTES
-
-
-def lay_out(
-    blocks: Sequence[BlockSpec],
-    config: OffloadConfig,
-    *,
-    ranks: int,
-    num_tensors: int,
-    available_bytes: int | None,
-    weight_versions: int = 1,
-    gradient_sums: int = 1,
-    copies: int = 1,
-    parts: int = 1,
-) -> StepSpec:
-    """Decide which blocks are streamed, where the state is, and which blocks have a second copy.
-
-    Frozen buckets of blocks that stay on the device are left out: they stay where the rest of the
-    model's frozen weights are.
-
-    Args:
-        available_bytes: host memory that state and second copies may fill if the config sets no
-            limit; None: no second copies.
-        weight_versions, gradient_sums, copies: as in `StepSpec`.
-        parts: ranks that hold the parts of matrices (tensor parallel).
-
-    Raises:
-        OptionError: the config does not go with so many ranks, or asks for more state on the device
-            than can be there.
-        DeviceMemoryError: a limit of the device holds not even the rest and the slots.
-    """
-    config.zero_stage_among(ranks)
-    if config.partition_activations and parts == 1:
-        raise OptionError(
-            "partition_activations = True divides block inputs among the ranks of tensor parallel, "
-            "and there are none: offload with a mesh that has an axis 'tp', or leave it out"
-        )
-    spec = StepSpec(
-        tuple(blocks),
-        config,
-        ranks,
-        num_tensors,
-        weight_versions=weight_versions,
-        gradient_sums=gradient_sums,
-        copies=copies,
-        input_parts=parts if config.partition_activations else 1,
-    )
-    streamed = streamed_blocks(spec)
-    held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
-    spec = with_state_tiers(replace(spec, blocks=held, streamed=streamed), device_bytes)
-    return spec if available_bytes is None else with_second_copies(spec, available_bytes)
-
-
-def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
-    """Give second copies to the last blocks, whose gradients come first, as far as memory goes;
-    see `lay_out`."""
-    if spec.config.update != "speculative":
-        return spec
-    limit = spec.config.host_memory_limit
-    room = int(available_bytes * HEADROOM) if limit is None else limit
-    room -= span_bytes(host_requests(replace(spec, second_copies=frozenset())))
-    copied = set()
-    for block in reversed(spec.blocks):
-        on_host = [one for one in block.buckets if one.state_tier is Tier.HOST]
-        room -= sum(_span_of_second_copy(spec, bucket) for bucket in on_host)
-        if room < 0:
-            break
-        copied.add(block.name)
-    return replace(spec, second_copies=frozenset(copied))
-
-
-def check_host_limit(spec: StepSpec) -> None:
-    """Raises HostMemoryError if the config's limit does not hold one copy of everything."""
-    limit = spec.config.host_memory_limit
-    if limit is None:
-        return
-    requests = list(host_requests(replace(spec, second_copies=frozenset())))
-    if (needed := span_bytes(requests)) > limit:
-        raise HostMemoryError(
-            f"the engine needs {format_bytes(needed)} of host memory and host_memory_limit is "
-            f"{format_bytes(limit)}. Largest: {largest_owners(requests)}. Raise it, or take a "
-            "narrower state ('split16', 'int8')"
-        )
 
 
 # Requests for gradients and state, and others to the host.
@@ -301,7 +212,7 @@ def _shard(owner: str, bucket: BucketSpec, dtype: str, role: Role, name: str = "
     return MemoryRequest(owner, bucket.shard_numel, dtype, name, bucket.name, role)
 
 
-def _span_of_second_copy(spec: StepSpec, bucket: BucketSpec) -> int:
+def second_copy_bytes(spec: StepSpec, bucket: BucketSpec) -> int:
     """Count the bytes that it adds, with pending weights that exist only because of it."""
     with_it, without = (bucket_requests(spec, bucket, copied=both) for both in (True, False))
     return span_bytes(with_it) - span_bytes(without)

@@ -36,7 +36,7 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import set_up_file
 from offloadtrain.events.schema import SCHEMA
 from offloadtrain.hardware.atomic_io import sync_folder
-from offloadtrain.hardware.file_locks import lock
+from offloadtrain.hardware.file_locks import is_at, lock, take
 from offloadtrain.train.checkpoint import checkpoint
 
 _MODE = 0o700
@@ -47,7 +47,6 @@ _CONTENT = (
     *_FOLDERS,
 )
 _NO_TIME = "00000000-000000"
-_LOCK_TRIES, _LOCK_PAUSE_S = 5, 0.02
 
 
 class RunFolderError(OffloadTrainError):
@@ -357,32 +356,16 @@ def _lock(path: Path) -> int:
         fd = open_descriptor(path, flags=os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise RunFolderError(f"{path.parent} is not a run folder: {error.strerror}") from error
-    if not _taken(fd):
+    if not take(fd):
         owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(fd)
         raise RunFolderError(
             f"{path.parent} is already running, pid {owner}: stop it, or use another --run-dir"
         )
-    if not _is_at(path, fd):  # the last owner has removed the file: nobody else sees this lock
+    if not is_at(fd, path):  # the last owner has removed the file: nobody else sees this lock
         os.close(fd)
         return _lock(path)
     return fd
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(fd))
-    return False
-
-
-def _taken(fd: int) -> bool:
-    """Take the lock; retry a few times, because readers hold it for microseconds."""
-    for _ in range(_LOCK_TRIES):
-        with suppress(BlockingIOError):
-            lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True  # also where there are none: `has_locks` tells
-        time.sleep(_LOCK_PAUSE_S)
-    return False
 
 
 def _point_latest(folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_duration
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.train.console import loss_curve
 
 
@@ -44,7 +44,7 @@ def summary(log: Path) -> str:
     val: dict[int, float] = {}
     sample: schema.Sample | None = None
     guesses: list[bool] = []
-    for event in (record.event for record in schema.read(log)):
+    for event in (record.event for record in log_lines.read(log)):
         if isinstance(event, schema.Step) and event.speculation_hit is not None:
             guesses.append(event.speculation_hit)
         if isinstance(event, schema.Step) and not event.skipped:

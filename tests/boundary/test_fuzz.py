@@ -27,7 +27,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import identity_of, shape_of
 from offloadtrain.data import records, tokens
 from offloadtrain.data.tokens import DataError, TokenHeader
-from offloadtrain.events import oom_kills, schema
+from offloadtrain.events import log_lines, oom_kills
 from offloadtrain.events.control import _understood
 from offloadtrain.hardware import machine
 from offloadtrain.train import rng
@@ -97,7 +97,7 @@ def _log(content: bytes) -> None:
     view = View.at(history)
     assert view.last("loss") is None or isinstance(view.last("loss"), float)
     for line in content.split(b"\n"):
-        schema.from_line(line)
+        log_lines.from_line(line)
 
 
 def _header(content: bytes) -> None:

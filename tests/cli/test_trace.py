@@ -10,14 +10,14 @@ import pytest
 
 from offloadtrain.cli.exit_codes import FAILED
 from offloadtrain.cli.main import main
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.events.chrome_trace import LANES, chrome_trace
 from offloadtrain.runtime.lanes import Lane
 from tests.train.small_job import run, small_job
 
 
-def record(event: schema.Event, time_s: float, rank: int = 0) -> schema.Record:
-    return schema.Record(event, rank, time_s)
+def record(event: schema.Event, time_s: float, rank: int = 0) -> log_lines.Record:
+    return log_lines.Record(event, rank, time_s)
 
 
 def span(step: int, lane: str, start_ms: float) -> schema.LaneSpan:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offloadtrain.config import job as jobs
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from tests.distributed.forked_job import HELD, ForkedJob
 from tests.train.small_job import JOB, write_text
 
@@ -148,7 +148,7 @@ class Job:
     def steps(self) -> list[int]:
         """Return the steps in the log of rank 0."""
         path = self.run / "events" / "rank000.jsonl"
-        log = schema.read(path) if path.exists() else ()
+        log = log_lines.read(path) if path.exists() else ()
         return [record.event.step for record in log if isinstance(record.event, schema.Step)]
 
 

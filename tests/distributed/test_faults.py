@@ -21,7 +21,7 @@ import pytest
 from benchmarks import rank_faults
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.runtime import process_group
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, _home
 from offloadtrain.runtime.launcher_link import Pulse
@@ -112,7 +112,7 @@ def test_the_other_rank_ends_and_says_why(job: Path, point: str, victim: int) ->
     cause = f"rank {victim}: FloatingPointError" if point == "error" else f"rank {victim} (pid"
     assert f"another rank has failed: {cause}" in said
     log = job.parent / "run" / "events" / f"rank{1 - victim:03d}.jsonl"
-    last = [record.event for record in schema.read(log)][-1]
+    last = [record.event for record in log_lines.read(log)][-1]
     assert isinstance(last, schema.RunEnded) and last.status == "failed"
     assert cause in last.message
 
@@ -216,7 +216,7 @@ def test_a_rank_that_hangs_is_named_and_the_job_comes_back(job: Path, tmp_path: 
     assert ends[-1].status == "done"
     told = [
         record.event
-        for record in schema.read(tmp_path / "run" / "events" / "rank001.jsonl")
+        for record in log_lines.read(tmp_path / "run" / "events" / "rank001.jsonl")
         if isinstance(record.event, schema.Warning_) and record.event.code == "hung"
     ]
     assert "rank 0 (pid" in told[0].message and "stopped by a signal" in told[0].message

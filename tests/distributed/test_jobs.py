@@ -14,7 +14,7 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.events.control import Requests
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
@@ -59,7 +59,7 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
         outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())
         log.ended(outcome.status)
         context.optimizer.close()
-    told = [record.event for record in schema.read(run.events(ranks.rank))]
+    told = [record.event for record in log_lines.read(run.events(ranks.rank))]
     steps = [event for event in told if isinstance(event, schema.Step)]
     (plan,) = [event.plan for event in told if isinstance(event, schema.RunStarted)][-1:]
     rows = [event for event in told if isinstance(event, schema.Memory)][-1].rows

@@ -14,7 +14,7 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import of_stage, replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.events import alerts, schema
+from offloadtrain.events import alerts, log_lines, schema
 from offloadtrain.train.saved_run import language_model, open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.rank_faults import HANG_S, Job
@@ -35,7 +35,7 @@ STAGES = {"ranks.pipeline": 2}
 
 def figures(folder: Path, rank: int = 0) -> list[tuple[Any, ...]]:
     """What is exact about each step, as this rank has logged it."""
-    log = schema.read(folder / "events" / f"rank{rank:03d}.jsonl")
+    log = log_lines.read(folder / "events" / f"rank{rank:03d}.jsonl")
     steps = [record.event for record in log if isinstance(record.event, schema.Step)]
     return [
         (e.step, e.loss, e.grad_norm, e.clip_coef, e.lr, e.loss_scale, e.skipped) for e in steps
@@ -87,7 +87,7 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
             for owner in ("master weights", "exp_avg", "weights"):
                 held = found["held"].get((tier, owner), 0)
                 assert owners.get(owner, 0) == held, (rank, tier, owner)
-        log = schema.read(tmp_path / "staged/events" / f"rank{rank:03d}.jsonl")
+        log = log_lines.read(tmp_path / "staged/events" / f"rank{rank:03d}.jsonl")
         (plan,) = [r.event.plan for r in log if isinstance(r.event, schema.RunStarted)]
         first = rank < size // 2
         held = "embedding, layers 0 to 1" if first else "layers 2 to 3, head"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from tests.distributed.conftest import Run
 from tests.distributed.test_jobs import CONSTANT, trained
 from tests.train.small_job import tensor_hashes, write_text
@@ -24,7 +24,7 @@ def spiking(folder: Path, data: Path, policy: str, steps: int, resume: bool = Fa
 
 
 def tried(run: Path, rank: int) -> list[tuple[int, bool]]:
-    log = schema.read(run / "events" / f"rank{rank:03d}.jsonl")
+    log = log_lines.read(run / "events" / f"rank{rank:03d}.jsonl")
     steps = [record.event for record in log if isinstance(record.event, schema.Step)]
     return [(step.step, step.skipped) for step in steps]
 

@@ -22,9 +22,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.events import writer as event_writer
-from offloadtrain.events.schema import Event, LaneSpan, Record, Step, Warning_, from_line, to_line
+from offloadtrain.events.log_lines import Record, from_line, to_line
+from offloadtrain.events.schema import Event, LaneSpan, Step, Warning_
 from offloadtrain.events.writer import EventWriter
 from tests import levels
 
@@ -209,7 +210,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, log: Path) -> Iterator[Stall]:
 
 
 def _steps(log: Path) -> list[int]:
-    return [r.event.step for r in schema.read(log) if isinstance(r.event, Step)]
+    return [r.event.step for r in log_lines.read(log) if isinstance(r.event, Step)]
 
 
 def _step(number: int) -> Step:
@@ -222,7 +223,7 @@ def test_records_arrive_in_order_with_rank_and_time(log: Path) -> None:
     for number in range(100):
         writer.emit(_step(number))
     writer.close()
-    records = list(schema.read(log))
+    records = list(log_lines.read(log))
     assert [r.event for r in records] == [_step(number) for number in range(100)]
     assert {r.rank for r in records} == {3}
     assert all(before <= r.time_s <= time.time() for r in records)
@@ -271,7 +272,7 @@ def test_drops_are_told_in_the_log(log: Path, stall: Stall) -> None:
         writer.emit(_step(number))
     stall.released.set()
     writer.close()
-    *_, last = schema.read(log)
+    *_, last = log_lines.read(log)
     assert isinstance(last.event, Warning_)
     assert last.event.code == "events-dropped"
     assert last.event.message.startswith("7 events were dropped")
@@ -288,7 +289,7 @@ def test_spans_never_push_a_step_out(log: Path, stall: Stall) -> None:
     stall.released.set()
     writer.close()
     assert _steps(log) == list(range(26))
-    assert sum(isinstance(r.event, LaneSpan) for r in schema.read(log)) == 75
+    assert sum(isinstance(r.event, LaneSpan) for r in log_lines.read(log)) == 75
     assert writer.dropped == 425
 
 
@@ -376,7 +377,7 @@ def test_what_a_full_disk_has_cost_is_told_in_the_log(log: Path, disk: Disk) -> 
     _waits(lambda: recovered)
     writer.emit(_step(10))
     writer.close()
-    found = [record.event for record in schema.read(log)]
+    found = [record.event for record in log_lines.read(log)]
     assert found[:6] == [_step(number) for number in range(6)]
     assert isinstance(found[6], Warning_) and found[6].code == "events-dropped"
     assert (
@@ -401,7 +402,7 @@ def test_the_end_of_a_run_is_recorded_on_a_full_disk(
     end = schema.RunEnded(status="done", step=19)
     writer.emit(end)
     writer.close()
-    first, *others, lost, last = [record.event for record in schema.read(log)]
+    first, *others, lost, last = [record.event for record in log_lines.read(log)]
     assert (first, others, last) == (_step(0), [], end)
     assert isinstance(lost, Warning_) and lost.message.startswith("19 events were lost")
     assert recovered == [19]
@@ -447,7 +448,7 @@ def test_an_event_that_cannot_be_written_is_told_and_the_rest_goes_on(log: Path)
     writer.emit(schema.RunStarted(config=cast(Any, {(1, 2): 3}), plan={}, **base))
     writer.emit(STEP)
     writer.close()
-    kinds = [(r.event.KIND, getattr(r.event, "code", "")) for r in schema.read(log)]
+    kinds = [(r.event.KIND, getattr(r.event, "code", "")) for r in log_lines.read(log)]
     assert kinds == [("warning", "event-unwritable")] * 2 + [("step", "")]
 
 

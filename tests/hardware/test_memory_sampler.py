@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.events.memory_ring import MemoryPoint, RingReader, RingWriter
 from offloadtrain.hardware import memory_sampler
 from offloadtrain.hardware.memory_sampler import HostMemory, MemorySampler, Window, thinned
@@ -164,12 +164,12 @@ def test_an_hour_is_less_than_a_megabyte() -> None:
             sizes = [size() for _ in memory_sampler.QUANTITIES]
             sizes[4], sizes[7] = 900 * GIB, 0  # pinned memory and swap do not move
             window.add(MemoryPoint(0.0, 123_456, *sizes))
-        written += len(schema.to_line(window.record(), 0, 1_795_000_000.1234567, 10**15))
+        written += len(log_lines.to_line(window.record(), 0, 1_795_000_000.1234567, 10**15))
     points = round(0.5 / memory_sampler.WITHIN_STEP_S)
     curve = thinned([(draw.uniform(0, 500), size()) for _ in range(points)])
     at_ms, kib = zip(*curve, strict=True)
     followed = schema.StepMemory(step=123_456, tier="device", at_ms=at_ms, kib=kib)
-    written += 360 * len(schema.to_line(followed, 0, 1_795_000_000.1234567, 10**15))
+    written += 360 * len(log_lines.to_line(followed, 0, 1_795_000_000.1234567, 10**15))
     assert written < 1e6
 
 

@@ -14,7 +14,8 @@ import psutil
 import pynvml
 import pytest
 
-from offloadtrain.events.schema import Event, System, from_line, to_line
+from offloadtrain.events.log_lines import from_line, to_line
+from offloadtrain.events.schema import Event, System
 from offloadtrain.hardware import telemetry
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.telemetry import Sampler, probe

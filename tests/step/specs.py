@@ -16,7 +16,7 @@ from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.bucket_layout import padded
 from offloadtrain.step.drive import steps
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
-from offloadtrain.step.memory import lay_out
+from offloadtrain.step.layout import lay_out
 from offloadtrain.step.operations import Operations
 from offloadtrain.step.program import Program
 from offloadtrain.step.spec import STAGING_BYTES, StepSpec

@@ -16,6 +16,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step import memory
 from offloadtrain.step.bucket_layout import ALIGN, padded, placed
 from offloadtrain.step.formats import ITEMSIZE
+from offloadtrain.step.layout import HEADROOM, check_host_limit, with_second_copies
 from offloadtrain.step.memory import (
     MemoryRequest,
     Role,
@@ -23,7 +24,6 @@ from offloadtrain.step.memory import (
     host_owners,
     host_requests,
     span_bytes,
-    with_second_copies,
 )
 from offloadtrain.step.operations import Launch, Memory, Operations, Ref, Undefined
 from offloadtrain.step.spec import STAGING_SLOTS_MOST, StepSpec
@@ -227,7 +227,7 @@ def test_without_a_limit_the_machine_keeps_some_memory() -> None:
     spec = speculative()
     whole = replace(spec, second_copies=frozenset(b.name for b in spec.blocks))
     needed = span_bytes(host_requests(whole))
-    assert with_second_copies(spec, int(needed / memory.HEADROOM) + 2) == whole
+    assert with_second_copies(spec, int(needed / HEADROOM) + 2) == whole
     assert with_second_copies(spec, needed) != whole
     exact = chain(4)
     assert with_second_copies(exact, 1 << 40) == exact
@@ -238,13 +238,13 @@ def test_without_a_limit_the_machine_keeps_some_memory() -> None:
 
 def test_a_host_limit_that_holds_not_one_copy_says_what_is_largest() -> None:
     needed = span_bytes(host_requests(chain(2)))
-    memory.check_host_limit(chain(2, host_memory_limit=needed))
+    check_host_limit(chain(2, host_memory_limit=needed))
     with pytest.raises(HostMemoryError) as error:
-        memory.check_host_limit(chain(2, host_memory_limit=needed - 1))
+        check_host_limit(chain(2, host_memory_limit=needed - 1))
     assert "Largest: master weights 3.0 KiB, exp_avg 3.0 KiB, exp_avg_sq 3.0 KiB, gradients" in str(
         error.value
     )
-    memory.check_host_limit(chain(2, state_on="device", host_memory_limit=1))
+    check_host_limit(chain(2, state_on="device", host_memory_limit=1))
 
 
 def resident(spec: StepSpec) -> list[int]:

@@ -11,7 +11,7 @@ from offloadtrain.cli.commands.train import run_job
 from offloadtrain.cli.exit_codes import HUNG
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.train.guards import guarded
 
 JOB = """
@@ -68,7 +68,7 @@ def run(job: Config, path: Path, *, resume: str = "never") -> int:
 
 
 def events_of(path: Path, kind: type[AnyEvent]) -> list[AnyEvent]:
-    log = schema.read(path / "events" / "rank000.jsonl")
+    log = log_lines.read(path / "events" / "rank000.jsonl")
     return [record.event for record in log if isinstance(record.event, kind)]
 
 

@@ -22,7 +22,7 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config import log_options
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.log_options import LogConfig, check_packages
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.train.loggers import loggers
 from offloadtrain.train.loggers.files import Csv, JsonLines
 from offloadtrain.train.loggers.loggers import Loggers
@@ -57,7 +57,7 @@ def rows_of_log(path: Path) -> tuple[Rows, Rows]:
     """Steps and evaluations of the event log without what the resumed start did again."""
     steps: Rows = []
     evals: Rows = []
-    for record in schema.read(path / "events" / "rank000.jsonl"):
+    for record in log_lines.read(path / "events" / "rank000.jsonl"):
         event = record.event
         if isinstance(event, schema.RunStarted) and event.start_step:
             steps = [row for row in steps if row["step"] <= event.start_step]

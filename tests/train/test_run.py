@@ -16,7 +16,7 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
@@ -101,7 +101,7 @@ def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, *SAMPLED), path) == 0
     lines = (path / "events" / "rank000.jsonl").read_bytes().splitlines(keepends=True)
-    records = [schema.from_line(line) for line in lines]
+    records = [log_lines.from_line(line) for line in lines]
     assert all(line.endswith(b"\n") for line in lines) and None not in records
     told = [record.event for record in records if record]
     # A slow set-up is sampled before the log begins.

@@ -323,14 +323,14 @@ def test_of_two_starts_at_once_the_second_takes_nothing_of_the_first_away(
 def test_a_lock_whose_file_was_taken_away_meanwhile_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real = tmp_path / "lock", run_folder._taken
+    path, real = tmp_path / "lock", run_folder.take
 
     def taken_away(fd: int) -> bool:
-        monkeypatch.setattr(run_folder, "_taken", real)
+        monkeypatch.setattr(run_folder, "take", real)
         path.unlink()
         return real(fd)
 
-    monkeypatch.setattr(run_folder, "_taken", taken_away)
+    monkeypatch.setattr(run_folder, "take", taken_away)
     fd = run_folder._lock(path)
     assert is_running(tmp_path)
     os.close(fd)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offloadtrain.engine import StepReport
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.events.memory_ring import RingReader
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.arena import Ledger
@@ -58,13 +58,13 @@ def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
         log.step(2, Progress(), report, clock, told, lr=1e-3)
         log._writer.flush()
         (step,) = (
-            r.event for r in schema.read(folder.events()) if isinstance(r.event, schema.Step)
+            r.event for r in log_lines.read(folder.events()) if isinstance(r.event, schema.Step)
         )
         for number in range(3, 1003):
             began = time.thread_time_ns()
             log.step(number, Progress(), report, clock, told, lr=1e-3)
             between = time.thread_time_ns()
-            schema.to_line(step, 0, 0.0)
+            log_lines.to_line(step, 0, 0.0)
             ratios.append((between - began) / (time.thread_time_ns() - between))
     parts.optimizer.close()
     assert statistics.median(ratios) < 3
@@ -115,7 +115,7 @@ def test_a_run_on_a_cpu_logs_the_memory_of_the_host(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, "train.steps=24"), path) == 0
     log = path / "events/rank000.jsonl"
-    events = [record.event for record in schema.read(log)]
+    events = [record.event for record in log_lines.read(log)]
     steps = [event for event in events if isinstance(event, schema.Step)]
     assert max(step.host_peak_bytes for step in steps) > 50 << 20
     live = [event for event in events if isinstance(event, schema.LiveMemory)]

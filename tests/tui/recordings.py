@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain.events.schema import Event
 
 BEGIN_S = 1_795_000_000.0
@@ -209,7 +209,7 @@ def ranks(count: int = 8, steps: int = 50) -> list[list[Timed]]:
 
 
 def lines(told: Iterable[Timed], rank: int = 0) -> list[bytes]:
-    return [schema.to_line(event, rank, time_s) for time_s, event in told]
+    return [log_lines.to_line(event, rank, time_s) for time_s, event in told]
 
 
 def write(folder: Path, *logs: Iterable[Timed], host: str = "elsewhere") -> Path:

@@ -24,7 +24,7 @@ from offloadtrain_tui.widgets.chart import Chart
 from textual.geometry import Region
 from textual.screen import Screen
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, lines, write
 from tests.tui.test_app import watching
@@ -170,9 +170,9 @@ def test_each_record_is_decoded_once_for_all_screens(
     with open(folder / "events/rank000.jsonl", "ab") as log:
         log.writelines(lines((BEGIN_S + 11, span) for span in recordings.spans(10)))
     decoded: Counter[bytes | str] = Counter()
-    from_line = schema.from_line
+    from_line = log_lines.from_line
 
-    def counted(line: bytes | str) -> schema.Record | None:
+    def counted(line: bytes | str) -> log_lines.Record | None:
         decoded[line] += 1
         return from_line(line)
 

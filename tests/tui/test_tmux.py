@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from tests.tui.test_app import TERMINALS
 
 pytestmark = [
@@ -104,7 +104,7 @@ def step_of(lines: list[str]) -> int:
 
 def newest_step(run: Path) -> int:
     """The last step of the log, which nobody writes any more."""
-    events = [record.event for record in schema.read(run / "events/rank000.jsonl")]
+    events = [record.event for record in log_lines.read(run / "events/rank000.jsonl")]
     return [event.step for event in events if isinstance(event, schema.Step)][-1]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import orjson
 
-from offloadtrain.events import schema
-from offloadtrain.events.schema import Json, Record
+from offloadtrain.events import log_lines, schema
+from offloadtrain.events.log_lines import Record
+from offloadtrain.events.schema import Json
 from offloadtrain_tui.gpu_history import GpuHistory
 from offloadtrain_tui.live_memory import LiveMemory
 from offloadtrain_tui.moments import Moment, moment_of
@@ -77,7 +78,7 @@ class History(StepColumns):
             or (kind == "live_memory" and self.live.add(values))
         ):
             return
-        record = schema.from_values(values)
+        record = log_lines.from_values(values)
         if record is None or not math.isfinite(record.time_s) or isinstance(record.event, _BULK):
             self.unreadable += 1
         else:
@@ -87,7 +88,7 @@ class History(StepColumns):
         """Add a record other than a step."""
         self.last_time_s = max(self.last_time_s, record.time_s)
         if isinstance(record.event, schema.LaneSpan):
-            kept = line or schema.to_line(record.event, record.rank, record.time_s).strip()
+            kept = line or log_lines.to_line(record.event, record.rank, record.time_s).strip()
             self._span(record.event.step, record.time_s, kept)
         fold = _FOLDS.get(type(record.event))
         if fold is not None:
@@ -153,7 +154,7 @@ class History(StepColumns):
             return None
         known, found = self._shown_system
         if count != known:
-            record = schema.from_line(self.systems[count - 1])
+            record = log_lines.from_line(self.systems[count - 1])
             found = record.event if record and isinstance(record.event, schema.System) else None
             self._shown_system = (count, found)
         return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
-from offloadtrain.events.schema import Record
+from offloadtrain.events.log_lines import Record
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.text import clean
 

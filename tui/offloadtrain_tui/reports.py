@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines
 from offloadtrain_tui import requests, runs
 from offloadtrain_tui.history import History
 from offloadtrain_tui.listing import RunRow, list_runs
@@ -354,7 +354,7 @@ def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
         for tail in tails:
             for text in tail.poll():
                 found = True
-                if schema.from_line(text) is not None:
+                if log_lines.from_line(text) is not None:
                     yield sanitize_json(text.decode(errors="replace"))
         if not found and (not follow or not alive):
             _tell_refused([tail.refused for tail in tails if tail.refused])

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from offloadtrain.boundary.safe_open import UnsafeFileError, open_descriptor
-from offloadtrain.events.schema import LONGEST_LINE
+from offloadtrain.events.log_lines import LONGEST_LINE
 
 _CHUNK = 1 << 20
 _NO_LOG = 1 << 26

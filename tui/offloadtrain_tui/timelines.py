@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from functools import cached_property
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from offloadtrain_tui.packed import pack, unpack
 
 SAMPLED_STEPS = 256
@@ -90,7 +90,7 @@ class Timelines:
     def _decode(self, lines: list[bytes]) -> None:
         count = len(lines)  # another thread may append
         if count > self._count:
-            records = map(schema.from_line, lines[self._count : count])
+            records = map(log_lines.from_line, lines[self._count : count])
             fresh = (record.event for record in records if record is not None)
             told = (one for one in fresh if isinstance(one, schema.LaneSpan))
             self._spans = Spans((*self._spans, *told))

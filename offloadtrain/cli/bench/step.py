@@ -26,7 +26,7 @@ from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.bucket_layout import padded
 from offloadtrain.step.formats import format_for
-from offloadtrain.step.memory import lay_out
+from offloadtrain.step.layout import lay_out
 from offloadtrain.step.operations import Kind
 from offloadtrain.step.simulate import steady
 from offloadtrain.step.spec import StepSpec

@@ -18,6 +18,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
+from offloadtrain.engine.phase_guard import PhaseGuard
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
@@ -54,7 +55,7 @@ class Engine:
         self._behind = program.behind
         self._interpreter = interpreter
         self._run = interpreter.run
-        self._functions = functions
+        self.functions = functions
         self._gradients = gradients
         self._norm_measure = norm_measure
         self.residency = residency
@@ -67,34 +68,15 @@ class Engine:
         self._blocks = blocks
         self._by_name = {block.name: block for block in blocks}
         self._in_explicit_backward = False
-        self._closed = False
+        self.guard = PhaseGuard(gradients, program)
         self._reporter = Reporter(lanes, ranks)
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._sent: tuple[Callable[[], Norm], int] | None = None
         """Of a step whose squares are on their way to other stages: what waits for its norm, and
         its number of micro-steps."""
-        self.in_flight = False
-        """Microbatches of a pipeline without flushes may be between forward and backward."""
         self.salvaged = False
         self.warns_of_skips = True
-
-    @property
-    def phase(self) -> Phase:
-        if self._closed:
-            return Phase.CLOSED
-        if self._gradients.open:
-            return Phase.BACKWARD
-        return Phase.ACCUMULATED if self._gradients.micro_steps else Phase.FORWARD
-
-    @property
-    def seed(self) -> int:
-        """The seed of stochastic rounding."""
-        return self._functions.seed
-
-    @seed.setter
-    def seed(self, seed: int) -> None:
-        self._functions.seed = seed
 
     @property
     def forward_order(self) -> list[Block]:
@@ -116,8 +98,8 @@ class Engine:
             EngineError: after close(), after clip_grad_norm_(), or a plain backward in fp16.
             GradientError: for a gradient that cannot be used.
         """
-        if self._closed:
-            self._require_open("backward")
+        if self.guard.closed:
+            self.guard.require_open("backward")
         if self.counter.scaler is not None and not self._in_explicit_backward:
             raise EngineError(
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
@@ -158,7 +140,7 @@ class Engine:
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         """See `OffloadOptimizer.micro_step`; of a loss that `scaled` has made."""
-        self._require_open("backward")
+        self.guard.require_open("backward")
         # A plain backward before this one may have left its micro-step open.
         self._gradients.end_micro_step()
         self._in_explicit_backward = True
@@ -173,7 +155,7 @@ class Engine:
 
     def end_micro_step(self) -> None:
         """The backward of one microbatch is over."""
-        self._require_open("end_micro_step")
+        self.guard.require_open("end_micro_step")
         self._gradients.end_micro_step()
 
     def clip(self, max_norm: float) -> float:
@@ -182,8 +164,8 @@ class Engine:
         Raises:
             EngineError: without a backward, or where Adam runs inside backward.
         """
-        self._require_at_rest("clip_grad_norm_")
-        self._require_undecided("clip_grad_norm_()")
+        self.guard.require_at_rest("clip_grad_norm_")
+        self.guard.require_undecided("clip_grad_norm_()")
         norm = self._norm = self._norm or self._measure("clip_grad_norm_", max_norm)
         before = norm.clipped
         norm.clip(max_norm)
@@ -202,9 +184,9 @@ class Engine:
             RankError: ranks disagree about the step.
             UpdateError: hyperparameters changed after updates inside backward.
         """
-        self._require_at_rest("step")
+        self.guard.require_at_rest("step")
         if skip:
-            self._require_undecided("step(skip=True)")
+            self.guard.require_undecided("step(skip=True)")
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self._norm is not None:
             self._norm_measure.check_after_clipping(self.counter.steps, self._norm.coef)
@@ -226,7 +208,7 @@ class Engine:
         Raises:
             EngineError: without a backward since the last step.
         """
-        self._require_open("step")
+        self.guard.require_open("step")
         # Waits for the host's last norm of this stage, and not for any other stage.
         norm = self._norm_measure.send("step", self.counter.steps, self.counter.loss_scale)
         self._sent = norm, self._gradients.micro_steps
@@ -315,7 +297,7 @@ class Engine:
         Raises:
             EngineError: between backward and step().
         """
-        self._require_between_steps("replace the weights")
+        self.guard.require_between_steps("replace the weights")
         self._interpreter.journal.forget()
         set_ = self.program.delay_set if delayed else self.program.masters_set
         self._run(set_(), updates=True)
@@ -328,8 +310,8 @@ class Engine:
         Raises:
             EngineError: between backward and step().
         """
-        self._require_between_steps("write the state")
-        self._functions.writer = writer
+        self.guard.require_between_steps("write the state")
+        self.functions.writer = writer
         self._run(self.program.save())
 
     def finish_writing(self) -> None:
@@ -343,7 +325,7 @@ class Engine:
             EngineError: microbatches are in flight, whose gradients belong to a step that was asked
                 for.
         """
-        self._require_at_rest("zero_grad()")
+        self.guard.require_at_rest("zero_grad()")
         self._norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.cut is not None and not self._interpreter.torn:
@@ -355,11 +337,11 @@ class Engine:
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
-        if not (self._closed or self.salvaged):
-            self._require_at_rest("synchronize")
+        if not (self.guard.closed or self.salvaged):
+            self.guard.require_at_rest("synchronize")
             # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
             # weights.
-            if self.phase is Phase.FORWARD:
+            if self.guard.phase is Phase.FORWARD:
                 self._run(self.program.flush(), updates=True)
             self._drain()
 
@@ -386,9 +368,9 @@ class Engine:
 
     def close(self) -> None:
         """Drain the lanes and take the hooks off. Idempotent."""
-        if self._closed:
+        if self.guard.closed:
             return
-        self._closed = True
+        self.guard.closed = True
         self._forward_hooks.close()
         # Drains: the caller gives the host memory back next, which copies and kernels still use.
         self.lanes.close()
@@ -408,30 +390,5 @@ class Engine:
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.loss_scale * self._ranks.everyone.size
-        used = self._functions.hyperparameters() if self.program.updates_in_backward else None
+        used = self.functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)
-
-    def _require_at_rest(self, what: str) -> None:
-        self._require_open(what)
-        if self.in_flight:
-            raise EngineError(
-                f"{what} while microbatches are between forward and backward (schedule = '2bw'): "
-                "call pipeline.drain() on every process first"
-            )
-
-    def _require_open(self, what: str) -> None:
-        if self._closed:
-            raise EngineError(f"{what} after close(): offload the model again")
-
-    def _require_undecided(self, asked: str) -> None:
-        """Raises EngineError where no step can be clipped or skipped any more."""
-        if not self.program.waits_for_norm:
-            raise EngineError(
-                f"{asked} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
-                "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
-            )
-
-    def _require_between_steps(self, what: str) -> None:
-        self._require_at_rest(what)
-        if self.phase is not Phase.FORWARD:
-            raise EngineError(f"{what} between backward and step(): call zero_grad() or step()")

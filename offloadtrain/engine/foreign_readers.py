@@ -102,7 +102,7 @@ class GradReaders:
         """
         if reader != CLIPPING:
             _refuse_pipelining(reader)
-        left = self._engine.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
+        left = self._engine.guard.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
         if left and not self._told:
             self._told = True
             _warn_of_clipping(self._clip_norm)

@@ -141,7 +141,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     @property
     def phase(self) -> Phase:
         """The phase of the step in progress."""
-        return self._engine.phase
+        return self._engine.guard.phase
 
     @property
     def warns_of_skips(self) -> bool:
@@ -285,7 +285,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.synchronize()
         # Some wrappers replace the entries of `state` by copies on a device.
         self._fill_state()
-        kept = {"scaler": self.scaler_state(), "seed": self._engine.seed}
+        kept = {"scaler": self.scaler_state(), "seed": self._engine.functions.seed}
         return eager(torch.optim.Optimizer.state_dict)(self) | kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -302,7 +302,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.synchronize()
         held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         step = state.load_dict(state_dict, self.param_groups, held, self._rules)
-        self._engine.seed = state_dict.get("seed", self._engine.seed)
+        self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)
         self.finish_load(step=step, scaler=state_dict.get("scaler", self.scaler_state()))
 
     @property

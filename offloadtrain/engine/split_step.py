@@ -46,7 +46,7 @@ class SplitStep:
 
     def require_asked(self, what: str) -> None:
         """Raises EngineError if step() was not called for the last microbatches."""
-        if self._engine.in_flight and self._asked is None:
+        if self._engine.guard.in_flight and self._asked is None:
             raise EngineError(f"{what} between run() and step(): end the step first")
 
     def ask(self, *, skip: bool) -> None:
@@ -70,7 +70,7 @@ class SplitStep:
 
     def begin(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
-        self._engine.in_flight = True
+        self._engine.guard.in_flight = True
         self._engine.show_newest()
 
     def decide(self) -> None:
@@ -95,7 +95,7 @@ class SplitStep:
     def drain(self) -> None:
         """No microbatch is in flight any more: parameters become the newest weights."""
         self.decide()
-        self._engine.in_flight = False
+        self._engine.guard.in_flight = False
         self._engine.show_newest()
 
     def _send(self) -> None:

@@ -69,7 +69,7 @@ class WeightsIO(StateIO):
         Raises:
             EngineError: after close().
         """
-        if self._engine.phase is Phase.CLOSED:
+        if self._engine.guard.phase is Phase.CLOSED:
             raise EngineError("master_weights() after close(), which gives their memory back")
         # This thread reads masters that Adam on the host lane may still write.
         self.synchronize()

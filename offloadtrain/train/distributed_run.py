@@ -17,7 +17,8 @@ from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, say_stopped_early
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.process_group import RankError, Ranks, attempt_store, connect, disconnect
+from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.rendezvous import attempt_store, connect, disconnect
 from offloadtrain.runtime.watchdog import Watchdog
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_folder import RunFolder

@@ -22,7 +22,7 @@ from benchmarks import rank_faults
 from offloadtrain.cli import main
 from offloadtrain.config import job as jobs
 from offloadtrain.events import log_lines, schema
-from offloadtrain.runtime import process_group
+from offloadtrain.runtime import rendezvous
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, _home
 from offloadtrain.runtime.launcher_link import Pulse
 from offloadtrain.runtime.process_group import RankError
@@ -322,9 +322,9 @@ def test_ranks_that_cannot_be_connected_say_so_in_a_line(monkeypatch: pytest.Mon
     def refused(*given: object, **more: object) -> None:
         raise RuntimeError("Too many open files\nException raised from somewhere:\nframe #0")
 
-    monkeypatch.setattr(process_group, "_connected", refused)
+    monkeypatch.setattr(rendezvous, "_connected", refused)
     with pytest.raises(RankError) as raised:
-        process_group.connect(RankInfo(0, 2), on_gpu=False, timeout_s=1.0)
+        rendezvous.connect(RankInfo(0, 2), on_gpu=False, timeout_s=1.0)
     told = "the ranks cannot be connected through 127.0.0.1:1234: Too many open files"
     assert str(raised.value) == told
 

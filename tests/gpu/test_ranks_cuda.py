@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import offloadtrain as ot
-from offloadtrain.runtime.process_group import join_through
+from offloadtrain.runtime.rendezvous import join_through
 from tests.gpu.precision import HAS_BF16, offload
 from tests.numerics.models import Chain, batches, loss_of
 

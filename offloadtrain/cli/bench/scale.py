@@ -28,7 +28,7 @@ from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
-from offloadtrain.runtime.process_group import join_through
+from offloadtrain.runtime.rendezvous import join_through
 from offloadtrain.step.operations import Kind
 from offloadtrain.step.simulate import steady
 

@@ -118,6 +118,7 @@ def orphan(case: Setting) -> tuple[bool, str]:
     started.process.kill()
     killed_s = time.monotonic()
     gone = none_left(case.run)
+    started.process.wait()
     return gone, f"after {after_s:.1f} s: gone after {time.monotonic() - killed_s:.1f} s"
 
 

@@ -257,6 +257,7 @@ def attach(
         model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place
     )
     offloaded[model] = weakref.ref(optimizer)
+    optimizer.warn_of_no_checkpoints()
     return optimizer
 
 

@@ -292,16 +292,16 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
     return kept
 
 
-def warn_of_local_norm(asker: str, ranks: Ranks) -> None:
-    """Warn of clipping by the norm of a process group that is a part of the world."""
-    if ranks.everyone.size < ranks.world_size:
+def warn_of_local_norm(asker: str, seen: int, ranks: Ranks) -> None:
+    """Warn of clipping by the norm of `seen` ranks that are a part of the world."""
+    if seen < ranks.world_size:
         _log.warning(
             "%s in a process group of %d of %d ranks: the norm, and with it clipping and skipping, "
             "is that of this group's gradients. That is right where each group trains a model of "
             "its own; where the others hold other parts of the same model (pipeline or tensor "
             "parallel), parts clip differently and what they share drifts apart: do not clip there",
             asker,
-            ranks.everyone.size,
+            seen,
             ranks.world_size,
         )
 

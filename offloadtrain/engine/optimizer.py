@@ -62,6 +62,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     ) -> None:
         """`place`: the model is a stage of a pipeline; None: it is whole."""
         super().__init__(groups, common_defaults(groups, rule))
+        place = place or StagePlace(Stages(ALONE))
         self.device, self.ranks, self.ledger = device, ranks, Ledger()
         self.working_dtype = dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
@@ -78,7 +79,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 config,
                 device=device,
                 ranks=ranks,
-                place=place or StagePlace(Stages(ALONE)),
+                place=place,
                 param_init_fn=param_init_fn,
                 lanes=lanes,
                 arena=self._arena,
@@ -88,15 +89,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         except BaseException:
             self._finalizer()
             raise
-        if place is not None:
-            self._part_ranks = place.parts
+        self._part_ranks = place.parts
         self.model, self._flips = model, config.update == "speculative"
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
         held = [bucket for block in self._blocks for bucket in block.held]
         moving = [slot.param for bucket in held if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
-        self._told_of_local_norm = place is not None
+        self._told_of_local_norm = False
+        self._norm_size = ranks.everyone.size * place.stages.ranks.size * place.parts.size
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -356,7 +357,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def _tell_of_local_norm(self, asker: str) -> None:
         if not self._told_of_local_norm:
             self._told_of_local_norm = True
-            warn_of_local_norm(asker, self.ranks)
+            warn_of_local_norm(asker, self._norm_size, self.ranks)
 
     def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
         for _, slot in self._slots():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,7 +30,9 @@ from offloadtrain.engine.saved_state import (
 )
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Extent, Ranks
-from offloadtrain.runtime.tensor_parts import Share, shares_of
+from offloadtrain.runtime.tensor_parts import PartError, Share, shares_of
+
+_log = logging.getLogger(__name__)
 
 
 class StateIO:
@@ -97,6 +100,14 @@ class StateIO:
         copies, buckets = self.ranks.copies, list(dict.fromkeys(one.bucket for one in states))
         own = {*buckets[copies.rank :: copies.size]}
         return [one if one.bucket in own else replace(one, pieces=()) for one in states]
+
+    def warn_of_no_checkpoints(self) -> None:
+        """Warn at once of what the first save would refuse, hours later."""
+        try:
+            if self.parts is not WHOLE:
+                self.flat_states()
+        except PartError as error:
+            _log.warning("these weights train, and no checkpoint of them can be saved: %s", error)
 
     def write_state(self, writer: StateWriter) -> None:
         """Begin to write the state as it is after the last step; the next steps go on meanwhile.

@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # a padding mask, a key-value cache with a window, an encoder beside a decoder, experts, images,
 # diffusion, running statistics, a state in attributes of modules
 SLICE = ("llama_padded", "mistral", "t5", "mixtral", "vit", "sd3", "resnet", "recurrent_gemma")
+WITHOUT_LAYERS = ("albert",)  # its layers are one, called again and again: nothing to stream
 
 
 def test_129_architectures_and_one_with_padding() -> None:
@@ -59,7 +60,7 @@ def test_streaming_has_more_blocks_than_slots(name: str) -> None:
     offloaded = ot.offload(training.build(ARCHITECTURES[name]), device="cpu", working="host")
     streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.held)]
     offloaded.close()
-    assert len(streamed) > 2
+    assert (len(streamed) > 2) is (name not in WITHOUT_LAYERS)
 
 
 def test_a_run_with_another_learning_rate_fails_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline_misuse import told
+from tests.distributed.test_ranks import Heard
 
 SHAPE = ModelShape(
     vocab_size=61,
@@ -380,6 +382,28 @@ def refusals() -> dict[str, str]:
     found["late"] = told(lambda: ot.expert_parallel(late, mesh_of(1, 2)))
     optimizer.close()
     return found
+
+
+def warned_of_no_checkpoints(state: str) -> tuple[list[str], str]:
+    """Return what offload() warns of, and what a save says."""
+    model, mesh = made(), mesh_of(1, 2)
+    ot.expert_parallel(model, mesh)
+    heard, logger = Heard(), logging.getLogger("offloadtrain.engine")
+    logger.addHandler(heard)
+    optimizer = ot.offload(model, device="cpu", mesh=mesh, state=state, precision="bf16")
+    logger.removeHandler(heard)
+    refused = told(optimizer.flat_states) if heard.messages else ""
+    optimizer.close()
+    return heard.messages, refused
+
+
+@pytest.mark.slow
+def test_parts_that_no_checkpoint_can_hold_are_told_at_once(ranks: Run) -> None:
+    assert ranks(2, warned_of_no_checkpoints, "split16") == [([], "")] * 2
+    for (said,), refused in ranks(2, warned_of_no_checkpoints, "int8"):
+        why = refused.removeprefix("PartError: ")
+        assert said == f"these weights train, and no checkpoint of them can be saved: {why}"
+        assert "state = 'int8' of 'blocks.0.mlp.experts" in refused and "'split16'" in refused
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -17,6 +18,7 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import RankError
 from offloadtrain.step.prove import prove
 from tests.distributed.conftest import Run
+from tests.distributed.test_ranks import Heard
 from tests.distributed.test_sharded import LANES, own_batches, same_start
 from tests.numerics.models import MODELS, Chain, loss_of
 from tests.numerics.reference import ResidentRun, segment_squares
@@ -242,6 +244,28 @@ def test_meshes_that_are_not_hybrid(
 ) -> None:
     for found in ranks(2, refused, *sizes, names=names):
         assert told in found
+
+
+def said_while_clipping(of_pairs: bool) -> list[str]:
+    """What is said of a mesh of all ranks, or of each pair's own."""
+    pairs = [DeviceMesh("cpu", pair, mesh_dim_names=("dp",)) for pair in ([0, 1], [2, 3])]
+    mesh = pairs[dist.get_rank() // 2] if of_pairs else hybrid(2, 2)
+    heard, logger = Heard(), logging.getLogger("offloadtrain.engine")
+    logger.addHandler(heard)
+    model = Chain()
+    optimizer = ot.offload(model, device="cpu", mesh=mesh, clip_norm=0.5)
+    optimizer.backward(loss_of(model, own_batches(1)[0]))
+    optimizer.step()
+    optimizer.close()
+    logger.removeHandler(heard)
+    return heard.messages
+
+
+def test_the_norm_of_all_groups_is_that_of_the_model(ranks: Run) -> None:
+    """A mesh that is a part of the world clips by a norm of its own, and says so."""
+    assert ranks(4, said_while_clipping, False) == [[]] * 4
+    for (message,) in ranks(4, said_while_clipping, True):
+        assert "clip_norm = 0.5" in message and "2 of 4 ranks" in message
 
 
 def test_one_group_is_plain_sharding(ranks: Run) -> None:

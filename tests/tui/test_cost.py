@@ -24,7 +24,7 @@ from offloadtrain_tui.widgets.chart import Chart
 from textual.geometry import Region
 from textual.screen import Screen
 
-from offloadtrain.events import log_lines, schema
+from offloadtrain.events import log_lines
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, lines, write
 from tests.tui.test_app import watching
@@ -176,7 +176,7 @@ def test_each_record_is_decoded_once_for_all_screens(
         decoded[line] += 1
         return from_line(line)
 
-    monkeypatch.setattr(schema, "from_line", counted)
+    monkeypatch.setattr(log_lines, "from_line", counted)
 
     async def test() -> None:
         async with watching(folder) as (app, press):

@@ -22,7 +22,7 @@ SOURCES = sorted(
 PACKAGE = [path for path in SOURCES if path.name != "__init__.py" and "tui" not in path.parts]
 FLOORS = sorted(path.parent.name for path in (ROOT / "offloadtrain").glob("*/__init__.py"))
 HEAVY = ("torch", "numpy", "numba", "pynvml", "psutil", "textual", "safetensors")
-LONGEST_FILE, LONGEST_FUNCTION = 500, 60
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 
 def _loaded_by(module: str) -> set[str]:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean as mean
 
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.costs import Costs
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.prediction import Prediction
-from offloadtrain.plan.times import Costs, with_micro_steps
+from offloadtrain.plan.times import with_micro_steps
 from offloadtrain.step.operations import Lane, Launch
 from offloadtrain.step.pipeline_drive import Schedule, StageTurn, Turn, stage_steps
 from offloadtrain.step.program import Program

@@ -6,8 +6,9 @@ from itertools import groupby
 
 from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.costs import Costs
 from offloadtrain.plan.placement import Placement
-from offloadtrain.plan.times import Costs, compute_seconds
+from offloadtrain.plan.times import compute_seconds
 
 
 def hidden_above(placed: Placement, machine: Machine) -> int:

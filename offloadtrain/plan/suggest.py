@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 from offloadtrain.config.job import Config
@@ -13,11 +13,18 @@ from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
-from offloadtrain.plan.layout import needs_of
+from offloadtrain.plan.choices import (
+    choices_of,
+    combinations,
+    distinct,
+    larger_batches,
+    microbatches_of,
+    smaller_batches,
+    value_of,
+)
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make, resolved, with_state_on
-from offloadtrain.step.formats import FORMATS
 
 SIMULATED = 12
 """Most candidates with a predicted time; each takes a fraction of a second."""
@@ -79,7 +86,7 @@ def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> l
     largest: dict[tuple[Any, ...], Change] = {}
     as_it_is = Change({}, make(job, name, machine, ranks))
     for one in (as_it_is, *_candidates(job, name, machine, ranks)):
-        where = tuple(str(_value(one.plan.job, key)) for key in OFFLOAD)
+        where = tuple(str(value_of(one.plan.job, key)) for key in OFFLOAD)
         size = one.plan.job.train.micro_batch
         if one.plan.fits and (
             where not in largest or size > largest[where].plan.job.train.micro_batch
@@ -97,17 +104,17 @@ def single_changes(
 ) -> list[Change]:
     """Return every other value of one key that fits: placements, formats, update modes, and the
     number of microbatches that the tokens of a step are cut into."""
-    choices = _choices(job, traced=trace is not None) | {
-        "offload.state_on": _distinct("auto", "host"),
+    choices = choices_of(job, traced=trace is not None) | {
+        "offload.state_on": distinct("auto", "host"),
         "offload.sums_on": ("host", "device"),
         "offload.update": ("exact", "speculative", "delayed"),
-        "train.micro_batch": (*_smaller(job), *_larger(job)),
+        "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
     }
     found = (
         _changed(job, {key: value}, name, machine, ranks, trace)
         for key, values in choices.items()
         for value in values
-        if value != _value(job, key)
+        if value != value_of(job, key)
     )
     return [one for one in found if one is not None and one.plan.fits]
 
@@ -255,7 +262,7 @@ def _one_sequence(
         "offload.device_slots": 1,
         "data.seq_len": length,
     }
-    changed = {key: value for key, value in keys.items() if value != _value(job, key)}
+    changed = {key: value for key, value in keys.items() if value != value_of(job, key)}
     one = applied(job, changed)
     if "train.global_batch_tokens" in changed:
         changed.pop("train.grad_accum_steps", None)
@@ -281,7 +288,7 @@ def _promising(
     with_room: list[dict[str, Any]] = []
     if make(job, name, machine, ranks, trace).device_has_room:
         with_room.append({})
-    for keys in _combinations(job, free, traced=trace is not None):
+    for keys in combinations(job, free, traced=trace is not None):
         kept = {key: value for key, value in keys.items() if key != "offload.activation"}
         if recomputes and keys.get("offload.activation") == "offload" and kept in with_room:
             continue
@@ -301,23 +308,9 @@ def _candidates(
     trace: Trace | None = None,
 ) -> Iterator[Change]:
     """Yield every combination of other values that is free of contradictions."""
-    for keys in _combinations(job, free, traced=trace is not None):
+    for keys in combinations(job, free, traced=trace is not None):
         if found := _changed(job, keys, name, machine, ranks, trace):
             yield found
-
-
-def _combinations(job: Config, free: tuple[str, ...], *, traced: bool) -> Iterator[dict[str, Any]]:
-    """Yield the values of each combination that differ from the job's."""
-    choices = _choices(job, traced=traced)
-    choices = {key: values for key, values in choices.items() if key in free}
-    for values in product(*choices.values()):
-        keys = {
-            key: value
-            for key, value in zip(choices, values, strict=True)
-            if value != _value(job, key)
-        }
-        if keys:
-            yield keys
 
 
 def _changed(
@@ -330,7 +323,7 @@ def _changed(
 ) -> Change | None:
     """Return the plan with other values of keys; None for a contradiction."""
     if "train.micro_batch" in keys and not job.train.global_batch_tokens:
-        keys["train.grad_accum_steps"] = _more(job, keys["train.micro_batch"])
+        keys["train.grad_accum_steps"] = microbatches_of(job, keys["train.micro_batch"])
     changed = _consistent(job, keys)
     if any(changed.offload.problems()) or any(contradictions(changed.optim, changed.offload)):
         return None
@@ -340,52 +333,11 @@ def _changed(
         return None
 
 
-def _choices(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]:
-    """`traced`: without activations that are kept, unless they are asked for: they take most memory
-    of all, and a trace of their own."""
-    policies: tuple[str, ...] = ("keep", "recompute", "offload")
-    if traced:
-        policies = tuple(dict.fromkeys((job.offload.activation, "recompute", "offload")))
-    precision, moments = job.offload.precision, needs_of(job.optim).moments
-    states = (
-        state
-        for state, precisions in STATE_PRECISIONS.items()
-        if precision in (*precisions, "auto") and FORMATS[state].keeps_moments(moments)
-    )
-    return {
-        "offload.working": _distinct("device", "host", job.offload.working),
-        "offload.activation": policies,
-        "offload.state": tuple(states),
-        "offload.state_on": _distinct(job.offload.state_on, "host"),
-        "ranks.shard": _distinct(job.ranks.shard, 0),
-        "train.micro_batch": _smaller(job),
-    }
-
-
-def _smaller(job: Config) -> tuple[int, ...]:
-    """Yield halved microbatches, in doubled number."""
-    sizes = [job.train.micro_batch]
-    while sizes[-1] % 2 == 0:
-        sizes.append(sizes[-1] // 2)
-    return tuple(sizes)
-
-
-def _larger(job: Config) -> tuple[int, ...]:
-    """Return the doubled microbatch, in half the number, if that is whole."""
-    whole = job.train.grad_accum_steps % 2 == 0
-    return (2 * job.train.micro_batch,) if whole else ()
-
-
-def _more(job: Config, micro_batch: int) -> int:
-    """Microbatches of this size in a step."""
-    return job.train.micro_batch * job.train.grad_accum_steps // micro_batch
-
-
 def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     """Add the consequences of changed keys: the tokens of a step do not change."""
     changed = applied(job, keys)
     train = changed.train
-    train = replace(train, grad_accum_steps=_more(job, train.micro_batch))
+    train = replace(train, grad_accum_steps=microbatches_of(job, train.micro_batch))
     changed = replace(changed, train=train)
     if changed.offload.working == "device" and changed.offload.resident_blocks:
         changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
@@ -395,17 +347,8 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     return changed
 
 
-def _distinct(*values: Any) -> tuple[Any, ...]:
-    return tuple(one for at, one in enumerate(values) if one not in values[:at])
-
-
 def _text(value: Any) -> str:
     """Return a value as `--set` takes it."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}={share}' for key, share in value.items())}}}"
     return str(value)
-
-
-def _value(job: Config, dotted: str) -> Any:
-    section, key = dotted.split(".")
-    return getattr(getattr(job, section), key)

@@ -14,8 +14,8 @@ from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, row
 from offloadtrain.plan.baselines.published import Run, Software, step_times, too_large_for
+from offloadtrain.plan.costs import kernels_of
 from offloadtrain.plan.plan import make, resolved
-from offloadtrain.plan.times import kernels_of
 
 IDEAL = Software(compute_share=1.0, adam_share=1.0, contention=1.0, ring_share=1.0)
 """Software of the analytic rows: GPUs, hosts and links at full speed."""

@@ -372,8 +372,7 @@ class StepSpec:
 
     @cached_property
     def slot_bytes(self) -> tuple[int, ...]:
-        """Bytes of each device slot: those of repeated blocks, then the one that the other streamed
-        blocks have in turn."""
+        """Bytes of each device slot: those of repeated blocks, then the one of all other blocks."""
         streamed = [block for block in self.blocks if block.name in self.streamed]
         repeated = [block.nbytes for block in streamed if block.repeated]
         others = [block.nbytes for block in streamed if not block.repeated]

@@ -11,9 +11,9 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import pipeline_times as timing
+from offloadtrain.plan.costs import Costs
 from offloadtrain.plan.pipeline_search import search, without_flush
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.times import Costs
 from offloadtrain.step.pipeline_drive import Schedule, Turn, order, stage_steps
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import prove

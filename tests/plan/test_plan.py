@@ -22,11 +22,11 @@ from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loa
 from offloadtrain.optim import MatrixRule, keeps_whole
 from offloadtrain.plan import placement, report, suggest, times
 from offloadtrain.plan import plan as planning
+from offloadtrain.plan.costs import Costs, newton_schulz_flops
 from offloadtrain.plan.layout import blocks_of, needs_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import applied, automatic, nearest
-from offloadtrain.plan.times import Costs, newton_schulz_flops
 from offloadtrain.step import memory as step_memory
 from offloadtrain.step.block_spec import MatrixSpec
 from offloadtrain.step.simulate import steady
@@ -257,13 +257,13 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
 @pytest.mark.slow
 def test_nothing_makes_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = replace(V100, gpu_memory="1100 MiB", host_memory="4 GiB")
-    tried, combinations = [], suggest._combinations
+    tried, combinations = [], suggest.combinations
 
     def counted(job: Config, *args: Any, **kwargs: Any) -> Any:
         tried.append((job.train.micro_batch, job.train.grad_accum_steps, job.data.seq_len))
         return combinations(job, *args, **kwargs)
 
-    monkeypatch.setattr(suggest, "_combinations", counted)
+    monkeypatch.setattr(suggest, "combinations", counted)
     (closest,) = nearest(small(), "test", tiny, 1)
     # One sequence, then the shortest in the smallest pieces: more than these take no trace.
     assert tried[1:] == [(1, 1, small().data.seq_len), (1, 1, suggest.SHORTEST)]

@@ -54,7 +54,8 @@ class StepReport:
             steps: in others it counts as long as it usually takes ([Note: Timing events] in
             `runtime/lanes/usual_times.py`).
         d2h_bytes, h2d_bytes: bytes moved since the step before.
-        comm_bytes: bytes sent to other ranks in collectives since the step before.
+        comm_bytes: bytes sent to other ranks in the engine's collectives since the step before,
+            without those inside of the model's own forward and backward.
         disk_read_bytes, disk_written_bytes: of optimizer state that is there, since the step
             before; a checkpoint reads it once.
         timeline: intervals of the lanes, if this step was sampled; on the lane "wait", the waits of

@@ -86,7 +86,9 @@ class Step(Event):
         speculation_hit: True if the prediction of a speculative update was right; None without
             speculation.
         mfu: share of the devices' peak, 0 to 1; None if the peak is unknown.
-        comm_bytes: bytes this rank has sent in collectives.
+        comm_bytes: bytes this rank has sent in the engine's collectives, over gradients, weights
+            and block inputs in parts; those inside of a model's own forward and backward (sums over
+            parts of matrices, tokens to experts) are not among them.
         disk_read_bytes, disk_written_bytes: state, gradients and weights on this rank's disk; a
             checkpoint reads it once.
         own_ms: step time without waits for slower ranks in collectives; 0: a single rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -23,9 +24,11 @@ import offloadtrain as ot
 from offloadtrain.engine.local_part import local
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.runtime.tensor_parts import kept_by_columns
 from offloadtrain.step.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline_misuse import told
+from tests.distributed.test_ranks import Heard
 
 VOCABULARY, WIDTH, HEAD = 64, 32, 8
 
@@ -251,3 +254,25 @@ def test_parts_without_their_mesh_are_refused(ranks: Run) -> None:
         for said in ranks(2, with_rule, rule):
             expected = f"is a part of a tensor, and {type(rule).__name__} updates whole ones"
             assert expected in said, said
+
+
+def warned(by_columns: bool) -> list[str]:
+    """What is said of a plan whose `RowwiseParallel` divides weights by columns."""
+    heard, logger = Heard(), logging.getLogger("offloadtrain.engine")
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = Llama()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], plan())
+        for module in (layer.attention.o, layer.down) if by_columns else ():
+            kept_by_columns(module)
+    logger.addHandler(heard)
+    ot.offload(model, device="cpu", mesh=mesh).close()
+    logger.removeHandler(heard)
+    return heard.messages
+
+
+@pytest.mark.slow
+def test_a_division_that_no_checkpoint_can_name_is_told_at_once(ranks: Run) -> None:
+    for (message,) in ranks(2, warned, False):
+        assert "no checkpoint of them can be saved: 'layers.0.attention.o.weight'" in message
+    assert ranks(2, warned, True) == [[], []]

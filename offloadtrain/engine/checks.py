@@ -1,4 +1,4 @@
-"""Checks that a model can be offloaded, and that nobody else changes it afterwards."""
+"""Checks that a model can be offloaded with what was asked; warnings of what would do nothing."""
 
 from __future__ import annotations
 

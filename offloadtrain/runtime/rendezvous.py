@@ -1,4 +1,4 @@
-"""How the processes of a run find each other: the store, and the default process group."""
+"""How the ranks of a run find each other: the store, and the default process group of torch."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ their matrices into parts, and of the state into shards.
 
 A step uses the same samples on any number of ranks. The ranks of all parts are neighbours, then
 those that share a copy of the state: rank = ((stage x copies + copy) x shards + shard) x parts +
-part.
+part. Ranks that hold different experts are neighbours, too, among those that share the state.
 """
 
 from __future__ import annotations
@@ -34,9 +34,15 @@ def replicas(config: Config, ranks: int) -> int:
     """Return how many ranks divide the batch: those of one stage of the pipeline, and one part.
 
     Raises:
-        ConfigError: the ranks cannot be divided into the stages, or into the parts.
+        ConfigError: the ranks cannot be divided into the stages, or into the parts, or hold
+            different experts.
     """
-    parts = config.ranks.tensor
+    parts, experts = config.ranks.tensor, config.ranks.expert
+    if ranks % experts:
+        raise ConfigError(
+            f"ranks.expert = {experts} and {ranks} ranks: each group of {experts} ranks holds all "
+            f"experts. Start a multiple of {experts} (--nproc), or set ranks.expert = 1"
+        )
     if ranks % (parts * config.ranks.pipeline) and parts > 1:
         raise ConfigError(
             f"ranks.tensor = {parts} and {ranks} ranks: the ranks of all parts read one batch, and "
@@ -79,8 +85,13 @@ def of_stage(config: Config, index: int) -> Config:
 
 
 def part_of(config: Config, rank: int) -> str:
-    """Return, for example, "part 1 of 2": what a rank holds of every matrix; "" of all of them."""
-    parts = config.ranks.tensor
+    """Return, for example, "part 1 of 2": what a rank holds of every matrix; or "experts 0 to 3";
+    "" of all of them."""
+    parts, experts = config.ranks.tensor, config.ranks.expert
+    if experts > 1:
+        held = config.model.num_experts // experts
+        first = rank % experts * held
+        return f"expert {first}" if held == 1 else f"experts {first} to {first + held - 1}"
     return "" if parts == 1 else f"part {rank % parts + 1} of {parts}"
 
 
@@ -167,6 +178,8 @@ def explain(job: Config, part: Config, ranks: int) -> str:
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"
     if (size := shards(job, ranks)) < replicas(job, ranks):
         who += f", every {size} of which hold a copy of the state,"
+    if (experts := job.ranks.expert) > 1:
+        who += f", every {experts} of which hold all experts,"
     verb = "shares" if ranks == parts else "share"
     return (
         f"{who} {verb} {before.micro_batch * before.grad_accum_steps} sequences per step: "

@@ -55,6 +55,8 @@ class ParamShape:
     Attributes:
         hidden: a matrix that only layers of a list have, and no embedding.
         fp32: the model itself keeps it in fp32, whatever the precision.
+        expert_parts: ranks each of which holds another tensor like it: those of one share its
+            state.
     """
 
     name: str
@@ -62,6 +64,7 @@ class ParamShape:
     trained: bool = True
     hidden: bool = False
     fp32: bool = False
+    expert_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,8 +107,9 @@ class Config:
 
     @property
     def rank_shape(self) -> ModelShape:
-        """The shape of what one rank holds of every layer: with tensor parallel a part of it."""
-        return PartOfShape.of(self.model, self.ranks.tensor)
+        """The shape of what one rank holds of every layer: with tensor or expert parallel a part of
+        it."""
+        return PartOfShape.of(self.model, self.ranks.tensor, self.ranks.expert)
 
     @property
     def num_params(self) -> int:
@@ -328,12 +329,12 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
-    divided = config.ranks.pipeline > 1 or config.ranks.tensor > 1
+    divided = max(config.ranks.pipeline, config.ranks.tensor, config.ranks.expert) > 1
     if config.offload.activation == "offload_saved" and divided:
         yield (
             "offload.activation = 'offload_saved' with stages or parts (ranks.pipeline, "
-            "ranks.tensor) is for a loop of your own: the plan of a job traces whole models. "
-            "Set 'offload' or 'recompute', or give each rank the whole model"
+            "ranks.tensor, ranks.expert) is for a loop of your own: the plan of a job traces whole "
+            "models. Set 'offload' or 'recompute', or give each rank the whole model"
         )
     yield from data_options.contradictions(config.data, evaluates=config.train.eval_every)
     yield from optim_options.contradictions(config.optim, config.offload)
@@ -349,6 +350,14 @@ def _problems(config: Config) -> Iterator[str]:
         is_own=config.hf is None,
         samples=config.train.sample_tokens > 0,
         state=config.offload.state,
+        rule=config.optim.name,
+    )
+    yield from ranks_options.expert_contradictions(
+        config.ranks,
+        config.model,
+        config.offload,
+        is_own=config.hf is None,
+        samples=config.train.sample_tokens > 0,
         rule=config.optim.name,
     )
     yield from _of_several_sections(config)

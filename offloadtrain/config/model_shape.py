@@ -87,6 +87,11 @@ class ModelShape:
         return self.num_kv_heads or self.num_heads
 
     @property
+    def held_experts(self) -> int:
+        """Experts of each layer that one rank holds."""
+        return self.num_experts
+
+    @property
     def ff_width(self) -> int:
         """`d_ff`, or 4·d for GELU, or 8/3·d for SwiGLU (three matrices, so as many parameters).
 
@@ -111,24 +116,31 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOfShape(ModelShape):
-    """What one rank of tensor parallel holds and computes of a shape: its heads and hidden units.
+    """What one rank of tensor parallel holds and computes of a shape, its heads and hidden units;
+    or of expert parallel, its experts.
 
     Attributes:
         parts: ranks that hold the parts.
+        expert_parts: ranks that hold different experts.
     """
 
     parts: int = 1
+    expert_parts: int = 1
 
     @classmethod
-    def of(cls, shape: ModelShape, parts: int) -> ModelShape:
-        """Return a part of a shape, whose heads and hidden units the parts divide."""
-        if parts == 1:
+    def of(cls, shape: ModelShape, parts: int, expert_parts: int = 1) -> ModelShape:
+        """Return a part of a shape, whose heads and hidden units, or experts, the parts divide."""
+        if parts == expert_parts == 1:
             return shape
         given = {key: getattr(shape, key) for key in ModelShape.__dataclass_fields__}
         given["num_heads"] = shape.num_heads // parts
         given["num_kv_heads"] = shape.kv_heads // parts
         given["d_ff"] = shape.ff_width // parts
-        return cls(**given, parts=parts)
+        return cls(**given, parts=parts, expert_parts=expert_parts)
+
+    @property
+    def held_experts(self) -> int:
+        return self.num_experts // self.expert_parts
 
     @property
     def head_dim(self) -> int:
@@ -232,7 +244,7 @@ def num_block_params(shape: ModelShape) -> int:
 
 def mlp_params(shape: ModelShape) -> int:
     """Return the weights of one block's MLP, or of its router and all its experts; no biases."""
-    return _router_params(shape) + max(shape.num_experts, 1) * _mlp_matrix_params(shape)
+    return _router_params(shape) + max(shape.held_experts, 1) * _mlp_matrix_params(shape)
 
 
 def _block_matrix_params(shape: ModelShape) -> int:

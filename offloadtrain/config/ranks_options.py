@@ -1,5 +1,5 @@
-"""The table [ranks] of a job, which divides its model: stages of a pipeline, parts of matrices, and
-shards of the state."""
+"""The table [ranks] of a job, which divides its model: stages of a pipeline, parts of matrices,
+experts, and shards of the state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.offload import OffloadConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +24,15 @@ class RanksConfig:
             the ranks must be divisible by it, and those of one part divide the batch.
         shard: number of ranks that share one copy of the state, as a rule those of a host; each
             such group holds a copy (hybrid sharding). 0: all ranks share one.
+        expert: number of ranks that hold different experts of every layer (expert parallel); the
+            ranks must be divisible by it. All ranks divide the batch.
     """
 
     pipeline: int = 1
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     tensor: int = 1
     shard: int = 0
+    expert: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +181,61 @@ def _undivided(ranks: RanksConfig, model: ModelShape) -> Iterator[str]:
                 f"as many as the others. Set ranks.tensor to a divisor of it, or {key} to a "
                 "multiple"
             )
+
+
+def expert_contradictions(
+    ranks: RanksConfig,
+    model: ModelShape,
+    offload: OffloadConfig,
+    *,
+    is_own: bool,
+    samples: bool,
+    rule: str,
+) -> Iterator[str]:
+    """Yield a sentence for each thing that expert parallel cannot do; the arguments are those of
+    `tensor_contradictions`."""
+    if ranks.expert <= 1:
+        return
+    asked = f"ranks.expert = {ranks.expert}"
+    if not is_own:
+        yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
+        return
+    if model.num_experts % ranks.expert or not model.num_experts:
+        yield (
+            f"{asked} does not divide model.num_experts = {model.num_experts}: each rank holds as "
+            "many experts as the others. Set ranks.expert to a divisor of it"
+        )
+    for key, value, alone in (
+        ("pipeline", ranks.pipeline, 1),
+        ("tensor", ranks.tensor, 1),
+        ("shard", ranks.shard, 0),
+    ):
+        if value != alone:
+            yield (
+                f"{asked} and ranks.{key} = {value}: ranks that hold different experts hold all "
+                f"else alike, and share its state. Set ranks.expert = 1 or ranks.{key} = {alone}"
+            )
+    if offload.zero_stage == 3 or offload.working != "device":
+        streams = f"offload.working = {offload.working!r}"
+        if offload.zero_stage == 3:
+            streams = "offload.zero_stage = 3"
+        yield (
+            f"{asked} and {streams}: weights that are loaded for their use are in shards of all "
+            'ranks, and experts are not. Set offload.zero_stage = 2 and offload.working = "device"'
+        )
+    if offload.state not in ("fp32", "split16"):
+        yield (
+            f"{asked} and offload.state = {offload.state!r}: its scales stand for blocks of "
+            "elements in the order of memory, which other ranks order differently, so that no "
+            'other mesh could read a checkpoint. Set offload.state = "fp32" or "split16"'
+        )
+    if rule in ("muon", "lamb"):
+        yield (
+            f"{asked} and optim.name = {rule!r}, which updates whole tensors: set "
+            'optim.name = "adamw"'
+        )
+    if samples:
+        yield (
+            f"{asked} and train.sample_tokens: one rank holds some of the experts. Set "
+            "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
+        )

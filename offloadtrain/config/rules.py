@@ -69,6 +69,7 @@ RULES: dict[str, _Rule] = {
     "device.machine": _PATH_OR_NONE,
     "ranks.pipeline": _at_least(1),
     "ranks.tensor": _at_least(1),
+    "ranks.expert": _at_least(1),
     "ranks.shard": (
         (lambda value: value == 0 or value >= 2),
         "0 (all ranks share the state) or at least 2",

@@ -85,9 +85,11 @@ class MixtureOfExperts(nn.Module):
         order_M = experts_NK.flatten().argsort(stable=True)
         ends_E = _ends(experts_NK.flatten()[order_M], probs_NE.shape[1])
         place_M = _inverse(order_M)
+        # One name for all rows: they are large, and each is freed when the next is there.
         rows_MD = x_ND[:, None].expand(-1, self.chosen, -1).reshape(-1, x_ND.shape[1])
-        found_MD = self.experts(_permuted(rows_MD, order_M, place_M), ends_E)
-        found_NKD = _permuted(found_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
+        rows_MD = _permuted(rows_MD, order_M, place_M)
+        rows_MD = self.experts(rows_MD, ends_E)
+        found_NKD = _permuted(rows_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
         mixed_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)
         return mixed_ND.view_as(x_BTD), _balance(probs_NE, ends_E, self.chosen)
 
@@ -119,14 +121,17 @@ class Experts(nn.Module):
         # Waits for the device: sizes of messages are the host's.
         sent = _counts(ends_E).view(len(counts_RL), -1).sum(1).tolist()
         received = counts_RL.sum(1).tolist()
-        arrived_SD = self.exchange.rows(rows_MD, sent, received)
+        # One name, as in `MixtureOfExperts`.
+        rows_SD = self.exchange.rows(rows_MD, sent, received)
         numbers_RL = torch.arange(counts_RL.shape[1], device=rows_MD.device).expand_as(counts_RL)
         order_S = numbers_RL.flatten().repeat_interleave(counts_RL.flatten()).argsort(stable=True)
         place_S = _inverse(order_S)
         ends_L = counts_RL.sum(0).cumsum(0).to(torch.int32)
         up, down = cast(Any, self.up).to_local(), cast(Any, self.down).to_local()
-        found_SD = self._computed(_permuted(arrived_SD, order_S, place_S), up, down, ends_L)
-        return self.exchange.rows(_permuted(found_SD, place_S, order_S), received, sent)
+        rows_SD = _permuted(rows_SD, order_S, place_S)
+        rows_SD = self._computed(rows_SD, up, down, ends_L)
+        rows_SD = _permuted(rows_SD, place_S, order_S)
+        return self.exchange.rows(rows_SD, received, sent)
 
     def _computed(self, rows_MD: Tensor, up: Tensor, down: Tensor, ends_E: Tensor) -> Tensor:
         hidden_MF = activated(grouped_linear(rows_MD, up, ends_E), gated=self.gated)

@@ -158,19 +158,27 @@ class Transformer(nn.Module):
             init(module)
 
     def initializer(
-        self, seed: int, keep: Callable[[nn.Module, Tensor], None] | None = None
+        self, seed: int, keep: Callable[[nn.Module, str, Tensor], None] | None = None
     ) -> Callable[[nn.Module], None]:
         """Return the initialiser of one module for `init_weights`, called on `modules()` in
         order.
 
         Args:
-            keep: stores a whole drawn weight, fp32 on the host, in its module, which may hold a
-                part of it; None: each holds all of it.
+            keep: stores a whole drawn weight, fp32 on the host, in its module by its name there;
+                the module may hold a part of it. None: each holds all of it.
         """
         generator = torch.Generator().manual_seed(seed)
         residual = {id(weight) for weight in self._residual_weights()}
         residual_std = _INIT_STD / math.sqrt(2 * self.shape.num_layers)
         drawn: set[int] = set()
+
+        def draw(module: nn.Module, name: str, std: float) -> None:
+            weight: Tensor = getattr(module, name)
+            if keep is None or weight.is_meta:
+                _draw_normal(weight, std, generator)
+            else:
+                whole = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+                keep(module, name, whole.normal_(0.0, std, generator=generator))
 
         @torch.no_grad()
         def init(module: nn.Module) -> None:
@@ -179,16 +187,12 @@ class Transformer(nn.Module):
             elif isinstance(module, Linear | Embedding) and id(module.weight) not in drawn:
                 drawn.add(id(module.weight))
                 std = residual_std if id(module.weight) in residual else _INIT_STD
-                if keep is None or module.weight.is_meta:
-                    _draw_normal(module.weight, std, generator)
-                else:
-                    whole = torch.empty(module.weight.shape, dtype=torch.float32, device="cpu")
-                    keep(module, whole.normal_(0.0, std, generator=generator))
+                draw(module, "weight", std)
                 if isinstance(module, Linear) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Experts):
-                _draw_normal(module.up, _INIT_STD, generator)
-                _draw_normal(module.down, residual_std, generator)
+                draw(module, "up", _INIT_STD)
+                draw(module, "down", residual_std)
 
         return init
 

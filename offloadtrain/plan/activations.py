@@ -91,7 +91,7 @@ def _walk_of_mlp(model: ModelShape, weight: int) -> Iterator[tuple[int, int]]:
         yield saved + width + (0 if weight == 4 else 4 * model.d_model) + 2 * wide, 0
         saved -= count * width  # what the weights have multiplied
         width *= count
-    down = weight * max(model.num_experts, 1) * model.d_model * model.ff_width
+    down = weight * max(model.held_experts, 1) * model.d_model * model.ff_width
     up, hidden = (2 if gated else 1) * down, count * hidden
     residual = weight * model.d_model if model.num_experts else 0
     yield saved + residual + width + hidden, down

@@ -11,6 +11,8 @@ Every launch of the program (`step.program`) gets a duration:
   over the link of the hosts that hold the copies;
 * tensor parallel: twice that for each of the sums over the parts, which compute waits for: two in a
   layer's forward, two in its backward, and one when forward runs again;
+* expert parallel: in each layer two all-to-alls forward, two backward and two when forward runs
+  again, which compute waits for; all experts get as many tokens;
 * accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
   ranks of a host; Adam as measured, if it was, and the first two not faster than measured. Where
   the state is on the device, over the rate of the device's memory;
@@ -31,6 +33,7 @@ from math import sqrt
 from offloadtrain.config.model_shape import ModelShape, again_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.among_copies import AmongCopies, most_hosts
+from offloadtrain.plan.among_experts import AmongExperts
 from offloadtrain.plan.among_parts import AmongParts
 from offloadtrain.plan.device_time import (
     Kernels,
@@ -93,6 +96,7 @@ class Costs:
         self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
         self.parts = AmongParts(placed, machine)
         self.copies = AmongCopies(self.spec, machine, self.parts.count)
+        self.experts = AmongExperts(placed, machine)
         ranks = self.spec.replicas * placed.config.ranks.pipeline * self.parts.count
         self._local = min(ranks, machine.gpus)
         """Ranks of a host, those of other stages and parts too: they share its links, memory and
@@ -156,10 +160,12 @@ class Costs:
         kernels = kernels_of(model)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
-        layer = _later(block_seconds(model, seq_len, *where, split), 2 * self.parts.sum_s)
+        exchanged_s = 2 * (self.parts.sum_s + self.experts.exchange_s)
+        layer = _later(block_seconds(model, seq_len, *where, split), exchanged_s)
         # Whole on every rank.
         head = head_seconds(model, *where, kernels) if self._has_head else Seconds(0.0, 0.0)
         again_s = again_seconds(model, seq_len, *where, split) + self.parts.sum_s
+        again_s += 2 * self.experts.exchange_s
         last, found = self.spec.blocks[-1].name, {}
         for block in self.spec.blocks:
             # one layer, whose modules are blocks: its time counts in the last one
@@ -207,9 +213,9 @@ class Costs:
                 reduced = 4
                 return shard * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
             case Kind.REDUCE_SCATTER:
-                return self._collective_s(bucket.numel * reduced) / pieces
+                return self._collective_s(bucket.numel * reduced, bucket.ranks) / pieces
             case Kind.ALL_GATHER:
-                return self._collective_s(bucket.numel * weight)
+                return self._collective_s(bucket.numel * weight, bucket.ranks)
             case Kind.ALL_REDUCE:
                 return self.copies.sum_s(shard * reduced) / pieces
             case Kind.GRAD_DOWN:
@@ -237,15 +243,18 @@ class Costs:
         rate = rates.get(kind, 0.0) * 1e9 / self._sharers
         return numel / rate if rate else 0.0
 
-    def _collective_s(self, nbytes: int) -> float:
-        """Return the time of a ring over the ranks that share a copy of the state: among the GPUs
-        of a host, or over the links of each host, shared by its GPUs."""
-        ranks, machine = self.spec.ranks, self.machine
+    def _collective_s(self, nbytes: int, ranks: int) -> float:
+        """Return the time of a ring over the ranks that share a bucket of a copy of the state:
+        among the GPUs of a host, or over the links of each host, shared by its GPUs. At once with
+        theirs are the rings of those that hold other experts."""
+        machine, groups = self.machine, self.spec.ranks // ranks
         inside = nbytes * (ranks - 1) / ranks / (machine.gpu_link_gbps * 1e9)
-        nodes = most_hosts(ranks * self.parts.count, self.spec.copies, machine.gpus)
+        nodes = most_hosts(self.spec.ranks * self.parts.count, self.spec.copies, machine.gpus)
+        nodes = min(nodes, ranks)
         if nodes == 1:
             return inside
-        return max(inside, nbytes * (nodes - 1) / nodes / (machine.node_link_gbps * 1e9))
+        leaving = nbytes * min(groups, machine.gpus) * (nodes - 1) / nodes
+        return max(inside, leaving / (machine.node_link_gbps * 1e9))
 
     def bus(self, alone_gbps: float) -> float:
         """Return one rank's bandwidth between host and device."""
@@ -321,17 +330,21 @@ class Costs:
     def moved_bytes(self) -> tuple[int, int, int]:
         """The bytes of a step: down, up, to the ranks that share this copy of the state."""
         spec, micro_steps = self.spec, self.spec.config.grad_accum_steps
-        every = sum(bucket.shard_numel * bucket.weight_bytes for bucket in spec.buckets)
         on_host = spec.buckets_on(Tier.HOST)
         crossing = sum(bucket.shard_numel * bucket.weight_bytes for bucket in on_host)
-        reduced = sum(bucket.shard_numel * spec.reduced_bytes(bucket) for bucket in spec.buckets)
+        summed = sum(
+            (one.ranks - 1)
+            * one.shard_numel
+            * (micro_steps * spec.reduced_bytes(one) + one.weight_bytes)
+            for one in spec.buckets
+        )
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
         loaded = self._loaded_bytes(streamed) // spec.ranks
         trained = sum(one.nbytes for block in streamed for one in block.buckets) // spec.ranks
         from_shards = not spec.config.offloads_weights
         up = crossing if from_shards else crossing - trained + loaded
         inputs = sum(self.placed.block_inputs) * micro_steps
-        sent = (spec.ranks - 1) * (micro_steps * reduced + every - trained + loaded)
+        sent = summed + (spec.ranks - 1) * (loaded - trained)
         matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
         beside = matrices * MATRIX_BYTES + inputs
         down = sum(

@@ -176,10 +176,15 @@ def _up_width(shape: ModelShape) -> int:
 
 
 def _experts(module: str, shape: ModelShape) -> tuple[ParamShape, ...]:
-    """The matrices of all experts of a layer, which lie behind its router."""
-    up = (shape.num_experts, _up_width(shape), shape.d_model)
-    down = (shape.num_experts, shape.d_model, shape.ff_width)
-    return ParamShape(f"{module}.up", up), ParamShape(f"{module}.down", down)
+    """The matrices of the experts of a layer that a rank holds, which lie behind its router."""
+    parts = shape.num_experts // shape.held_experts
+    sizes = {
+        "up": (shape.held_experts, _up_width(shape), shape.d_model),
+        "down": (shape.held_experts, shape.d_model, shape.ff_width),
+    }
+    return tuple(
+        ParamShape(f"{module}.{name}", one, expert_parts=parts) for name, one in sizes.items()
+    )
 
 
 def _norm(shape: ModelShape) -> list[tuple[int, ...]]:
@@ -194,20 +199,21 @@ def _linear(shape: ModelShape, width: int, out: int) -> list[tuple[int, ...]]:
 def _buckets(
     name: str, params: Sequence[ParamShape], config: Config, ranks: int
 ) -> tuple[BucketSpec, ...]:
-    """Split parameters by update rule, weight decay and dtype, in order of appearance."""
-    sorted_in: dict[tuple[bool, bool, str], list[ParamShape]] = {}
+    """Split parameters by update rule, weight decay, dtype and the ranks that share them, in order
+    of appearance."""
+    sorted_in: dict[tuple[bool, bool, str, int], list[ParamShape]] = {}
     needs = needs_of(config.optim)
     for param in params:
         matrix = needs.of_matrices and param.hidden and param.trained
         decays = param.trained and (config.optim.decay == "all" or len(param.sizes) > 1)
-        key = (matrix, decays, working_dtype(param, config))
+        key = (matrix, decays, working_dtype(param, config), ranks // param.expert_parts)
         sorted_in.setdefault(key, []).append(param)
     several = len(sorted_in) > 1
     return tuple(
         _bucket(
-            f"{name}/{number}" if several else name, some, dtype, config, ranks, matrices=matrix
+            f"{name}/{number}" if several else name, some, dtype, config, sharers, matrices=matrix
         )
-        for number, ((matrix, _, dtype), some) in enumerate(sorted_in.items())
+        for number, ((matrix, _, dtype, sharers), some) in enumerate(sorted_in.items())
     )
 
 

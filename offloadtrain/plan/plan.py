@@ -186,12 +186,18 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of all ranks, but for buffers. What the parts of matrices have in
-        common is saved once, but for what lies between them in the layers."""
+        """Bytes of a checkpoint of all ranks, but for buffers: experts of all ranks. What the parts
+        of matrices have in common is saved once, but for what lies between them in the layers."""
         blocks = self._all_blocks
         layers = tuple(block for block in blocks if block.repeated)
         blocks += layers * (self.job.ranks.tensor - 1)
-        buckets = [bucket for block in blocks for bucket in block.buckets]
+        ranks = self.placed.spec.ranks
+        buckets = [
+            bucket
+            for block in blocks
+            for bucket in block.buckets
+            for _ in range(ranks // bucket.ranks)
+        ]
         trained = sum(
             field.nbytes(bucket.numel, bucket.weight_bytes)
             for bucket in buckets

@@ -25,6 +25,8 @@ class Prediction:
             the same shard in other copies of the state, and the time of it.
         parts_bytes, parts_s: of one rank, what it sends to the other parts of its matrices, and the
             time of the sums, in which the device computes nothing.
+        experts_bytes, experts_s: of one rank, tokens that it sends to experts of other ranks and
+            back, and the time of it, in which the device computes nothing.
         dram_bytes: memory traffic of one rank's host work.
         disk: what one rank asks of its drive.
     """
@@ -43,6 +45,8 @@ class Prediction:
     copies_s: float
     parts_bytes: int
     parts_s: float
+    experts_bytes: int
+    experts_s: float
     dram_bytes: int
     disk: DiskLoad
 

@@ -11,6 +11,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan import saved_tensors
 from offloadtrain.plan.among_copies import AmongCopies
+from offloadtrain.plan.among_experts import AmongExperts
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
 from offloadtrain.step.spec import StepSpec
@@ -50,6 +51,7 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "ranks": plan.ranks,
         "stage": None if plan.placed.config.stage is None else plan.placed.config.stage.name,
         "tensor_parts": plan.job.ranks.tensor,
+        "expert_parts": plan.job.ranks.expert,
         "state_copies": spec.copies,
         "hosts": plan.hosts,
         "zero_stage": spec.zero_stage,
@@ -198,7 +200,7 @@ def _step(plan: Plan) -> str:
             exposed = found.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
-    lines += [*_stages(plan), *_copies(plan), *_parts(plan)]
+    lines += [*_stages(plan), *_copies(plan), *_parts(plan), *_experts(plan)]
     mfu = ""
     if found.mfu is not None:
         mfu = f"; MFU {100 * found.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -264,6 +266,20 @@ def _parts(plan: Plan) -> Iterator[str]:
             f"  tensor parallel: each rank holds 1/{parts} of the layers' matrices; sums over the "
             f"parts send {format_bytes(found.parts_bytes)} per step and rank, "
             f"{format_seconds(found.parts_s)} {where}"
+        )
+
+
+def _experts(plan: Plan) -> Iterator[str]:
+    """Yield a line on the tokens on their way to experts, which the device waits for."""
+    ranks, found = plan.job.ranks.expert, plan.prediction
+    if ranks > 1:
+        held = plan.job.model.num_experts // ranks
+        inside = AmongExperts(plan.placed, plan.machine).hosts == 1
+        yield (
+            f"  expert parallel: each rank holds {held} of {plan.job.model.num_experts} experts of "
+            f"a layer; tokens on their way send {format_bytes(found.experts_bytes)} per step and "
+            f"rank, {format_seconds(found.experts_s)} "
+            f"{'inside the host' if inside else 'between hosts'}, if all experts get as many"
         )
 
 

@@ -124,6 +124,8 @@ def _prediction(costs: Costs, found: Steady) -> Prediction:
         copies_s=costs.copies.seconds * micro_steps,
         parts_bytes=costs.parts.sent_bytes * micro_steps,
         parts_s=costs.parts.sums * costs.parts.sum_s * micro_steps,
+        experts_bytes=costs.experts.sent_bytes * micro_steps,
+        experts_s=costs.experts.exchanges * costs.experts.exchange_s * micro_steps,
         dram_bytes=round(costs.dram_bytes),
         disk=costs.disk,
     )

@@ -38,6 +38,7 @@ class Mesh:
         stages_group: for what stages send each other; None: there is one.
         parts: the ranks that hold the other parts of this rank's DTensors.
         tensor: their axis, for `parallelize_module`; None: there is one part.
+        experts: both axes of expert parallelism; None: each rank holds all experts.
     """
 
     replicas: Ranks = ALONE
@@ -45,6 +46,7 @@ class Mesh:
     stages_group: Group | None = None
     parts: Ranks = ALONE
     tensor: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh, device: torch.device) -> Mesh:
@@ -69,16 +71,28 @@ class Mesh:
         replicas = replicas or Ranks(groups.get("dp"), device)
         parts = Ranks(groups.get("tp"), device)
         tensor = None if parts.is_single else mesh["tp"]
-        return cls(replicas, Ranks(stages, host), stages, parts, tensor)
+        experts = mesh if EXPERTS in groups else None
+        return cls(replicas, Ranks(stages, host), stages, parts, tensor, experts)
 
     @classmethod
-    def make(cls, stages: int, device: torch.device, parts: int = 1, shards: int = 0) -> Mesh:
+    def make(
+        cls,
+        stages: int,
+        device: torch.device,
+        parts: int = 1,
+        shards: int = 0,
+        experts: int = 1,
+    ) -> Mesh:
         """Join all ranks in a pipeline of so many stages, and matrices of so many parts, which
         divide them; a collective.
 
         Args:
             shards: ranks that share a copy of the state, which divide the replicas; 0: all.
+            experts: ranks that hold different experts, without stages, parts or copies.
         """
+        if experts > 1:
+            sizes = (Ranks().world_size // experts, experts)
+            return cls.of(init_device_mesh(device.type, sizes, mesh_dim_names=EXPERT_AXES), device)
         replicas = Ranks().world_size // (stages * parts)
         names: tuple[str, ...] = AXES
         shape: tuple[int, ...] = (stages, replicas, parts)
@@ -89,7 +103,8 @@ class Mesh:
     @property
     def is_plain(self) -> bool:
         """All ranks hold the whole model and share one copy of its state."""
-        return self.stages.is_single and self.tensor is None and self.replicas.copies.is_single
+        whole = self.stages.is_single and self.tensor is None and self.experts is None
+        return whole and self.replicas.copies.is_single
 
 
 def divide_linears(

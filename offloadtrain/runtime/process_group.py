@@ -157,11 +157,13 @@ class Ranks:
         return self._everyone or self
 
     @classmethod
-    def fake(cls, size: int, copies: int = 1) -> Ranks:
-        """Return rank 0 of `size` virtual ranks, and of so many copies, for code that depends on
-        sizes only."""
+    def fake(cls, size: int, copies: int = 1, expert_parts: int = 1) -> Ranks:
+        """Return rank 0 of `size` virtual ranks, so many of which hold different experts, and of so
+        many copies, for code that depends on sizes only."""
         ranks = cls()
         ranks.size = size
+        if expert_parts > 1:
+            ranks._of_experts = cls.fake(size // expert_parts)
         if copies > 1:
             ranks._copies, ranks._everyone = cls.fake(copies), cls.fake(size * copies)
         return ranks

@@ -29,6 +29,10 @@ EXPERTS = "ep"
 """Axis of a mesh whose ranks hold different experts."""
 
 
+AS_LARGE_AS_EXPERTS = "as_large_as_experts"
+"""Attribute of a parameter that is laid out without the other ranks."""
+
+
 class PartError(OffloadTrainError):
     """A part of a parameter that is not a few ranges of the whole."""
 
@@ -78,8 +82,11 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def holds_experts(tensor: Any) -> bool:
-    """Tell whether it is a DTensor of experts, divided along the axis "ep"."""
-    return is_distributed(tensor) and tensor.device_mesh.mesh_dim_names == (EXPERTS,)
+    """Tell whether it is a DTensor of experts, divided along the axis "ep"; or on the meta device
+    a tensor as large as a part of them, marked `AS_LARGE_AS_EXPERTS`."""
+    if not is_distributed(tensor):
+        return hasattr(tensor, AS_LARGE_AS_EXPERTS)
+    return bool(tensor.device_mesh.mesh_dim_names == (EXPERTS,))
 
 
 def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:

@@ -17,6 +17,7 @@ from offloadtrain.data.tokens import Progress, TokenFile
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.expert_parallel import expert_parallel
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.placement import PlanError
@@ -137,15 +138,16 @@ def assemble(
 
 def _mesh(job: Config, device: torch.device, ranks: Ranks) -> Mesh:
     """Divide the ranks into stages of a pipeline, replicas in groups that share a copy of the state
-    and parts of matrices; without those all are replicas that share one.
+    and parts of matrices, or by their experts; without those all are replicas that share one.
 
     Raises:
         ConfigError: the ranks cannot be divided so.
     """
     group = shards(job, ranks.size)
-    if job.ranks.pipeline == job.ranks.tensor == 1 and group == ranks.size:
+    table = job.ranks
+    if table.pipeline == table.tensor == table.expert == 1 and group == ranks.size:
         return Mesh(replicas=ranks)
-    return Mesh.make(job.ranks.pipeline, device, job.ranks.tensor, group)
+    return Mesh.make(table.pipeline, device, table.tensor, group, table.expert)
 
 
 def _precision(
@@ -205,6 +207,8 @@ def _offloaded(
     model.chunked_loss = terms
     if mesh.tensor is not None:
         divide_matrices(model, mesh.tensor)
+    if mesh.experts is not None:
+        expert_parallel(model, mesh.experts)
     if config.stage is None:
         return OwnModel(model), offload_job(model, config, device, mesh), None
     # torch's schedules take seconds to import, which other jobs do not need.
@@ -232,7 +236,7 @@ def offload_job(
     Args:
         mesh: of the ranks; None: all of them are replicas.
     """
-    in_parts = mesh is not None and mesh.tensor is not None
+    in_parts = mesh is not None and (mesh.tensor is not None or mesh.experts is not None)
     return offload(
         model,
         update_rule(config),

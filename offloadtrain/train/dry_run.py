@@ -33,7 +33,7 @@ from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.train.build import empty_model
-from offloadtrain.train.tensor_parallel import narrowed
+from offloadtrain.train.tensor_parallel import narrowed, with_fewer_experts
 from offloadtrain.train.update_rules import decay_groups, update_rule
 
 STEPS, MOST_MICRO_STEPS = 3, 3
@@ -76,7 +76,7 @@ def laid_out(plan: Plan) -> Ledger:
     """
     config, planned = plan.placed.config, plan.copied.spec
     ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
-    ranks = Ranks.fake(planned.ranks, planned.copies)
+    ranks = Ranks.fake(planned.ranks, planned.copies, plan.job.ranks.expert)
     model, first = _stage_of(plan)
     rule = update_rule(config)
     groups = normalise_groups(model, decay_groups(model, config), rule)
@@ -99,8 +99,9 @@ def laid_out(plan: Plan) -> Ledger:
 def _stage_of(plan: Plan) -> tuple[torch.nn.Module, int]:
     """Return the planned part of the model on the meta device, and its first parameter's number."""
     model, stage = empty_model(plan.job), plan.placed.config.stage
-    if plan.job.ranks.tensor > 1:
+    if plan.job.hf is None:
         narrowed(cast(Transformer, model), plan.job.ranks.tensor)
+        with_fewer_experts(cast(Transformer, model), plan.job.ranks.expert)
     if stage is None:
         return model, 0
     names = [[part.name for part in parts] for parts in divide(model, stage.count)]

@@ -13,9 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
 from offloadtrain.runtime.mesh import DeviceMesh, divide_linears
 from offloadtrain.runtime.tensor_parts import (
+    AS_LARGE_AS_EXPERTS,
     FUSED_ROWS,
     is_distributed,
     kept_by_columns,
@@ -52,15 +54,26 @@ def _tell_of_parts(block: TransformerBlock, mesh: DeviceMesh) -> None:
     attention.part = mesh.get_local_rank()
 
 
-def keep_part(module: nn.Module, whole: Tensor) -> None:
-    """Fill the weight of a module with this rank's part of a whole one, on the host."""
-    weight: Any = module.weight
+def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:
+    """Fill a weight of a module with this rank's part of a whole one, on the host."""
+    weight: Any = getattr(module, name)
     if not is_distributed(weight):
         weight.copy_(whole)
         return
-    share = share_of("weight", weight, getattr(module, FUSED_ROWS, ()))
+    share = share_of(name, weight, getattr(module, FUSED_ROWS, ()))
     held: Tensor = weight._local_tensor
     held.as_strided((held.numel(),), (1,)).copy_(share.of(whole))
+
+
+def with_fewer_experts(model: Transformer, parts: int) -> None:
+    """The same for experts: of the sizes that `expert_parallel` leaves."""
+    for experts in model.modules() if parts > 1 else ():
+        if isinstance(experts, Experts):
+            for name, param in list(experts.named_parameters(recurse=False)):
+                sizes = (param.shape[0] // parts, *param.shape[1:])
+                made = nn.Parameter(torch.empty(sizes, device="meta"))
+                setattr(made, AS_LARGE_AS_EXPERTS, True)
+                setattr(experts, name, made)
 
 
 def narrowed(model: Transformer, parts: int) -> None:

@@ -173,28 +173,34 @@ def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
 _SETTLED = 4
 """Steps after which every one takes the same time."""
 
+_PERIOD = 6
+"""Steps after which those with lanes that share a drive repeat: its slots are 2 or 3, and where a
+step's buckets are no multiple of them, the next step begins with another slot."""
+
 
 def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
-    """Simulate a step in the long run; in update mode "delayed", one after its warm-up.
+    """Simulate a step in the long run, the mean of those that repeat; in update mode "delayed", one after its warm-up.
 
     Args:
         input_bytes: see `drive.steps`.
     """
     warm = replace(spec, config=replace(spec.config, warmup_steps=0))
-    program = timed(steps(Program(warm), _SETTLED, input_bytes))
+    period = _PERIOD if spec.config.uses_disk else 1
+    program = timed(steps(Program(warm), _SETTLED + period - 1, input_bytes))
     found = _simulated(program, seconds)
     decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
-    first, last = decided[-2] + 1, decided[-1]
+    first, last = decided[-1 - period] + 1, decided[-1]
     busy: dict[str, float] = {}
     exposed: dict[str, float] = {}
     ready = found[first - 1][0]
     for number in range(first, last + 1):
         op = program[number].op
-        busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op)
+        busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op) / period
         if op.lane is Lane.COMPUTE:
             _blame(program, found, number, ready, exposed)
             ready = found[number][0]
-    return Steady(found[last][0] - found[first - 1][0], busy, exposed)
+    of_one = {lane: waited / period for lane, waited in exposed.items()}
+    return Steady((found[last][0] - found[first - 1][0]) / period, busy, of_one)
 
 
 def bound(busy: Mapping[str, float]) -> tuple[float, str]:

@@ -150,10 +150,10 @@ def test_a_streamed_block_is_loaded_beside_the_one_before() -> None:
 def by_long_run(spec: StepSpec, seconds: Seconds) -> float:
     """Of a step among many."""
     warm = replace(spec, config=replace(spec.config, warmup_steps=0))
-    program = timed(steps(Program(warm), 16))
+    program = timed(steps(Program(warm), 20))
     found = ends(program, seconds)
     decided = [found[i] for i, one in enumerate(program) if one.op.kind is Kind.DECIDE]
-    return (decided[-1] - decided[7]) / 8
+    return (decided[-1] - decided[7]) / 12
 
 
 def drawn(seed: int) -> Seconds:

@@ -179,7 +179,8 @@ step's buckets are no multiple of them, the next step begins with another slot."
 
 
 def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
-    """Simulate a step in the long run, the mean of those that repeat; in update mode "delayed", one after its warm-up.
+    """Simulate a step in the long run, the mean of those that repeat; in update mode "delayed",
+    one after its warm-up.
 
     Args:
         input_bytes: see `drive.steps`.

@@ -271,7 +271,8 @@ BAD_TOGETHER = [
     ),
     (
         ["offload.activation=offload_saved", "ranks.tensor=2"],
-        "offload.activation = 'offload_saved' with stages or parts (ranks.pipeline, ranks.tensor, ranks.expert)",
+        "offload.activation = 'offload_saved' with stages or parts "
+        "(ranks.pipeline, ranks.tensor, ranks.expert)",
     ),
     (["train.z_loss=0.1"], "train.z_loss = 0.1 needs train.chunked_loss = true"),
     (
@@ -344,7 +345,8 @@ UNKNOWN_KEYS = [
     ("device.host_memory_limit", "; did you mean offload.host_memory_limit? (known in [device]"),
     (
         "ranks.zero_stage",
-        "; did you mean offload.zero_stage? (known in [ranks]: pipeline, schedule, tensor, shard, expert)",
+        "; did you mean offload.zero_stage? "
+        "(known in [ranks]: pipeline, schedule, tensor, shard, expert)",
     ),
     (
         "optim.delay_warmup_steps",

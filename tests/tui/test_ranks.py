@@ -53,10 +53,10 @@ def test_ranks_that_hold_the_whole_model_have_no_stages() -> None:
     assert rank_table(views).columns == RANKS and slow_stage(views) == ""
 
 
-def test_parts_of_matrices_are_shown() -> None:
-    parts = [f"part {number} of 2" for number in (1, 2)]
+def test_parts_of_matrices_and_experts_are_shown() -> None:
+    parts = ["part 1 of 2", "experts 4 to 7"]
     table = rank_table([rank(number, "", 550.0, part=part) for number, part in enumerate(parts)])
-    assert table.columns == (*RANKS, "tensor")
+    assert table.columns == (*RANKS, "holds")
     assert [row[-1] for row in table.rows] == parts
 
 

@@ -67,7 +67,7 @@ class Ranks(Panel):
 def rank_table(views: Sequence[View]) -> Table:
     """Return a row per rank; the ranks of a pipeline say which stage is theirs, and its bubble;
     those of hybrid sharding with which group they share the state; those of tensor parallel which
-    part of every matrix they hold."""
+    part of every matrix they hold, and those of expert parallel which experts."""
     heads: tuple[str, ...] = RANKS
     rows = rank_rows(views)
     for names, told in _COLUMNS:
@@ -85,7 +85,8 @@ def stage_of(view: View) -> str:
 
 
 def part_of(view: View) -> str:
-    """Return, for example, "part 1 of 2": what the rank holds of every matrix; "" of all of it."""
+    """Return, for example, "part 1 of 2": what the rank holds of every matrix; or "experts 0 to 3";
+    "" of all of it."""
     found = view.start.plan.get("part") if view.start else None
     return clean(found, 30) if isinstance(found, str) else ""
 
@@ -130,7 +131,7 @@ def _bubble(view: View) -> str:
 _COLUMNS: tuple[tuple[tuple[str, ...], Callable[[View], tuple[str, ...]]], ...] = (
     (("bubble", "stage"), lambda view: (_bubble(view), stage_of(view))),
     (("group",), lambda view: (group_of(view),)),
-    (("tensor",), lambda view: (part_of(view),)),
+    (("holds",), lambda view: (part_of(view),)),
 )
 """Columns that a division of the ranks adds: their heads, and what a rank shows there; the last one
 is "" of all ranks without it."""

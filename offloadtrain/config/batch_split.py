@@ -39,8 +39,9 @@ def replicas(config: Config, ranks: int) -> int:
     """
     parts, experts = config.ranks.tensor, config.ranks.expert
     if ranks % experts:
+        many = f"{ranks} rank{'s' if ranks > 1 else ''}"
         raise ConfigError(
-            f"ranks.expert = {experts} and {ranks} ranks: each group of {experts} ranks holds all "
+            f"ranks.expert = {experts} and {many}: each group of {experts} ranks holds all "
             f"experts. Start a multiple of {experts} (--nproc), or set ranks.expert = 1"
         )
     if ranks % (parts * config.ranks.pipeline) and parts > 1:

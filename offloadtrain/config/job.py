@@ -338,30 +338,22 @@ def _problems(config: Config) -> Iterator[str]:
         )
     yield from data_options.contradictions(config.data, evaluates=config.train.eval_every)
     yield from optim_options.contradictions(config.optim, config.offload)
-    yield from ranks_options.contradictions(
-        config.ranks,
-        config.model,
-        is_own=config.hf is None,
-        samples=config.train.sample_tokens > 0,
-    )
-    yield from ranks_options.tensor_contradictions(
-        config.ranks,
-        config.model,
-        is_own=config.hf is None,
-        samples=config.train.sample_tokens > 0,
-        state=config.offload.state,
-        rule=config.optim.name,
-    )
-    yield from ranks_options.expert_contradictions(
-        config.ranks,
-        config.model,
-        config.offload,
-        is_own=config.hf is None,
-        samples=config.train.sample_tokens > 0,
-        rule=config.optim.name,
-    )
+    yield from problems_of_ranks(config)
     yield from _of_several_sections(config)
     yield from train_options.contradictions(config.train, config.offload)
+
+
+def problems_of_ranks(config: Config) -> Iterator[str]:
+    """Yield a sentence for each rule of the table [ranks] that other keys break."""
+    table, model, offload, rule = config.ranks, config.model, config.offload, config.optim.name
+    own, samples = config.hf is None, config.train.sample_tokens > 0
+    yield from ranks_options.contradictions(table, model, is_own=own, samples=samples)
+    yield from ranks_options.tensor_contradictions(
+        table, model, is_own=own, samples=samples, state=offload.state, rule=rule
+    )
+    yield from ranks_options.expert_contradictions(
+        table, model, offload, is_own=own, samples=samples, rule=rule
+    )
 
 
 def _of_several_sections(config: Config) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import gcd
 from typing import Any
 
 from offloadtrain.config.job import Config
@@ -12,9 +13,11 @@ from offloadtrain.plan.layout import needs_of
 from offloadtrain.step.formats import FORMATS
 
 
-def combinations(job: Config, free: tuple[str, ...], *, traced: bool) -> Iterator[dict[str, Any]]:
+def combinations(
+    job: Config, ranks: int, free: tuple[str, ...], *, traced: bool
+) -> Iterator[dict[str, Any]]:
     """Yield the values of each combination that differ from the job's."""
-    choices = choices_of(job, traced=traced)
+    choices = choices_of(job, ranks, traced=traced)
     choices = {key: values for key, values in choices.items() if key in free}
     for values in product(*choices.values()):
         keys = {
@@ -26,7 +29,7 @@ def combinations(job: Config, free: tuple[str, ...], *, traced: bool) -> Iterato
             yield keys
 
 
-def choices_of(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...]]:
+def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tuple[Any, ...]]:
     """`traced`: without activations that are kept, unless they are asked for: they take most memory
     of all, and a trace of their own."""
     policies: tuple[str, ...] = ("keep", "recompute", "offload")
@@ -44,8 +47,14 @@ def choices_of(job: Config, *, traced: bool = False) -> dict[str, tuple[Any, ...
         "offload.state": tuple(states),
         "offload.state_on": distinct(job.offload.state_on, "host"),
         "ranks.shard": distinct(job.ranks.shard, 0),
+        "ranks.expert": distinct(job.ranks.expert, _most_parts_of_experts(job, ranks)),
         "train.micro_batch": smaller_batches(job),
     }
+
+
+def _most_parts_of_experts(job: Config, ranks: int) -> int:
+    own = job.hf is None and job.model.num_experts
+    return gcd(job.model.num_experts, ranks) if own else 1
 
 
 def smaller_batches(job: Config) -> tuple[int, ...]:

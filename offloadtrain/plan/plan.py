@@ -338,6 +338,8 @@ def _share_that_fits(plan: Plan) -> float:
     if plan.machine.on_cpu:
         return 0.0
     beside = sum(plan.device.values()) - sum(plan.placed.device().values()) + UPDATE_BYTES
+    if plan.job.ranks.expert > 1:  # its experts may get twice the mean of tokens
+        beside += plan.activations.total
     return state_share.most(plan.placed, int(plan.device_room * state_share.FULL) - beside)
 
 

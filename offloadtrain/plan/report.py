@@ -208,8 +208,7 @@ def _step(plan: Plan) -> str:
         f"{format_count(found.tokens_per_s)} tokens/s, {found.tflops:.3g} Tflop/s per rank "
         f"(6 N + 12 L d T per token), {found.hardware_tflops:.3g} with recompute{mfu}"
     )
-    ranks = plan.placed.spec.ranks
-    owned = sum(bucket.params for bucket in plan.placed.spec.buckets) / ranks
+    owned = sum(bucket.params / bucket.ranks for bucket in plan.placed.spec.buckets)
     lines.append(
         f"bus: {format_bytes(found.d2h_bytes)} down, {format_bytes(found.h2d_bytes)} up per step "
         f"and rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "

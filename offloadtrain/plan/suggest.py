@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from offloadtrain.config.job import Config
+from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
@@ -31,7 +31,7 @@ SIMULATED = 12
 
 
 PLACES = ("offload.working", "offload.activation")
-OFFLOAD = (*PLACES, "offload.state", "offload.state_on", "ranks.shard")
+OFFLOAD = (*PLACES, "offload.state", "offload.state_on", "ranks.shard", "ranks.expert")
 ALL = (*OFFLOAD, "train.micro_batch")
 
 SAME = 0.03
@@ -104,7 +104,7 @@ def single_changes(
 ) -> list[Change]:
     """Return every other value of one key that fits: placements, formats, update modes, and the
     number of microbatches that the tokens of a step are cut into."""
-    choices = choices_of(job, traced=trace is not None) | {
+    choices = choices_of(job, ranks, traced=trace is not None) | {
         "offload.state_on": distinct("auto", "host"),
         "offload.sums_on": ("host", "device"),
         "offload.update": ("exact", "speculative", "delayed"),
@@ -288,7 +288,7 @@ def _promising(
     with_room: list[dict[str, Any]] = []
     if make(job, name, machine, ranks, trace).device_has_room:
         with_room.append({})
-    for keys in combinations(job, free, traced=trace is not None):
+    for keys in combinations(job, ranks, free, traced=trace is not None):
         kept = {key: value for key, value in keys.items() if key != "offload.activation"}
         if recomputes and keys.get("offload.activation") == "offload" and kept in with_room:
             continue
@@ -308,7 +308,7 @@ def _candidates(
     trace: Trace | None = None,
 ) -> Iterator[Change]:
     """Yield every combination of other values that is free of contradictions."""
-    for keys in combinations(job, free, traced=trace is not None):
+    for keys in combinations(job, ranks, free, traced=trace is not None):
         if found := _changed(job, keys, name, machine, ranks, trace):
             yield found
 
@@ -325,7 +325,12 @@ def _changed(
     if "train.micro_batch" in keys and not job.train.global_batch_tokens:
         keys["train.grad_accum_steps"] = microbatches_of(job, keys["train.micro_batch"])
     changed = _consistent(job, keys)
-    if any(changed.offload.problems()) or any(contradictions(changed.optim, changed.offload)):
+    broken = (
+        changed.offload.problems(),
+        contradictions(changed.optim, changed.offload),
+        problems_of_ranks(changed),
+    )
+    if any(map(any, broken)):
         return None
     try:
         return Change(keys, make(changed, name, machine, ranks, trace))

@@ -15,11 +15,15 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import problems_of_ranks
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.among_experts import AmongExperts
+from offloadtrain.plan.choices import choices_of
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import as_json, text
+from offloadtrain.plan.state_share import FULL
+from offloadtrain.plan.suggest import applied, nearest, single_changes
 from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
@@ -268,6 +272,32 @@ def test_between_hosts_tokens_wait_for_the_link_of_the_host(data: Path) -> None:
     assert found[1][0] == pytest.approx(found[1][1] * 3 / 4 / 100e9)
     # 2 ranks of a host, each of which sends half of its rows to the other host.
     assert found[2][0] == pytest.approx(2 * found[2][1] / 2 / 5e9)
+
+
+def test_a_job_that_does_not_fit_is_told_to_divide_its_experts(data: Path) -> None:  # noqa: F811
+    """And of a job that does, nothing that the table [ranks] refuses."""
+    large = {"model.d_model": 512, "model.d_ff": 2048, "model.num_experts": 16}
+    name, machine = find("rtx4090")
+    small = replace(machine, gpus=4, gpu_memory="1500 MiB", gpu_reserved="1 GiB")
+    job = job_of(data, **EXPERTS | BF16 | ANY | large | {"train.grad_accum_steps": 8})
+    assert not make(job, name, small, 4).fits
+    found = nearest(job, name, small, 4)
+    assert {"ranks.expert": 4} in [one.keys for one in found]
+    divided = applied(job, {"ranks.expert": 4})
+    tiny = replace(small, gpu_memory="1200 MiB")
+    tried = [*nearest(divided, name, tiny, 4), *single_changes(divided, name, machine, 4)]
+    assert tried and all(not [*problems_of_ranks(applied(divided, one.keys))] for one in tried)
+    plain = job_of(data, **ANY)
+    assert choices_of(plain, 4)["ranks.expert"] == (1,)
+
+
+def test_state_that_fills_a_device_leaves_room_for_more_tokens() -> None:
+    job = jobs.load(Path("examples/mixtral_8x7b.toml"))
+    plan = make(job, *find("h100"), 8)
+    used, room = sum(plan.device.values()), plan.device_room * FULL
+    assert used + plan.activations.total <= room  # those of twice as many
+    assert used + plan.activations.total > 0.9 * room  # and state fills the rest
+    assert plan.host_peaks["step"] < plan.host_room
 
 
 @pytest.mark.slow

@@ -291,8 +291,9 @@ def test_a_job_that_does_not_fit_is_told_to_divide_its_experts(data: Path) -> No
     assert choices_of(plain, 4)["ranks.expert"] == (1,)
 
 
+@pytest.mark.slow
 def test_state_that_fills_a_device_leaves_room_for_more_tokens() -> None:
-    job = jobs.load(Path("examples/mixtral_8x7b.toml"))
+    job = jobs.load(Path(__file__).parents[2] / "examples/mixtral_8x7b.toml")
     plan = make(job, *find("h100"), 8)
     used, room = sum(plan.device.values()), plan.device_room * FULL
     assert used + plan.activations.total <= room  # those of twice as many

@@ -163,6 +163,24 @@ def test_a_job_of_experts_goes_on(
     assert_same_state(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [((2, 2), (1, 1)), ((2, 1), (2, 2))])
+def test_a_job_goes_on_with_experts_elsewhere(
+    ranks: Run,
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+    first: tuple[int, int],
+    then: tuple[int, int],
+) -> None:
+    """(ranks, ranks with other experts): near the run that stayed, but for the order of sums."""
+    chosen = EXPERTS | CONSTANT
+    ranks(first[0], trained, tmp_path / "whole", data, **chosen | {"ranks.expert": first[1]})
+    for (size, parts), steps in ((first, 6), (then, 12)):
+        some = chosen | {"ranks.expert": parts, "train.steps": steps}
+        ranks(size, trained, tmp_path / "run", data, resume=steps > 6, **some)
+    assert 0 < worst(tmp_path / "whole", tmp_path / "run") < 1e-3
+
+
 @pytest.mark.parametrize(
     ("size", "parts", "changes"),
     [

@@ -54,6 +54,8 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
     job = resolved(job, machine)
     rows: list[Point] = []
     stages = (3,) if job.offload.offloads_weights else (1, 2, 3)
+    if job.ranks.expert > 1:  # stage 3 divides no experts
+        stages = (1, 2)
     linked = [n for n in counts if n <= machine.gpus or machine.node_link_gbps > 0]
     for stage in stages:
         rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])
@@ -146,7 +148,19 @@ def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) 
         train=replace(train, grad_accum_steps=train.grad_accum_steps * gpus, global_batch_tokens=0),
         offload=replace(job.offload, zero_stage=stage),
     )
-    plan = make(wider, name, machine, gpus)
+    try:
+        plan = make(wider, name, machine, gpus)
+    except ConfigError as error:  # the ranks cannot be divided as the table [ranks] says
+        reason, _, _ = str(error).partition(":")
+        return Point(
+            system="offloadtrain",
+            stage=stage,
+            gpus=gpus,
+            tokens_per_s=0.0,
+            tflops=0.0,
+            efficiency=0.0,
+            problem=reason,
+        )
     linked = plan.hosts == 1 or machine.node_link_gbps > 0
     problem = "" if plan.fits and linked else "does not fit" if linked else NO_LINK
     return Point(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,27 @@ def test_rows_are_printed_as_they_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_fits(capsys: Captured) -> None:
     assert plan("--largest", "--machine", "v100_32gb", "--host-memory", "3GiB") == 4
     assert "-" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keys", "stages"),
+    [
+        (["ranks.tensor=2"], {1, 2, 3}),
+        (["ranks.expert=2", "model.num_experts=4"], {1, 2}),
+    ],
+)
+def test_a_sweep_of_divided_jobs(capsys: Captured, keys: list[str], stages: set[int]) -> None:
+    """From the fewest GPUs that can be divided so; of others it says why not."""
+    changes = [part for key in (*keys, "train.sample_tokens=0") for part in ("--set", key)]
+    assert (
+        main(["plan", "demo", "--machine", "dgx2", "--sweep", "gpus=1,2,4", "--json", *changes])
+        == 0
+    )
+    points = json.loads(capsys.readouterr().out)["points"]
+    ours = [point for point in points if point["system"] == "offloadtrain"]
+    assert {point["stage"] for point in ours} == stages
+    alone, *others = (point["problem"] for point in ours if point["stage"] == 1)
+    assert re.match(rf"{keys[0].replace('=', ' = ')} and 1 rank", alone) and others == ["", ""]
 
 
 def test_a_sweep(capsys: Captured) -> None:

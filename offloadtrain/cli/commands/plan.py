@@ -149,9 +149,10 @@ def plan(
     saved = config.offload.activation == "offload_saved"
     if saved or config.hf is not None:  # those need torch, and parameters transformers
         config, trace = _described(config, target, gpus)
-    found = suggest.planned(config, name, target, gpus, trace)
+    counts = _counts(sweep) if sweep else [gpus]
+    found = suggest.planned(config, name, target, _fewest(counts, config), trace)
     if sweep:
-        return _sweep(found.job, name, target, _counts(sweep), plot, as_json=as_json)
+        return _sweep(found.job, name, target, counts, plot, as_json=as_json)
     rows = beside.compare(found, trace) if compare else []
     other = [] if found.fits else suggest.nearest(found.job, name, target, gpus, trace=trace)
     reasons = explain(found, trace) if why and found.fits else None
@@ -333,6 +334,12 @@ def _sweep(
     else:
         print(sweep.table(points, name))
     return 0 if any(not point.problem for point in points) else DOES_NOT_FIT
+
+
+def _fewest(counts: list[int], config: Config) -> int:
+    """Return the fewest ranks that the table [ranks] can divide; if none, the fewest."""
+    least = config.ranks.pipeline * config.ranks.tensor * config.ranks.expert
+    return next((count for count in counts if count % least == 0), counts[0])
 
 
 def _counts(text: str) -> list[int]:

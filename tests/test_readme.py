@@ -8,13 +8,16 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import offloadtrain as ot
 from offloadtrain.cli.main import main
+from offloadtrain.engine import ModelError
 from offloadtrain.plan import largest
 from offloadtrain.plan.published_models import MODELS
 from offloadtrain.train.trainer import Trainer
@@ -26,9 +29,13 @@ README = (ROOT / "README.md").read_text()
 Captured = pytest.CaptureFixture[str]
 
 
+def snippets(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/loop.md"])
 def test_the_python_snippet_trains(page: str) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    snippet = snippets(page)[0]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 1))
     inputs = torch.randn(32, 4)
@@ -41,6 +48,26 @@ def test_the_python_snippet_trains(page: str) -> None:
 
     exec(snippet, {"model": model, "batches": [inputs] * 200, "loss_of": loss_of})
     assert seen[-1] < 0.9 * seen[0]
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_weights_changed_in_the_loop_are_the_masters(working: str) -> None:
+    changing, told = snippets("docs/loop.md")[1].rsplit("optimizer.adopt", 1)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    options: dict[str, Any] = {"device": "cpu", "precision": "fp32", "working": working}
+    optimizer = ot.offload(model, ot.AdamW(lr=0.1), **options)
+    names = {"optimizer": optimizer, "torch": torch, "model": model}
+    for _ in range(2):
+        optimizer.backward(model(torch.randn(4, 8)).square().mean())
+        optimizer.step()
+        before = dict(optimizer.master_weights())
+        exec(f"{changing}optimizer.adopt{told}", names)
+        for name, master in optimizer.master_weights():
+            assert torch.equal(master, before[name].clamp(-0.1, 0.1))
+    exec(changing, names)
+    optimizer.backward(model(torch.randn(4, 8)).square().mean())
+    with pytest.raises(ModelError, match="written in place"):
+        optimizer.step()
 
 
 def test_the_table_of_jobs_is_what_plan_prints(capsys: Captured) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 
@@ -30,10 +31,9 @@ _Views = list[tuple[nn.Parameter | LocalPart, Tensor]]
 """Each parameter with its view. Made once per memory: blocks change slots at every use."""
 
 
-def _show(views: _Views) -> None:
-    # Only the view changes; autograd does not notice. Saved weights are handles for this reason.
-    for param, view in views:
-        param.data = view
+def _place(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor is, also a fake one."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 class Source(Protocol):
@@ -101,6 +101,8 @@ class Block:
         """For a streamed block: memory of its first bucket in a slot → its parameters' views."""
         self._absent: _Views = []
         """Its parameters' views without a slot."""
+        self._shown: _Views = []
+        """Its parameters' views as they were set last."""
 
     @property
     def quiet(self) -> bool:
@@ -135,7 +137,7 @@ class Block:
         if memory not in self._views:
             self._views[memory] = self._seen(lambda bucket, slot: slot.view(bucket.working.flat))
         # Before the load is done: no kernel reads through these views until `use` has waited.
-        _show(self._views[memory])
+        self._show(self._views[memory])
 
     def leave_device(self) -> None:
         """Make the parameters NaN until the next use: the slot goes to another block."""
@@ -145,12 +147,28 @@ class Block:
             self._absent = self._seen(
                 lambda bucket, slot: self.placeholder(bucket).expand(slot.shape)
             )
-        _show(self._absent)
+        self._show(self._absent)
 
     def expose_host_weights(self) -> None:
         """Make the parameters of a streamed block without a slot views of the host's copy."""
         # The lanes are empty: no update writes this memory while the user looks at it.
-        _show(self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat)))
+        self._show(self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat)))
+
+    def _show(self, views: _Views) -> None:
+        # Only the view changes; autograd does not notice. Saved weights are handles for this
+        # reason.
+        for param, view in views:
+            param.data = view
+        self._shown = views
+
+    def check(self) -> None:
+        """Raises ModelError if somebody else has set `data` of a parameter of a streamed block: the
+        next load would silently undo it."""
+        for number, (param, view) in enumerate(self._shown):
+            held = param.data if isinstance(param, LocalPart) else param
+            if _place(held) != _place(view):
+                slots = [slot for bucket in self.held for slot in bucket.slots]
+                raise ModelError(changed(slots[number].name, MOVED))
 
     def _seen(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
         with _ordinary_tensors():

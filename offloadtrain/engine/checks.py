@@ -31,6 +31,17 @@ class ModelError(OffloadTrainError):
     """A model that cannot be offloaded, or that was changed after it was."""
 
 
+MOVED = "was moved or replaced (.to(), .data = …)"
+
+
+def changed(name: str, what: str) -> str:
+    """Say what others have done to a parameter after offload()."""
+    return (
+        f"parameter '{name}' {what} after offload(): the master weight does not know. Load weights "
+        "with model.load_state_dict(), or change the model before offload()."
+    )
+
+
 _RULES = (
     "The rules are ot.AdamW, ot.Adam, ot.Lion, ot.SGD, ot.Adagrad, ot.LAMB, ot.Muon "
     "and your own "

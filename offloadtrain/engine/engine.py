@@ -326,6 +326,7 @@ class Engine:
                 for.
         """
         self.guard.require_at_rest("zero_grad()")
+        self._forward_hooks.end_interrupted()
         self._norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.cut is not None and not self._interpreter.torn:
@@ -339,6 +340,7 @@ class Engine:
         newest weights."""
         if not (self.guard.closed or self.salvaged):
             self.guard.require_at_rest("synchronize")
+            self._forward_hooks.end_interrupted()
             # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
             # weights.
             if self.guard.phase is Phase.FORWARD:

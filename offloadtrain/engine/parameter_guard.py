@@ -7,7 +7,7 @@ from operator import is_
 
 from torch import nn
 
-from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import local
 
 _Seal = tuple[int, int, bool]
@@ -88,10 +88,7 @@ def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:
     elif param.requires_grad != trainable:
         what = "was frozen" if trainable else "was unfrozen"
     elif param._version == version:
-        what = "was moved or replaced (.to(), .data = …)"
+        what = MOVED
     else:
         what = f"was written in place ({param._version - version} time(s))"
-    return (
-        f"parameter '{name}' {what} after offload(): the master weight does not know. Load weights "
-        "with model.load_state_dict(), or change the model before offload()."
-    )
+    return changed(name, what)

@@ -159,6 +159,18 @@ def test_a_resized_parameter_is_named() -> None:
         optimizer.backward(loss_of(net, batches(1)[0]))
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_data_that_others_set_is_told(streamed: bool) -> None:
+    optimizer, net = offloaded(**({"working": "host"} if streamed else {}))
+    optimizer.backward(loss_of(net, batches(1)[0]))
+    optimizer.step()
+    weight = net.layers[1].up.weight
+    weight.data = torch.ones_like(weight.data)
+    with pytest.raises(ModelError, match=r"'layers.1.up.weight' was moved or replaced"):
+        optimizer.backward(loss_of(net, batches(1)[0]))
+        optimizer.step()
+
+
 def test_groups_must_hold_each_trainable_parameter_once() -> None:
     net = model()
     params = list(net.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from types import SimpleNamespace
 from typing import Any
 
@@ -368,6 +369,45 @@ def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     assert_same(resident, optimizer, model)
     assert raised.value.__traceback__ is not None  # it lives
+
+
+class Aligned(nn.Module):
+    """`ctc_loss` is computed by other operations while a mode watches: in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        targets, lengths = torch.ones(2, 2, dtype=torch.int64), torch.full((2,), 4)
+        logits = self.up(x).log_softmax(-1).transpose(0, 1)
+        return x + F.ctc_loss(logits, targets, lengths, torch.full((2,), 2))
+
+
+def test_functions_that_a_mode_decomposes_run_again_alike() -> None:
+    torch.manual_seed(0)
+    kept = nn.Sequential(Aligned(), Aligned())
+    model = copy.deepcopy(kept)
+    options: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
+    pair = ot.offload(kept, **options), ot.offload(model, **options, activation="recompute")
+    for _ in range(2):
+        x = torch.randn(2, 4, 8)
+        for optimizer, one in zip(pair, (kept, model), strict=True):
+            optimizer.backward(one(x).square().mean())
+            optimizer.step()
+    assert all(map(torch.equal, kept.state_dict().values(), model.state_dict().values()))
+
+
+def test_a_model_is_pickled_without_its_recompute() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+    optimizer = ot.offload(model, device="cpu", precision="fp32", activation="recompute")
+    file = io.BytesIO()
+    torch.save(model, file)
+    copied = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    x = torch.randn(2, 8)
+    assert torch.equal(copied(x), model(x))
+    assert type(copied[0].forward.__self__) is nn.Sequential
+    optimizer.close()
 
 
 def test_evaluation_keeps_nothing() -> None:

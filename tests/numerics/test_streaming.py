@@ -51,6 +51,30 @@ def test_streaming_changes_no_bit(name: str, slots: int, precision: str) -> None
     compare(name, precision, clip=0.5, steps=steps, working="host", device_slots=slots)
 
 
+@pytest.mark.parametrize("activation", ["keep", "recompute"])
+def test_a_backward_through_a_backward(activation: str) -> None:
+    """A gradient penalty: what the first backward reads is saved for the second."""
+    torch.manual_seed(0)
+    resident, model = (
+        nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)))
+        for _ in range(2)
+    )
+    model.load_state_dict(resident.state_dict())
+    options: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
+    streamed = {"working": "host", "device_slots": 2, "activation": activation}
+    pair = ot.offload(resident, **options), ot.offload(model, **options, **streamed)
+    for _ in range(3):
+        given_x = torch.randn(4, 8)
+        for optimizer, one in zip(pair, (resident, model), strict=True):
+            x = given_x.clone().requires_grad_()
+            energy = one(x).square().sum()
+            (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+            optimizer.backward(energy + (forces.norm() - 1).square())
+            optimizer.step()
+    masters = (optimizer.master_weights() for optimizer in pair)
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*masters, strict=True))
+
+
 @levels.examples(60)
 @given(
     name=st.sampled_from(STREAMED),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,22 +22,18 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from offloadtrain.engine.autograd.hooks import has_ended
+from offloadtrain.engine.autograd.passthrough import Passthrough
 from offloadtrain.engine.block import Block
 
 
-class AccessTracker(TorchDispatchMode):
+class AccessTracker(Passthrough):
     """Active during one forward; calls `missed(module, block)` or `late(module, block)` for such
     reads, once for each pair: late if the module was running when the block was entered."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Not wrapped for torch's compiler, which the wrapper would import: see `engine.eager`. No
-        compiled forward runs under this mode."""
-        return False
 
     def __init__(
         self,
@@ -44,8 +41,11 @@ class AccessTracker(TorchDispatchMode):
         owner: Callable[[Tensor], Block | None],
         missed: Callable[[nn.Module, Block], None],
         late: Callable[[nn.Module, Block], None],
+        frame: FrameType | None,
     ) -> None:
+        """`frame`: that of the forward; see [Note: Interrupted forwards] in `hooks.py`."""
         super().__init__()
+        self._frame = frame
         self._owner = owner
         self._missed = missed
         self._late = late
@@ -65,9 +65,20 @@ class AccessTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
-        for handle in self._handles:
+        """Idempotent."""
+        handles, self._handles = self._handles, []
+        if handles:
+            super().__exit__(*exc)
+        for handle in handles:
             handle.remove()
+
+    @staticmethod
+    def end_interrupted() -> None:
+        """End those of forwards that an interruption has cut, of any model."""
+        while isinstance(mode := _get_current_dispatch_mode(), AccessTracker):
+            if not has_ended(mode._frame):
+                return
+            mode.__exit__(None, None, None)
 
     @contextmanager
     def ignored(self) -> Iterator[None]:
@@ -94,7 +105,7 @@ class AccessTracker(TorchDispatchMode):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor):
                     self._look_up(leaf)
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _look_up(self, tensor: Tensor) -> None:
         block = self._owner(tensor)

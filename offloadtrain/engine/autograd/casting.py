@@ -15,9 +15,11 @@ backward, where the mode is off: losses inside it are computed in the dtype they
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ from torch.overrides import (
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.autograd.hooks import OfOneModel
+from offloadtrain.engine.autograd.hooks import OfOneModel, has_ended
 from offloadtrain.engine.autograd.saved_tensor_hooks import in_checkpoint
 from offloadtrain.engine.checks import ModelError
 
@@ -234,6 +236,8 @@ class _FullLosses(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._frame: FrameType | None = None
+        """That of the model's forward; see [Note: Interrupted forwards] in `hooks.py`."""
         self._left: list[bool] = []
         """For each running layer: whether the mode was on before it."""
 
@@ -241,40 +245,45 @@ class _FullLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LOSSES and not in_checkpoint():
+        if func in _LOSSES and not in_checkpoint() and not has_ended(self._frame):
             args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
         return func(*args, **kwargs)
 
-    def enter_model(self, *_: Any) -> None:
+    def enter_model(self, frame: FrameType | None) -> None:
         self._left.clear()
+        self._frame = frame
         # An interrupt can leave it on.
         if self not in _get_current_function_mode_stack():
             self.__enter__()
 
-    def leave_model(self, *_: Any) -> None:
+    def leave_model(self, _: FrameType | None) -> None:
+        self._frame = None  # it would keep what the forward has returned
         if _get_current_function_mode() is self:
             self.__exit__(None, None, None)
 
-    def enter_layer(self, *_: Any) -> None:
+    def enter_layer(self, _: FrameType | None) -> None:
         self._left.append(_get_current_function_mode() is self)
         if self._left[-1]:
             self.__exit__(None, None, None)
 
-    def leave_layer(self, *_: Any) -> None:
+    def leave_layer(self, _: FrameType | None) -> None:
         if self._left and self._left.pop():
             self.__enter__()
 
 
+_Method = Callable[[FrameType | None], None]
+
+
 class _Call(OfOneModel):
-    """A hook that calls a method of the mode."""
+    """A hook that calls a method of the mode, with the frame that runs the forward."""
 
     __slots__ = ("_method",)
 
-    def __init__(self, method: Callable[..., None]) -> None:
+    def __init__(self, method: _Method) -> None:
         self._method = method
 
     def __call__(self, *_: Any) -> None:
-        self._method()
+        self._method(None if torch.compiler.is_compiling() else sys._getframe(1))
 
 
 def _full(tensor: Tensor) -> Tensor:
@@ -283,6 +292,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 def _attach_losses(model: nn.Module, repeated: Collection[nn.Module]) -> list[RemovableHandle]:
     mode = _FullLosses()
+    around: list[tuple[nn.Module, _Method, _Method]]
     around = [(model, mode.enter_model, mode.leave_model)]
     around += [(module, mode.enter_layer, mode.leave_layer) for module in repeated]
     handles = []

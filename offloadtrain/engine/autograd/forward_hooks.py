@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -12,20 +13,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.access_tracker import AccessTracker
-from offloadtrain.engine.autograd.hooks import watch, watch_inside
+from offloadtrain.engine.autograd.hooks import has_ended, watch, watch_inside
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
-from offloadtrain.engine.autograd.saved_tensor_hooks import SavedTensors
+from offloadtrain.engine.autograd.saved_tensor_hooks import Chain, SavedTensors
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lanes, Span
 
 
 class _Running(NamedTuple):
-    """One forward in progress."""
+    """One forward in progress; `frame`: see [Note: Interrupted forwards] in `hooks.py`."""
 
+    module: nn.Module
+    frame: FrameType | None
     span: Span
-    pushed: bool
+    pushed: Chain | None
     blocks: tuple[Block, ...]
     outside: tuple[Block, ...]
     """Streamed blocks whose forward surrounds it."""
@@ -73,6 +76,8 @@ class ForwardHooks:
         self._blocks = blocks
         self._order: dict[Block, None] = {}
         self._hooked: dict[nn.Module, _HookedModule] = {}
+        self._running: list[_Running] = []
+        """All forwards in progress, the innermost last."""
         self._late_readers: dict[Block, set[nn.Module]] = {}
         self._handles: list[RemovableHandle] = []
         self._tracker: AccessTracker | None = None
@@ -87,16 +92,21 @@ class ForwardHooks:
         """The order in which forward first entered the blocks; blocks never entered come last."""
         return [*self._order, *(block for block in self._blocks if block not in self._order)]
 
-    def enter(self, module: nn.Module, *, again: bool = False) -> None:
+    def enter(
+        self, module: nn.Module, *, again: bool = False, frame: FrameType | None = None
+    ) -> None:
         """Pre-forward: wait for the weights, open the span, make saved weights handles.
 
-        `again`: the call comes from inside a forward that is recomputed ([Note: Recompute]).
+        Args:
+            again: the call comes from inside a forward that is recomputed ([Note: Recompute]).
+            frame: that of the forward, if it may end without `leave`.
         """
+        self.end_interrupted()
         hooked, again_now = self._hooked[module], in_backward()
         if not again_now:
             hooked.handles = True
             if module is self._model:
-                self._enter_root()
+                self._enter_root(frame)
             self.on_blocks(hooked.waits)
         blocks = tuple(hooked.waits)
         # Compute waits for these blocks only; uploads and loads of later ones run beside forward.
@@ -113,17 +123,19 @@ class ForwardHooks:
         # The backward of an embedding reads its indices: it needs no weights, and no slot.
         saved = () if _looks_up(module) else blocks
         outside = self._saved.enter(blocks, saved, again=again or again_now)
-        pushed = hooked.handles and self._saved.push(offloader)
-        hooked.running.append(_Running(span, pushed, blocks, outside))
+        pushed = self._saved.push(offloader, frame) if hooked.handles else None
+        running = _Running(module, frame, span, pushed, blocks, outside)
+        hooked.running.append(running)
+        self._running.append(running)
 
-    def enter_inside(self, module: nn.Module) -> bool:
+    def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
         """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
         not fired: in a forward that is called past them, or runs again ([Note: Recompute without
         hooks]). Returns True if `leave` must follow."""
         hooked = self._hooked[module]
         for block in hooked.waits:
             if not block.forwards:
-                self.enter(module)
+                self.enter(module, frame=frame)
                 return True
         hooked.handles = hooked.handles and in_backward()
         return False
@@ -134,9 +146,12 @@ class ForwardHooks:
         if not hooked.running:
             return
         running = hooked.running.pop()
+        # Nearly always the last one.
+        at = next(i for i in range(len(self._running) - 1, -1, -1) if self._running[i] is running)
+        del self._running[at]
         self._saved.leave(running.outside)
-        if running.pushed:
-            self._saved.pop()
+        if running.pushed is not None:
+            self._saved.pop(running.pushed)
         while hooked.held and not hooked.running:
             self._end(hooked.held.pop())
         # A module around this one reads the blocks later: it holds their pins and spans until its
@@ -150,17 +165,24 @@ class ForwardHooks:
             self._tracker.__exit__(None, None, None)
             self._tracker = None
 
+    def end_interrupted(self) -> None:
+        """End the forwards that an interruption has cut: [Note: Interrupted forwards]."""
+        while self._running and has_ended(self._running[-1].frame):
+            self.leave(self._running[-1].module)
+
     def reset(self) -> None:
-        """End the forwards that an interruption has cut: torch calls hooks after an `Exception`,
-        and not after other exceptions."""
-        for module, hooked in self._hooked.items():
-            while hooked.running:
-                self.leave(module)
+        """The step was given up: end all forwards, and forget what they have moved."""
+        self._end_all()
         if self._offloader is not None:
             self._offloader.reset()
 
+    def _end_all(self) -> None:
+        while self._running:
+            self.leave(self._running[-1].module)
+
     def close(self) -> None:
         """Take everything off the modules."""
+        self._end_all()
         for handle in self._handles:
             handle.remove()
         for recomputed in self._recomputed.values():
@@ -176,19 +198,23 @@ class ForwardHooks:
         for recomputed in self._recomputed.values():
             recomputed.put()
 
-    def _enter_root(self) -> None:
+    def _enter_root(self, frame: FrameType | None) -> None:
         # A plain backward before this forward has left its micro-step open: its last blocks are
         # sent before compute gets more work.
         self.on_root()
         if isinstance(self._offloader, SavedOffloader):
             self._offloader.begin()
+        for block in self._residency.streamed:
+            block.check()
         # The first loads are launched before any module asks for its block.
         self._residency.restart()
         if not self._tracked:
             self._tracked = True
             if _has_compiled(self._model):
                 return
-            self._tracker = AccessTracker(self._model, self._saved.owner, self._missed, self._late)
+            AccessTracker.end_interrupted()
+            owner = self._saved.owner
+            self._tracker = AccessTracker(self._model, owner, self._missed, self._late, frame)
             self._tracker.__enter__()
 
     def _offloader_of(self, module: nn.Module) -> Offloader | None:

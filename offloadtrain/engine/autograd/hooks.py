@@ -1,9 +1,18 @@
-"""Module hooks that hold the engine weakly and become inert in a copy of the model."""
+"""Module hooks that hold the engine weakly and become inert in a copy of the model.
+
+[Note: Interrupted forwards]
+torch calls the hooks behind a forward also where that raises an `Exception`, but not after Ctrl-C.
+Pins, spans and saved-tensor hooks of that forward would stay, and the last of these would take what
+the next model of the process saves: in a notebook, silently. So each forward keeps the frame that
+called its hooks. Whoever finds a forward whose frame has ended ends it.
+"""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +23,10 @@ from torch.utils.hooks import RemovableHandle
 class Watcher(Protocol):
     """The object that the hooks call."""
 
-    def enter(self, module: nn.Module, *, again: bool = False) -> None: ...
-    def enter_inside(self, module: nn.Module) -> bool: ...
+    def enter(
+        self, module: nn.Module, *, again: bool = False, frame: FrameType | None = None
+    ) -> None: ...
+    def enter_inside(self, module: nn.Module, frame: FrameType) -> bool: ...
     def leave(self, module: nn.Module) -> None: ...
 
 
@@ -50,8 +61,12 @@ class _Enter(_Hook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         watcher = self._watcher()
-        if watcher is not None:
-            _call(watcher.enter, module)
+        if watcher is None:
+            return
+        if torch.compiler.is_compiling():
+            _uncompiled(watcher.enter, module)
+        else:
+            watcher.enter(module, frame=sys._getframe(1))
 
 
 class _EnterInside(_Hook):
@@ -62,7 +77,7 @@ class _EnterInside(_Hook):
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         watcher = None if torch.compiler.is_compiling() else self._watcher()
-        if watcher is not None and watcher.enter_inside(module):
+        if watcher is not None and watcher.enter_inside(module, sys._getframe(1)):
             leave = _Leave(watcher)
             leave.handle = module.register_forward_hook(leave, always_call=True)
 
@@ -80,21 +95,29 @@ class _Leave(_Hook):
         if self.handle is not None:
             self.handle.remove()
         watcher = self._watcher()
-        if watcher is not None:
-            _call(watcher.leave, module)
-
-
-def _call(method: Callable[[nn.Module], None], module: nn.Module) -> None:
-    """Call outside of compiled code, where a module was compiled with its hooks."""
-    if torch.compiler.is_compiling():
-        _uncompiled(method, module)
-    else:
-        method(module)
+        if watcher is None:
+            return
+        if torch.compiler.is_compiling():
+            _uncompiled(watcher.leave, module)
+        else:
+            watcher.leave(module)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _uncompiled(method: Callable[[nn.Module], None], module: nn.Module) -> None:
+    """Call outside of compiled code, where a module was compiled with its hooks."""
     method(module)
+
+
+def has_ended(frame: FrameType | None) -> bool:
+    """Tell whether a frame runs no more, on any thread; False for None."""
+    if frame is None:
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:  # a frame that runs cannot be cleared
+        return False
+    return True
 
 
 def watch(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.hooks import Watcher
+from offloadtrain.engine.autograd.passthrough import passthrough
 from offloadtrain.engine.autograd.rewind import BufferChanges, Rewind
 
 _log = logging.getLogger(__name__)
@@ -41,13 +43,16 @@ class _Runs:
         self._run = run
         self._inputs = inputs
         self._ran = False
+        self._modes = 0
         self.failed: BaseException | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
-            with self._inputs.again():
+            was_tracked = self._modes > torch._C._len_torch_dispatch_stack()
+            with self._inputs.again(), passthrough() if was_tracked else nullcontext():
                 return self._run(*args, **kwargs)
         self._ran = True
+        self._modes = torch._C._len_torch_dispatch_stack()
         try:
             return self._run(*args, **kwargs)
         except BaseException as error:
@@ -108,11 +113,10 @@ class Recomputed:
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self._module)]
-        return types.MethodType(type(copied).forward, copied)
+        return _forward_of(memo[id(self._module)])
 
     def __reduce__(self) -> Any:
-        return types.MethodType, (type(self._module).forward, self._module)
+        return _forward_of, (self._module,)
 
     def put(self) -> None:
         """Replace the module's forward."""
@@ -135,3 +139,9 @@ class Recomputed:
             return self._original(*args, **kwargs)
         finally:
             watcher.leave(self._module)
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of the module's class. A pickle names this function: it is called for a
+    module whose attributes are not there yet."""
+    return types.MethodType(type(module).forward, module)

@@ -5,8 +5,10 @@ With activation = "offload_saved" nothing runs again. Whatever the model's forwa
 way of [Note: Offloaded activations] in `step.activations`, if its memory has `offload_saved_above`
 bytes or more. What moves is memory, not tensors: queries, keys and values cut out of one product
 are one copy, and a tensor that several operations save is one. Backward views it as each of them
-saved it. Weights and buffers of the model stay where they are: saving them elsewhere would not give
-their memory back.
+saved it. A copy stands for tensors of one version of one version counter: a tensor and its views.
+Others may share the memory and be changed in place without it (the gates of an LSTM's cell, which
+`unsafe_chunk` cuts): they get copies of their own. Weights and buffers of the model stay where they
+are: saving them elsewhere would not give their memory back.
 """
 
 from __future__ import annotations
@@ -30,29 +32,45 @@ _log = logging.getLogger(__name__)
 class _View:
     """Stands for a saved tensor: how it views memory that is on the host."""
 
-    __slots__ = ("_dtype", "_memory", "_offset", "_shape", "_stride")
+    __slots__ = ("_conj", "_dtype", "_memory", "_neg", "_offset", "_shape", "_stride")
 
     def __init__(self, memory: _Memory, tensor: Tensor) -> None:
         self._memory = memory
         self._dtype = tensor.dtype
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
+        self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
 
     def unpack(self) -> Tensor:
         whole = self._memory.unpack().view(self._dtype)
-        return whole.as_strided(self._shape, self._stride, self._offset)
+        view = whole.as_strided(self._shape, self._stride, self._offset)
+        view = view.conj() if self._conj else view
+        return torch._neg_view(view) if self._neg else view
 
 
 class _Memory:
     """Memory on the host; from its first use in backward until all its views are gone, on the
-    device too."""
+    device too.
 
-    __slots__ = ("__weakref__", "_back", "_moved", "version")
+    Attributes:
+        version: that of the tensors which it was copied for.
+    """
 
-    def __init__(self, moved: OffloadedActivation, version: int) -> None:
+    __slots__ = ("__weakref__", "_back", "_moved", "_root", "_storage", "version")
+
+    def __init__(self, moved: OffloadedActivation, root: Tensor, version: int) -> None:
+        """`root`: the tensor whose version counter it is."""
         self._moved = moved
         self._back: Tensor | None = None
+        # While it refers to the tensor no other one gets its address, which `_known` goes by.
+        self._root = torch._C._WeakTensorRef(root)  # type: ignore[attr-defined]
+        self._storage = StorageWeakRef(root.untyped_storage())
         self.version = version
+
+    def stands_for(self, tensor: Tensor) -> bool:
+        """Tell whether the bytes of a tensor of the same counter are those that were copied."""
+        same = self._storage.cdata == tensor.untyped_storage()._cdata
+        return same and not self._storage.expired() and self.version == tensor._version
 
     def unpack(self) -> Tensor:
         if self._back is None:
@@ -68,8 +86,8 @@ class SavedOffloader:
         self._offloader = offloader
         self._model = weakref.ref(model)
         self._least = least_bytes
-        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Memory]]] = {}
-        """Storage → what it was moved to; gone with that."""
+        self._known: dict[int, weakref.ref[_Memory]] = {}
+        """A tensor with a version counter → what its memory was moved to; gone with that."""
         self._largest = 0  # of what is too small
         self._is_settled = False  # something was moved, or the user knows that nothing is
         self._of_model = _storages(model)
@@ -112,16 +130,16 @@ class SavedOffloader:
             ActivationError: memory was changed in place before its copy was done.
             HostMemoryError: beyond the host memory limit.
         """
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        root = tensor if tensor._base is None else tensor._base
+        key = root._cdata
         found = self._known.get(key)
-        memory = found[1]() if found is not None and not found[0].expired() else None
-        if memory is None or memory.version != tensor._version:
-            count = storage.nbytes() // tensor.element_size()
-            whole = tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
-            memory = _Memory(self._offloader.offload(whole), tensor._version)
-            gone = weakref.ref(memory, partial(_forget, self._known, key))
-            self._known[key], self._is_settled = (StorageWeakRef(storage), gone), True
+        memory = found() if found is not None else None
+        if memory is None or not memory.stands_for(tensor):
+            count = tensor.untyped_storage().nbytes() // tensor.element_size()
+            whole = _as_in_memory(tensor).as_strided((count,), (1,), 0).view(torch.uint8)
+            memory = _Memory(self._offloader.offload(whole), root, tensor._version)
+            self._known[key] = weakref.ref(memory, partial(_forget, self._known, key))
+            self._is_settled = True
         return _View(memory, tensor)
 
     def reset(self) -> None:
@@ -134,9 +152,16 @@ Offloader = ActivationOffloader | SavedOffloader
 
 
 def _forget(known: dict[int, Any], key: int, gone: weakref.ref[_Memory]) -> None:
-    # On any thread. The address may stand for another storage by now.
-    if known.get(key, (None, None))[1] is gone:
+    # On any thread. The tensor may have newer memory by now.
+    if known.get(key) is gone:
         del known[key]
+
+
+def _as_in_memory(tensor: Tensor) -> Tensor:
+    """View a tensor without the marks by which torch conjugates and negates when it is read."""
+    found = tensor.detach()
+    found = found.conj() if found.is_conj() else found
+    return torch._neg_view(found) if found.is_neg() else found
 
 
 def _storages(model: nn.Module) -> frozenset[int]:

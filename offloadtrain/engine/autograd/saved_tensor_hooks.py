@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.address_map import AddressMap
+from offloadtrain.engine.autograd.hooks import has_ended
 from offloadtrain.engine.autograd.saved_offload import Offloader
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
@@ -107,7 +109,10 @@ class Handle:
         StaleGraphError."""
         self._reading.begin()
         # Behind the use: only then is `working` the slot of this use.
-        return self._bucket.working.strided(self._shape, self._stride, self._offset)
+        view = self._bucket.working.strided(self._shape, self._stride, self._offset)
+        # With create_graph=True backward saves what it reads, past every hook, and the slot goes to
+        # another block before that is needed.
+        return view.clone() if torch.is_grad_enabled() else view
 
 
 class PartHandle:
@@ -220,21 +225,37 @@ class SavedTensors:
         found = self._owners.find(tensor)
         return found if found is None or isinstance(found, tuple) else found(tensor)
 
-    def push(self, offloader: Offloader | None = None) -> bool:
-        """Make the hooks the innermost of this thread; returns False if they are already, or not
-        needed. `offloader`: takes what it wants of what is saved."""
+    def push(
+        self, offloader: Offloader | None = None, frame: FrameType | None = None
+    ) -> Chain | None:
+        """Make the hooks the innermost of this thread, for `pop`; None if they are already, or not
+        needed.
+
+        Args:
+            offloader: takes what it wants of what is saved.
+            frame: that of the forward; see [Note: Interrupted forwards] in `hooks.py`.
+        """
         if not torch.is_grad_enabled():
-            return False
-        own, outer = _innermost()
-        if own is not None and own.offloader is offloader:
-            return False
-        chain = _Chain(self, outer, offloader)
+            return None
+        while (top := _innermost()) is not None and has_ended(top.frame):
+            _autograd._pop_saved_tensors_default_hooks()
+        outer = _top_hooks()
+        if top is not None and top.saved is self:
+            if top.offloader is offloader:
+                return None
+            outer = top.outer
+        chain = Chain(self, outer, offloader, frame)
         _autograd._push_saved_tensors_default_hooks(chain.pack, _unpack)
-        return True
+        return chain
 
     @staticmethod
-    def pop() -> None:
-        _autograd._pop_saved_tensors_default_hooks()
+    def pop(chain: Chain) -> None:
+        """Take the hooks off. Where an interruption has left others on top of them, or has taken
+        them off, they save nothing any more."""
+        if _innermost() is chain:
+            _autograd._pop_saved_tensors_default_hooks()
+        # The graph keeps the hooks, and a frame would keep what the forward was given.
+        chain.is_off, chain.frame = True, None
 
     def enter(
         self, blocks: Sequence[Block], saved: Sequence[Block], *, again: bool
@@ -276,12 +297,8 @@ class SavedTensors:
         packed: _Kept | _Packed
         if offloader is not None and offloader.wants(tensor):
             packed = offloader.offload(tensor)
-        elif outer is not None:
-            packed = PassedOn(outer, tensor)
         else:
-            # Detached: an operation that saves its own result would keep itself alive.
-            kept = tensor.detach() if tensor.requires_grad else tensor
-            packed = (kept, kept._version)
+            packed = _pass_on(tensor, outer)
         if self._residency is None:
             return packed
         return WhileStreaming(packed, self._residency, self._all_within(), self._clock)
@@ -334,28 +351,57 @@ def _raise_absent(block: Block, _: Tensor) -> NoReturn:
 def in_checkpoint() -> bool:
     """Tell whether tensors saved now go to a user's recompute (torch's non-reentrant
     checkpoint)."""
-    outer = _innermost()[1]
+    top = _innermost()
+    outer = _top_hooks() if top is None else top.outer
     return outer is not None and outer[0].__module__ == checkpoint.__module__
 
 
-def _innermost() -> tuple[_Chain | None, _Hooks | None]:
-    """Return the engine's hooks if they are the innermost of this thread, and those around them."""
+def _top_hooks() -> _Hooks | None:
+    """Return the innermost hooks of this thread."""
     hooks: _Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def _innermost() -> Chain | None:
+    """Return the innermost hooks of this thread, if they are an engine's."""
+    hooks = _top_hooks()
     own = getattr(hooks[0], "__self__", None) if hooks is not None else None
-    return (own, own.outer) if isinstance(own, _Chain) else (None, hooks)
+    return own if isinstance(own, Chain) else None
 
 
-class _Chain:
-    """Our hooks over the ones that were active when they were pushed."""
+def _pass_on(tensor: Tensor, outer: _Hooks | None) -> _Kept | PassedOn:
+    if outer is not None:
+        return PassedOn(outer, tensor)
+    # Detached: an operation that saves its own result would keep itself alive.
+    kept = tensor.detach() if tensor.requires_grad else tensor
+    return kept, kept._version
 
-    __slots__ = ("_saved", "offloader", "outer")
+
+class Chain:
+    """An engine's hooks over the ones that were active when they were pushed.
+
+    Attributes:
+        saved, offloader: they take what is saved, until the hooks are off.
+        outer: the hooks around them.
+        frame: that of the forward which they are for.
+    """
+
+    __slots__ = ("frame", "is_off", "offloader", "outer", "saved")
 
     def __init__(
-        self, saved: SavedTensors, outer: _Hooks | None, offloader: Offloader | None
+        self,
+        saved: SavedTensors,
+        outer: _Hooks | None,
+        offloader: Offloader | None,
+        frame: FrameType | None,
     ) -> None:
-        self._saved = saved
+        self.saved = saved
         self.outer = outer
         self.offloader = offloader
+        self.frame = frame
+        self.is_off = False
 
     def pack(self, tensor: Tensor) -> Any:
-        return self._saved.pack(tensor, self.outer, self.offloader)
+        if self.is_off or has_ended(self.frame):
+            return _pass_on(tensor, self.outer)
+        return self.saved.pack(tensor, self.outer, self.offloader)

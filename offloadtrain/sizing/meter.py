@@ -1,10 +1,16 @@
-"""Counts what operations on fake tensors hold and compute, by the block that they are a part of."""
+"""Counts what operations on fake tensors hold and compute, by the block that they are a part of.
+
+[Note: Sums in place]
+Where a tensor is used twice, autograd adds its gradients: in place, if nobody else holds the first
+one. Of fake tensors Python always does, so the trace gets an addition that makes a third tensor,
+and the first one dies behind it. What is held is therefore looked at only then.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,8 +19,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offloadtrain.engine.autograd.forward_hooks import in_backward
+from offloadtrain.sizing.ctc import CTC, CTC_BACKWARD, ctc_loss, ctc_loss_backward
 from offloadtrain.sizing.grouped_products import GROUPED, grouped_product
+from offloadtrain.sizing.known_values import with_values
 from offloadtrain.sizing.operation_work import Count, Operation, count_operation
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    CTC: ctc_loss,
+    CTC_BACKWARD: ctc_loss_backward,
+    **{getattr(GROUPED, name): grouped_product for name in GROUPED.overloads()},
+}
+"""Operations that torch does not describe for fake tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +95,8 @@ class Meter(TorchDispatchMode):
         self._live = 0
         self._held: dict[int, _Held] = {}
         self._by_place: Counter[Place] = Counter()
+        self._added = False
+        """The last operation was an addition in backward; see [Note: Sums in place]."""
 
     @property
     def place(self) -> Place:
@@ -87,7 +105,13 @@ class Meter(TorchDispatchMode):
 
     @place.setter
     def place(self, place: Place) -> None:
+        self._look()
         self.segments.append(Segment(place))
+
+    @property
+    def holds_something(self) -> bool:
+        """A tensor that was made is alive."""
+        return bool(self._held)
 
     def moved_to(self, tensor: Tensor, place: Place) -> None:
         """Count a tensor that is alive at another place from here on."""
@@ -105,8 +129,10 @@ class Meter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        grouped = func._overloadpacket is GROUPED
-        out = grouped_product(*args, **kwargs) if grouped else func(*args, **kwargs)
+        if self._added:
+            self._look()
+        compute = partial(_OWN.get(func, func), *args, **kwargs)
+        out = with_values(compute, func, args, kwargs)
         # Most operations are these; each takes as long as all that follows.
         if func.is_view or func.namespace == "prim":
             return out
@@ -116,8 +142,12 @@ class Meter(TorchDispatchMode):
         new = [one for one in made if one.untyped_storage()._cdata not in known]
         for one in new:
             self._hold(one)
+        # Backward runs without gradients, a forward that it runs again with them.
+        differentiates = not torch.is_grad_enabled() and in_backward()
+        self._added = differentiates and func is torch.ops.aten.add.Tensor
+        if not self._added:
+            self._look()
         if new or func._schema.is_mutable:
-            # Backward runs without gradients, a forward that it runs again with them.
             again = self.place.backward and torch.is_grad_enabled()
             op = Operation(func, args, given, made, again)
             count_operation(self.segments[-1].work, op, self.weights)
@@ -131,7 +161,10 @@ class Meter(TorchDispatchMode):
         self._held[key] = _Held(nbytes, self.place, weakref.ref(storage, partial(self._free, key)))
         self._by_place[self.place] += nbytes
         self._live += nbytes
-        segment = self.segments[-1]
+
+    def _look(self) -> None:
+        """Note what is held now, if it is the most so far."""
+        self._added, segment = False, self.segments[-1]
         if self._live > segment.peak:
             segment.peak, segment.at_peak = self._live, dict(self._by_place)
 

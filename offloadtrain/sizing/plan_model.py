@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offloadtrain.config.hf_model import HfModel
@@ -19,6 +20,7 @@ from offloadtrain.plan import report, suggest
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.suggest import Change
 from offloadtrain.runtime.detect_machine import here
+from offloadtrain.sizing.known_values import give_values, has_values
 from offloadtrain.sizing.parts import parts_of_module
 from offloadtrain.sizing.trace_step import TraceError
 from offloadtrain.sizing.tracer import Tracer
@@ -156,13 +158,19 @@ def _sizes(batch: Any) -> tuple[int, int]:
 
 
 def _resized(batch: Any, samples: int) -> Any:
-    """Return the batch as fake tensors, with this number of samples where it has samples."""
+    """Return the batch as fake tensors, with this number of samples where it has samples; whole
+    numbers keep their values."""
     held = _sizes(batch)[0]
 
     def fake(tensor: Tensor) -> Tensor:
         with_samples = tensor.dim() and tensor.shape[0] == held
         shape = (samples, *tensor.shape[1:]) if with_samples else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device="cpu")
+        made = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+        if not has_values(tensor):
+            return made
+        with _disable_current_modes():
+            again = torch.arange(samples) % held
+            return give_values(made, tensor[again] if with_samples else tensor)
 
     return tree_map_only(Tensor, fake, batch)
 

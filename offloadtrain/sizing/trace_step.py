@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
 )
 
 from offloadtrain.config.offload import OffloadConfig
@@ -46,6 +47,7 @@ from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.sizing.alike import Run, runs_of
 from offloadtrain.sizing.alike_pieces import AlikePieces
 from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
+from offloadtrain.sizing.fake_caches import empty_caches_of
 from offloadtrain.sizing.fake_model import fake_mode, fake_model
 from offloadtrain.sizing.fused_norm import fused_norms
 from offloadtrain.sizing.inert_lanes import InertLanes
@@ -114,6 +116,23 @@ def _moments(
     runs: Sequence[Run] = (),
 ) -> list[Moment]:
     mode, meter = fake_mode(), Meter()
+    try:
+        return _metered(model, loss_of, config, packed, runs, mode, meter)
+    finally:
+        # Some functions of models cache what depends on sizes only.
+        if meter.holds_something:
+            empty_caches_of(mode)
+
+
+def _metered(
+    model: nn.Module,
+    loss_of: Loss,
+    config: OffloadConfig,
+    packed: bool,
+    runs: Sequence[Run],
+    mode: FakeTensorMode,
+    meter: Meter,
+) -> list[Moment]:
     copied = fake_model(model, mode, runs)
     with mode, _without_addresses():
         traced = _offloaded(copied, _as_traced(config), meter)
@@ -220,9 +239,9 @@ def _no_values(name: str) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise TraceError(
             f"{name} cannot be traced without data: its forward asks for the values of a tensor "
-            f"({error.func}). Leave out masks that make it look, or choose another "
-            "implementation of that part (of experts, for instance: experts_implementation = "
-            '"grouped_mm")'
+            f"({error.func}). Give a batch whose whole numbers have values, leave out masks that "
+            "make it look, or choose another implementation of that part (of experts, for "
+            'instance: experts_implementation = "grouped_mm")'
         ) from error
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offloadtrain.runtime.kernels import codec, on_device, on_device_narrow
 from offloadtrain.runtime.kernels.arguments import (
+    check_address,
     check_alive,
     check_disjoint,
     check_operand,
@@ -270,6 +271,7 @@ def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> 
             raise TypeError(f"values must be {dtype} on the CPU: {describe(values)}")
         if not 0 <= id < squares.numel():
             raise ValueError(f"squares has {squares.numel()} elements, none at {id}")
+        check_address("values", values)
     active_backend().sum_squares_each(tensors, squares)
 
 

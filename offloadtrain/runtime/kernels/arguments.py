@@ -136,8 +136,21 @@ def check_operand(
     if not tensor.is_cpu or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be 1-D, contiguous and on the CPU: {describe(tensor)}")
     check_alive(name, tensor)
+    check_address(name, tensor)
     if numel is not None and tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel()} elements, {numel} are needed")
+
+
+def check_address(name: str, tensor: Tensor) -> int:
+    """Return where its values are.
+
+    Raises:
+        ValueError: nowhere, as those of a fake tensor.
+    """
+    address: int = tensor.data_ptr()
+    if not address and tensor.numel():
+        raise ValueError(f"{name} has no memory: it is a {type(tensor).__name__}")
+    return address
 
 
 def check_alive(name: str, tensor: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offloadtrain.runtime import kernels
 from tests.runtime.kernels.kernel_cases import SCALARS, fused_adam
@@ -118,6 +119,16 @@ def test_step_zero_is_refused() -> None:
     given = operands()
     with pytest.raises(ValueError):
         fused_adam(**given, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(8)
+    squares = torch.zeros(1, dtype=torch.float64)
+    with pytest.raises(ValueError, match="has no memory: it is a FakeTensor"):
+        kernels.sum_squares_each([(0, fake)], squares)
+    with pytest.raises(ValueError, match="has no memory: it is a FakeTensor"):
+        kernels.zero(fake)
 
 
 def test_none_is_refused() -> None:

@@ -1,0 +1,36 @@
+"""`ctc_loss` over fake tensors, for which torch has no description: a size depends on values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.sizing.known_values import numbers_of
+
+CTC = torch.ops.aten._ctc_loss.Tensor
+CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor
+
+
+def ctc_loss(
+    log_probs_TBC: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the losses, (B,), and what backward needs: of each state of the alignment, of which a
+    target has one more than twice its length. Without values of `lengths` all targets count as
+    long as the longest can be.
+
+    Args:
+        targets: (B, S), or all of them in a row.
+        lengths: of the targets, (B,).
+    """
+    steps, samples, _classes = log_probs_TBC.shape
+    known = numbers_of(lengths)
+    longest = targets.shape[-1] if known is None else max(known)
+    states = log_probs_TBC.new_empty(samples, steps, 2 * longest + 1)
+    return log_probs_TBC.new_empty(samples), states
+
+
+def ctc_loss_backward(_: Tensor, log_probs_TBC: Tensor, *__: Any, **___: Any) -> Tensor:
+    """Return the gradient of `log_probs_TBC`."""
+    return torch.empty_like(log_probs_TBC)

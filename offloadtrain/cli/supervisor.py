@@ -318,18 +318,15 @@ class Supervisor:
                 rank.signal(number)
         elif self._stopping:
             if time.monotonic() - self._stopped_s >= REPEAT_S:
-                self._abort()
+                for rank in self._ranks:
+                    rank.kill()
+                with suppress(OSError):  # the terminal is gone
+                    os.write(2, b"\nended at once; the last checkpoint is intact\n")
+                os._exit(FAILED)
         else:
             self._stopping, self._stopped_s = True, time.monotonic()
             for rank in self._ranks:
                 rank.signal(number)
-
-    def _abort(self) -> None:
-        for rank in self._ranks:
-            rank.kill()
-        with suppress(OSError):  # the terminal is gone
-            os.write(2, b"\nended at once; the last checkpoint is intact\n")
-        os._exit(FAILED)
 
 
 def say(text: str) -> None:

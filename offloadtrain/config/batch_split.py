@@ -108,11 +108,6 @@ def group_of(config: Config, ranks: int, rank: int) -> str:
     return "" if each == every else f"group {replica // each + 1} of {every // each}"
 
 
-def _stage_of(config: Config, ranks: int, rank: int) -> str:
-    stages = config.ranks.pipeline
-    return "" if stages == 1 else Stage.of(rank // (ranks // stages), stages, stages).number
-
-
 def roles(config: Config, ranks: int) -> tuple[str, ...]:
     """Return what each rank is in the pipeline, of the copies of the state and of the matrices, for
     messages; nothing where all are alike.
@@ -123,7 +118,10 @@ def roles(config: Config, ranks: int) -> tuple[str, ...]:
     found = []
     for rank in range(ranks):
         group, part = group_of(config, ranks, rank), part_of(config, rank)
-        found.append(", ".join(filter(None, (_stage_of(config, ranks, rank), group, part))))
+        stage, stages = "", config.ranks.pipeline
+        if stages > 1:
+            stage = Stage.of(rank // (ranks // stages), stages, stages).number
+        found.append(", ".join(filter(None, (stage, group, part))))
     return tuple(found) if any(found) else ()
 
 

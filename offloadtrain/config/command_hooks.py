@@ -50,9 +50,9 @@ def _foreign(path: Path, text: str) -> str:
         return f"it cannot be read: {error.strerror}"
     if own != text:
         return "it was changed while it was read"
-    runs = (folder for folder in path.resolve().parents if _is_run(folder))
+    runs = (
+        folder
+        for folder in path.resolve().parents
+        if any(os.path.lexists(folder / name) for name in _OF_A_RUN)
+    )
     return next((f"it lies in the run folder {folder}" for folder in runs), "")
-
-
-def _is_run(folder: Path) -> bool:
-    return any(os.path.lexists(folder / name) for name in _OF_A_RUN)

@@ -40,10 +40,7 @@ def settle(job: Job) -> Iterator[str]:
             section, name = other.split(".")
             left = job.tables[section].pop(name)
             yield f"{other} = {shown(left)} of the job is overridden by {key} = {shown(value)}"
-    yield from _shorter_warmup(job)
-
-
-def _shorter_warmup(job: Job) -> Iterator[str]:
+    # Of a run made shorter, the warm-up becomes as much shorter.
     steps, warmup = _value(job, "train.steps"), _of_the_file(job, "optim.warmup_steps")
     if "train.steps" not in job.overridden or type(steps) is not int or type(warmup) is not int:
         return

@@ -230,7 +230,9 @@ def converted(kind: Any, value: Any) -> Any:
         ValueError: it is of another type; the text names the allowed one ("a string").
     """
     if get_origin(kind) in (UnionType, Union):  # TOML has no null: None is omitted
-        kind = _alternative(get_args(kind), value)
+        # The kind of a table for a table, if there is one, else the first.
+        tables = [one for one in get_args(kind) if get_origin(one) is Mapping]
+        kind = tables[0] if tables and isinstance(value, dict) else get_args(kind)[0]
     if get_origin(kind) is Literal:
         return _one_of(get_args(kind), value)
     if get_origin(kind) is tuple:
@@ -246,12 +248,6 @@ def converted(kind: Any, value: Any) -> Any:
     if kind is str and any(0xD800 <= ord(char) < 0xE000 for char in value):
         raise ValueError("valid UTF-8")  # an argument of the command line may hold any bytes
     return value
-
-
-def _alternative(kinds: tuple[Any, ...], value: Any) -> Any:
-    """Return the kind of a table for a table, if there is one, else the first."""
-    tables = [kind for kind in kinds if get_origin(kind) is Mapping]
-    return tables[0] if tables and isinstance(value, dict) else kinds[0]
 
 
 def _one_of(choices: tuple[str, ...], value: Any) -> Any:

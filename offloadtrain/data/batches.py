@@ -181,7 +181,13 @@ class Batches:
     def _indices(self, samples: Indices) -> Indices:
         """Return where in the file each token of each window is, (N, S). What pads a document has
         the index of its last token."""
-        starts_N = self._starts(samples)
+        # The first token of each sample's window, or the number of its document; samples may lie
+        # in several epochs.
+        starts_N = np.empty_like(samples)
+        epochs = samples // self.windows
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            here = epochs == epoch
+            starts_N[here] = self._grid.starts(samples[here] % self.windows, self._seed, epoch)
         if self._packing != "padded":
             return starts_N[:, None] + np.arange(self._seq_len + 1)
         assert self._ends is not None
@@ -192,7 +198,11 @@ class Batches:
     def _counted(self, index_NS: Indices, samples: Indices) -> Mask:
         """Return which targets of these samples the loss counts, (N, T)."""
         if self._masking is not None:
-            return self._chosen(self._masking, index_NS[:, :-1], samples)
+            chosen_NT = self._masking.chosen(self._seed, samples, self._seq_len)
+            # None that the file's mask leaves out.
+            if self._tokens.counted is not None:
+                chosen_NT &= self._tokens.counted[index_NS[:, :-1]].astype(bool)
+            return chosen_NT
         index_NT = index_NS[:, 1:]
         counted_NT = np.ones(index_NT.shape, dtype=bool)
         if self._tokens.counted is not None:
@@ -202,13 +212,6 @@ class Batches:
         elif self._packing == "isolated":
             counted_NT &= index_NT > self._begins(index_NT)
         return counted_NT
-
-    def _chosen(self, masking: Masking, index_NT: Indices, samples: Indices) -> Mask:
-        """Return which tokens are hidden, (N, T): none that the file's mask leaves out."""
-        chosen_NT = masking.chosen(self._seed, samples, self._seq_len)
-        if self._tokens.counted is not None:
-            chosen_NT &= self._tokens.counted[index_NT].astype(bool)
-        return chosen_NT
 
     def _begins(self, index_NT: Indices) -> Indices:
         """Return where the document of each token begins."""
@@ -221,16 +224,6 @@ class Batches:
 
     def __iter__(self) -> Iterator[Batch]:
         return self
-
-    def _starts(self, samples: Indices) -> Indices:
-        """Return the first token of each sample's window, or the number of its document; samples
-        may lie in several epochs."""
-        starts = np.empty_like(samples)
-        epochs = samples // self.windows
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            here = epochs == epoch
-            starts[here] = self._grid.starts(samples[here] % self.windows, self._seed, epoch)
-        return starts
 
     def state_dict(self) -> dict[str, Any]:
         """Return the global position, independent of rank and world, and the data it refers to."""

@@ -55,7 +55,10 @@ class ChatTemplate:
             raise ChatError("no message of the assistant: the loss would count nothing")
         self._check_contents(messages, tools)
         if _MARKS.search(self.template):
-            whole, mask = self._marked(messages, tools)
+            found = self._apply(
+                messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            whole, mask = found["input_ids"], np.array(found["assistant_masks"], dtype=np.uint8)
         else:
             texts = [self._render(messages, tools)]
             for turn in turns:
@@ -101,7 +104,11 @@ class ChatTemplate:
 
     def _check_contents(self, messages: Messages, tools: Any) -> None:
         """Raises ChatError where the template writes a list of parts out as Python does."""
-        parts = {n: m["content"] for n, m in enumerate(messages) if _is_parts(m.get("content"))}
+        parts = {
+            number: message["content"]
+            for number, message in enumerate(messages)
+            if not isinstance(message.get("content"), str | None)
+        }
         if not parts:
             return
         text = self._render(messages, tools)
@@ -111,12 +118,6 @@ class ChatTemplate:
                     f"the content of message number {number + 1} is a {type(content).__name__}, "
                     "which the chat template does not read: give its text as a string"
                 )
-
-    def _marked(self, messages: Messages, tools: Any) -> tuple[list[int], Mask]:
-        found = self._apply(
-            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return found["input_ids"], np.array(found["assistant_masks"], dtype=np.uint8)
 
     def _render(self, messages: Messages, tools: Any, ask: bool = False) -> str:
         if not messages:
@@ -153,10 +154,6 @@ class ChatTemplate:
             f"token {at}, where the whole conversation has {there!r}, so the assistant's tokens "
             "are not known; use a template that marks them with {% generation %} (chat_template)"
         )
-
-
-def _is_parts(content: Any) -> bool:
-    return content is not None and not isinstance(content, str)
 
 
 def chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:

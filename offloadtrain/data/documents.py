@@ -7,7 +7,6 @@ the piece only.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +15,7 @@ from offloadtrain.boundary.safe_open import open_regular
 from offloadtrain.data.chat import Mask
 from offloadtrain.data.cut import Piece
 from offloadtrain.data.encode import Document, Encoder
-from offloadtrain.data.records import Bad, Record, records
+from offloadtrain.data.records import Bad, records
 from offloadtrain.data.tokenizer import ByteTokenizer, Ids
 from offloadtrain.data.tokens import DataError
 
@@ -109,7 +108,11 @@ def read_pieces(pieces: tuple[Piece, ...], reading: Reading) -> Encoded:
 
 
 def _read_text(piece: Piece, encoder: Encoder) -> Ids:
-    raw = _read_range(piece)
+    with open_regular(piece.file.path, follow_link=True) as file:
+        file.seek(piece.start)
+        raw = file.read(piece.stop - piece.start)
+    if len(raw) < piece.stop - piece.start:
+        raise DataError(f"{piece.file.path} became shorter while it was read")
     if isinstance(encoder.tokenizer, ByteTokenizer):
         ids = np.frombuffer(raw, np.uint8)
     else:
@@ -123,17 +126,9 @@ def _read_text(piece: Piece, encoder: Encoder) -> Ids:
     return encoder.ended(ids, begins=piece.begins_document, ends=piece.ends_document)
 
 
-def _read_range(piece: Piece) -> bytes:
-    with open_regular(piece.file.path, follow_link=True) as file:
-        file.seek(piece.start)
-        raw = file.read(piece.stop - piece.start)
-    if len(raw) < piece.stop - piece.start:
-        raise DataError(f"{piece.file.path} became shorter while it was read")
-    return raw
-
-
 def _read_table(piece: Piece, reading: Reading, found: Encoded) -> None:
-    for batch in _batches(records(piece, reading.encoder.columns)):
+    given = records(piece, reading.encoder.columns)
+    while batch := list(itertools.islice(given, _BATCH)):
         encoded = iter(reading.encoder.encode([one for one in batch if isinstance(one, dict)]))
         for one in batch:
             number, found.lines = found.lines, found.lines + 1
@@ -144,10 +139,3 @@ def _read_table(piece: Piece, reading: Reading, found: Encoded) -> None:
                     return
             elif document is not None:
                 found.add(document, reading.threshold)
-
-
-def _batches(
-    found: Iterator[Record | Bad | None],
-) -> Iterator[list[Record | Bad | None]]:
-    while batch := list(itertools.islice(found, _BATCH)):
-        yield batch

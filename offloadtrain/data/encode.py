@@ -116,7 +116,9 @@ class Encoder:
             return Bad(f"{problem}: {excerpt(repr(record).encode('utf-8', 'replace'))}")
         said = [record[name] for name in self.columns[:-1]]
         try:
-            ids, counted = self._counted(said, _tools(record))
+            tools = record.get("tools")
+            tools = json.loads(tools) if isinstance(tools, str) else tools
+            ids, counted = self._counted(said, tools)
         except (ChatError, UnicodeEncodeError) as error:
             return Bad(f"{error}: {excerpt(repr(record).encode('utf-8', 'replace'))}")
         return Document(hash64(json.dumps(said, sort_keys=True).encode()), ids, counted)
@@ -161,11 +163,6 @@ class Encoder:
         counted = np.zeros(len(tokens), dtype=np.uint8)
         counted[len(self.tokenizer.begin) + kept :] = 1
         return tokens, counted
-
-
-def _tools(record: Record) -> Any:
-    tools = record.get("tools")
-    return json.loads(tools) if isinstance(tools, str) else tools
 
 
 def _problem(record: Record, field: str) -> Bad | None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from offloadtrain.data.token_writer import TokenWriter
 from offloadtrain.data.tokenizer import ByteTokenizer
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
 from offloadtrain.data.tokens import DataError, Progress, TokenFile
-from offloadtrain.data.workers import Task, encode_in_order, usable_cpus
+from offloadtrain.data.workers import Task, encode_in_order
 from offloadtrain.hardware.file_locks import lock
 
 _VERSION = 3  # version of the rules in this package; a new one makes cached files stale
@@ -154,7 +155,8 @@ def prepare(
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out):
             found = _reuse(out, settings, settings.fingerprint(files))
-            return found or _build(files, out, settings, jobs or usable_cpus(), progress)
+            jobs = jobs or len(os.sched_getaffinity(0))
+            return found or _build(files, out, settings, jobs, progress)
     except OSError as error:
         raise DataError(
             f"cannot prepare {error.filename or out}: {error.strerror or error}"
@@ -294,25 +296,21 @@ class _Tally:
     def add(self, task: Task, encoded: Encoded, reading: Reading) -> None:
         self.lowest = min(self.lowest, encoded.lowest)
         self.highest = max(self.highest, encoded.highest)
-        self._add_lines(task[-1].file, encoded, reading)
-        self.done_bytes += sum(piece.num_bytes for piece in task)
-        if self.progress:
-            self.progress(self.done_bytes, self.total_bytes)
-
-    def _add_lines(self, file: SourceFile, encoded: Encoded, reading: Reading) -> None:
+        file = task[-1].file
         if file.path != self._path:
             self._path, self._lines = file.path, 0
         where = f"{file.path}:" if file.kind == "jsonl" else f"{file.path}: row "
         for number, problem in encoded.bad:
-            self._note(f"{where}{self._lines + number + 1}: {problem}", reading)
+            bad_line = f"{where}{self._lines + number + 1}: {problem}"
+            if not reading.keep_going:
+                raise DataError(f'{bad_line}\nset bad_lines = "skip" to skip such lines')
+            self.skipped_lines += 1
+            if len(self.skipped) < _SHOWN_BAD_LINES:
+                self.skipped.append(bad_line)
         self._lines += encoded.lines
-
-    def _note(self, bad_line: str, reading: Reading) -> None:
-        if not reading.keep_going:
-            raise DataError(f'{bad_line}\nset bad_lines = "skip" to skip such lines')
-        self.skipped_lines += 1
-        if len(self.skipped) < _SHOWN_BAD_LINES:
-            self.skipped.append(bad_line)
+        self.done_bytes += sum(piece.num_bytes for piece in task)
+        if self.progress:
+            self.progress(self.done_bytes, self.total_bytes)
 
 
 def _commit(

@@ -25,6 +25,7 @@ from offloadtrain.data.tokens import (
     TokenHeader,
     new_hash,
 )
+from offloadtrain.hardware.atomic_io import sync_folder
 
 _COPIED_BYTES = 1 << 24
 
@@ -106,15 +107,11 @@ class TokenWriter:
         raw = np.ascontiguousarray(tokens, dtype=np.dtype(self._dtype).newbyteorder("<")).data
         self._content.update(raw)
         self._file.write(raw)
-        self._end_documents(self.count + np.asarray(ends, dtype=np.int64))
+        if (ended := self.count + np.asarray(ends, dtype=np.int64)).size:
+            self._lengths.write(np.diff(ended, prepend=self._document_begins).astype(LENGTH).data)
+            self._document_begins = int(ended[-1])
+            self.documents += ended.size
         self.count += tokens.size
-
-    def _end_documents(self, ends: npt.NDArray[np.int64]) -> None:
-        if not ends.size:
-            return
-        self._lengths.write(np.diff(ends, prepend=self._document_begins).astype(LENGTH).data)
-        self._document_begins = int(ends[-1])
-        self.documents += ends.size
 
     def commit(self) -> None:
         """Write the other parts and the header, make everything durable and rename the file."""
@@ -128,7 +125,7 @@ class TokenWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         os.replace(self._temporary, self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
 
     def _header(self) -> bytes:
         header = TokenHeader(
@@ -169,11 +166,3 @@ def _smallest_dtype(vocab_size: int) -> str:
         if 0 < vocab_size <= 1 << 8 * width:
             return name
     raise DataError(f"vocab_size = {vocab_size} must be from 1 to {1 << 32}")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

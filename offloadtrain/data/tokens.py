@@ -101,7 +101,12 @@ class TokenFile:
         """
         self.path = Path(path)
         try:
-            self.header = _read_header(self.path)
+            with open_regular(self.path, follow_link=True) as file:
+                page = file.read(HEADER_BYTES)
+                num_bytes = os.fstat(file.fileno()).st_size
+            header = _parse_header(self.path, page)
+            _check_size(self.path, header, num_bytes - HEADER_BYTES)
+            self.header = header
             dtype = np.dtype(self.header.dtype).newbyteorder("<")
             self.tokens: Tokens = self._map(dtype, HEADER_BYTES)
             self._lengths_at = HEADER_BYTES + self.header.token_bytes
@@ -178,15 +183,6 @@ class TokenFile:
             return ""
         first = int(np.flatnonzero(piece >= limit)[0])
         return f"token {piece[first]} at index {start + first} is not below vocab_size = {limit}"
-
-
-def _read_header(path: Path) -> TokenHeader:
-    with open_regular(path, follow_link=True) as file:
-        page = file.read(HEADER_BYTES)
-        num_bytes = os.fstat(file.fileno()).st_size
-    header = _parse_header(path, page)
-    _check_size(path, header, num_bytes - HEADER_BYTES)
-    return header
 
 
 def _parse_header(path: Path, page: bytes) -> TokenHeader:

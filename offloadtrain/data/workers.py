@@ -124,7 +124,3 @@ def _end_with_parent() -> None:
 def _read(task: Task) -> Encoded:
     assert _reading is not None
     return read_pieces(task, _reading)
-
-
-def usable_cpus() -> int:
-    return len(os.sched_getaffinity(0))

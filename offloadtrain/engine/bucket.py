@@ -196,15 +196,6 @@ class Bucket:
         """The shard of the weights that forward uses, where they lie between two uses: (n,)."""
         return self.load_source.flat if self.streamed else self.working.flat[self.lo : self.hi]
 
-    def swap_state(self) -> None:
-        """Make the other copy of the state the state."""
-        # Views of `state` that a user holds show the old copy from here on.
-        self.state, self.other = self.other, self.state
-
-    def flip_weight_file(self) -> None:
-        """Make the other version of the weights on the disk the one that loads read."""
-        self.weight_files = self.weight_files[::-1]
-
     def weights_of(self, slot: Slot) -> Tensor:
         """View the shard's part of a parameter in `in_use`: (n,)."""
         lo, hi = self.piece(slot)

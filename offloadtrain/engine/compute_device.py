@@ -19,7 +19,13 @@ def resolve_device(device: str | torch.device, precision: str) -> torch.device:
         ValueError: it is not there, or has no arithmetic of this precision.
     """
     on = _named_device(device)
-    _check_precision(precision, on)
+    if precision == "auto":
+        raise ValueError(f"precision = 'auto' is not one of {', '.join(map(repr, PRECISIONS))}")
+    if on.type == "cuda" and precision == "bf16":
+        with torch.cuda.device(on):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                name = torch.cuda.get_device_name(on)
+                raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
     # Before any host memory is mapped: it lies next to the CPUs that touch it first.
     _place_kernels(on)
     return on
@@ -49,14 +55,3 @@ def _place_kernels(device: torch.device) -> None:
     gpus = [pci_address(index % count) for index in range(ranks)]
     gpus[rank] = pci_address(device.index or 0)
     kernels.place(local_plan(gpus, rank))
-
-
-def _check_precision(precision: str, device: torch.device) -> None:
-    """Raises ValueError for a precision without arithmetic on this device."""
-    if precision == "auto":
-        raise ValueError(f"precision = 'auto' is not one of {', '.join(map(repr, PRECISIONS))}")
-    if device.type == "cuda" and precision == "bf16":
-        with torch.cuda.device(device):
-            if not torch.cuda.is_bf16_supported(including_emulation=False):
-                name = torch.cuda.get_device_name(device)
-                raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")

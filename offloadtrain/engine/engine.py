@@ -330,7 +330,13 @@ class Engine:
         self._norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.cut is not None and not self._interpreter.torn:
-            self._reset()
+            # Operations were cut short: end what was launched, forget the rest.
+            # First, as operations in flight still use the memory that is released below.
+            self.lanes.synchronize()
+            self._forward_hooks.reset()
+            self.program.reset()
+            self.residency.reset()
+            self._interpreter.cut = None
         self._gradients.drop()
         # Copies down in flight need no wait: the next step's write the same memory behind them.
         self._run(self.program.drop(), updates=True)
@@ -354,15 +360,6 @@ class Engine:
         # The program knows it too: later launches wait for nothing before this point.
         self.program.synchronized()
         self.residency.expose_host_weights()
-
-    def _reset(self) -> None:
-        """Restart after operations were cut short: end what was launched, forget the rest."""
-        # First, as operations in flight still use the memory that is released below.
-        self.lanes.synchronize()
-        self._forward_hooks.reset()
-        self.program.reset()
-        self.residency.reset()
-        self._interpreter.cut = None
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step(), which then waits for them."""

@@ -38,32 +38,29 @@ def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Ta
     """
     found, count = Targets([], [], []), flat.numel() // len(starts)
     for rank, lo in enumerate(starts):
-        _add(found, flat[rank * count : (rank + 1) * count], lo, slots)
+        piece = flat[rank * count : (rank + 1) * count]
+        # Elements [lo, hi) of the bucket; those before `end` have their views.
+        hi, end = lo + piece.numel(), lo
+        for number, slot in enumerate(slots):
+            first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
+            if first >= last:
+                continue
+            if first > end:
+                found.gaps.append(piece[end - lo : first - lo])
+            view, whole = piece[first - lo : last - lo], last - first == slot.numel
+            found.views.append(slot.shaped(view) if whole else view)
+            cut = None if whole else (first - slot.offset, last - slot.offset)
+            found.sources.append((number, cut))
+            end = last
+        if end < hi:
+            found.gaps.append(piece[end - lo :])
     return found
-
-
-def _add(found: Targets, piece: Tensor, lo: int, slots: Sequence[Slot]) -> None:
-    """Add elements [lo, lo + len(piece)) of the bucket."""
-    hi, end = lo + piece.numel(), lo
-    for number, slot in enumerate(slots):
-        first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
-        if first >= last:
-            continue
-        if first > end:
-            found.gaps.append(piece[end - lo : first - lo])
-        view, whole = piece[first - lo : last - lo], last - first == slot.numel
-        found.views.append(slot.shaped(view) if whole else view)
-        cut = None if whole else (first - slot.offset, last - slot.offset)
-        found.sources.append((number, cut))
-        end = last
-    if end < hi:
-        found.gaps.append(piece[end - lo :])
 
 
 def fill(targets: Targets, delivered: Delivered) -> None:
     """Copy the gradients to their places, and zeros between them."""
     sources = [
-        delivered[number][1] if cut is None else _part(*delivered[number], *cut)
+        delivered[number][1] if cut is None else flat_gradient(*delivered[number])[slice(*cut)]
         for number, cut in targets.sources
     ]
     with torch.no_grad():
@@ -71,10 +68,6 @@ def fill(targets: Targets, delivered: Delivered) -> None:
             torch._foreach_zero_(targets.gaps)
         if sources:
             torch._foreach_copy_(targets.views, sources)
-
-
-def _part(slot: Slot, grad: Tensor, first: int, last: int) -> Tensor:
-    return flat_gradient(slot, grad)[first:last]
 
 
 def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:

@@ -233,16 +233,13 @@ def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
     if ranks.is_single or not tensors:
         return
     values = [local(tensor.detach()) for tensor in tensors]
-    sums = ranks.all_gather_host([float(_checksum(value)) for value in values])
+    on_host = (value.cpu().contiguous().reshape(-1).view(torch.uint8) for value in values)
+    sums = ranks.all_gather_host([float(crc32(each.numpy().data)) for each in on_host])
     for value, of_ranks in zip(values, sums.T, strict=True):
         if not bool((of_ranks == of_ranks[0]).all()):
-            on_host = value.cpu().contiguous()
-            ranks.broadcast(on_host)
-            value.copy_(on_host)
-
-
-def _checksum(values: Tensor) -> int:
-    return crc32(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            first = value.cpu().contiguous()
+            ranks.broadcast(first)
+            value.copy_(first)
 
 
 def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
@@ -254,18 +251,13 @@ def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
     # Swapped and not replaced: other modules and parameter groups refer to the same object.
     for param in module.parameters(recurse=False):
         if param.is_meta:
-            real = nn.Parameter(_with_memory(param), param.requires_grad)
-            torch.utils.swap_tensors(param, real)
+            held = torch.empty_like(local(param), device="cpu")
+            like = rebuilt(param, held) if is_distributed(param) else held
+            torch.utils.swap_tensors(param, nn.Parameter(like, param.requires_grad))
     module._apply(
         lambda one: torch.empty_like(one, device="cpu") if one.is_meta else one, recurse=False
     )
     param_init_fn(module)
-
-
-def _with_memory(param: nn.Parameter) -> Tensor:
-    """Return a tensor as this one on the host, without values."""
-    held = torch.empty_like(local(param), device="cpu")
-    return rebuilt(param, held) if is_distributed(param) else held
 
 
 def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:

@@ -95,9 +95,29 @@ class Stages:
         return measured
 
     def agree_on_names(self) -> None:
-        """Exchange the names of all stages' parameters now, and not with the first squares, where
-        all stages would wait for the last one."""
-        self._names = self._names or self._agree_on_names(self._alive())
+        """Exchange the names of all stages' parameters, once: now, and not with the first squares,
+        where all stages would wait for the last one.
+
+        Raises:
+            RankError: a parameter is in two stages, or processes have different numbers of stages.
+        """
+        if self._names:
+            return
+        of_processes = self.ranks.gather([one.names for one in self._alive()])
+        if len({len(found) for found in of_processes}) > 1:
+            counts = ", ".join(str(len(found)) for found in of_processes)
+            raise RankError(f"the processes of a pipeline hold {counts} stages: give each as many")
+        # In the order of the model.
+        stages = [names for of_each in zip(*of_processes, strict=True) for names in of_each]
+        owner: dict[str, int] = {}
+        for stage, names in enumerate(stages):
+            for name in filter(None, names):
+                if owner.setdefault(name, stage) != stage:
+                    raise RankError(
+                        f"parameter '{name}' is in stages {owner[name]} and {stage} of the "
+                        "pipeline: each parameter is one stage's, and names are the whole model's"
+                    )
+        self._names = stages
 
     def _alive(self) -> list[NormMeasure]:
         return [one for ref in self._members if (one := ref()) is not None]
@@ -136,39 +156,13 @@ class Stages:
             for row, names in zip(of_stages, self._names, strict=True)
         ]
         whole = [value for of_stage in squares for value in of_stage]
-        nonfinite = self._nonfinite(squares, own)
-        for one, found in zip(members, own, strict=True):
-            self._found[one] = Measured(whole, nonfinite, found.told)
-
-    def _nonfinite(
-        self, squares: Sequence[Sequence[float]], own: Sequence[Measured]
-    ) -> dict[str, tuple[int, ...]]:
-        """Return the parameters that are not finite → the ranks in whose shards, of own stages."""
+        # Those that are not finite, and the ranks in whose shards; of own stages only.
         known = {name: ranks for found in own for name, ranks in found.nonfinite.items()}
         pairs = zip(self._names, squares, strict=True)
         named = [pair for names, row in pairs for pair in zip(names, row, strict=True)]
-        return {name: known.get(name, ()) for name, value in named if not math.isfinite(value)}
-
-    def _agree_on_names(self, members: Sequence[NormMeasure]) -> list[list[str]]:
-        """Exchange the names of every stage's parameters, once; returns them in stage order.
-
-        Raises:
-            RankError: a parameter is in two stages, or processes have different numbers of stages.
-        """
-        of_processes = self.ranks.gather([one.names for one in members])
-        if len({len(found) for found in of_processes}) > 1:
-            counts = ", ".join(str(len(found)) for found in of_processes)
-            raise RankError(f"the processes of a pipeline hold {counts} stages: give each as many")
-        stages = [names for of_each in zip(*of_processes, strict=True) for names in of_each]
-        owner: dict[str, int] = {}
-        for stage, names in enumerate(stages):
-            for name in filter(None, names):
-                if owner.setdefault(name, stage) != stage:
-                    raise RankError(
-                        f"parameter '{name}' is in stages {owner[name]} and {stage} of the "
-                        "pipeline: each parameter is one stage's, and names are the whole model's"
-                    )
-        return stages
+        nonfinite = {name: known.get(name, ()) for name, value in named if not math.isfinite(value)}
+        for one, found in zip(members, own, strict=True):
+            self._found[one] = Measured(whole, nonfinite, found.told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,21 +248,14 @@ class NormMeasure:
         """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()
         own = self._gradients.measure(self._intent(intent))
-        self._check_copies(own, intent[0])
-        return own if self._parts.is_single else self._of_all_parts(own, intent)
-
-    def _check_copies(self, own: Measured, step_count: float) -> None:
-        """Compare this shard's ranks of all groups, which hold copies of it; see [Note: Copies] in
-        `runtime.process_group`.
-
-        Raises:
-            RankError: they disagree about the step, or have not got the same gradient.
-        """
         copies = self._ranks.copies
         if not copies.is_single:
+            # This shard's ranks of all groups hold copies of it, which must be decided on alike and
+            # have got the same gradient; see [Note: Copies] in `runtime.process_group`.
             told = own.told[self._ranks.rank].tolist()
             rows = copies.all_gather_host([*told, _digest(own.of_parameter)])
-            _check_alike(rows, "copy", (*_WHAT, "the sums of squares"), step_count)
+            _check_alike(rows, "copy", (*_WHAT, "the sums of squares"), intent[0])
+        return own if self._parts.is_single else self._of_all_parts(own, intent)
 
     def _of_all_parts(self, own: Measured, intent: Sequence[float]) -> Measured:
         """Add the squares of the other parts of DTensors, in the order of ranks; what every rank

@@ -59,7 +59,13 @@ class Residency:
         name = self._program.streaming.slots[slot]
         if name is None:
             return None
-        return self._blocks[name], _bucket_of(self._blocks[name], tensor)
+        at = tensor.storage_offset() * tensor.element_size()
+        for bucket in self._blocks[name].held:
+            flat = bucket.working.flat
+            start = flat.storage_offset() * flat.element_size()
+            if start <= at < start + flat.numel() * flat.element_size():
+                return self._blocks[name], bucket
+        raise StreamError(f"a tensor lies in the slot of '{name}' and in none of its buckets")
 
     # Calls of the engine.
 
@@ -69,7 +75,11 @@ class Residency:
         if not block.streamed:
             self.interpreter.run(self._program.use(block.name))
             return
-        self._forget_ended()
+        # Backwards that are over release their pins: those inside the current one have larger
+        # numbers, and outside of any backward all are over.
+        now = torch._C._current_graph_task_id()
+        for task in [task for task in self._running if task > now]:
+            del self._running[task]
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
         self.interpreter.run(self._program.use(block.name, self._pinned()))
         self._latest = block
@@ -111,7 +121,14 @@ class Residency:
         for block in self._exposed:
             block.leave_device()
         self._exposed.clear()
-        self._tell_misses()
+        access_order = self._program.streaming.access_order
+        if access_order.differs and not self._told:
+            self._told = True
+            _log.warning(
+                "blocks were used in another order than in the step before: %d loads could not "
+                "begin ahead of their use. The result is the same, the step is slower.",
+                access_order.missed,
+            )
         # Launches loads to the slots without a pin, beside what compute and the host still run.
         self.interpreter.run(self._program.pass_begins(self._pinned()))
 
@@ -176,38 +193,14 @@ class Residency:
 
     def swap(self, bucket: str) -> None:
         """The other copy of a bucket's state becomes the state."""
-        self._buckets[bucket].swap_state()
+        swapped = self._buckets[bucket]
+        # Views of `state` that a user holds show the old copy from here on.
+        swapped.state, swapped.other = swapped.other, swapped.state
 
     def flip(self, bucket: str) -> None:
         """The other version of a bucket's weights on the disk is the one that loads read."""
-        self._buckets[bucket].flip_weight_file()
+        flipped = self._buckets[bucket]
+        flipped.weight_files = flipped.weight_files[::-1]
 
     def _pinned(self) -> list[str]:
         return [block.name for block in self.resident if self.pinned(block)]
-
-    def _forget_ended(self) -> None:
-        """Release the pins of backwards that are over: those inside the current one have larger
-        numbers, and outside of any backward all are over."""
-        now = torch._C._current_graph_task_id()
-        for task in [task for task in self._running if task > now]:
-            del self._running[task]
-
-    def _tell_misses(self) -> None:
-        access_order = self._program.streaming.access_order
-        if access_order.differs and not self._told:
-            self._told = True
-            _log.warning(
-                "blocks were used in another order than in the step before: %d loads could not "
-                "begin ahead of their use. The result is the same, the step is slower.",
-                access_order.missed,
-            )
-
-
-def _bucket_of(block: Block, tensor: Tensor) -> Bucket:
-    at = tensor.storage_offset() * tensor.element_size()
-    for bucket in block.held:
-        flat = bucket.working.flat
-        start = flat.storage_offset() * flat.element_size()
-        if start <= at < start + flat.numel() * flat.element_size():
-            return bucket
-    raise StreamError(f"a tensor lies in the slot of '{block.name}' and in none of its buckets")

@@ -126,16 +126,13 @@ class InitInOrder:
             first = next(iter(self._left))
             other = self._left.pop(first)
             if first not in own:
+                # Drawn, so that later ones draw as in the whole model, and dropped.
                 materialise(other, self._init)
-                _drop_values(other)
+                for param in other.parameters(recurse=False):
+                    meta = torch.empty_like(param, device="meta")
+                    torch.utils.swap_tensors(param, nn.Parameter(meta, param.requires_grad))
+                other._apply(lambda tensor: tensor.to("meta"), recurse=False)
         self._init(module)
-
-
-def _drop_values(module: nn.Module) -> None:
-    for param in module.parameters(recurse=False):
-        empty = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        torch.utils.swap_tensors(param, empty)
-    module._apply(lambda tensor: tensor.to("meta"), recurse=False)
 
 
 @torch.no_grad()

@@ -251,13 +251,10 @@ class Alerts:
         for code, problem in (("link", _narrow(gpu)), ("throttle", gpu.throttle)):
             switch = self._switch(f"{code}-gpu{gpu.index}", patience=3)
             text = f"GPU {gpu.index}: {problem}" if problem else ""
-            yield from self._after_three(switch, text, number)
-
-    def _after_three(self, switch: _Switch, text: str, number: int | None) -> Iterable[Alert]:
-        count = self._bad_samples.get(switch.code, 0) + 1 if text else 0
-        self._bad_samples[switch.code] = count
-        if not text or count >= 3:
-            yield from switch.report(text, number)
+            count = self._bad_samples.get(switch.code, 0) + 1 if text else 0
+            self._bad_samples[switch.code] = count
+            if not text or count >= 3:
+                yield from switch.report(text, number)
 
     def _switch(self, code: str, level: str = "warning", patience: int = 1) -> _Switch:
         return self._switches.setdefault(code, _Switch(code, level, patience))

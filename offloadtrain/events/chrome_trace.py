@@ -49,7 +49,12 @@ def read_run(folder: Path) -> list[Record]:
 def chrome_trace(records: Iterable[Record]) -> dict[str, Any]:
     """The trace of all sampled steps, with a slice and counters for every step."""
     kept = list(records)
-    starts = _step_starts(kept)
+    # (rank, step) → its start in Unix seconds; the last one for a repeated step.
+    starts = {
+        (record.rank, record.event.step): record.time_s - record.event.step_ms / 1e3
+        for record in kept
+        if isinstance(record.event, Step)
+    }
     origin_s = min(starts.values(), default=0.0)
     entries = [*_names(kept)]
     for record in kept:
@@ -60,15 +65,6 @@ def chrome_trace(records: Iterable[Record]) -> dict[str, Any]:
             begun_us = (starts[record.rank, event.step] - origin_s) * 1e6
             entries.append(_slice(record.rank, event, begun_us))
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
-
-
-def _step_starts(records: Iterable[Record]) -> dict[tuple[int, int], float]:
-    """Return (rank, step) → its start in Unix seconds; the last one for a repeated step."""
-    return {
-        (record.rank, record.event.step): record.time_s - record.event.step_ms / 1e3
-        for record in records
-        if isinstance(record.event, Step)
-    }
 
 
 def _step(record: Record, event: Step, origin_s: float) -> Iterator[dict[str, Any]]:
@@ -89,6 +85,9 @@ def _step(record: Record, event: Step, origin_s: float) -> Iterator[dict[str, An
 
 
 def _slice(rank: int, span: LaneSpan, begun_us: float) -> dict[str, Any]:
+    args: dict[str, float] = {"step": span.step}
+    if span.num_bytes and span.duration_ms > 0:
+        args |= {"bytes": span.num_bytes, "GB/s": span.num_bytes / span.duration_ms / 1e6}
     return {
         "ph": "X",
         "name": span.name,
@@ -97,14 +96,8 @@ def _slice(rank: int, span: LaneSpan, begun_us: float) -> dict[str, Any]:
         "tid": _thread(span.lane),
         "ts": begun_us + span.start_ms * 1e3,
         "dur": span.duration_ms * 1e3,
-        "args": {"step": span.step} | _bandwidth(span),
+        "args": args,
     }
-
-
-def _bandwidth(span: LaneSpan) -> dict[str, float]:
-    if not (span.num_bytes and span.duration_ms > 0):
-        return {}
-    return {"bytes": span.num_bytes, "GB/s": span.num_bytes / span.duration_ms / 1e6}
 
 
 def _names(records: Iterable[Record]) -> Iterator[dict[str, Any]]:

@@ -81,13 +81,10 @@ class Requests:
         except (OSError, ValueError) as error:
             return Request(path.stem[:80], "unknown", refused=f"it cannot be read: {error}")
         finally:
-            self._put_away(path)
-
-    def _put_away(self, path: Path) -> None:
-        try:
-            path.rename(self._done / path.name)
-        except OSError:
-            path.unlink(missing_ok=True)
+            try:
+                path.rename(self._done / path.name)
+            except OSError:
+                path.unlink(missing_ok=True)
 
 
 def _understood(id: str, asked: Any) -> Request:

@@ -91,7 +91,11 @@ class RingWriter:
         """
         self._number += 1
         slot = (self._number - 1) % CAPACITY
-        os.pwrite(self._fd, _packed(self._number, point), _HEADER.size + slot * _SLOT_BYTES)
+        time_s, step, *sizes = astuple(point)
+        known = (_UNKNOWN if size is None else size for size in sizes)
+        body = _BODY.pack(self._number, time_s, step, *known)
+        data = body + struct.pack("<I", zlib.crc32(body))
+        os.pwrite(self._fd, data, _HEADER.size + slot * _SLOT_BYTES)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -115,19 +119,15 @@ class RingReader:
         """
         fd = open_descriptor(self._path, max_bytes=FILE_BYTES)
         try:
-            self._look(fd)
+            header = os.pread(fd, _HEADER.size, 0)
+            if os.fstat(fd).st_size != FILE_BYTES or _HEADER.unpack(header)[:4] != _FORM:
+                raise UnsafeFileError(self._path, f"it is not a ring file of version {VERSION}")
+            beginning = _HEADER.unpack(header)[4]
+            if beginning != self._beginning:  # the file of another start
+                self._beginning, self._next = beginning, 1
             return self._read(fd)
         finally:
             os.close(fd)
-
-    def _look(self, fd: int) -> None:
-        """Begin anew in a file of another start."""
-        header = os.pread(fd, _HEADER.size, 0)
-        if os.fstat(fd).st_size != FILE_BYTES or _HEADER.unpack(header)[:4] != _FORM:
-            raise UnsafeFileError(self._path, f"it is not a ring file of version {VERSION}")
-        beginning = _HEADER.unpack(header)[4]
-        if beginning != self._beginning:
-            self._beginning, self._next = beginning, 1
 
     def _read(self, fd: int) -> list[MemoryPoint]:
         """Read on from the next number; read all slots if the writer has lapped the reader."""
@@ -138,33 +138,21 @@ class RingReader:
             if len(found) == CAPACITY:
                 return found
         if sample and sample[0] > self._next:
-            return self._scan(fd)
+            whole = [self._at(fd, number) for number in range(1, CAPACITY + 1)]
+            ordered = sorted((one for one in whole if one), key=lambda one: one[0])
+            fresh = [one for one in ordered if one[0] >= self._next]
+            self._next = fresh[-1][0] + 1 if fresh else self._next
+            return [point for _, point in fresh]
         return found
-
-    def _scan(self, fd: int) -> list[MemoryPoint]:
-        whole = [self._at(fd, number) for number in range(1, CAPACITY + 1)]
-        ordered = sorted((one for one in whole if one), key=lambda one: one[0])
-        fresh = [one for one in ordered if one[0] >= self._next]
-        self._next = fresh[-1][0] + 1 if fresh else self._next
-        return [point for _, point in fresh]
 
     def _at(self, fd: int, number: int) -> tuple[int, MemoryPoint] | None:
         """Return the sample in the slot of `number`; None: empty, or half written."""
         slot = (number - 1) % CAPACITY
-        return _unpacked(os.pread(fd, _SLOT_BYTES, _HEADER.size + slot * _SLOT_BYTES))
-
-
-def _packed(number: int, point: MemoryPoint) -> bytes:
-    time_s, step, *sizes = astuple(point)
-    body = _BODY.pack(number, time_s, step, *(_UNKNOWN if s is None else s for s in sizes))
-    return body + struct.pack("<I", zlib.crc32(body))
-
-
-def _unpacked(slot: bytes) -> tuple[int, MemoryPoint] | None:
-    body = slot[: _BODY.size]
-    if len(slot) != _SLOT_BYTES or slot[_BODY.size :] != struct.pack("<I", zlib.crc32(body)):
-        return None
-    number, time_s, step, *sizes = _BODY.unpack(body)
-    if not number or not math.isfinite(time_s):
-        return None
-    return number, MemoryPoint(time_s, step, *(None if s < 0 else s for s in sizes))
+        data = os.pread(fd, _SLOT_BYTES, _HEADER.size + slot * _SLOT_BYTES)
+        body = data[: _BODY.size]
+        if len(data) != _SLOT_BYTES or data[_BODY.size :] != struct.pack("<I", zlib.crc32(body)):
+            return None
+        found, time_s, step, *sizes = _BODY.unpack(body)
+        if not found or not math.isfinite(time_s):
+            return None
+        return found, MemoryPoint(time_s, step, *(None if s < 0 else s for s in sizes))

@@ -106,8 +106,8 @@ class DirectFile:
     def sync(self) -> None:
         """Make the content durable."""
         os.fsync(self._fd)
-        if not self.direct:
-            self._drop_from_page_cache()
+        if not self.direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)  # leaves the page cache
 
     def close(self) -> None:
         """Close it. Idempotent."""
@@ -149,10 +149,6 @@ class DirectFile:
             if error.errno != errno.EINVAL:
                 raise
             self.direct = False
-
-    def _drop_from_page_cache(self) -> None:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _reserves(fd: int) -> bool:

@@ -43,7 +43,8 @@ def _machine() -> Room:
     stated = stated_bytes()
     if stated is None:
         return Room(_meminfo_available(), "MemAvailable of /proc/meminfo")
-    return Room(max(stated - _held_bytes(), 0), HOST_MEMORY_VARIABLE)
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[_RESIDENT])
+    return Room(max(stated - resident_pages * os.sysconf("SC_PAGE_SIZE"), 0), HOST_MEMORY_VARIABLE)
 
 
 def _cgroups() -> Iterator[Room]:
@@ -76,11 +77,6 @@ def stated_bytes() -> int | None:
         return parse_bytes(text)
     except ValueError as error:
         raise HostMemoryError(f"{HOST_MEMORY_VARIABLE}: {error}") from None
-
-
-def _held_bytes() -> int:
-    resident_pages = int(Path("/proc/self/statm").read_text().split()[_RESIDENT])
-    return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _meminfo_available() -> int:

@@ -188,7 +188,14 @@ def loads(text: str, origin: str) -> Machine:
         MachineError: with every broken rule.
     """
     try:
-        return _read(text, origin)
+        kinds = toml.field_kinds(Machine)
+        job = toml.parse(text, origin, list(kinds))
+        toml.report_unknown(job, job.tables, list(kinds))
+        values = toml.read_fields(job, kinds, job.tables)
+        job.problems += [f"{key} is missing" for key in toml.missing_fields(Machine, job.tables)]
+        job.problems += _problems(values)
+        job.raise_problems()
+        return Machine(**values)
     except ConfigError as error:
         raise MachineError(*error.problems) from None
 
@@ -197,17 +204,6 @@ def dump(machine: Machine, title: str) -> str:
     """Return TOML that `loads` reads back to an equal machine; `title` becomes its first line."""
     values = {f.name: getattr(machine, f.name) for f in fields(Machine)}
     return f"# {title}\n{toml.emit(values)}"
-
-
-def _read(text: str, origin: str) -> Machine:
-    kinds = toml.field_kinds(Machine)
-    job = toml.parse(text, origin, list(kinds))
-    toml.report_unknown(job, job.tables, list(kinds))
-    values = toml.read_fields(job, kinds, job.tables)
-    job.problems += [f"{key} is missing" for key in toml.missing_fields(Machine, job.tables)]
-    job.problems += _problems(values)
-    job.raise_problems()
-    return Machine(**values)
 
 
 def _problems(values: dict[str, Any]) -> Iterator[str]:

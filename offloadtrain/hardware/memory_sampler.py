@@ -136,12 +136,9 @@ class MemorySampler:
         curve, self._curve = self._curve, None
         if not curve:
             return peak, None
-        return peak, self._curve_record(curve)
-
-    def _curve_record(self, curve: list[tuple[float, int]]) -> schema.StepMemory:
         times, sizes = zip(*thinned(curve), strict=True)
         tier = "host" if self._read_device is None else "device"
-        return schema.StepMemory(step=self._step, tier=tier, at_ms=times, kib=sizes)
+        return peak, schema.StepMemory(step=self._step, tier=tier, at_ms=times, kib=sizes)
 
     def close(self) -> None:
         """End the thread with a last record. Idempotent."""

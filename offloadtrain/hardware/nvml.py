@@ -167,14 +167,6 @@ class Nvml:
             return None
         return (count - before[1]) / (now - before[0])
 
-    def _throttle(self, handle: Any) -> str:
-        """Return why the clocks are throttled; "" if they are not."""
-        reasons = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
-        if reasons is None:
-            reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        held = [word for bit, word in _THROTTLES.items() if (reasons or 0) & bit]
-        return ", ".join(held)
-
     def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
         """List the processes that compute on the GPU, the largest first."""
         found = self.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
@@ -187,9 +179,13 @@ class Nvml:
         milliwatts = self.ask("nvmlDeviceGetPowerUsage", handle)
         celsius = self.ask("nvmlDeviceGetTemperature", handle, 0)
         rates = self._rates(index, handle)
+        reasons = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:
+            reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        held = [word for bit, word in _THROTTLES.items() if (reasons or 0) & bit]
         return GpuSample(
             **_link(self.ask, handle),
-            throttle=self._throttle(handle),
+            throttle=", ".join(held),
             processes=self._processes(handle) if processes else (),
             pcie_tx_bytes_per_s=rates[0],
             pcie_rx_bytes_per_s=rates[1],

@@ -69,7 +69,7 @@ def probe(nvml: Nvml | None = None) -> SystemInfo:
         host_memory_bytes=host_memory_bytes(),
         host_available_bytes=host_available_bytes(),
         python=platform.python_version(),
-        torch=_version("torch"),
+        torch=installed_version("torch"),
         driver=nvml.driver(),
         gpus=nvml.describe(),
         gpu_state=nvml.state,
@@ -153,7 +153,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str:
+    """Return the version of a package; "" if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -77,16 +77,9 @@ def _standing_in(model: nn.Module) -> Iterator[None]:
 
 def write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype) -> None:
     """Write what `PeftModel.from_pretrained` loads, for every adapter of the model."""
-    wanted = _adapter_names(model)
-    found = {name: _cast(x, dtype) for name, x in weights if name in wanted}
-    found |= {name: x for name, x in model.named_buffers() if name in wanted}
-    model.save_pretrained(str(folder), state_dict=found)
-
-
-def _adapter_names(model: Any) -> set[str]:
-    """Return the model's names of what PEFT saves."""
     from peft import get_peft_model_state_dict
 
+    # The model's names of what PEFT saves.
     tensors = (*model.named_parameters(), *model.named_buffers())
     shapes = {name: torch.empty_like(x, device="meta") for name, x in tensors}
     name_of = {id(x): name for name, x in shapes.items()}
@@ -94,11 +87,12 @@ def _adapter_names(model: Any) -> set[str]:
         get_peft_model_state_dict(model, state_dict=dict(shapes), adapter_name=adapter)
         for adapter in model.peft_config
     ]
-    return {name_of[id(x)] for one in saved for x in one.values() if id(x) in name_of}
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
+    wanted = {name_of[id(x)] for one in saved for x in one.values() if id(x) in name_of}
+    found = {
+        name: x.to(dtype) if x.is_floating_point() else x for name, x in weights if name in wanted
+    }
+    found |= {name: x for name, x in model.named_buffers() if name in wanted}
+    model.save_pretrained(str(folder), state_dict=found)
 
 
 def bare(model: Any) -> Any:

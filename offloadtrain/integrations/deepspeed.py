@@ -64,8 +64,9 @@ class Imported:
         """Return TOML of a job, which lacks what no DeepSpeed file has."""
         lacking = ["model.size", "data.source"]
         lacking += [] if "steps" in self.tables["train"] else ["train.steps"]
+        # 0: no clipping.
         tables = {
-            name: {key: _toml_value(value) for key, value in table.items()}
+            name: {key: 0 if value is None else value for key, value in table.items()}
             for name, table in self.tables.items()
             if table
         }
@@ -318,10 +319,6 @@ def _as_arguments(tables: Tables) -> dict[str, Any]:
 
 _NO_ARGUMENT = ("adam", "sgd", "adagrad")
 """Optimizers of a job that no `optim` of TrainingArguments is."""
-
-
-def _toml_value(value: Any) -> Any:
-    return 0 if value is None else value  # no clipping
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

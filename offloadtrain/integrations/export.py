@@ -60,26 +60,19 @@ def new_folder(folder: Path) -> Iterator[Path]:
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield beside
-        _make_durable(beside)
+        # Readable as the user's files are, and durable.
+        mask = os.umask(0)
+        os.umask(mask)
+        beside.chmod(0o777 & ~mask)
+        for path in beside.rglob("*"):
+            if path.is_file():
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
+        sync_folder(beside)
         rename_folder(beside, folder)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
-
-
-def _make_durable(folder: Path) -> None:
-    folder.chmod(0o777 & ~_umask())
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb+") as file:
-                os.fsync(file.fileno())
-    sync_folder(folder)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def model_weights(

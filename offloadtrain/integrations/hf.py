@@ -199,11 +199,15 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             super()._save(output_dir, state_dict)
             return
         weights = state_dict_of(self.model, self._driven, self._given)
-        widest = max((x.dtype for x in weights.values() if x.is_floating_point()), key=_width)
+        floating = (x.dtype for x in weights.values() if x.is_floating_point())
+        widest = max(floating, key=lambda dtype: dtype.itemsize)
         super()._save(output_dir, weights)  # consumes them
         config = Path(output_dir or self.args.output_dir) / "config.json"
         if self.args.should_save and config.exists():
-            _name_dtype(config, widest)
+            # It names the dtype of the model in memory: make it that of the weights beside it.
+            named = json.loads(config.read_text())
+            named["dtype"] = str(widest).removeprefix("torch.")
+            config.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         rank_files.save_state(self.create_optimizer(), output_dir)
@@ -218,18 +222,6 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         rank_files.load_state(self.create_optimizer(), checkpoint)
         schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
-
-
-def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Make the configuration name the dtype of the weights beside it: transformers names that of
-    the model in memory."""
-    named = json.loads(config.read_text())
-    named["dtype"] = str(dtype).removeprefix("torch.")
-    config.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n")
-
-
-def _width(dtype: torch.dtype) -> int:
-    return dtype.itemsize
 
 
 def __getattr__(name: str) -> Any:

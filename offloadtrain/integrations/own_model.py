@@ -155,19 +155,12 @@ def _llama_keys(shape: ModelShape, name: str) -> dict[str, Any]:
         keys |= {"residual_dropout": shape.dropout, "embedding_dropout": shape.dropout}
     else:
         keys |= {"rms_norm_eps": shape.norm_eps, "head_dim": shape.head_dim}
-        keys |= _expert_keys(shape) if shape.num_experts else _bias_keys(shape)
+        if shape.num_experts:
+            keys["num_local_experts"] = shape.num_experts
+            keys["num_experts_per_tok"] = shape.experts_per_token
+        else:
+            keys |= {"attention_bias": shape.bias, "mlp_bias": shape.bias}
     return keys | {"rope_parameters": rotary}
-
-
-def _bias_keys(shape: ModelShape) -> dict[str, Any]:
-    return {"attention_bias": shape.bias, "mlp_bias": shape.bias}
-
-
-def _expert_keys(shape: ModelShape) -> dict[str, Any]:
-    return {
-        "num_local_experts": shape.num_experts,
-        "num_experts_per_tok": shape.experts_per_token,
-    }
 
 
 def _gpt2_keys(shape: ModelShape) -> dict[str, Any]:

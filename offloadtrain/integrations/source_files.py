@@ -16,7 +16,9 @@ def check_files(name: str, subfolder: str = "") -> None:
     """
     folder = Path(name) / subfolder
     if not Path(name).is_dir():
-        if _is_path(name):
+        # A name on the Hub is NAME or OWNER/NAME.
+        is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+        if is_path:
             raise ModelError(
                 f"'{name}': there is no such folder, and no name on the Hub is like it"
             )
@@ -29,11 +31,6 @@ def check_files(name: str, subfolder: str = "") -> None:
     if not (folder / "config.json").exists():
         raise ModelError(f"'{folder}' has no config.json{_below(folder)}")
     _check_weights(folder)
-
-
-def _is_path(name: str) -> bool:
-    """A name on the Hub is NAME or OWNER/NAME."""
-    return os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
 
 
 def _below(folder: Path) -> str:

@@ -29,7 +29,13 @@ def state_dict(
     """
     ranks = optimizer.ranks
     if optimizer.config.zero_stage_among(ranks.size) == 3:
-        state = {**_saved_buffers(model), **dict(optimizer.full_weights())}
+        buffers = {
+            f"{prefix}{'.' * bool(prefix)}{name}": buffer.to("cpu", copy=True)
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        state = buffers | dict(optimizer.full_weights())
     else:
         state = model.state_dict()
     wide = [param for param, dtype in (given or {}).items() if dtype is torch.float32]
@@ -49,13 +55,3 @@ def _masters(optimizer: OffloadOptimizer, wide: set[nn.Parameter]) -> dict[nn.Pa
         return {param: master for param, master in held.items() if param in wide}
     found = ((params[name], master) for name, master in optimizer.master_weights())
     return {param: master for param, master in found if param in wide and param.requires_grad}
-
-
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a state dict holds."""
-    return {
-        f"{prefix}{'.' * bool(prefix)}{name}": buffer.to("cpu", copy=True)
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }

@@ -166,7 +166,8 @@ class _ByExpert(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tensor:
         ctx.save_for_backward(rows_MD, weight_EUD)
-        ctx.ranges = _ranges(ends_E)
+        ends: list[int] = ends_E.tolist()
+        ctx.ranges = list(zip([0, *ends[:-1]], ends, strict=True))
         out_MU = rows_MD.new_empty(len(rows_MD), weight_EUD.shape[1])
         for expert, (lo, hi) in enumerate(ctx.ranges):
             torch.mm(rows_MD[lo:hi], weight_EUD[expert].T, out=out_MU[lo:hi])
@@ -182,11 +183,6 @@ class _ByExpert(torch.autograd.Function):
             # Of an expert without tokens: zeros.
             torch.mm(grad_MU[lo:hi].T, rows_MD[lo:hi], out=grad_EUD[expert])
         return grad_MD, grad_EUD, None
-
-
-def _ranges(ends_E: Tensor) -> list[tuple[int, int]]:
-    ends: list[int] = ends_E.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 class _Permuted(torch.autograd.Function):

@@ -41,24 +41,21 @@ class LossScaler:
             LossScaleError: on an overflow at the smallest scale that would halve it.
         """
         if overflow:
-            self._overflowed()
+            if self.tolerated < self.hysteresis - 1:
+                self.tolerated += 1
+            elif self.scale <= SMALLEST:
+                raise LossScaleError(
+                    f"gradients overflow fp16 at the smallest loss scale ({self.scale}): the loss "
+                    "or a weight is not finite, or the model needs precision = 'bf16' or 'fp32'"
+                )
+            else:
+                self.scale /= 2.0
+            self.good_steps = 0
             return
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
             self.scale = min(2.0 * self.scale, LARGEST)
             self.good_steps = self.tolerated = 0
-
-    def _overflowed(self) -> None:
-        if self.tolerated < self.hysteresis - 1:
-            self.tolerated += 1
-        elif self.scale <= SMALLEST:
-            raise LossScaleError(
-                f"gradients overflow fp16 at the smallest loss scale ({self.scale}): the loss or a "
-                "weight is not finite, or the model needs precision = 'bf16' or 'fp32'"
-            )
-        else:
-            self.scale /= 2.0
-        self.good_steps = 0
 
     def state_dict(self) -> dict[str, float]:
         """Return what changes; `hysteresis` is an option of the run."""

@@ -28,14 +28,8 @@ def learning_rate(
         return peak * (step + 1) / warmup_steps
     if schedule == "constant":
         return peak
-    left = _decay_left(step, schedule, total_steps, warmup_steps)
-    return peak * (min_ratio + (1.0 - min_ratio) * left)
-
-
-def _decay_left(step: int, schedule: Schedule, total_steps: int, warmup_steps: int) -> float:
-    """Return the remaining share of the decay: 1 at its start, 0 in the last step."""
     first, last = max(warmup_steps - 1, 0), total_steps - 1
     progress = (min(step, last) - first) / max(last - first, 1)
-    if schedule == "linear":
-        return 1.0 - progress
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+    # The remaining share of the decay: 1 at its start, 0 in the last step.
+    left = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (min_ratio + (1.0 - min_ratio) * left)

@@ -42,7 +42,7 @@ def _at_loss(placed: Placement, on_cpu: bool) -> Activations:
         head = model.vocab_size * model.d_model * weight
     else:
         logits = 2 * weight * tokens * model.vocab_size + _rows_bytes(placed, on_cpu)
-    logits += _final(placed, on_cpu)
+    logits += tokens * _norm(model, weight, on_cpu)  # the final norm's input and output
     return Activations(kept, 0, logits, head, _documents(placed), "loss")
 
 
@@ -112,20 +112,11 @@ def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
 
 def _layer_bytes(placed: Placement, on_cpu: bool) -> int:
     """Bytes saved by autograd per layer, including its input."""
-    model = placed.config.rank_shape
-    per_token = saved_per_token(model, placed.config.data.seq_len, placed.weight_bytes, on_cpu)
+    shape, weight = placed.config.rank_shape, placed.weight_bytes
+    per_token = 2 * _norm(shape, weight, on_cpu)
+    per_token += _attention(shape, placed.config.data.seq_len, weight, on_cpu)
+    per_token += _saved_of_mlp(shape, weight) + _dropouts(shape, weight, on_cpu)
     return _tokens(placed) * per_token
-
-
-def saved_per_token(shape: ModelShape, seq_len: int, weight: int, on_cpu: bool) -> int:
-    """Return the bytes one layer saves per token for its backward."""
-    parts = (
-        2 * _norm(shape, weight, on_cpu),
-        _attention(shape, seq_len, weight, on_cpu),
-        _saved_of_mlp(shape, weight),
-        _dropouts(shape, weight, on_cpu),
-    )
-    return sum(parts)
 
 
 def _saved_of_mlp(shape: ModelShape, weight: int) -> int:
@@ -173,11 +164,6 @@ def _documents(placed: Placement) -> int:
         return 0
     tables = 4 * model.head_dim if model.positions == "rotary" else 0
     return _tokens(placed) * (placed.weight_bytes * data.seq_len + tables)
-
-
-def _final(placed: Placement, on_cpu: bool) -> int:
-    """The final norm's input and output."""
-    return _tokens(placed) * _norm(placed.config.model, placed.weight_bytes, on_cpu)
 
 
 def _rows_bytes(placed: Placement, on_cpu: bool) -> int:

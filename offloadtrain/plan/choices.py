@@ -41,20 +41,16 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
         for state, precisions in STATE_PRECISIONS.items()
         if precision in (*precisions, "auto") and FORMATS[state].keeps_moments(moments)
     )
+    own = job.hf is None and job.model.num_experts
     return {
         "offload.working": distinct("device", "host", job.offload.working),
         "offload.activation": policies,
         "offload.state": tuple(states),
         "offload.state_on": distinct(job.offload.state_on, "host"),
         "ranks.shard": distinct(job.ranks.shard, 0),
-        "ranks.expert": distinct(job.ranks.expert, _most_parts_of_experts(job, ranks)),
+        "ranks.expert": distinct(job.ranks.expert, gcd(job.model.num_experts, ranks) if own else 1),
         "train.micro_batch": smaller_batches(job),
     }
-
-
-def _most_parts_of_experts(job: Config, ranks: int) -> int:
-    own = job.hf is None and job.model.num_experts
-    return gcd(job.model.num_experts, ranks) if own else 1
 
 
 def smaller_batches(job: Config) -> tuple[int, ...]:

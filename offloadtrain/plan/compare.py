@@ -69,7 +69,13 @@ def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
     Raises:
         ConfigError: the job is none that all of them can train.
     """
-    _check(plan)
+    job = plan.job
+    if plan.machine.on_cpu or job.offload.precision == "fp32":
+        raise ConfigError("--compare is for 16-bit training on a GPU: choose a --machine with one")
+    if job.num_trained < job.num_params:
+        raise ConfigError("--compare is for training all weights: leave out model.lora")
+    if job.optim.name not in ("adam", "adamw"):
+        raise ConfigError(f"--compare is for Adam: optim.name = {job.optim.name!r}")
     return [_ours(plan), *(_row(name, peer, plan, trace) for name, peer in PEERS.items())]
 
 
@@ -108,16 +114,6 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def _check(plan: Plan) -> None:
-    job = plan.job
-    if plan.machine.on_cpu or job.offload.precision == "fp32":
-        raise ConfigError("--compare is for 16-bit training on a GPU: choose a --machine with one")
-    if job.num_trained < job.num_params:
-        raise ConfigError("--compare is for training all weights: leave out model.lora")
-    if job.optim.name not in ("adam", "adamw"):
-        raise ConfigError(f"--compare is for Adam: optim.name = {job.optim.name!r}")
-
-
 def _ours(plan: Plan) -> Row:
     moment = max(plan.host_peaks, key=lambda name: plan.host_peaks[name])
     host = {owner: size * plan.local_ranks for owner, size in plan.host.items()}
@@ -141,25 +137,15 @@ _MASTERS = {"fp32": "fp32", "split16": "fp32, as two halves", "int8": "24 bits"}
 
 
 def _row(name: str, peer: Peer, plan: Plan, trace: Trace | None) -> Row:
-    rows = (_of_work(name, peer, plan, work) for work in _works(plan, trace))
-    tried = []
-    for row in rows:
-        tried.append(row)
-        if not row.problem:
-            break
-    return tried[-1]
-
-
-def _works(plan: Plan, trace: Trace | None) -> Iterator[tuple[Placement, Work]]:
-    """Yield the step in ever smaller microbatches: halves, as long as they are whole."""
+    """Try the step in ever smaller microbatches: halves, as long as they are whole."""
     job = plan.job
     sequences = job.train.micro_batch * job.train.grad_accum_steps
     while True:
         placed = _placed(job, plan, trace)
-        yield placed, _work(placed, plan.machine)
+        row = _of_work(name, peer, plan, placed)
         half, rest = divmod(placed.config.train.micro_batch, 2)
-        if rest:
-            return
+        if rest or not row.problem:
+            return row
         train = replace(job.train, micro_batch=half, grad_accum_steps=sequences // half)
         job = replace(job, train=train)
 
@@ -197,8 +183,8 @@ def _work(placed: Placement, machine: Machine) -> Work:
     )
 
 
-def _of_work(name: str, peer: Peer, plan: Plan, of: tuple[Placement, Work]) -> Row:
-    placed, work = of
+def _of_work(name: str, peer: Peer, plan: Plan, placed: Placement) -> Row:
+    work = _work(placed, plan.machine)
     device = {owner: size for owner, size in peer.device(work).items() if size}
     process = float(PROCESS_BYTES["cuda"])
     each = {owner: size for owner, size in peer.host(work).items() if size} | {PROCESS: process}

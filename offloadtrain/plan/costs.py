@@ -32,9 +32,7 @@ from math import sqrt
 
 from offloadtrain.config.model_shape import ModelShape, again_flops_per_token, flops_per_token
 from offloadtrain.hardware.machine import Machine, MachineError
-from offloadtrain.plan.among_copies import AmongCopies, most_hosts
-from offloadtrain.plan.among_experts import AmongExperts
-from offloadtrain.plan.among_parts import AmongParts
+from offloadtrain.plan.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.device_time import (
     Kernels,
     Seconds,
@@ -50,12 +48,6 @@ from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.spec import MATRIX_BYTES
 from offloadtrain.step.tiers import Tier
-
-
-def _later(computed: Seconds, by_s: float) -> Seconds:
-    """Add the same time to forward and to backward."""
-    return Seconds(computed.forward + by_s, computed.backward + by_s)
-
 
 KERNELS = Kernels(rotary_fp32=True)
 """What jobs compute with: eager operations and flash attention."""
@@ -133,19 +125,17 @@ class Costs:
             case Kind.COPY:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.ORTHOGONALIZE:
-                return self._orthogonalized_s(self._buckets[op.owner], op.lo)
+                # The matrix that begins there, of the first rank's shard.
+                bucket = self._buckets[op.owner]
+                matrix = next(one for one in bucket.matrices if one.offset == op.lo)
+                width = sqrt(matrix.rows * matrix.columns)
+                return newton_schulz_flops(matrix) / self.machine.flops(self._precision, width)
         if op.lane in DISK_LANES:
             return self.disk.seconds(op)
         key = op.kind, op.owner
         if (found := self._moved.get(key)) is None:
             found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
         return found
-
-    def _orthogonalized_s(self, bucket: BucketSpec, lo: int) -> float:
-        """Return the seconds of the matrix that begins there, of the first rank's shard."""
-        matrix = next(one for one in bucket.matrices if one.offset == lo)
-        width = sqrt(matrix.rows * matrix.columns)
-        return newton_schulz_flops(matrix) / self.machine.flops(self._precision, width)
 
     def _recomputes(self, name: str) -> bool:
         return self.placed.config.offload.recomputes and self._blocks[name].repeated
@@ -161,7 +151,8 @@ class Costs:
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
         exchanged_s = 2 * (self.parts.sum_s + self.experts.exchange_s)
-        layer = _later(block_seconds(model, seq_len, *where, split), exchanged_s)
+        alone = block_seconds(model, seq_len, *where, split)
+        layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
         # Whole on every rank.
         head = head_seconds(model, *where, kernels) if self._has_head else Seconds(0.0, 0.0)
         again_s = again_seconds(model, seq_len, *where, split) + self.parts.sum_s

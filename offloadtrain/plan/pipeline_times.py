@@ -232,13 +232,10 @@ class _Arrivals:
             case "squares":
                 return 0.0
             case "decide":
-                squares = [self._end(one, turn._replace(kind="squares")) for one in self._all]
+                squared = turn._replace(kind="squares")
+                squares = [self._end(one, squared) for one in range(len(self._stages))]
                 known = [end for end in squares if end is not None]
                 return max(known) if len(known) == len(squares) else None
-
-    @property
-    def _all(self) -> range:
-        return range(len(self._stages))
 
     def _sent(self, sender: int, turn: Turn, *, forward: bool) -> float | None:
         if (end := self._end(sender, turn)) is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -88,7 +87,10 @@ class Placement:
         """Return owner → bytes of one rank's host memory, as in its Ledger after a step."""
         owners = memory.host_owners(self.spec)
         owner = self.config.offload.moved_activations
-        _add(owners, (MemoryRequest(owner, size, "uint8") for size in self.block_inputs))
+        for size in self.block_inputs:  # requested after the others
+            request = MemoryRequest(owner, size, "uint8")
+            owners[owner] = owners.get(owner, 0) + request.nbytes
+            owners["padding"] = owners.get("padding", 0) + request.span_bytes - request.nbytes
         return owners
 
     def device(self) -> dict[str, int]:
@@ -153,11 +155,3 @@ def place(
     placed = Placement(config, spec, trace)
     _ = placed.traced  # here, where what cannot be traced is an error of the placement
     return placed
-
-
-def _add(owners: dict[str, int], requests: Iterable[MemoryRequest]) -> None:
-    """Memory that is requested later."""
-    for request in requests:
-        owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
-        padding = request.span_bytes - request.nbytes
-        owners["padding"] = owners.get("padding", 0) + padding

@@ -23,7 +23,6 @@ from offloadtrain.plan.placement import Placement, PlanError, place
 from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import predict
-from offloadtrain.step.block_spec import BlockSpec
 from offloadtrain.step.layout import with_second_copies
 from offloadtrain.step.memory import disk_owners
 from offloadtrain.step.pipeline_drive import Schedule
@@ -188,7 +187,10 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint of all ranks, but for buffers: experts of all ranks. What the parts
         of matrices have in common is saved once, but for what lies between them in the layers."""
-        blocks = self._all_blocks
+        spec, part = self.placed.spec, self.placed.config
+        blocks = spec.blocks
+        if part.stage is not None:  # those of every stage
+            blocks = blocks_of(replace(part, stage=None, model=self.job.model), spec.ranks)
         layers = tuple(block for block in blocks if block.repeated)
         blocks += layers * (self.job.ranks.tensor - 1)
         ranks = self.placed.spec.ranks
@@ -206,14 +208,6 @@ class Plan:
         in_use = sum(bucket.nbytes for bucket in buckets) if self.placed.spec.is_delayed else 0
         frozen = sum(bucket.nbytes for block in blocks for bucket in block.frozen)
         return trained + in_use + frozen + self.placed.frozen_bytes
-
-    @property
-    def _all_blocks(self) -> tuple[BlockSpec, ...]:
-        """The blocks of every stage of a pipeline."""
-        spec, part = self.placed.spec, self.placed.config
-        if part.stage is None:
-            return spec.blocks
-        return blocks_of(replace(part, stage=None, model=self.job.model), spec.ranks)
 
     @property
     def spill_bytes(self) -> int:

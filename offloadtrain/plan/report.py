@@ -10,11 +10,9 @@ from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan import saved_tensors
-from offloadtrain.plan.among_copies import AmongCopies
-from offloadtrain.plan.among_experts import AmongExperts
+from offloadtrain.plan.among_ranks import AmongCopies, AmongExperts
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import Change
-from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.state_tiers import device_share
 from offloadtrain.step.tiers import Tier
 
@@ -141,7 +139,11 @@ def _head(plan: Plan) -> str:
     if config.stage is not None:
         lines.append(f"memory, lanes and bus: {config.stage.name}, which needs the most memory")
     if spec.has_state_on(Tier.DEVICE):
-        lines.append(_of_state(spec))
+        there = {spec.block_of[bucket.name].name for bucket in spec.buckets_on(Tier.DEVICE)}
+        share = 100 * device_share(spec)
+        lines.append(
+            f"{share:.0f} % of the state on the device: {len(there)} of {len(spec.blocks)} blocks"
+        )
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
         where = places[config.offload.working]
@@ -149,16 +151,13 @@ def _head(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _of_state(spec: StepSpec) -> str:
-    """Say how much of the state is on the device."""
-    there = {spec.block_of[bucket.name].name for bucket in spec.buckets_on(Tier.DEVICE)}
-    share = 100 * device_share(spec)
-    return f"{share:.0f} % of the state on the device: {len(there)} of {len(spec.blocks)} blocks"
-
-
 def _memory(plan: Plan) -> str:
     each = " of each rank" if plan.ranks > 1 else ""
-    lines = [f"device{each}: {_sum(plan.device)}" + _of(plan)]
+    room = f"of {format_bytes(plan.device_room)}"
+    room += f" ({format_bytes(plan.machine.gpu_reserved_bytes)} reserved for CUDA)"
+    if plan.machine.on_cpu:
+        room = "(in the host's memory)"
+    lines = [f"device{each}: {_sum(plan.device)} {room}"]
     lines += _rows(plan.device)
     lines += [f"host{each}: {_sum(plan.host)}"]
     lines += _rows(plan.host)
@@ -170,13 +169,6 @@ def _memory(plan: Plan) -> str:
     room = format_bytes(plan.host_room)
     lines.append(f"peaks of a host{many}: {peaks}; it has {room}{beside}")
     return "\n".join(lines)
-
-
-def _of(plan: Plan) -> str:
-    if plan.machine.on_cpu:
-        return " (in the host's memory)"
-    reserved = format_bytes(plan.machine.gpu_reserved_bytes)
-    return f" of {format_bytes(plan.device_room)} ({reserved} reserved for CUDA)"
 
 
 def _sum(owners: Mapping[str, int]) -> str:

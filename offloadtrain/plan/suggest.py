@@ -76,7 +76,10 @@ def nearest(
     if not fitting:
         fitting = _smaller_pieces(job, name, machine, ranks, trace)
     fitting.sort(key=lambda one: len(one.keys))
-    fewest = [one for one in fitting if not any(_within(two, one) for two in fitting)]
+    # Without those that contain a smaller one.
+    fewest = [
+        one for one in fitting if not any(two.keys.items() < one.keys.items() for two in fitting)
+    ]
     return _fastest(fewest[:SIMULATED])[:most]
 
 
@@ -187,11 +190,6 @@ def _fastest(changes: Sequence[Change]) -> list[Change]:
         return -round(change.plan.prediction.tokens_per_s, 6), len(change.keys)
 
     return sorted(changes, key=order)
-
-
-def _within(small: Change, large: Change) -> bool:
-    """Return whether the larger change contains the smaller one."""
-    return small is not large and small.keys.items() < large.keys.items()
 
 
 def _fewer_tokens(

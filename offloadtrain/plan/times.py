@@ -25,7 +25,11 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
         MachineError: the machine does not have the precision or the links.
     """
     costs = Costs(placed, machine)
-    return _prediction(costs, _steady(costs))
+    count, (few, some) = costs.spec.config.grad_accum_steps, MICRO_STEPS
+    if count <= some:
+        return _prediction(costs, _of_layers(costs, costs.spec))
+    one, two = (_of_layers(costs, with_micro_steps(costs.spec, n)) for n in (few, some))
+    return _prediction(costs, _beyond(one, two, count - some))
 
 
 def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
@@ -41,14 +45,6 @@ def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
 _LAYERS, _FEW_LAYERS = 30, (16, 24)
 """More layers than the first, if they are alike, are simulated as these two; each further one takes
 as long as the one adds to the other. The largest models would take seconds."""
-
-
-def _steady(costs: Costs) -> Steady:
-    count, (few, some) = costs.spec.config.grad_accum_steps, MICRO_STEPS
-    if count <= some:
-        return _of_layers(costs, costs.spec)
-    one, two = (_of_layers(costs, with_micro_steps(costs.spec, n)) for n in (few, some))
-    return _beyond(one, two, count - some)
 
 
 def _of_layers(costs: Costs, spec: StepSpec) -> Steady:

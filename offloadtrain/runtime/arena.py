@@ -145,7 +145,12 @@ class Arena:
         tensors = [tensor for slab in slabs for tensor in slab.tensors]
         self._book(requests, 1)
         self._booked += requests
-        self._warn_if_pageable()
+        if self.pin and not self.pinned:
+            _log.warning(
+                "host memory could not be pinned (cudaHostRegister was refused): transfers will be "
+                "slow and will not overlap. Check `ulimit -l` and the memory limit of the "
+                "container."
+            )
         return tensors
 
     def close(self) -> None:
@@ -165,14 +170,6 @@ class Arena:
             self._ledger.add(request.owner, Tier.HOST, sign * request.nbytes)
             padding = request.span_bytes - request.nbytes
             self._ledger.add("padding", Tier.HOST, sign * padding)
-
-    def _warn_if_pageable(self) -> None:
-        if self.pin and not self.pinned:
-            _log.warning(
-                "host memory could not be pinned (cudaHostRegister was refused): transfers will be "
-                "slow and will not overlap. Check `ulimit -l` and the memory limit of the "
-                "container."
-            )
 
 
 class MetaArena(Arena):
@@ -199,18 +196,15 @@ class _Slab:
             mapping.madvise(mmap.MADV_DONTFORK)
         # The memoryview holds the mapping: torch.frombuffer on the mmap itself would not.
         self._bytes = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
-        self.tensors = self._carve(requests)
-        for tensor in self.tensors:
-            kernels.first_touch(tensor)
-        self.pinned = pin and cuda_driver.register(self._bytes)
-
-    def _carve(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
         tensors, offset = [], 0
         for request in requests:
             piece = self._bytes[offset : offset + request.nbytes]
             tensors.append(piece.view(DTYPES[request.dtype]))
             offset += request.span_bytes
-        return tensors
+        self.tensors = tensors
+        for tensor in self.tensors:
+            kernels.first_touch(tensor)
+        self.pinned = pin and cuda_driver.register(self._bytes)
 
     def close(self) -> None:
         if self.pinned:

@@ -40,21 +40,17 @@ def resolve_precision(asked: Precision, device: torch.device) -> tuple[Precision
         ConfigError: bf16 was requested on a GPU without it.
     """
     if device.type == "cuda":
-        return _on_gpu(asked, device)
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        name = torch.cuda.get_device_name(device)
+        if asked == "bf16" and not has_bf16:
+            raise ConfigError(f'offload.precision = "bf16", but {name} has no bf16; set "fp16"')
+        if asked != "auto":
+            return asked, ""
+        return ("bf16", f"{name} computes in bf16") if has_bf16 else ("fp16", f"{name} has no bf16")
     if asked != "auto":
         return asked, ""
     why = f"a product in bf16 is {cpu_bf16_speedup():.2g} times as fast as in fp32 on this CPU"
     return "bf16" if cpu_has_bf16() else "fp32", why
-
-
-def _on_gpu(asked: Precision, device: torch.device) -> tuple[Precision, str]:
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    name = torch.cuda.get_device_name(device)
-    if asked == "bf16" and not has_bf16:
-        raise ConfigError(f'offload.precision = "bf16", but {name} has no bf16; set "fp16"')
-    if asked != "auto":
-        return asked, ""
-    return ("bf16", f"{name} computes in bf16") if has_bf16 else ("fp16", f"{name} has no bf16")
 
 
 def cpu_has_bf16() -> bool:

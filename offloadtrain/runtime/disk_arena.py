@@ -122,7 +122,14 @@ class DiskArena:
             list(self._threads.map(lambda piece: move(self._file, *piece), pieces))
         except OSError as error:
             nbytes = sum(slot.nbytes for slot in slots)
-            raise self._failed(f"{verb} {format_bytes(nbytes)}", error) from error
+            name = errno.errorcode.get(error.errno or 0, "")
+            raise DiskError(
+                f"{verb} {format_bytes(nbytes)} of optimizer state in scratch_dir = "
+                f"'{self._folder}' failed: {error.strerror} ({name}); "
+                f"{format_bytes(free_bytes(self._folder))} is free there. The state of this run is "
+                "lost, its checkpoints are intact: resume from the last one, with scratch_dir on "
+                "another drive or with state_on = 'host'"
+            ) from error
 
     def _check(self, requests: Sequence[MemoryRequest], num_bytes: int) -> None:
         try:
@@ -144,15 +151,6 @@ class DiskArena:
             f"what is on the disk needs {format_bytes(num_bytes)} in scratch_dir = "
             f"'{self._folder}': {why}. Largest: {largest_owners(requests)}. Set scratch_dir to a "
             "folder on a larger drive, or take a narrower state ('split16', 'int8')"
-        )
-
-    def _failed(self, what: str, error: OSError) -> DiskError:
-        name = errno.errorcode.get(error.errno or 0, "")
-        return DiskError(
-            f"{what} of optimizer state in scratch_dir = '{self._folder}' failed: "
-            f"{error.strerror} ({name}); {format_bytes(free_bytes(self._folder))} is free there. "
-            "The state of this run is lost, its checkpoints are intact: resume from the last one, "
-            "with scratch_dir on another drive or with state_on = 'host'"
         )
 
     def _book(self, requests: Sequence[MemoryRequest], sign: int) -> None:

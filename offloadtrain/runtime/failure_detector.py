@@ -221,18 +221,15 @@ class FailureDetector:
         """Return why a rank counts as lost; "" if it does not."""
         if self._store.check([f"done{peer.rank}"]):
             return ""
-        silent_s = self._listen(peer)
-        if peer.life is not None:
-            return f"{self._name(peer)} has ended" if _has_ended(peer) else ""
-        return f"{self._name(peer)} is silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
-
-    def _listen(self, peer: _Peer) -> float:
-        """Read the peer's heartbeat; return the seconds since the last new one."""
+        # Its heartbeat: how long it is since the last new one.
         key = f"beat{peer.rank}"
         beat = self._store.get(key) if self._store.check([key]) else b""
         if beat != peer.beat:
             peer.beat, peer.heard_s = beat, self._clock()
-        return self._clock() - peer.heard_s
+        silent_s = self._clock() - peer.heard_s
+        if peer.life is not None:
+            return f"{self._name(peer)} has ended" if _has_ended(peer) else ""
+        return f"{self._name(peer)} is silent for {silent_s:.0f} s" if silent_s >= SILENT_S else ""
 
     def _name(self, peer: _Peer) -> str:
         host = peer.host if peer.life is None else ""

@@ -100,35 +100,29 @@ class Watchdog:
 
     def end_hung(self, cause: str) -> None:
         """Report, and end the process at once: an orderly end would wait for what hangs."""
-        self._bounded(lambda: self.report(cause))
-        os._exit(self._hung_code)
-
-    def _bounded(self, act: Callable[[], None]) -> None:
-        """Give an act a few seconds: what it needs may be what hangs."""
-        thread = threading.Thread(target=act, name="report", daemon=True)
+        # In a few seconds: what it needs may be what hangs.
+        thread = threading.Thread(target=lambda: self.report(cause), name="report", daemon=True)
         thread.start()
         # No longer: a report that hangs is given up with its thread, and the process ends.
         thread.join(REPORT_S)
+        os._exit(self._hung_code)
 
     def _watch(self) -> None:
         while not self._over.is_set():
             silent_s = self._silence.look(most_s=4 * LOOK_EVERY_S)
             if self._link is not None:
-                self._talk(self._link)
+                # The launcher is told, and listened to until the next look.
+                self._link.send(asdict(self.pulse()))
+                try:
+                    message = self._link.receive(LOOK_EVERY_S)
+                except EOFError:  # the launcher has ended: see [Note: No orphans]
+                    os._exit(1)
+                if message is not None:
+                    self.end_hung(str(message["hung"]))
             elif self._over.wait(LOOK_EVERY_S):
                 return
             elif self._judges and silent_s >= self._silence.limit_s:
                 self.end_hung(f"no progress for {silent_s:.0f} s")
-
-    def _talk(self, link: Link) -> None:
-        """Tell the launcher, and listen to it until the next look."""
-        link.send(asdict(self.pulse()))
-        try:
-            message = link.receive(LOOK_EVERY_S)
-        except EOFError:  # the launcher has ended: see [Note: No orphans]
-            os._exit(1)
-        if message is not None:
-            self.end_hung(str(message["hung"]))
 
 
 def stacks() -> str:

@@ -81,19 +81,15 @@ def _run(model: nn.Module, container: str, layers: Sequence[nn.Module]) -> Run |
     best: Run | None = None
     for period in range(1, _LONGEST_UNIT + 1):
         for start in range(len(kinds)):
-            units = _units(kinds, start, period)
+            # How often the pattern that begins there comes.
+            end = start + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            units = (end - start) // period
             run = Run(container, names, start, period, units)
             if units > TRACED and (best is None or len(run.skipped) > len(best.skipped)):
                 best = run
     return best
-
-
-def _units(kinds: Sequence[int], start: int, period: int) -> int:
-    """Return how often the pattern that begins there comes."""
-    end = start + period
-    while end < len(kinds) and kinds[end] == kinds[end - period]:
-        end += 1
-    return (end - start) // period
 
 
 def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:

@@ -13,12 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from offloadtrain.sizing.alike import Run
 
 
-def fake_mode() -> FakeTensorMode:
-    """Return the mode of all that follows; tensors that the module keeps as plain attributes may
-    stay real."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ()) -> Any:
     """Return a copy of a module whose parameters and buffers are fake, on the CPU, without the
     skipped layers of the runs. Ties stay; the module itself, whose tensors may be real or meta,
@@ -27,13 +21,18 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ())
         stands_for: dict[int, Any] = {}
         left_out = [model.get_submodule(run.names[at]) for run in runs for at in run.skipped]
         for tensor in _tensors(model, left_out):
-            fake = _like(tensor)
+            # The data alone: a copy made inside autograd would not be a leaf.
+            fake = torch.empty_like(tensor.detach(), device="cpu")
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             stands_for[id(tensor)] = fake
         for run in runs:
             container = model.get_submodule(run.container)
-            stands_for[id(container)] = copy.deepcopy(_without(container, run), stands_for)
+            # The list without the layers that are left out; those it has are the same.
+            short = copy.copy(container)
+            kept = [layer for at, layer in enumerate(container.children()) if at not in run.skipped]
+            short._modules = {str(at): layer for at, layer in enumerate(kept)}
+            stands_for[id(container)] = copy.deepcopy(short, stands_for)
         return copy.deepcopy(model, stands_for)
 
 
@@ -44,16 +43,3 @@ def _tensors(model: nn.Module, left_out: Sequence[nn.Module]) -> Iterator[Tensor
         if module not in outside:
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
-
-
-def _without(container: nn.Module, run: Run) -> nn.Module:
-    """Return a list of layers of which those are left out; those it has are the same."""
-    short = copy.copy(container)
-    kept = [layer for at, layer in enumerate(container.children()) if at not in run.skipped]
-    short._modules = {str(at): layer for at, layer in enumerate(kept)}
-    return short
-
-
-def _like(tensor: Tensor) -> Tensor:
-    # The data alone: a copy made inside autograd would not be a leaf.
-    return torch.empty_like(tensor.detach(), device="cpu")

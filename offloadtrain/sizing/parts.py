@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import nn
 
 from offloadtrain.config.hf_model import ParamShape, PartShape
@@ -15,10 +13,7 @@ from offloadtrain.engine.partition import partition
 def parts_of_module(model: nn.Module) -> tuple[PartShape, ...]:
     """Return the parts of a model, also on the meta device; a parameter in the first that refers to
     it."""
-    return tuple(_parts(model))
-
-
-def _parts(model: nn.Module) -> Iterator[PartShape]:
+    found: list[PartShape] = []
     seen: set[nn.Parameter] = set()
     hidden, kept = hidden_matrices(model), keeps_fp32(model)
     for part in partition(model):
@@ -28,4 +23,5 @@ def _parts(model: nn.Module) -> Iterator[PartShape]:
             ParamShape(name, tuple(p.shape), p.requires_grad, p in hidden, p in kept)
             for name, p in own
         )
-        yield PartShape(part.name or "root", tuple(params), part.repeated, part.leaf)
+        found.append(PartShape(part.name or "root", tuple(params), part.repeated, part.leaf))
+    return tuple(found)

@@ -46,9 +46,9 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.sizing.alike import Run, runs_of
 from offloadtrain.sizing.alike_pieces import AlikePieces
-from offloadtrain.sizing.extend import Held, Moment, extended, moments_of
+from offloadtrain.sizing.extend import Moment, extended, moments_of
 from offloadtrain.sizing.fake_caches import empty_caches_of
-from offloadtrain.sizing.fake_model import fake_mode, fake_model
+from offloadtrain.sizing.fake_model import fake_model
 from offloadtrain.sizing.fused_norm import fused_norms
 from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
@@ -115,7 +115,8 @@ def _moments(
     packed: bool,
     runs: Sequence[Run] = (),
 ) -> list[Moment]:
-    mode, meter = fake_mode(), Meter()
+    # Tensors that the module keeps as plain attributes may stay real.
+    mode, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
     try:
         return _metered(model, loss_of, config, packed, runs, mode, meter)
     finally:
@@ -251,9 +252,12 @@ def _found(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
     for moment in moments:
         block = moment.place.block if moment.place.block in names else names[-1]
         works.setdefault(replace(moment.place, block=block), Count()).add(moment.work)
+    # Saved in the forward of layers or outside of them, made in backward, or gradients.
+    saved, working, outside, gradients = max((one.held for one in moments if one.held), key=sum)
+    at = "backward" if working else "loss"
     return TracedStep(
         {name: _cost(works, name) for name in names},
-        _activations(max((one.held for one in moments if one.held), key=sum)),
+        Activations(saved, working, outside, gradients, 0, at),
         tuple(size for one in moments for size in one.input_sizes),
     )
 
@@ -267,10 +271,3 @@ def _work(count: Count) -> Work:
     return Work(
         dict(count.products), dict(count.attention), count.nbytes, count.launches, count.recomputed
     )
-
-
-def _activations(peak: Held) -> Activations:
-    """Return the peak by what the tensors are: saved in the forward of layers or outside of them,
-    made in backward, or gradients."""
-    saved, working, outside, gradients = peak
-    return Activations(saved, working, outside, gradients, 0, "backward" if working else "loss")

@@ -71,7 +71,9 @@ class Tracer:
             ),
         )
         if key not in self._found:
-            self._found[key] = self._new(_with_size(config, size))
+            self._found[key] = self._new(
+                replace(config, train=replace(config.train, micro_batch=size))
+            )
         return self._found[key]
 
     def _new(self, config: Config) -> TracedStep:
@@ -134,7 +136,3 @@ def _mixed_cost(
         )
 
     return BlockCost(work(small.forward, large.forward), work(small.backward, large.backward))
-
-
-def _with_size(config: Config, size: int) -> Config:
-    return replace(config, train=replace(config.train, micro_batch=size))

@@ -87,7 +87,13 @@ class ActivationPath:
         """Autograd has saved a block input that compute has just written."""
         lo, hi = self._own(numel)
         kept = Memory.HOST_ACTIVATION if self._on_host else Memory.KEPT_ACTIVATION
-        host = Ref(kept, self._buffer((hi - lo) * ITEMSIZE[dtype]), 0, 0, hi - lo, dtype)
+        nbytes = (hi - lo) * ITEMSIZE[dtype]
+        if free := self._free.get(nbytes):
+            buffer = free.pop()
+        else:
+            buffer = len(self._sizes)
+            self._sizes.append(nbytes)
+        host = Ref(kept, buffer, 0, 0, hi - lo, dtype)
         there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
         # The user's forward is no launch: this event stands for its write of the input. The copy
         # waits for compute up to here, and not for the block's own forward.
@@ -111,7 +117,9 @@ class ActivationPath:
         one = self._saved[number]
         # Backward saves no inputs that would push the last ones out of the queue.
         if self._stays:
-            self._let_go_behind(number + _LEAVING_SAVED)
+            behind = number + _LEAVING_SAVED
+            for ref in [ref for ref, saved in self._leaving.items() if saved >= behind]:
+                self._free_one(ref)
         else:
             self._let_go(0)
         held = one.there in self._leaving
@@ -156,12 +164,6 @@ class ActivationPath:
         for buffer in range(len(self._sizes)):
             self._give_back(buffer)
 
-    def _buffer(self, nbytes: int) -> int:
-        if self._free.get(nbytes):
-            return self._free[nbytes].pop()
-        self._sizes.append(nbytes)
-        return len(self._sizes) - 1
-
     def _give_back(self, buffer: int) -> None:
         self._free.setdefault(self._sizes[buffer], []).append(buffer)
 
@@ -195,11 +197,6 @@ class ActivationPath:
     def _let_go(self, most: int) -> None:
         while len(self._leaving) > most:
             self._free_one(next(iter(self._leaving)))
-
-    def _let_go_behind(self, number: int) -> None:
-        """Let go of what was saved from this number on: backward has passed it."""
-        for ref in [ref for ref, one in self._leaving.items() if one >= number]:
-            self._free_one(ref)
 
     def _free_one(self, ref: Ref) -> None:
         del self._leaving[ref]

@@ -76,8 +76,11 @@ class GradientPath:
         if self._measures_gathered and not bucket.touched:
             self._measure_gathered(bucket)
             measured = True
+        # Nothing has to be added to the gradient: compute writes it where Adam reads it.
+        in_place = bucket.on_device and self._is_single
+        in_place = in_place and not (bucket.accumulates or bucket.touched)
         for lo, hi in bucket.pieces:
-            if self._gathers_in_place(bucket):
+            if in_place:
                 self._gather(bucket, bucket.piece(lo, hi), lo, hi)
                 continue
             staged = self._reduced(bucket, lo, hi)
@@ -123,11 +126,6 @@ class GradientPath:
         for norms in self._norms.values():
             if (measured := self._order.written(norms)) is not None:
                 self._order.host_wait(measured, "the gradient norm")
-
-    def _gathers_in_place(self, bucket: BucketRefs) -> bool:
-        """Nothing has to be added to the gradient: compute writes it where Adam reads it."""
-        added = bucket.accumulates or bucket.touched
-        return bucket.on_device and self._is_single and not added
 
     def _gather(self, bucket: BucketRefs, whole: Ref, lo: int, hi: int) -> None:
         op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)
@@ -241,24 +239,21 @@ class GradientPath:
     def _bring_down(self, bucket: BucketRefs) -> None:
         """Copy a sum that was made on the device to where Adam reads it."""
         bucket.arrived = True
-        if bucket.sums_on_device:
-            self._slots.hold(bucket, keep=False)
-        for lo, hi in bucket.pieces if bucket.sums_on_device else ():
-            reads, writes = (self._narrowed(bucket, lo, hi),), (bucket.piece(lo, hi),)
+        if not bucket.sums_on_device:
+            return
+        self._slots.hold(bucket, keep=False)
+        for lo, hi in bucket.pieces:
+            down = bucket.piece_summed(lo, hi)
+            if bucket.rounds_sum:
+                summed, down = down, self._staging(bucket, lo, hi - lo, bucket.spec.dtype)
+                # update, beside backward of the next blocks: waits for the last copy out of the
+                # slot. The copy down waits for it there.
+                op = Launch(Kind.ROUND, Lane.UPDATE, bucket.name, (summed,), (down,), lo, hi)
+                self._order.launch(op, fresh=down)
+            target = (bucket.piece(lo, hi),)
             # d2h, beside backward of the next blocks: waits for the last microbatch, and for the
             # last step's Adam; Adam waits for it.
-            self._order.launch(Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, reads, writes, lo, hi))
-        if bucket.sums_on_device:
-            self._slots.changed(bucket)
-
-    def _narrowed(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
-        """Return a piece of the sum on the device, in the dtype that goes down."""
-        if not bucket.rounds_sum:
-            return bucket.piece_summed(lo, hi)
-        staged = self._staging(bucket, lo, hi - lo, bucket.spec.dtype)
-        reads = (bucket.piece_summed(lo, hi),)
-        # update, beside backward of the next blocks: waits for the last copy out of the slot. The
-        # copy down waits for it there.
-        op = Launch(Kind.ROUND, Lane.UPDATE, bucket.name, reads, (staged,), lo, hi)
-        self._order.launch(op, fresh=staged)
-        return staged
+            self._order.launch(
+                Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (down,), target, lo, hi)
+            )
+        self._slots.changed(bucket)

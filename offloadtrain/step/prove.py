@@ -106,13 +106,24 @@ class _Proof:
             case Recorded(lane, event):
                 self._events[event] = _merged(self._lanes[_INDEX[lane]], self._thread)
             case Waited(lane, event, why):
-                self._wait(lane, event, why)
+                seen = self._events.get(event)
+                if seen is None:
+                    self.faults.append(
+                        Fault("unrecorded", f"wait for an event never recorded: {why}")
+                    )
+                # A wait of the launching thread orders all that it launches later, on every lane.
+                elif lane is None:
+                    self._thread = _merged(self._thread, seen)
+                else:
+                    self._lanes[_INDEX[lane]] = _merged(self._lanes[_INDEX[lane]], seen)
             case Opened(span, name, reads, writes):
                 clock = self._advance(Lane.COMPUTE)
                 self.clocks.append(clock)
                 self._spans[span] = self._touch(Lane.COMPUTE, name, reads, writes, clock, open=True)
             case Closed(span):
-                self._close(span)
+                ended = self._advance(Lane.COMPUTE)[_INDEX[Lane.COMPUTE]]
+                for access in self._spans.pop(span):
+                    access.open, access.time = False, ended
             case Undefined(bytes_):
                 mark = _Access(bytes_, False, 0, 0, "undefined", undefined=True)
                 self._memory.add(mark)
@@ -128,21 +139,6 @@ class _Proof:
         clock[index] += 1
         self._lanes[index] = tuple(clock)
         return self._lanes[index]
-
-    def _wait(self, lane: Lane | None, event: int, why: str) -> None:
-        seen = self._events.get(event)
-        if seen is None:
-            self.faults.append(Fault("unrecorded", f"wait for an event never recorded: {why}"))
-        # A wait of the launching thread orders all that it launches later, on every lane.
-        elif lane is None:
-            self._thread = _merged(self._thread, seen)
-        else:
-            self._lanes[_INDEX[lane]] = _merged(self._lanes[_INDEX[lane]], seen)
-
-    def _close(self, span: int) -> None:
-        clock = self._advance(Lane.COMPUTE)
-        for access in self._spans.pop(span):
-            access.open, access.time = False, clock[_INDEX[Lane.COMPUTE]]
 
     def _touch(
         self,

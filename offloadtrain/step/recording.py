@@ -152,12 +152,6 @@ class _Addresses:
         self._bases: dict[tuple[object, ...], int] = {}
 
     def bytes(self, ref: Ref) -> Bytes:
-        size, start = ITEMSIZE[ref.dtype], self._start(ref)
-        return Bytes(
-            f"{ref.memory.value} {ref.owner}", start + ref.lo * size, start + ref.hi * size
-        )
-
-    def _start(self, ref: Ref) -> int:
         key: tuple[object, ...] = (ref.memory, ref.owner, ref.copy, ref.field)
         offset = 0
         if ref.memory is Memory.WORKING and self._block_of[str(ref.owner)].name in self._streamed:
@@ -166,4 +160,6 @@ class _Addresses:
             key = ("gradient slot", ref.copy)
         if ref.memory is Memory.STATE and ref.owner in self._in_slot:
             key, offset = ("state slot", ref.copy), self._in_slot[str(ref.owner)][ref.field]
-        return self._bases.setdefault(key, len(self._bases) << APART_BITS) + offset
+        start = self._bases.setdefault(key, len(self._bases) << APART_BITS) + offset
+        lo, hi = (start + at * ITEMSIZE[ref.dtype] for at in (ref.lo, ref.hi))
+        return Bytes(f"{ref.memory.value} {ref.owner}", lo, hi)

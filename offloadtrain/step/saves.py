@@ -34,7 +34,17 @@ class SavePath:
         """Launch the writes of everything, and the copies of what is written from the spill."""
         for bucket in self._trained:
             self._disk.read(bucket)
-            self._write(bucket.name, self._in_place(bucket))
+            # What the spill does not hold. All of a field, though its end is in the spill: a window
+            # of the file may go on into it.
+            ends = {part.field: part.lo for part in bucket.spilled}
+            fields = [
+                (Written(number, 0, ends.get(number, ref.hi)), ref)
+                for number, ref in enumerate(bucket.state())
+            ]
+            # In mode "delayed" the weights in use, too.
+            in_use = [_whole(len(fields), bucket.in_use)] if self._has_in_use else []
+            kept = [(part, ref) for part, ref in fields if part.hi]
+            self._write(bucket.name, [*kept, *in_use])
         spilled = [bucket for bucket in self._trained if bucket.spilled]
         for bucket in spilled:
             # On the lane of the next update of this memory, which so follows without a wait.
@@ -48,17 +58,6 @@ class SavePath:
             self._write(bucket.name, [_whole(0, bucket.load_source)])
         # Behind all others on their lane: it ends the file.
         self._order.launch(Launch(Kind.WRITE, Lane.WRITE, ""))
-
-    def _in_place(self, bucket: BucketRefs) -> _Parts:
-        """List what the spill does not hold; in mode "delayed" the weights in use, too."""
-        ends = {part.field: part.lo for part in bucket.spilled}
-        state = bucket.state()
-        # All of a field, though its end is in the spill: a window of the file may go on into it.
-        parts = [
-            (Written(number, 0, ends.get(number, ref.hi)), ref) for number, ref in enumerate(state)
-        ]
-        kept = [(part, ref) for part, ref in parts if part.hi]
-        return [*kept, *([_whole(len(state), bucket.in_use)] if self._has_in_use else [])]
 
     def _write(self, owner: str, parts: _Parts) -> None:
         # Beside forward and backward of the next steps: it waits for the last update of what it

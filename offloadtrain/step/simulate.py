@@ -110,37 +110,32 @@ class _Sharing:
 
     def run(self) -> _Simulated:
         for _ in self._program:
-            self._start(min(self._starts()))
+            start, _ready, number, awaited = min(self._starts())
+            op = self._program[number].op
+            self._ends[number], self._before[number] = start + self._seconds(op), awaited
+            self._left[op.lane].popleft()
+            del self._ready[op.lane]
+            self._latest[op.lane] = number
+            if op.lane in LINKS:
+                self._latest[f"link {LINKS[op.lane]}"] = number
         return [(end or 0.0, before) for end, before in zip(self._ends, self._before, strict=True)]
 
     def _starts(self) -> Iterator[tuple[float, float, int, int | None]]:
         """Yield (start, ready, number, awaited) of each lane's next launch that can be told."""
         for lane, left in self._left.items():
-            if left and (known := self._ready_at(lane, left[0])) is not None:
-                ready, awaited = known
-                holder = self._latest.get(f"link {LINKS[lane]}") if lane in LINKS else None
-                free = 0.0 if holder is None else self._ends[holder] or 0.0
-                yield max(ready, free), ready, left[0], holder if free > ready else awaited
-
-    def _ready_at(self, lane: Lane, number: int) -> tuple[float, int | None] | None:
-        if lane not in self._ready:
-            before = [*self._program[number].after]
-            before += [self._latest[lane]] if lane in self._latest else []
-            ends = [(end, other) for other in before if (end := self._ends[other]) is not None]
-            if len(ends) < len(before):
-                return None
-            self._ready[lane] = max(ends, default=(0.0, None), key=lambda pair: pair[0])
-        return self._ready[lane]
-
-    def _start(self, chosen: tuple[float, float, int, int | None]) -> None:
-        start, _, number, awaited = chosen
-        op = self._program[number].op
-        self._ends[number], self._before[number] = start + self._seconds(op), awaited
-        self._left[op.lane].popleft()
-        del self._ready[op.lane]
-        self._latest[op.lane] = number
-        if op.lane in LINKS:
-            self._latest[f"link {LINKS[op.lane]}"] = number
+            if not left:
+                continue
+            if lane not in self._ready:
+                before = [*self._program[left[0]].after]
+                before += [self._latest[lane]] if lane in self._latest else []
+                ends = [(end, other) for other in before if (end := self._ends[other]) is not None]
+                if len(ends) < len(before):
+                    continue
+                self._ready[lane] = max(ends, default=(0.0, None), key=lambda pair: pair[0])
+            ready, awaited = self._ready[lane]
+            holder = self._latest.get(f"link {LINKS[lane]}") if lane in LINKS else None
+            free = 0.0 if holder is None else self._ends[holder] or 0.0
+            yield max(ready, free), ready, left[0], holder if free > ready else awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +192,18 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
     for number in range(first, last + 1):
         op = program[number].op
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op) / period
-        if op.lane is Lane.COMPUTE:
-            _blame(program, found, number, ready, exposed)
-            ready = found[number][0]
+        if op.lane is not Lane.COMPUTE:
+            continue
+        # What passed between `ready` and its start is exposed time of the lanes that worked in it,
+        # back along what each launch waited for.
+        cause = found[number][1]
+        while cause is not None and found[cause][0] > ready:
+            end, before = found[cause]
+            start = ready if before is None else max(found[before][0], ready)
+            lane = program[cause].op.lane
+            exposed[lane] = exposed.get(lane, 0.0) + end - start
+            cause = before
+        ready = found[number][0]
     of_one = {lane: waited / period for lane, waited in exposed.items()}
     return Steady((found[last][0] - found[first - 1][0]) / period, busy, of_one)
 
@@ -211,21 +215,3 @@ def bound(busy: Mapping[str, float]) -> tuple[float, str]:
         link = LINKS.get(lane, lane)
         links[link] = links.get(link, 0.0) + seconds
     return max((seconds, str(link)) for link, seconds in links.items())
-
-
-def _blame(
-    program: Sequence[Timed],
-    found: Sequence[tuple[float, int | None]],
-    number: int,
-    ready: float,
-    exposed: dict[str, float],
-) -> None:
-    """Attribute the time between `ready` and the start of launch `number` to the lanes that worked
-    in it, back along what each launch waited for."""
-    cause = found[number][1]
-    while cause is not None and found[cause][0] > ready:
-        end, before = found[cause]
-        start = ready if before is None else max(found[before][0], ready)
-        lane = program[cause].op.lane
-        exposed[lane] = exposed.get(lane, 0.0) + end - start
-        cause = before

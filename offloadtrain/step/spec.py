@@ -302,18 +302,16 @@ class StepSpec:
             # They are in the state; its slot may go to another bucket before they are uploaded.
             waits = self.weights_wait or self.updates_early or self.loads_from_host(bucket)
             return waits and bucket.is_on_disk
-        if self.loads_from_host(bucket) or self._outgrows_host_staging(bucket):
+        if self.loads_from_host(bucket):
+            return True
+        outgrows_staging = bucket.shard_numel * bucket.weight_bytes > STAGING_BYTES
+        if outgrows_staging and bucket.update_tier is Tier.HOST and self.holds_sum(bucket):
             return True
         if bucket.gradient_on_disk and self.updates_early:
             return True  # the slot of the gradient may go to another bucket before their upload
         if copied is None:
             copied = self.has_second_copy(bucket)
         return self.weights_wait and (copied or self.config.update != "speculative")
-
-    def _outgrows_host_staging(self, bucket: BucketSpec) -> bool:
-        shard_bytes = bucket.shard_numel * bucket.weight_bytes
-        on_host = bucket.update_tier is Tier.HOST
-        return on_host and self.holds_sum(bucket) and shard_bytes > STAGING_BYTES
 
     def has_second_copy(self, bucket: BucketSpec) -> bool:
         on_host = bucket.state_tier is Tier.HOST

@@ -49,20 +49,16 @@ def spill(buckets: Iterable[tuple[str, Fields]], limit: int) -> Mapping[str, Seq
     """
     room, found = limit // SPILL_BLOCK, {}
     for name, fields in reversed(list(buckets)):
-        if parts := _parts(fields, room):
-            found[name] = parts
-            room -= sum(part.blocks for part in parts)
+        parts, taken = [], 0
+        # The last blocks of its fields, the last field first.
+        for number, (numel, size) in reversed(list(enumerate(fields))):
+            of_field = -(-numel * size // SPILL_BLOCK)
+            blocks = min(of_field, room - taken)
+            if blocks:
+                lo = (of_field - blocks) * SPILL_BLOCK // size
+                parts.append(SpillPart(number, lo, numel, taken * SPILL_BLOCK // size, blocks))
+                taken += blocks
+        if parts:
+            found[name] = parts[::-1]
+            room -= taken
     return found
-
-
-def _parts(fields: Fields, room: int) -> list[SpillPart]:
-    """Take the last blocks of a bucket's fields, the last field first."""
-    parts, taken = [], 0
-    for number, (numel, size) in reversed(list(enumerate(fields))):
-        of_field = -(-numel * size // SPILL_BLOCK)
-        blocks = min(of_field, room - taken)
-        if blocks:
-            lo = (of_field - blocks) * SPILL_BLOCK // size
-            parts.append(SpillPart(number, lo, numel, taken * SPILL_BLOCK // size, blocks))
-            taken += blocks
-    return parts[::-1]

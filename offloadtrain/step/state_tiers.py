@@ -49,7 +49,13 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
         return filled(spec, limit, device_bytes)
     found = _spread_on_disk(first_on_device(spec, _asked(spec)))
     if limit is not None and found.has_state_on(Tier.DEVICE):
-        _check_limit(found, limit, device_bytes(found))
+        needed = device_bytes(found)
+        if needed > limit:
+            raise DeviceMemoryError(
+                f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
+                f"{format_bytes(needed)} with {device_share(found):g} of the state on the device: "
+                "raise it, or lower state_on"
+            )
     return found
 
 
@@ -126,12 +132,3 @@ def _asked(spec: StepSpec) -> int:
         )
     ends = accumulate(sizes)
     return sum(end - size / 2 <= share * total for end, size in zip(ends, sizes, strict=True))
-
-
-def _check_limit(spec: StepSpec, limit: int, needed: int) -> None:
-    if needed > limit:
-        raise DeviceMemoryError(
-            f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
-            f"{format_bytes(needed)} with {device_share(spec):g} of the state on the device: raise "
-            "it, or lower state_on"
-        )

@@ -49,17 +49,6 @@ def streamed_blocks(spec: StepSpec) -> frozenset[str]:
 
 def _outside(spec: StepSpec) -> list[BlockSpec]:
     """List the streamed blocks outside of lists; see [Note: Outside of layers]."""
-    kept = _kept_whole(spec)
-    if spec.zero_stage != 3:
-        return []
-    able = [one for one in spec.blocks if one.leaf and not one.repeated and one.name not in kept]
-    largest = max((block.nbytes for block in able), default=0)
-    shared = [block for block in able if block.nbytes >= largest * SMALL_SHARE]
-    whole = sum(block.nbytes for block in shared)
-    return shared if _bytes_streamed(spec, shared) < whole else []
-
-
-def _kept_whole(spec: StepSpec) -> set[str]:
     kept = set()
     for pattern in spec.config.keep_whole:
         names = [block.name for block in spec.blocks if not block.repeated]
@@ -70,7 +59,13 @@ def _kept_whole(spec: StepSpec) -> set[str]:
                 f"there are {some}"
             )
         kept |= found
-    return kept
+    if spec.zero_stage != 3:
+        return []
+    able = [one for one in spec.blocks if one.leaf and not one.repeated and one.name not in kept]
+    largest = max((block.nbytes for block in able), default=0)
+    shared = [block for block in able if block.nbytes >= largest * SMALL_SHARE]
+    whole = sum(block.nbytes for block in shared)
+    return shared if _bytes_streamed(spec, shared) < whole else []
 
 
 def _bytes_streamed(spec: StepSpec, outside: Sequence[BlockSpec]) -> int:
@@ -97,11 +92,6 @@ def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
     return {block.name for block in repeated} - kept
 
 
-def _norm_bytes(spec: StepSpec) -> int:
-    """Count the sums of squares that are taken on the device: one per parameter tensor."""
-    return ITEMSIZE["float64"] * spec.num_tensors if spec.measures_on(Tier.DEVICE) else 0
-
-
 def _room(
     spec: StepSpec, repeated: Sequence[BlockSpec], outside: Sequence[BlockSpec], limit: int
 ) -> int:
@@ -113,7 +103,9 @@ def _room(
     rest += _bytes_streamed(spec, outside) + spec.gradient_bytes
     if spec.streams and not config.offloads_weights:
         rest += sum(sizes) // spec.ranks  # the shards
-    rest += spec.matrix_bytes + _norm_bytes(spec)
+    rest += spec.matrix_bytes
+    if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
+        rest += ITEMSIZE["float64"] * spec.num_tensors
     least = rest + config.device_slots * max(sizes, default=0)
     if least > limit and rest + sum(sizes) > limit:
         keys = ", or set working = 'host'"

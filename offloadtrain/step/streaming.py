@@ -123,23 +123,22 @@ class Streaming:
         movable = {self._number[b] for b in held if b not in pinned}
         leaving = victim(movable, self.access_order.future)
         if leaving is None:
-            raise StreamError(self._no_room(block, held))
+            used = f"'{block}' is needed while {' and '.join(map(repr, held))} are in use"
+            if block in self._outside:
+                raise StreamError(
+                    f"{used}, and there is one device slot for large modules outside of layers "
+                    f'(zero_stage = 3): set keep_whole = ["{block}"]'
+                )
+            raise StreamError(
+                f"{used}, and there are {len(held)} device slots for streamed blocks: set "
+                f"device_slots = {len(held) + 1}"
+            )
         slot = self.slots.index(self._blocks[leaving])
         self.drop(self._blocks[leaving])
         return slot
 
     def _free(self, block: str) -> int | None:
         return next((slot for slot in self._slots_of[block] if self.slots[slot] is None), None)
-
-    def _no_room(self, block: str, held: Sequence[str]) -> str:
-        used = f"'{block}' is needed while {' and '.join(map(repr, held))} are in use, and there "
-        if block in self._outside:
-            return (
-                f"{used}is one device slot for large modules outside of layers (zero_stage = 3): "
-                f'set keep_whole = ["{block}"]'
-            )
-        slots = len(held)
-        return f"{used}are {slots} device slots for streamed blocks: set device_slots = {slots + 1}"
 
     def _load_ahead(self, pinned: Collection[str]) -> None:
         resident = [self._number[block] for block in self.resident]
@@ -163,8 +162,16 @@ class Streaming:
         self._order.reuse([bucket.whole for bucket in buckets], self._before[slot])
         self._order.operations.append(Enter(block, slot))
         for bucket in buckets:
-            reads, writes = (self._on_host(bucket),), (bucket.shard,)
-            op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, reads, writes)
+            source, writes = (bucket.load_source,), (bucket.shard,)
+            if bucket.loads_from_disk:
+                slot_on_host = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
+                op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,))
+                # disk_load, beside the load of the bucket before and compute: waits for the write
+                # of what it reads, and for the load out of the slot before; its own load waits for
+                # it.
+                self._order.launch(op, fresh=slot_on_host)
+                source = (slot_on_host,)
+            op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes)
             # load, beside compute of the blocks before: waits for the update that writes its
             # source. On h2d it would queue behind uploads that forward does not need yet.
             self._order.launch(op, fresh=bucket.whole)
@@ -172,14 +179,3 @@ class Streaming:
                 whole = (bucket.whole,)
                 # comm, beside the load of the next bucket: waits for its own load.
                 self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=whole))
-
-    def _on_host(self, bucket: BucketRefs) -> Ref:
-        """Return the weights that a load reads; those on the disk are brought to a slot before."""
-        if not bucket.loads_from_disk:
-            return bucket.load_source
-        slot = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
-        op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, (bucket.load_source,), (slot,))
-        # disk_load, beside the load of the bucket before and compute: waits for the write of what
-        # it reads, and for the load out of the slot before; its own load waits for it.
-        self._order.launch(op, fresh=slot)
-        return slot

@@ -99,7 +99,13 @@ def _write(saved: SavedRun, path: Path) -> dict[str, Any]:
             "torch.optim.AdamW does not have"
         )
     tree = _laid_out(saved)
-    _write_empty(tree, path)
+    # Room for its values, all of it allocated: a full disk fails here, not when a mapped page is
+    # written.
+    with path.open("xb") as file:
+        with torch.serialization.skip_data():
+            torch.save(tree, file)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
     _fill(saved, path)
     return tree
 
@@ -171,16 +177,6 @@ def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str,
 
 def _kind(saved: SavedRun) -> type[torch.optim.Adam]:
     return torch.optim.AdamW if saved.job.optim.name == "adamw" else torch.optim.Adam
-
-
-def _write_empty(tree: dict[str, Any], path: Path) -> None:
-    """Write the file with room for its values, all of it allocated: a full disk fails here, not
-    when a mapped page is written."""
-    with path.open("xb") as file:
-        with torch.serialization.skip_data():
-            torch.save(tree, file)
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 
 
 def _fill(saved: SavedRun, path: Path) -> None:

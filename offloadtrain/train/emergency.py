@@ -19,7 +19,6 @@ from torch import Tensor
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes
-from offloadtrain.runtime.device_failure import device_failure
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
@@ -32,6 +31,9 @@ from offloadtrain.train.update_rules import update_rule
 
 _NAMED = 4
 """Owners of device memory in a message."""
+
+_SAYS = ("CUDA error", "CUDA driver error", "cuEvent", "cuDNN error", "CUBLAS_STATUS", "NCCL error")
+"""Parts of the messages of plain RuntimeErrors, by libraries that know no class of their own."""
 
 
 class DeviceLostError(OffloadTrainError):
@@ -81,7 +83,11 @@ class Emergency:
             self._saving.save(progress, self._salvage(failure, progress))
         except (OffloadTrainError, OSError) as refused:
             kind = DeviceMemoryError if full else DeviceFailedError
-            return kind(f"{problem}\nNo emergency checkpoint: {refused}. {self._last()}.")
+            saved = checkpoint.find(self._saving.folder)
+            last = (
+                f"The last checkpoint is {saved[0].name}" if saved else "There is no checkpoint yet"
+            )
+            return kind(f"{problem}\nNo emergency checkpoint: {refused}. {last}.")
         told = f"the state after step {progress.step} was saved from host memory"
         if self._config.offload.update == "delayed":
             told += ', its newest weights only: update mode "delayed" begins anew'
@@ -144,10 +150,6 @@ class Emergency:
 
     # ---- words
 
-    def _last(self) -> str:
-        saved = checkpoint.find(self._saving.folder)
-        return f"The last checkpoint is {saved[0].name}" if saved else "There is no checkpoint yet"
-
     def _out_of_memory(self, failure: BaseException) -> str:
         """Say who holds the device's memory, and which keys take less."""
         rows = [row for row in self._log.memory_rows() if row.tier == "device" and row.num_bytes]
@@ -157,6 +159,22 @@ class Emergency:
             f"{_first_line(failure)} Largest owners of device memory: {owners or 'none'}. Set "
             f"{' or '.join(_smaller(self._config))}"
         )
+
+
+def device_failure(error: BaseException) -> BaseException | None:
+    """Return the failure of the device that has caused an error, or that it is; None: the device is
+    well."""
+    found: BaseException | None = error
+    seen: set[int] = set()
+    while found is not None and id(found) not in seen:
+        if isinstance(found, torch.OutOfMemoryError | torch.AcceleratorError):
+            return found
+        if type(found) is RuntimeError and any(text in str(found) for text in _SAYS):
+            return found
+        seen.add(id(found))
+        # What it was raised from, or while handling.
+        found = found.__cause__ or found.__context__
+    return None
 
 
 def on_device(tensor: Tensor) -> bool:

@@ -33,7 +33,11 @@ class ProgressBar:
         if now - self._shown_at < interval:
             return
         self._shown_at, self._shown = now, True
-        text = self._text(done_bytes, total_bytes)
+        share = done_bytes / total_bytes if total_bytes else 1.0
+        cells = int(share * _BAR_CELLS)
+        bar = "█" * cells + "░" * (_BAR_CELLS - cells)
+        sizes = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
+        text = sanitize(f"{self._label} {bar} {share:4.0%}  {sizes}")
         with suppress(OSError, ValueError):  # the pipe's reader has left
             print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=self._stream)
             print(end="" if self._terminal else "\n", file=self._stream, flush=True)
@@ -51,10 +55,3 @@ class ProgressBar:
         if self._terminal and self._shown:
             with suppress(OSError, ValueError):
                 print("\r\x1b[K", end="", file=self._stream, flush=True)
-
-    def _text(self, done_bytes: int, total_bytes: int) -> str:
-        share = done_bytes / total_bytes if total_bytes else 1.0
-        cells = int(share * _BAR_CELLS)
-        bar = "█" * cells + "░" * (_BAR_CELLS - cells)
-        sizes = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
-        return sanitize(f"{self._label} {bar} {share:4.0%}  {sizes}")

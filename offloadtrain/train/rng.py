@@ -29,7 +29,15 @@ class Snapshot:
 
     @property
     def as_json(self) -> dict[str, Any]:
-        return _encoded(self)
+        version, words, gauss = self.python
+        kind, words_32, position, has_gauss, cached = self.numpy
+        keys = np.asarray(words_32, np.uint32)
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, _text(keys.tobytes()), int(position), int(has_gauss), float(cached)],
+            "torch": _text(bytes(self.host.tolist())),
+            "cuda": [_text(bytes(state.tolist())) for state in self.cuda],
+        }
 
 
 def snapshot() -> Snapshot:
@@ -43,18 +51,6 @@ def snapshot() -> Snapshot:
 def capture() -> dict[str, Any]:
     """Return the states of all global generators."""
     return snapshot().as_json
-
-
-def _encoded(taken: Snapshot) -> dict[str, Any]:
-    version, words, gauss = taken.python
-    kind, words_32, position, has_gauss, cached = taken.numpy
-    keys = np.asarray(words_32, np.uint32)
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [kind, _text(keys.tobytes()), int(position), int(has_gauss), float(cached)],
-        "torch": _text(bytes(taken.host.tolist())),
-        "cuda": [_text(bytes(state.tolist())) for state in taken.cuda],
-    }
 
 
 def restore(state: dict[str, Any]) -> None:

@@ -76,7 +76,13 @@ class RunFolder:
         """
         if not (path / "events").is_dir():
             raise RunFolderError(f"{path} is not a run folder: it has no folder events")
-        _refuse_links(path)
+        # Its parts are not elsewhere: a run writes into them, and removes files. Checkpoints may
+        # be on another disk.
+        for name in ("events", "control"):
+            if (path / name).is_symlink():
+                raise RunFolderError(
+                    f"{path / name} is a symbolic link: a run's own folder is needed"
+                )
         self._set_up(path)
         if not (path / "lock").exists():
             self._made.append(path / "lock")
@@ -258,14 +264,6 @@ class RunFolder:
         # Durable before a checkpoint is: it would be lost with the name of a folder above it.
         for folder in dict.fromkeys(made.parent for made in self._made):
             sync_folder(folder)
-
-
-def _refuse_links(path: Path) -> None:
-    """Raises RunFolderError for a folder whose parts are elsewhere: a run writes into them, and
-    removes files. Checkpoints may be on another disk."""
-    for name in ("events", "control"):
-        if (path / name).is_symlink():
-            raise RunFolderError(f"{path / name} is a symbolic link: a run's own folder is needed")
 
 
 def holds_run(path: Path) -> bool:

@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.hf_model import read_config
+from offloadtrain.config.hf_model import identity_of, read_config
 from offloadtrain.config.job import Config, as_tables
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.toml import field_kinds
 from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
-from offloadtrain.train.job_changes import changes_since
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.spikes import Spikes
+
+_STRUCTURAL = tuple(f"model.{key}" for key in (*field_kinds(ModelShape), "lora"))
+"""Keys of a job that make it another model. The folder of `model.hf` may have moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +112,43 @@ class RunState:
                 f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
                 "losses may now differ in their last digits",
             )
-        changed = changes_since(found, self._config)
+        changed = _changes_since(found, self._config)
         if found.state.get("held_out", self._held_out()) != self._held_out():
             changed.append(
                 "the held-out tokens: validation losses are not comparable with earlier ones"
             )
         if changed:
             yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
+
+
+def _changes_since(found: Checkpoint, job: Config) -> list[str]:
+    """Return "key: old -> new" for every key of the job that changed.
+
+    Raises:
+        ConfigError: it is a job of another model.
+    """
+    before, hf = found.state["hf_config"], job.hf
+    if (before is None) != (hf is None):
+        how = "without model.hf" if before is None else "from a model.hf"
+        raise ConfigError(f"{found.path} is of another model: it was trained {how}")
+    if hf is not None and identity_of(before) != hf.identity:
+        raise ConfigError(
+            f"{found.path} is of another model: its config.json is not that of model.hf = {hf.hf!r}"
+        )
+    changed = _differences(found.state["config"], as_tables(job))
+    if structural := [line for line in changed if line.startswith(_STRUCTURAL)]:
+        raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
+    return changed
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return "key: old -> new" for every leaf that differs; lists and tuples are alike."""
+    found: list[str] = []
+    for key, value in now.items():
+        before = saved.get(key)
+        if isinstance(value, Mapping):
+            nested = before if isinstance(before, Mapping) else {}
+            found += _differences(nested, value, f"{prefix}{key}.")
+        elif before != (list(value) if isinstance(value, tuple) else value):
+            found.append(f"{prefix}{key}: {before} -> {value}")
+    return found

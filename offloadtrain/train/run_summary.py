@@ -64,7 +64,9 @@ def summary(log: Path) -> str:
         wrong = guesses.count(False)
         parts.append(f"speculation: {len(guesses)} steps predicted, {wrong} of them mispredicted")
     if sample is not None:
-        parts.append(f"sample\n{_indented(sample.prompt + sample.text)}")
+        lines = (sample.prompt + sample.text).splitlines()
+        indented = "\n".join(f"  {line}" for line in lines)
+        parts.append(f"sample\n{indented}")
     return "\n\n".join(parts)
 
 
@@ -87,7 +89,3 @@ def next_commands(run: Path, config: Config, *, stopped: bool, nproc: int = 1) -
     ]
     commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
     return f"run folder: {run}\nnext:\n{commands}"
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  {line}" for line in text.splitlines())

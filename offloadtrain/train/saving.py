@@ -196,8 +196,10 @@ class Saving:
             TrainingError: its weights are not finite.
             CheckpointError: the disk is full or failing.
         """
-        if at is not None:
-            self._give_up()
+        if at is not None and self._writing is not None:
+            # The lanes have stopped in the midst of a checkpoint, which is removed.
+            self._writing.give_up()
+            self._writing, self._saved_step = None, -1
         self._begin(progress, at or self._state.here())
         if self._writing is not None:
             self._commit(progress)
@@ -232,12 +234,6 @@ class Saving:
             self._commit(progress)
         except CheckpointError as error:
             self._failed(step, error)
-
-    def _give_up(self) -> None:
-        """Remove the checkpoint that is being written: the lanes have stopped in its midst."""
-        if self._writing is not None:
-            self._writing.give_up()
-            self._writing, self._saved_step = None, -1
 
     def _begin(self, progress: Progress, at: Position) -> None:
         if self._saved_step == progress.step:

@@ -39,19 +39,15 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
         divide_linears(block, mesh, BY_ROWS, BY_COLUMNS)
         for name in BY_COLUMNS:
             kept_by_columns(cast(nn.Linear, block.get_submodule(name)))
-        _tell_of_parts(block, mesh)
-
-
-def _tell_of_parts(block: TransformerBlock, mesh: DeviceMesh) -> None:
-    attention, mlp = block.attention, cast(Mlp, block.mlp)
-    heads = (attention.num_heads, attention.kv_heads, attention.kv_heads)
-    setattr(attention.qkv, FUSED_ROWS, tuple(count * attention.head_dim for count in heads))
-    if mlp.gated:
-        rows = mlp.up.weight.shape[0] // 2
-        setattr(mlp.up, FUSED_ROWS, (rows, rows))
-    attention.num_heads //= mesh.size()
-    attention.kv_heads //= mesh.size()
-    attention.part = mesh.get_local_rank()
+        attention, mlp = block.attention, cast(Mlp, block.mlp)
+        heads = (attention.num_heads, attention.kv_heads, attention.kv_heads)
+        setattr(attention.qkv, FUSED_ROWS, tuple(count * attention.head_dim for count in heads))
+        if mlp.gated:
+            rows = mlp.up.weight.shape[0] // 2
+            setattr(mlp.up, FUSED_ROWS, (rows, rows))
+        attention.num_heads //= mesh.size()
+        attention.kv_heads //= mesh.size()
+        attention.part = mesh.get_local_rank()
 
 
 def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:

@@ -90,22 +90,18 @@ def masking_of(config: Config, tokens: TokenFile) -> Masking | None:
 
 
 def _check_vocabulary(config: Config, tokens: TokenFile) -> None:
-    if config.hf is None and not config.model.is_causal:
-        _check_mask_token(config, tokens)
-    if tokens.header.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
-            f"model.vocab_size = {config.model.vocab_size}; set it to at least that"
-        )
-
-
-def _check_mask_token(config: Config, tokens: TokenFile) -> None:
-    if tokens.header.vocab_size > config.model.mask_token:
+    masks = config.hf is None and not config.model.is_causal
+    if masks and tokens.header.vocab_size > config.model.mask_token:
         raise ConfigError(
             f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
             f"model.vocab_size = {config.model.vocab_size} must be at least "
             f'{tokens.header.vocab_size + 1}: with model.objective = "mlm" its last row is the '
             "mask token"
+        )
+    if tokens.header.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
+            f"model.vocab_size = {config.model.vocab_size}; set it to at least that"
         )
 
 

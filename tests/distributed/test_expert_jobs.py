@@ -18,7 +18,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import problems_of_ranks
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.among_experts import AmongExperts
+from offloadtrain.plan.among_ranks import AmongExperts
 from offloadtrain.plan.choices import choices_of
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import as_json, text

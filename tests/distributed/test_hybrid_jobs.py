@@ -15,7 +15,7 @@ from offloadtrain.config.batch_split import explain, group_of, roles, shards, sh
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.among_copies import AmongCopies, most_hosts
+from offloadtrain.plan.among_ranks import AmongCopies, most_hosts
 from offloadtrain.plan.compare import compare
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import as_json, text

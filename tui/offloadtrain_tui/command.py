@@ -16,7 +16,7 @@ from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain.config.errors import ConfigError
 from offloadtrain_tui import runs
 from offloadtrain_tui.clock import LiveClock, ReplayClock
-from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader, Snapshot
+from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader
 
 if TYPE_CHECKING:
     from offloadtrain_tui.app import Monitor
@@ -166,7 +166,11 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
         print(screenshot)
     else:
         print(text)
-    return _told(app.shown.snapshot)
+    # On stderr, why there is no run in what was shown.
+    if app.shown.snapshot.problem and not app.shown.snapshot.has_records:
+        print(f"{app.shown.snapshot.name}: {app.shown.snapshot.problem}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _in_terminal(app: Monitor, screen: str) -> int:
@@ -179,14 +183,6 @@ def _in_terminal(app: Monitor, screen: str) -> int:
     app.first_panel = screen
     app.run()
     return app.return_code or 0
-
-
-def _told(snapshot: Snapshot) -> int:
-    """Say on stderr why there is no run in what was shown; return the exit code."""
-    if snapshot.problem and not snapshot.has_records:
-        print(f"{snapshot.name}: {snapshot.problem}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _replay_clock(run: runs.RunPath, speed: float) -> ReplayClock:

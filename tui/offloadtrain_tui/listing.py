@@ -40,7 +40,20 @@ class Listing:
         """Return the runs: pinned ones, then the newest, first."""
         folders = runs.all_runs(self.runs_dir)[:most]
         self._views = {folder: self._read(folder) for folder in folders}
-        found = [_row(folder, view, now_s) for folder, (_, view) in self._views.items()]
+        found = [
+            RunRow(
+                folder=folder,
+                state=runs.life_of(folder, view, now_s).state,
+                step=view.step,
+                total=view.total_steps,
+                loss=view.last("loss"),
+                val_loss=view.val_loss,
+                tokens_per_s=view.last("tokens_per_s"),
+                last_s=view.step_time_s,
+                labels=labels.read(folder),
+            )
+            for folder, (_, view) in self._views.items()
+        ]
         return sorted(found, key=lambda row: not row.labels.pinned)
 
     def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
@@ -59,17 +72,3 @@ class Listing:
 def list_runs(runs_dir: Path, now_s: float) -> list[RunRow]:
     """Return the runs of a folder, the newest first."""
     return Listing(runs_dir).rows(now_s)
-
-
-def _row(folder: Path, view: View, now_s: float) -> RunRow:
-    return RunRow(
-        folder=folder,
-        state=runs.life_of(folder, view, now_s).state,
-        step=view.step,
-        total=view.total_steps,
-        loss=view.last("loss"),
-        val_loss=view.val_loss,
-        tokens_per_s=view.last("tokens_per_s"),
-        last_s=view.step_time_s,
-        labels=labels.read(folder),
-    )

@@ -89,7 +89,12 @@ class LiveMemory:
         times = self._columns.times
         self._columns.add(max(float(time_s), times[-1]) if times else float(time_s), sizes)
         if len(times) > MOST:
-            self._columns = _thinned(self._columns)
+            # Each pair of records becomes one.
+            found = _Columns()
+            for lo in range(0, len(self._columns.times), 2):
+                one = self._columns.over(lo, min(lo + 2, len(self._columns.times)))
+                found.add(one.time_s, one.sizes)
+            self._columns = found
         return True
 
     def see(self, point: MemoryPoint) -> None:
@@ -103,7 +108,9 @@ class LiveMemory:
         found = columns.over(count - 1, count) if count else None
         if point is None or time_s != math.inf or (found and point.time_s <= found.time_s):
             return found
-        return Live(point.time_s, _of_point(point))
+        known = ((name, getattr(point, name)) for name in QUANTITIES)
+        sizes = {name: (size, size, size) for name, size in known if size is not None}
+        return Live(point.time_s, sizes)
 
     def stretches(self, time_s: float, count: int) -> Iterator[Live | None]:
         """Split the time from the first record to `time_s` into `count` parts of the same length.
@@ -129,19 +136,6 @@ class LiveMemory:
         times = self._columns.times
         rows = bisect_right(times, time_s)
         return (times[0], times[rows - 1]) if rows else None
-
-
-def _thinned(columns: _Columns) -> _Columns:
-    found = _Columns()
-    for lo in range(0, len(columns.times), 2):
-        one = columns.over(lo, min(lo + 2, len(columns.times)))
-        found.add(one.time_s, one.sizes)
-    return found
-
-
-def _of_point(point: MemoryPoint) -> dict[str, Sizes]:
-    known = ((name, getattr(point, name)) for name in QUANTITIES)
-    return {name: (size, size, size) for name, size in known if size is not None}
 
 
 def _sizes(values: Any) -> Sizes:

@@ -131,20 +131,17 @@ class RunReader:
                 if tail.left_bytes > _LONG_BYTES:
                     self._glances[path] = glance(path, _rank_of(path), 1 << 20)
             self.histories[path].feed_lines(lines)
-            self._see_ring(path)
+            # Without a ring file, records of the log are shown.
+            ring = self._rings.setdefault(path, RingReader(path.with_suffix(".ring")))
+            with suppress(OSError):
+                for point in ring.poll()[-1:]:
+                    self.histories[path].live.see(point)
             found |= bool(lines)
             self.whole &= not tail.is_behind
         if self.whole:
             self._glances.clear()
         self._grew |= found and was_whole
         return found
-
-    def _see_ring(self, log: Path) -> None:
-        """Read the newest sample of memory; without a ring file, records of the log are shown."""
-        ring = self._rings.setdefault(log, RingReader(log.with_suffix(".ring")))
-        with suppress(OSError):
-            for point in ring.poll()[-1:]:
-                self.histories[log].live.see(point)
 
     def read_to_end(self, now_s: float) -> Snapshot:
         """Read all that is there; return the newest snapshot."""

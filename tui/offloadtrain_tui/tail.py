@@ -58,7 +58,9 @@ class Tail:
             *whole, self._torn = (self._torn + data).split(b"\n")
             lines += whole
             self._endless = 0 if whole else self._endless + len(data)
-            self._drop_endless()
+            if len(self._torn) > LONGEST_LINE:
+                self.dropped += len(self._torn)
+                self._torn = b""
             if self._endless > _NO_LOG:
                 self.refused = f"{self.path}: it has a line of more than {_NO_LOG:,} bytes"
                 break
@@ -98,8 +100,3 @@ class Tail:
         self.refused = ""
         self._inode, self._offset, self._torn, self._endless = inode, 0, b"", 0
         return True
-
-    def _drop_endless(self) -> None:
-        if len(self._torn) > LONGEST_LINE:
-            self.dropped += len(self._torn)
-            self._torn = b""

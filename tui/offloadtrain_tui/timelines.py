@@ -84,14 +84,12 @@ class Timelines:
         if kept is not self._shown:
             self._shown, self._count, self._spans = kept, 0, Spans()
         if isinstance(kept, list) or not self._count:
-            self._decode(unpack(kept) if isinstance(kept, bytes) else kept)
+            lines = unpack(kept) if isinstance(kept, bytes) else kept
+            count = len(lines)  # another thread may append
+            if count > self._count:
+                records = map(log_lines.from_line, lines[self._count : count])
+                fresh = (record.event for record in records if record is not None)
+                told = (one for one in fresh if isinstance(one, schema.LaneSpan))
+                self._spans = Spans((*self._spans, *told))
+                self._count = count
         return self._spans
-
-    def _decode(self, lines: list[bytes]) -> None:
-        count = len(lines)  # another thread may append
-        if count > self._count:
-            records = map(log_lines.from_line, lines[self._count : count])
-            fresh = (record.event for record in records if record is not None)
-            told = (one for one in fresh if isinstance(one, schema.LaneSpan))
-            self._spans = Spans((*self._spans, *told))
-            self._count = count

@@ -27,7 +27,8 @@ def bound_by(view: View) -> str:
     parts = shares(view)
     if not parts:
         return ""
-    rule = _rule(view)
+    rule = view.start.plan.get("update_rule") if view.start else None
+    rule = rule if isinstance(rule, str) else ""
     first = max(parts, key=lambda lane: parts[lane])
     if parts[first] < _LEAST_SHARE:
         return ""
@@ -116,8 +117,3 @@ def _recent(view: View, values: array[float]) -> float:
     """Return the sum of the recent steps' values; missing ones count nothing."""
     chunk = values[max(view.length - RECENT_STEPS, 0) : view.length]
     return sum(value for value in chunk if value == value)
-
-
-def _rule(view: View) -> str:
-    rule = view.start.plan.get("update_rule") if view.start else None
-    return rule if isinstance(rule, str) else ""

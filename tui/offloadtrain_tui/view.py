@@ -106,7 +106,9 @@ class View:
 
     def setting(self, *keys: str) -> int:
         """Return a whole number of the job; 0 if it has none."""
-        found = _dig(self.start.config, *keys) if self.start else None
+        found: Any = self.start.config if self.start else None
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
         return found if type(found) is int and found > 0 else 0
 
     @property
@@ -143,18 +145,15 @@ class View:
             active.pop(alert.code, None)
             if alert.state == "raised":
                 active[alert.code] = (alerts.times[index], alert)
-        seen = self._acknowledged()
-        return [alert for code, (at_s, alert) in active.items() if seen.get(code, -1.0) < at_s]
-
-    def _acknowledged(self) -> dict[str, float]:
-        """Code of an alert → time of its last acknowledgement."""
+        # Code of an alert → time of its last acknowledgement.
         controls = self.history.controls
         pairs = zip(controls.times, controls.values[: controls.count(self.time_s)], strict=False)
-        return {
+        seen = {
             one.message: time_s
             for time_s, one in pairs
             if one.action == "acknowledge" and one.state == "done"
         }
+        return [alert for code, (at_s, alert) in active.items() if seen.get(code, -1.0) < at_s]
 
     def median_step_ms(self, of: int = 50) -> float | None:
         values = self.history.series["step_ms"].values[max(self.length - of, 0) : self.length]
@@ -165,9 +164,3 @@ class View:
         values = self.history.series["own_ms"].values[max(self.length - of, 0) : self.length]
         known = sorted(value for value in values if value > 0)
         return known[len(known) // 2] if known else self.median_step_ms(of)
-
-
-def _dig(values: Any, *keys: str) -> Any:
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-    return values

@@ -114,16 +114,12 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
     out = Fp32State(*(next(tensors) for _ in range(3)))
     squares, layout = torch.zeros(1, dtype=torch.float64), Layout.of_one(numel)
     buffers = Buffers(made, out, next(tensors), next(tensors), next(tensors), layout, squares)
-    _fill(buffers)
-    return buffers
-
-
-def _fill(buffers: Buffers) -> None:
     buffers.grad.normal_()
     buffers.wide.copy_(buffers.grad)
     for state in buffers.states.values():
         kernels.set_master(state, buffers.wide)
         kernels.update(state, buffers.grad, SCALARS, layout=buffers.layout)
+    return buffers
 
 
 def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isqrt
-from typing import Any
 
 import torch
 from torch import nn
@@ -48,9 +47,6 @@ class DiskRow:
     seconds: float
     gb_per_s: float
     x_bound: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) -> list[DiskRow]:

@@ -11,7 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,9 +54,6 @@ class ResidentRow:
     step_ms: float
     x_resident: float
     exposed_ms: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(rounds: int, on_round: Callable[[str], None]) -> list[ResidentRow]:

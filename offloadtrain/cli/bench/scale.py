@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,6 @@ class ScaleRow:
     step_ms: float
     efficiency: float
     predicted: float | None
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(

@@ -11,14 +11,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.engine import offload
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
@@ -76,9 +76,6 @@ class StepRow:
     measured_ms: float
     x_schedule: float
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class _Paced(torch.autograd.Function):
     """Sleeps in forward and backward; the gradient is one number."""
@@ -114,7 +111,12 @@ def _paced(x: Tensor, weight: Tensor) -> Tensor:
 
 def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
     """Train a model of paced layers on paced lanes."""
-    optimizer, model = _offloaded(mode, streamed, layers)
+    placement: dict[str, Any] = {"working": "host"} if streamed else {}
+    model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
+    with on_lanes(paced_lanes(layers, _ms)):
+        optimizer = offload(
+            model, AdamW(), device="cpu", precision="fp32", **OPTIONS[mode], **placement
+        )
     spent = []
     for _ in range(WARM_STEPS + steps):
         begun = time.perf_counter()
@@ -122,7 +124,6 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
         optimizer.step()
         spent.append(time.perf_counter() - begun)
     optimizer.close()
-    placement: dict[str, Any] = {"working": "host"} if streamed else {}
     expected = steady(
         spec_of_layers(layers, **OPTIONS[mode], **placement), lambda op: _ms(op.kind) / 1e3
     )
@@ -136,16 +137,6 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
         measured_ms=measured * 1e3,
         x_schedule=measured / expected.seconds,
     )
-
-
-def _offloaded(mode: Mode, streamed: bool, layers: int) -> tuple[OffloadOptimizer, nn.Module]:
-    model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
-    placement: dict[str, Any] = {"working": "host"} if streamed else {}
-    with on_lanes(paced_lanes(layers, _ms)):
-        optimizer = offload(
-            model, AdamW(), device="cpu", precision="fp32", **OPTIONS[mode], **placement
-        )
-    return optimizer, model
 
 
 def paced_lanes(layers: int, ms: Callable[[Kind], float]) -> ThreadLanes:

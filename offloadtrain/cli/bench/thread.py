@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,9 +50,6 @@ class ThreadRow:
     layers: int
     plain_ms: float
     engine_ms: float
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class IdleLanes(SequentialLanes):

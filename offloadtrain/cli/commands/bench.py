@@ -102,7 +102,7 @@ def step(
     beside = resident.run(rounds, _say)
     print(file=sys.stderr)
     if as_json:
-        told = {"paced": [row.as_json() for row in rows], "demo": [r.as_json() for r in beside]}
+        told = {"paced": list(map(asdict, rows)), "demo": list(map(asdict, beside))}
         print(json.dumps(_machine() | told))
     else:
         print(f"{layers} paced blocks on threads, medians of {steps} steps\n")
@@ -117,7 +117,7 @@ def _thread(steps: int, as_json: bool) -> None:
     rows = thread.run(steps, _say)
     print(file=sys.stderr)
     if as_json:
-        print(json.dumps(_machine() | {"thread": [row.as_json() for row in rows]}))
+        print(json.dumps(_machine() | {"thread": list(map(asdict, rows))}))
     else:
         print(f"milliseconds of the training thread per layer, medians of {steps} steps\n")
         print(thread.table(rows))
@@ -164,7 +164,7 @@ def scale(
     rows = scaling.run(counts, layers=layers, steps=steps, rounds=rounds, say=_say)
     print(file=sys.stderr)
     if as_json:
-        print(json.dumps(_machine() | {"rows": [row.as_json() for row in rows]}))
+        print(json.dumps(_machine() | {"rows": list(map(asdict, rows))}))
     else:
         print(scaling.table(rows))
 
@@ -205,7 +205,7 @@ def disk(
     rows = bench.run(folder, num_bytes, rounds, _say)
     print(file=sys.stderr)
     if as_json:
-        print(json.dumps(_machine() | {"disk": [row.as_json() for row in rows]}))
+        print(json.dumps(_machine() | {"disk": list(map(asdict, rows))}))
     else:
         print(f"medians of {rounds} rounds\n")
         print(bench.table(rows))

@@ -42,7 +42,9 @@ def doctor(
     folder
         Folder for checkpoints; its free space and speed are checked.
     """
-    _check_folder(folder)
+    if not folder.is_dir():
+        kind = "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"--folder {folder} {kind}: give the folder for checkpoints")
     if save is not None:
         _check_target(save)
 
@@ -54,12 +56,6 @@ def doctor(
     if save is not None:
         _save(save, report, quick)
     return FAILED if report.failed else 0
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        kind = "is not a folder" if folder.exists() else "does not exist"
-        raise ConfigError(f"--folder {folder} {kind}: give the folder for checkpoints")
 
 
 def _check_target(path: Path) -> None:

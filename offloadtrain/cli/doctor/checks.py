@@ -304,7 +304,12 @@ def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
     """
     found = f"{folder}: {format_bytes(free)} free"
     if isinstance(drive, DriveRates):
-        found += f", written at {drive.disk_gbps:.2g} GB/s{_of_state(drive)}"
+        found += f", written at {drive.disk_gbps:.2g} GB/s"
+        if drive.disk_read_gbps:
+            found += (
+                f"; state on it: read at {drive.disk_read_gbps:.2g}, written at "
+                f"{drive.disk_write_gbps:.2g}, both at once at {drive.disk_both_gbps:.2g} GB/s"
+            )
     if free < LEAST_FREE_BYTES:
         return Check("disk", Status.FAIL, found, "It is full: free some, or give another --folder.")
     if isinstance(drive, str):
@@ -318,15 +323,6 @@ def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
         advice = f"A checkpoint of 1B parameters (12 GB) takes {seconds:.0f} s."
         return Check("disk", Status.WARN, found, advice)
     return Check("disk", Status.PASS, found)
-
-
-def _of_state(drive: DriveRates) -> str:
-    if not drive.disk_read_gbps:
-        return ""
-    return (
-        f"; state on it: read at {drive.disk_read_gbps:.2g}, written at "
-        f"{drive.disk_write_gbps:.2g}, both at once at {drive.disk_both_gbps:.2g} GB/s"
-    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from offloadtrain.hardware.cpus import SYSFS
 from offloadtrain.hardware.host_memory import stated_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.nvml import Nvml
-from offloadtrain.hardware.telemetry import probe
+from offloadtrain.hardware.telemetry import installed_version, probe
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.device import resolve_precision
 
@@ -109,7 +108,7 @@ class _Visit:
             [gpu.name for gpu in told.gpus] or ["a GPU"] * torch.cuda.device_count(),
             cuda=torch.version.cuda,
             reason=self.reason or told.gpu_state or "this torch is built without CUDA",
-            hidden=_hidden(os.environ),
+            hidden=os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"),
         )
         yield checks.check_driver(told.driver, torch.version.cuda)
         yield checks.check_nvml(told.gpu_state, len(told.gpus))
@@ -207,22 +206,11 @@ class _Visit:
 
 def _versions() -> Mapping[str, str]:
     return {
-        "offloadtrain": _installed("offloadtrain"),
+        "offloadtrain": installed_version("offloadtrain"),
         "Python": platform.python_version(),
         "torch": torch.__version__,
-        "numba": _installed("numba"),
+        "numba": installed_version("numba"),
     }
-
-
-def _installed(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _hidden(environ: Mapping[str, str]) -> bool:
-    return environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
 
 
 def _drive(folder: Path) -> DriveRates | str:

@@ -83,7 +83,8 @@ def measure(
     say("the bus")  # last: the PCIe link's state is read while it is still warm
     rates = _bus(device) | adam | {"dram_gbps": dram, "shared_dram_gbps": dram, "hbm_gbps": hbm}
     rates |= computed | ({} if drive is None else asdict(drive))
-    known: dict[str, Any] = {name: _rounded(rate) for name, rate in rates.items()} | memory
+    # To three digits: further digits are noise.
+    known: dict[str, Any] = {name: float(f"{rate:.3g}") for name, rate in rates.items()} | memory
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
     return Machine(gpus=gpus, host_memory=_gib(host_memory), cores=cores, **known)
 
@@ -296,11 +297,6 @@ def _synchronize(device: torch.device) -> None:
 
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB"
-
-
-def _rounded(rate: float) -> float:
-    """Round to three digits: further digits are noise."""
-    return float(f"{rate:.3g}")
 
 
 def _silent(number: int) -> None:

@@ -137,7 +137,11 @@ def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
         largest=largest,
         curves=tuple(_curve(name, one) for name, one in measured.items() if "every" in one),
         machine=measured.get("machine", {}),
-        missing={name: _why(one) for name, one in measured.items() if _why(one)},
+        missing={
+            name: str(why)
+            for name, one in measured.items()
+            if (why := one.get("missing") or one.get("error"))
+        },
     )
 
 
@@ -153,7 +157,3 @@ def _pair(one: Mapping[str, Any]) -> Pair:
 
 def _curve(name: str, one: Mapping[str, Any]) -> Curve:
     return Curve(name.removeprefix("convergence "), int(one["every"]), tuple(one["losses"]))
-
-
-def _why(one: Mapping[str, Any]) -> str:
-    return str(one.get("missing") or one.get("error") or "")

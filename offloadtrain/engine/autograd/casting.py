@@ -135,17 +135,7 @@ class _CastRefused(OfOneModel):
         first = next(_floating(args, kwargs), None)
         if first is None or first.dtype is self._dtype:
             return None
-        self._check(module)
-
-        def cast(leaf: Any) -> Any:
-            if not _is_floating(leaf) or leaf.dtype is self._dtype:
-                return leaf
-            return leaf.to(self._dtype) if leaf is first else _narrowed(leaf, self._dtype)
-
-        return tree_map(cast, args), tree_map(cast, kwargs)
-
-    def _check(self, module: nn.Module) -> None:
-        """Raises ModelError if a forward has cast the weights themselves."""
+        # A forward may have cast the weights themselves.
         found = {param.dtype for param in module.parameters(recurse=False)}
         if self._dtype not in found:
             raise ModelError(
@@ -153,6 +143,13 @@ class _CastRefused(OfOneModel):
                 f"{', '.join(map(str, found))}: keep them in fp32 from the start, "
                 f'keep_fp32=["{self._name}.*"], or set precision = "fp32"'
             )
+
+        def cast(leaf: Any) -> Any:
+            if not _is_floating(leaf) or leaf.dtype is self._dtype:
+                return leaf
+            return leaf.to(self._dtype) if leaf is first else _narrowed(leaf, self._dtype)
+
+        return tree_map(cast, args), tree_map(cast, kwargs)
 
 
 def _narrowed(mask: Tensor, dtype: torch.dtype) -> Tensor:

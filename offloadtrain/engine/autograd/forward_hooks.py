@@ -230,20 +230,17 @@ class ForwardHooks:
             block.forwards += 1
         try:
             for block in blocks:
-                self._use_one(block)
+                self._order.setdefault(block)
+                if self._tracker is None:
+                    block.use()
+                else:
+                    with self._tracker.ignored():
+                        block.use()
+                    self._tracker.entered(block)
         except BaseException:
             for block in blocks:
                 block.forwards -= 1
             raise
-
-    def _use_one(self, block: Block) -> None:
-        self._order.setdefault(block)
-        if self._tracker is None:
-            block.use()
-            return
-        with self._tracker.ignored():
-            block.use()
-        self._tracker.entered(block)
 
     def _end(self, running: _Running) -> None:
         # Without a pin the slot may go to another block, whose load waits for compute up to then.

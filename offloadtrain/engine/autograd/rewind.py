@@ -128,8 +128,14 @@ class Rewind:
             if isinstance(one, Tensor):
                 if not one.is_inference():
                     self._tensors.append((weakref.ref(one), one._version))
+            elif isinstance(one, tuple | frozenset):
+                todo += one
             else:
-                todo += self._note(one)
+                todo += [vars(one)] if hasattr(one, "__dict__") else []
+                if (kind := _kind(one)) is not None:
+                    references = kind.read(one)
+                    self._noted.append((one, kind, references))
+                    todo += references
         for module in modules:
             self._noted += [(x, _ATTRIBUTES, x.copy()) for x in (vars(module), module._buffers)]
 
@@ -164,18 +170,6 @@ class Rewind:
             for (one, kind, _), now in zip(self._noted, before, strict=True):
                 if not _same(kind.read(one), now):
                     kind.write(one, now)
-
-    def _note(self, one: Any) -> list[Any]:
-        """Note the state of one object; returns what it refers to."""
-        if isinstance(one, tuple | frozenset):
-            return list(one)
-        found: list[Any] = [vars(one)] if hasattr(one, "__dict__") else []
-        kind = _kind(one)
-        if kind is not None:
-            references = kind.read(one)
-            self._noted.append((one, kind, references))
-            found += references
-        return found
 
 
 def _same(some: Any, others: Any) -> bool:

@@ -179,18 +179,15 @@ class SavedTensors:
             packed = pass_on(tensor, outer)
         if self._residency is None:
             return packed
-        return WhileStreaming(packed, self._residency, self._all_within(), self._clock)
+        if self._readings_within is None:
+            self._readings_within = tuple(map(self._reading, self.within))
+        return WhileStreaming(packed, self._residency, self._readings_within, self._clock)
 
     def _reading(self, block: Block) -> Reading:
         found = self._readings.get(block)
         if found is None or found.generation != block.generation:
             found = self._readings[block] = Reading(block, self._clock)
         return found
-
-    def _all_within(self) -> tuple[Reading, ...]:
-        if self._readings_within is None:
-            self._readings_within = tuple(map(self._reading, self.within))
-        return self._readings_within
 
 
 def _raise_absent(block: Block, _: Tensor) -> NoReturn:

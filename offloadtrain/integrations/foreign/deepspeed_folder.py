@@ -89,7 +89,9 @@ def read_folder(folder: Path, wanted: Sequence[Wanted]) -> Found:
     groups = _groups(states[0], shapes, names)
     step = one_step(_steps(states))
     own = {names.own(name): lazy for name, lazy in weights.items()}
-    return Found(own, moments, step, groups, _notes(first))
+    scaled = first.get("dynamic_loss_scale")
+    notes = ["its loss scale is not taken over: the job's begins anew"] if scaled else []
+    return Found(own, moments, step, groups, notes)
 
 
 def _files(folder: Path, form: re.Pattern[str]) -> list[Path]:
@@ -284,8 +286,3 @@ def _steps(states: Sequence[_State]) -> dict[str, float]:
         for rank, state in enumerate(states)
         for at, step in enumerate(state.steps)
     }
-
-
-def _notes(part: Mapping[str, Any]) -> list[str]:
-    scaled = part.get("dynamic_loss_scale")
-    return ["its loss scale is not taken over: the job's begins anew"] if scaled else []

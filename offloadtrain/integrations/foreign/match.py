@@ -30,9 +30,23 @@ class Ordered:
         """
         self._found, self._wanted = found, wanted
         check_weights(found.weights, wanted)
-        _check_moments(found, wanted)
+        trained = {one.name for one in wanted if one.trained}
+        missing = [one.name for one in wanted if one.trained and one.name not in found.moments]
+        surplus = [name for name in found.moments if name not in trained]
+        if missing:
+            raise ForeignError(
+                f"its optimizer has no state of {some(missing)}, which the job trains"
+            )
+        if surplus:
+            raise ForeignError(
+                f"its optimizer has state of {some(surplus)}, not trained by the job"
+            )
         for one in wanted:
-            self._check_ties(one)
+            first, *others = (self._found.weights[name] for name in self._names(one))
+            if others and not all(torch.equal(first.read(), other.read()) for other in others):
+                raise ForeignError(
+                    f"{some(self._names(one))} are tied in the job, and differ in the checkpoint"
+                )
             if one.trained:
                 for kind, lazy in found.moments[one.name].items():
                     _check(one.name, f"{kind} of ", lazy, one)
@@ -58,13 +72,6 @@ class Ordered:
                 for kind in MOMENTS:
                     yield self._found.moments[one.name][kind].read().float().reshape(-1)
 
-    def _check_ties(self, one: Wanted) -> None:
-        first, *others = (self._found.weights[name] for name in self._names(one))
-        if others and not all(torch.equal(first.read(), other.read()) for other in others):
-            raise ForeignError(
-                f"{some(self._names(one))} are tied in the job, and differ in the checkpoint"
-            )
-
 
 def check_weights(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> None:
     """Check that a checkpoint has the model's tensors, of its shapes, and no other.
@@ -86,16 +93,6 @@ def check_weights(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> None
 
 def _instead(surplus: Sequence[str]) -> str:
     return f", and holds {some(surplus)}, which the model does not have" if surplus else ""
-
-
-def _check_moments(found: Found, wanted: Sequence[Wanted]) -> None:
-    trained = {one.name for one in wanted if one.trained}
-    missing = [one.name for one in wanted if one.trained and one.name not in found.moments]
-    surplus = [name for name in found.moments if name not in trained]
-    if missing:
-        raise ForeignError(f"its optimizer has no state of {some(missing)}, which the job trains")
-    if surplus:
-        raise ForeignError(f"its optimizer has state of {some(surplus)}, not trained by the job")
 
 
 def _check(name: str, kind: str, lazy: Lazy, one: Wanted) -> None:

@@ -32,7 +32,10 @@ def found_in(trees: Sequence[Mapping[Any, Any]], wanted: Sequence[Wanted]) -> Fo
             "'state' and 'param_groups'); one is needed, in the same file or with --optimizer"
         )
     names = Names(list(weights), wanted)
-    lazies = {names.own(name): _lazy(value) for name, value in weights.items()}
+    lazies = {
+        names.own(name): value if isinstance(value, Lazy) else Lazy.of(value)
+        for name, value in weights.items()
+    }
     # First: what is left of a model numbers its parameters otherwise.
     check_weights(lazies, wanted)
     moments, step, groups = adam_state(optimizers[0], _params(lazies, wanted), names)
@@ -73,10 +76,6 @@ def _model(models: Sequence[tuple[tuple[str, ...], Any]]) -> Mapping[str, Any]:
         )
     table: Mapping[str, Any] = chosen[0][1]
     return table
-
-
-def _lazy(value: Tensor | Lazy) -> Lazy:
-    return value if isinstance(value, Lazy) else Lazy.of(value)
 
 
 def _params(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> list[OrderedParam]:

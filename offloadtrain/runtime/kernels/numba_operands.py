@@ -59,16 +59,13 @@ class _Threads:
         if count <= 1:
             body(0, numel)
             return
-        futures = [self._executor().submit(body, a, b) for a, b in pairwise(cuts[1:])]
-        body(cuts[0], cuts[1])
-        for future in futures:
-            future.result()
-
-    def _executor(self) -> ThreadPoolExecutor:
         key = (os.getpid(), self.count)  # threads do not survive a fork
         if self._pool is None or self._pool[:2] != key:
             self._pool = (*key, ThreadPoolExecutor(max(self.count - 1, 1)))
-        return self._pool[2]
+        futures = [self._pool[2].submit(body, a, b) for a, b in pairwise(cuts[1:])]
+        body(cuts[0], cuts[1])
+        for future in futures:
+            future.result()
 
 
 threads = _Threads()

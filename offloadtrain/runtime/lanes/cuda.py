@@ -150,7 +150,12 @@ class CudaLanes(Lanes):
             self._expose(event.lane, began)
         # d2h without a thread: for an event of the host lane this thread blocks until it happens.
         else:
-            self._block_until_issued(event)
+            # This thread launches compute: while it is blocked, compute's stream runs dry.
+            if not event.issued.is_set():
+                began = self._timing_event(Lane.COMPUTE)
+                event.issued.wait()
+                self._expose(event.lane, began)
+            self._failure.check()
             self._stream_wait(lane, event)
 
     def _put(self, lane: Lane, worker: Worker, task: Callable[[], object]) -> None:
@@ -275,10 +280,9 @@ class CudaLanes(Lanes):
             self._put(lane, worker, run)
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
-        return self._compute_stream() if lane not in self._streams else self._streams[lane]
-
-    def _compute_stream(self) -> torch.cuda.Stream:
-        """Return the caller's current stream."""
+        """Return the lane's stream; of compute, the caller's current one."""
+        if lane in self._streams:
+            return self._streams[lane]
         current = torch.cuda.current_stream(self._device)
         # Another than before waits for that one: a step() outside the `with torch.cuda.stream(...)`
         # of its forward must be behind that forward.
@@ -320,14 +324,6 @@ class CudaLanes(Lanes):
         event.issued.wait()
         if event.cuda is not None:
             event.cuda.synchronize()
-
-    def _block_until_issued(self, event: StreamEvent) -> None:
-        # This thread launches compute: while it is blocked, compute's stream runs dry.
-        if not event.issued.is_set():
-            began = self._timing_event(Lane.COMPUTE)
-            event.issued.wait()
-            self._expose(event.lane, began)
-        self._failure.check()
 
     def _expose(self, lane: Lane, began: torch.cuda.Event) -> None:
         """Count a stall of compute since `began`, in which it waited for `lane`."""

@@ -287,18 +287,14 @@ def _paced(task: Callable[[], object], least_s: float) -> Callable[[], object]:
     def run() -> None:
         start_ms = now_ms()
         task()
-        _sleep(least_s - (now_ms() - start_ms) / 1e3)
+        time.sleep(max(least_s - (now_ms() - start_ms) / 1e3, 0.0))
 
     return run
 
 
 def _delayed(task: Callable[[], None], pause_s: float) -> Callable[[], None]:
     def run() -> None:
-        _sleep(pause_s)
+        time.sleep(pause_s)
         task()
 
     return run if pause_s > 0 else task
-
-
-def _sleep(seconds: float) -> None:
-    time.sleep(max(seconds, 0.0))

@@ -80,7 +80,8 @@ class SeededLanes(Lanes):
             fn(*operands)
         else:
             self._put(lane, _Run(fn, operands))
-        self._run_some()
+        while not self._late and self._draw.random() < 0.5 and self._runnable():
+            self._run_one()
 
     def record(self, lane: Lane) -> LaneEvent:
         event = _Flag(lane)
@@ -140,10 +141,6 @@ class SeededLanes(Lanes):
     def _put(self, lane: Lane, run: _Run) -> None:
         self._launched += lane is Lane.HOST
         self._queues[lane].append(run)
-
-    def _run_some(self) -> None:
-        while not self._late and self._draw.random() < 0.5 and self._runnable():
-            self._run_one()
 
     def _run_until(self, event: _Flag) -> None:
         while not event.done:

@@ -177,17 +177,15 @@ class StreamTimes:
         # Called by the training thread or autograd's, while lane threads append at the other end.
         for lane, running in self._running.items():
             while running and running[0].is_over():
-                self._count(lane, running.popleft(), totals)
+                interval = running.popleft()
+                spent_ms = interval.busy_ms()
+                totals.busy_ms[lane] += spent_ms
+                self._usual.timed(lane, interval.name, spent_ms)
             assumed_ms = self._assumed_ms[lane]
             totals.busy_ms[lane] += assumed_ms - self._counted_ms[lane]
             self._counted_ms[lane] = assumed_ms
         while self._waits and self._waits[0].is_over():
             totals.exposed_ms += self._waits.popleft().elapsed_ms()
-
-    def _count(self, lane: Lane, interval: StreamInterval, totals: LaneTotals) -> None:
-        spent_ms = interval.busy_ms()
-        totals.busy_ms[lane] += spent_ms
-        self._usual.timed(lane, interval.name, spent_ms)
 
     def start_timeline(self, stream: torch.cuda.Stream) -> None:
         """Keep intervals from now on. `stream` is empty: its events happen as soon as recorded."""

@@ -122,12 +122,6 @@ def lay_out(
     return regions
 
 
-def entries_of(regions: Iterable[Region]) -> list[Entry]:
-    """Return the entries in the order of the file."""
-    found = (chunk.entry for region in regions for chunk in region.chunks)
-    return list(dict.fromkeys(found))
-
-
 def dense(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     strides, step = [], 1

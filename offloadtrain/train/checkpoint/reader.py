@@ -144,8 +144,9 @@ class _WindowReader:
         if not hasattr(self._scratch, "window"):
             # Mapped, and touched only as far as it is needed.
             self._scratch.window = aligned_buffer()
-        targets = filter(None, (_target_of(reading, chunk) for reading, chunk, _ in parts))
-        pieces = scatter(first, padded(last), sorted(targets, key=_begin), self._scratch.window)
+        wanted = (_target_of(reading, chunk) for reading, chunk, _ in parts)
+        targets = sorted(filter(None, wanted), key=lambda target: target.lo)
+        pieces = scatter(first, padded(last), targets, self._scratch.window)
         try:
             found = self._file.read([piece.memory for piece in pieces], first)
         except OSError as error:
@@ -155,10 +156,6 @@ class _WindowReader:
         if found < last - first:
             raise DamagedCheckpointError(f"{self._path} ends at byte {first + found}")
         return pieces
-
-
-def _begin(target: Target) -> int:
-    return target.lo
 
 
 def _target_of(reading: Reading, chunk: Chunk) -> Target | None:

@@ -20,7 +20,7 @@ from offloadtrain.hardware.direct_io import (
     aligned_buffer,
     windows,
 )
-from offloadtrain.train.checkpoint.layout import Chunk, Entry, Region, entries_of
+from offloadtrain.train.checkpoint.layout import Chunk, Entry, Region
 from offloadtrain.train.checkpoint.manifest import NotFiniteError
 
 _WEIGHTS = ("master", "weight")
@@ -122,11 +122,12 @@ class TensorWriter:
         """
         if self.failure is not None:
             raise self.failure
-        found: dict[Entry, list[str]] = {entry: [] for entry in entries_of(self._regions)}
+        found: dict[Entry, list[str]] = {}
         for region in self._regions:
             for chunk in region.chunks:
+                digests = found.setdefault(chunk.entry, [])
                 if chunk.lo < chunk.hi:
-                    found[chunk.entry].append(self._digests[chunk.lo])
+                    digests.append(self._digests[chunk.lo])
         return [replace(entry, digests=tuple(digests)) for entry, digests in found.items()]
 
     def _write(self, region: Region, values: torch.Tensor, lo: int, hi: int) -> None:

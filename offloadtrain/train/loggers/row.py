@@ -43,13 +43,12 @@ class Logger(Protocol):
 
 
 def row_of(event: Source, time_s: float) -> Row:
-    return Row(event.step, time_s, _values(event))
-
-
-def _values(event: Source) -> dict[str, Scalar]:
+    values: dict[str, Scalar]
     if isinstance(event, schema.Eval):
-        return {"val_loss": event.val_loss}
-    if isinstance(event, schema.Memory):
-        return {f"peak_bytes/{row.tier}/{row.owner}": row.peak_bytes for row in event.rows}
-    values = {name: getattr(event, name) for name in STEP_SCALARS}
-    return {name: value for name, value in values.items() if value is not None}
+        values = {"val_loss": event.val_loss}
+    elif isinstance(event, schema.Memory):
+        values = {f"peak_bytes/{row.tier}/{row.owner}": row.peak_bytes for row in event.rows}
+    else:
+        known = ((name, getattr(event, name)) for name in STEP_SCALARS)
+        values = {name: value for name, value in known if value is not None}
+    return Row(event.step, time_s, values)

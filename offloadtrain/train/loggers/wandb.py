@@ -59,10 +59,7 @@ class Wandb:
         self._run.log({"step": row.step, **row.values})
         if row.step > self._last_step and not row.values.get("skipped"):
             self._last_step = row.step
-            self._keep_state()
+            replace_file(self._state, json.dumps({"id": self._id, "last_step": self._last_step}))
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
-
-    def _keep_state(self) -> None:
-        replace_file(self._state, json.dumps({"id": self._id, "last_step": self._last_step}))

@@ -95,10 +95,15 @@ class Gpus(Panel):
     def show(self, shown: ViewState) -> None:
         self._shown = shown
         own = memory.local(shown)
-        gpus = _gpus(shown, own)
+        # This machine's while the run lives here, otherwise the logged ones.
+        system = own or shown.view.system
+        gpus = system.gpus if system and not memory.is_on_cpu(shown.view) else ()
         view = shown.views[self._rank % len(shown.views)]
         tell(self.query_one("#gpus-text", Static), _about(shown, own, gpus, view))
-        self.query_one("#gpus-rows", Rows).show(self._table(gpus))
+        # A narrow terminal has no room for the links.
+        count = len(COLUMNS) - (self.app.size.width < NARROW)
+        rows = tuple(_row(gpu)[:count] for gpu in gpus)
+        self.query_one("#gpus-rows", Rows).show(Table(COLUMNS[:count] if gpus else (), rows))
         there = bool(view.history.gpu.times) and not memory.is_on_cpu(shown.view)
         self.query_one("#gpus-charts", Grid).display = there
         for name, kind in KINDS.items():
@@ -106,12 +111,6 @@ class Gpus(Panel):
             chart.display = there and (name in _ALWAYS or _is_known(view, kind))
             if chart.display:
                 chart.show(plot(kind, view, ZOOMS[shown.zoom]))
-
-    def _table(self, gpus: tuple[schema.GpuSample, ...]) -> Table:
-        """Return a row per GPU; a narrow terminal has no room for the links."""
-        count = len(COLUMNS) - (self.app.size.width < NARROW)
-        rows = tuple(_row(gpu)[:count] for gpu in gpus)
-        return Table(COLUMNS[:count] if gpus else (), rows)
 
 
 def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
@@ -142,12 +141,6 @@ def _is_known(view: View, kind: Kind) -> bool:
     history = view.history.gpu
     length = history.count(view.time_s)
     return any(history.series[field].last(length) is not None for field, *_ in kind.fields)
-
-
-def _gpus(shown: ViewState, own: schema.System | None) -> tuple[schema.GpuSample, ...]:
-    """Return the GPUs of this machine while the run lives here, otherwise the logged ones."""
-    system = own or shown.view.system
-    return system.gpus if system and not memory.is_on_cpu(shown.view) else ()
 
 
 def _about(

@@ -94,17 +94,15 @@ class AreaChart(Drawn[Area]):
             height += size
             last = number if size else last
             if height > middle:
-                return self._filled(number, len(column))
+                count = len(column)
+                fill = FILLS[number % len(FILLS)]
+                if number >= count - 2:
+                    fill = (CACHE, OTHERS)[number - count + 2]
+                return Segment(fill, self._color(number, count))
         eighths = round(8 * (height - low) / (high - low))
         if eighths <= 0:
             return None
         return Segment(_EIGHTHS[eighths], self._color(last, len(column)))
-
-    def _filled(self, number: int, count: int) -> Segment:
-        fill = FILLS[number % len(FILLS)]
-        if number >= count - 2:
-            fill = (CACHE, OTHERS)[number - count + 2]
-        return Segment(fill, self._color(number, count))
 
     def _color(self, number: int, count: int) -> Style:
         if number >= count - 2:

@@ -143,7 +143,11 @@ class Chart(Drawn[Plot]):
         self._gutter = max(_GUTTER, *(len(label) + 1 for label in labels))
         inner = width - self._gutter
         top = [self._mark_row(inner)] if self._has_mark_row(height) else []
-        body = self._body(self._canvas(inner, rows, low, high), labels)
+        extents = self._extents("curves", 2 * inner)
+        canvas = Canvas(inner, rows)
+        for number in reversed(range(len(extents))):  # the first one on top
+            canvas.draw(extents[number], low, high, number)
+        body = self._body(canvas, labels)
         return [self.strip(self._title()), *top, *body, self.strip(self._axis(inner))]
 
     def _extents(self, what: str, columns: int) -> list[list[Extent]]:
@@ -153,13 +157,6 @@ class Chart(Drawn[Plot]):
             outline = self._outlines.setdefault((what, number), Outline())
             found.append(_extents(curve, self.plot, outline, columns))
         return found
-
-    def _canvas(self, inner: int, rows: int, low: float, high: float) -> Canvas:
-        extents = self._extents("curves", 2 * inner)
-        canvas = Canvas(inner, rows)
-        for number in reversed(range(len(extents))):  # the first one on top
-            canvas.draw(extents[number], low, high, number)
-        return canvas
 
     def _has_mark_row(self, height: int) -> bool:
         """A low chart has its marks in the first row of the curve."""

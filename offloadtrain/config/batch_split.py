@@ -147,14 +147,15 @@ def shared(config: Config, ranks: int) -> Config:
             f"train.grad_accum_steps = {train.grad_accum_steps}), which {ranks} ranks cannot share "
             f"evenly: take {fitting}, or a batch that {ranks} divides"
         )
-    # 1F1B needs a microbatch for each stage.
-    least = config.ranks.pipeline if config.ranks.schedule == "1f1b" else 1
+    # All but GPipe need a microbatch for each stage.
+    schedule = config.ranks.schedule
+    least = 1 if schedule == "gpipe" else config.ranks.pipeline
     sizes = range(min(train.micro_batch, own // least), 0, -1)
     micro = next((n for n in sizes if own % n == 0), 0)
     if not micro:
         raise ConfigError(
             f"{own} sequences per step on each rank, and ranks.pipeline = {config.ranks.pipeline}: "
-            "1f1b needs a microbatch for each stage. Raise train.grad_accum_steps, or set "
+            f"{schedule} needs a microbatch for each stage. Raise train.grad_accum_steps, or set "
             'ranks.schedule = "gpipe"'
         )
     windows = train.eval_batches * train.micro_batch
@@ -174,6 +175,8 @@ def explain(job: Config, part: Config, ranks: int) -> str:
     stages, parts = job.ranks.pipeline, job.ranks.tensor
     each = "one rank" if ranks == stages else f"{ranks // stages} ranks"
     who = f"{ranks} ranks" if stages == 1 else f"{stages} stages of {each} each"
+    if not job.ranks.flushes:
+        who += f" ({job.ranks.schedule}: no flush between steps)"
     if parts > 1:
         groups = ranks // parts
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.toml import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,8 @@ class RanksConfig:
         pipeline: number of stages that the layers are divided into; the ranks must be divisible by
             it, and those of one stage divide the batch.
         schedule: order of microbatches: "1f1b" has at most as many in flight as stages, "gpipe" all
-            of them.
+            of them; "2bw" goes on with the next step's without a flush, which takes
+            `offload.update = "delayed"`.
         tensor: number of parts that the matrices of every layer are divided into (tensor parallel);
             the ranks must be divisible by it, and those of one part divide the batch.
         shard: number of ranks that share one copy of the state, as a rule those of a host; each
@@ -29,10 +31,15 @@ class RanksConfig:
     """
 
     pipeline: int = 1
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "2bw"] = "1f1b"
     tensor: int = 1
     shard: int = 0
     expert: int = 1
+
+    @property
+    def flushes(self) -> bool:
+        """Every step ends before the next one begins."""
+        return self.pipeline == 1 or self.schedule != NO_FLUSH
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,21 @@ class Stage:
         """Return the microbatches whose activations it holds at once."""
         return microbatches if schedule == "gpipe" else min(microbatches, self.count - self.index)
 
+    def kept(self, schedule: str) -> tuple[int, int]:
+        """Return the versions of its working weights and the sums of its gradients."""
+        return kept_without_flush(self.index, self.count) if schedule == NO_FLUSH else (1, 1)
+
+
+NO_FLUSH: Final = "2bw"
+"""The schedule whose steps follow each other without a flush (PipeDream-2BW)."""
+
+
+def kept_without_flush(stage: int, stages: int) -> tuple[int, int]:
+    """Return the versions of a stage's working weights and the sums of its gradients, where steps
+    follow each other without a flush: see [Note: Two versions] in `step.modes`, and [Note: Without
+    a flush] in `engine.split_step`."""
+    return 1 if stage == stages - 1 else 2, 1 if stage == 0 else 2
+
 
 def contradictions(
     ranks: RanksConfig, model: ModelShape, *, is_own: bool, samples: bool
@@ -113,6 +135,50 @@ def contradictions(
             f"{asked} and train.sample_tokens: no process holds the whole model. Set "
             "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
         )
+
+
+def unflushed_contradictions(
+    ranks: RanksConfig, offload: OffloadConfig, *, rule: str, on_spike: str
+) -> Iterator[str]:
+    """Yield a sentence for each thing that a pipeline without flushes cannot do.
+
+    Args:
+        rule: name of the update rule.
+        on_spike: what is done about a step whose loss is far above the usual.
+    """
+    if ranks.flushes:
+        return
+    asked = f'ranks.schedule = "{NO_FLUSH}"'
+    if offload.update != "delayed":
+        yield (
+            f"{asked} and offload.update = {offload.update!r}: without a flush every update is one "
+            'step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"'
+        )
+    on_one_tier = offload.state_on in ("host", "device")
+    for key, value, goes, instead, why in (
+        ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
+        ("offload.precision", offload.precision, offload.precision != "fp16", "bf16", _SCALE),
+        ("offload.activation", offload.activation, offload.activation == "keep", "keep", _NEWER),
+        ("offload.working", offload.working, not offload.offloads_weights, "device", _RESIDENT),
+        ("offload.zero_stage", offload.zero_stage, offload.zero_stage != 3, 2, _RESIDENT),
+        ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
+        ("optim.name", rule, rule != "muon", "adamw", _MATRICES),
+        ("train.on_spike", on_spike, on_spike == "report", "report", _LOSS),
+    ):
+        if not goes:
+            yield (
+                f"{asked} and {key} = {shown(value)}: {why}. Set {key} = {shown(instead)}, or "
+                'ranks.schedule = "1f1b"'
+            )
+
+
+_SCALE = "the loss scale of a step would be chosen before the step before it is decided"
+_NONE_EXACT = "its first steps are delayed, too"
+_NEWER = "a recompute would read newer weights than its forward has read"
+_RESIDENT = "both versions of the weights stay on the device, whole"
+_ONE_TIER = "all state is on the host, or all on the device"
+_MATRICES = "it updates matrices on the device, where the next step computes"
+_LOSS = "the loss of a step is known to all stages within the next step"
 
 
 def tensor_contradictions(

@@ -90,6 +90,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._finalizer()
             raise
         self._part_ranks = place.parts
+        self._split: SplitStep | None = None
         self.model, self._flips = model, config.update == "speculative"
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
@@ -250,7 +251,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def split_step(self) -> SplitStep:
         """Return the halves of `step()`, for a pipeline without flushes."""
-        return SplitStep(self._engine, self._check, self.param_groups, self._step_tensor)
+        engine, groups = self._engine, self.param_groups
+        self._split = SplitStep(engine, self._check, groups, self._step_tensor)
+        return self._split
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
@@ -276,8 +279,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._fill_state()
 
     def sample_timeline(self) -> None:
-        """Make the next step's `last_step.timeline` hold the intervals of each lane."""
-        self._engine.sample_timeline()
+        """Make the next step's `last_step.timeline` hold the intervals of each lane; of a pipeline
+        without flushes, that of the step behind the next one to be decided."""
+        (self._split or self._engine).sample_timeline()
+
+    @property
+    def samples_late(self) -> bool:
+        """A sampled timeline comes one step later: steps overlap, and one begins with the decision
+        of another."""
+        return self._split is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's, plus "scaler" (None without loss scaling) and "seed" of the rounding.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.ranks_options import NO_FLUSH, kept_without_flush
 from offloadtrain.engine.agreement import check_alike
 from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks import check_arguments
@@ -29,7 +30,7 @@ from offloadtrain.engine.stage_modules import (
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.pipeline_schedule import NO_FLUSH, SCHEDULES, LossFn
+from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn
 from offloadtrain.runtime.process_group import Ranks
 
 
@@ -178,11 +179,9 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
 
 
 def _kept_twice(place: StagePlace) -> StagePlace:
-    """Return the place of a stage that has no flush: see [Note: Two versions] in `step.modes` and
-    [Note: Without a flush] in `split_step`."""
+    """Return the place of a stage that has no flush."""
     ranks = place.stages.ranks
-    versions = 1 if ranks.rank == ranks.size - 1 else 2
-    return replace(place, kept=(versions, 1 if ranks.rank == 0 else 2))
+    return replace(place, kept=kept_without_flush(ranks.rank, ranks.size))
 
 
 def _check_same(

@@ -127,9 +127,14 @@ class Pipeline:
         for optimizer in self.optimizers:
             optimizer.step(skip=skip)
 
-    def drain(self) -> Tensor | None:
+    def drain(self, *, newest: bool = True) -> Tensor | None:
         """End what is in flight between two runs; only `schedule="2bw"` leaves anything. All
         processes call it. Afterwards parameters hold the newest weights.
+
+        Args:
+            newest: False: parameters hold the weights that the next run's forwards use, older ones
+                than the state's; no step has other bits than without this call. A checkpoint made
+                here holds both, see `docs/checkpoints.md`.
 
         Returns:
             (microbatches,) fp32 on the host: the losses of the last step, on every stage; None
@@ -216,12 +221,12 @@ class UnflushedPipeline(Pipeline):
             raise PipelineError("evaluate() with microbatches in flight: call drain() first")
         return super().evaluate(*inputs, target=target, **more)
 
-    def drain(self) -> Tensor | None:
+    def drain(self, *, newest: bool = True) -> Tensor | None:
         if self._last is None:
             return None
         self._step.require_asked("drain()")
         self._unflushed.drain()
-        self._step.drain()
+        self._step.drain(newest=newest)
         last, self._last = self._last, None
         return self._received(last)
 

@@ -133,6 +133,8 @@ def place(
             "of the model, which this search does not make: plan the job by itself (offloadtrain "
             "plan JOB), or set 'offload' or 'recompute'"
         )
+    stage = config.stage
+    versions, sums = (1, 1) if stage is None else stage.kept(config.ranks.schedule)
     try:
         spec = layout.lay_out(
             blocks_of(config, ranks),
@@ -140,6 +142,8 @@ def place(
             ranks=ranks,
             num_tensors=num_tensors(config),
             available_bytes=available_bytes,
+            weight_versions=versions,
+            gradient_sums=sums,
             copies=copies,
             parts=config.ranks.tensor,
         )

@@ -37,9 +37,6 @@ SCHEDULES: dict[str, Any] = {
 """gpipe: all forwards, then all backwards. 1f1b: PipeDream-Flush, at most as many microbatches in
 flight as stages. interleaved: 1f1b over several stages in each process."""
 
-NO_FLUSH = "2bw"
-"""The schedule of `Unflushed`."""
-
 LossFn = Callable[[Any, Any], Tensor]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from offloadtrain.config.batch_split import shards
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.job import Config
+from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.data.batches import Batches
@@ -97,6 +97,8 @@ def assemble(
         offload=_checked(_on_disk_of(job, replace(job.offload, precision=precision)), why),
         device=replace(job.device, kind="auto"),
     )
+    if problems := list(problems_of_ranks(chosen)):
+        raise ConfigError(*problems)
     mesh = _mesh(job, device, ranks)
     plan = _planned(chosen, device, rank_info, ranks, mesh)
     config = plan.placed.config

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.ranks_options import NO_FLUSH, Stage
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
@@ -29,6 +30,7 @@ from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import Launch
+from offloadtrain.step.pipeline_drive import stage_steps
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
@@ -54,7 +56,9 @@ def check(plan: Plan) -> str:
     """
     ledger = laid_out(plan)
     some = some_of(plan.copied.spec)
-    launches, faults = proved(some, plan.placed.input_bytes)
+    part = plan.placed.config
+    stage = None if part.ranks.flushes else part.stage
+    launches, faults = proved(some, plan.placed.input_bytes, stage)
     if faults:
         raise DryRunError(f"the program of a step has {len(faults)} faults, the first: {faults[0]}")
     total = sum(row.bytes for row in ledger.rows())
@@ -86,6 +90,7 @@ def laid_out(plan: Plan) -> Ledger:
     spec = lay_out(
         *(model, blocks, config.offload, ranks, plan.second_copy_budget),
         first=first,
+        kept=(planned.weight_versions, planned.gradient_sums),
         parts=plan.job.ranks.tensor,
     )
     if spec != planned:
@@ -132,21 +137,30 @@ def _compare(ledger: Ledger, spec: StepSpec) -> None:
             raise DryRunError(f"{owner} on the {tier}: planned {said} bytes, laid out {found}")
 
 
-def proved(spec: StepSpec, input_bytes: int = 0) -> tuple[int, list[Fault]]:
+def proved(
+    spec: StepSpec, input_bytes: int = 0, unflushed: Stage | None = None
+) -> tuple[int, list[Fault]]:
     """Return (operations, faults) of a few steps of the first and the last rank, at real size.
 
     Args:
         input_bytes: bytes of a repeated block's input; activation = "offload" moves it.
+        unflushed: the stage of a pipeline without flushes, whose steps overlap.
     """
+    most = max(MOST_MICRO_STEPS, 0 if unflushed is None else unflushed.count)
     config = replace(
         spec.config,
-        grad_accum_steps=min(spec.config.grad_accum_steps, MOST_MICRO_STEPS),
+        grad_accum_steps=min(spec.config.grad_accum_steps, most),
         warmup_steps=min(spec.config.warmup_steps, 1),
     )
     spec = replace(spec, config=config)
     launches, faults = 0, []
     for rank in sorted({0, spec.ranks - 1}):
-        operations = steps(Program(spec, rank), STEPS, input_bytes)
+        program = Program(spec, rank)
+        if unflushed is None:
+            operations = steps(program, STEPS, input_bytes)
+        else:
+            at = unflushed.index, unflushed.count
+            operations, _ = stage_steps(program, NO_FLUSH, *at, STEPS, input_bytes)
         launches = sum(isinstance(op, Launch) for op in operations)
         faults += prove_operations(spec, operations, rank)
     return launches, faults

@@ -78,7 +78,7 @@ class RunLog:
         self._progress = Progress()
         self._peak_flops: float | None = None
         self._pace = Pace(config.train)
-        self._next_timeline = (0.0, 2)
+        self._next_timeline, self._follows_next = (0.0, 2), False
         self._optimizer: OffloadOptimizer | None = None
         self._hindsight: Hindsight | None = None
 
@@ -213,6 +213,8 @@ class RunLog:
             self._next_timeline = (time.monotonic() + _TIMELINE_EVERY_S, later_step)
             optimizer.sample_timeline()
             follow = True
+        if optimizer.samples_late:
+            follow, self._follows_next = self._follows_next, follow
         if self._memory is not None:
             self._memory.step_begins(self._progress.step + 1, follow=follow)
 

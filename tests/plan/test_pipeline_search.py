@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -12,7 +12,7 @@ from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import pipeline_times as timing
 from offloadtrain.plan.costs import Costs
-from offloadtrain.plan.pipeline_search import search, without_flush
+from offloadtrain.plan.pipeline_search import search
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.step.pipeline_drive import Schedule, Turn, order, stage_steps
 from offloadtrain.step.program import Program
@@ -39,15 +39,15 @@ def pipeline(stages: int, count: int, schedule: Schedule = "1f1b", **keys: Any) 
         "device__kind": "auto",
     }
     config = job(shape | {"max_seq_len": 16}, **(given | keys))
-    kind: Literal["gpipe", "1f1b"] = "gpipe" if schedule == "gpipe" else "1f1b"
-    return replace(config, ranks=RanksConfig(pipeline=stages, schedule=kind))
+    if schedule == "2bw":
+        config = replace(config, offload=replace(config.offload, update="delayed"))
+    return replace(config, ranks=RanksConfig(pipeline=stages, schedule=schedule))
 
 
 def planned(
     stages: int, count: int, schedule: Schedule, machine: Machine = FREE, **keys: Any
 ) -> Plan:
-    found = make(pipeline(stages, count, schedule, **keys), "test", machine, stages)
-    return without_flush(found) if schedule == "2bw" else found
+    return make(pipeline(stages, count, schedule, **keys), "test", machine, stages)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -95,7 +95,6 @@ def test_many_microbatches_take_what_a_simulation_of_all_takes(schedule: Schedul
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_driven_program_of_every_stage_has_no_race(schedule: Schedule, ranks: int) -> None:
     plan = make(pipeline(2, 4, schedule), "test", A100, 2 * ranks)
-    plan = without_flush(plan) if schedule == "2bw" else plan
     for number, stage in enumerate(plan.stages):
         operations, turns = stage_steps(Program(stage.spec), schedule, number, 2, 3)
         assert prove(operations) == []
@@ -142,6 +141,5 @@ def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     for one in found:
         again = make(one.plan.job, "test", A100, 4)
-        again = without_flush(again) if one.schedule == "2bw" else again
         assert again.prediction.seconds == one.seconds and again.fits
         assert again.prediction.tokens_per_s == pytest.approx(16 * 16 * 2 / one.seconds)

@@ -48,6 +48,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     not the whole parameter.
     """
 
+    _split: SplitStep | None = None
+
     def __init__(
         self,
         model: nn.Module,
@@ -90,7 +92,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._finalizer()
             raise
         self._part_ranks = place.parts
-        self._split: SplitStep | None = None
         self.model, self._flips = model, config.update == "speculative"
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()

@@ -123,6 +123,12 @@ def flushed_steps(changes: dict[str, Any], steps: int = 12) -> set[int]:
         ),
         pytest.param(2, {"offload.state": '"split16"', "data.packing": '"isolated"'}),
         pytest.param(2, {"offload.sums_on": '"device"', **EVAL}, marks=pytest.mark.long),
+        pytest.param(8, {"ranks.shard": 2, "train.grad_accum_steps": 16}, marks=pytest.mark.long),
+        pytest.param(
+            2,
+            {"model.num_experts": 4, "model.router_aux_loss_coef": 0.0},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             4, {"offload.state": '"int8"', "offload.zero_stage": 1}, marks=pytest.mark.long
         ),

@@ -61,11 +61,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         lanes: Lanes,
         param_init_fn: ParamInit | None = None,
         place: StagePlace | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`place`: the model is a stage of a pipeline; None: it is whole."""
+        """`place`: the model is a stage of a pipeline; `ledger`: that of its process's stages."""
         super().__init__(groups, common_defaults(groups, rule))
         place = place or StagePlace(Stages(ALONE))
-        self.device, self.ranks, self.ledger = device, ranks, Ledger()
+        self.device, self.ranks, self.ledger = device, ranks, ledger or Ledger()
         self.working_dtype = dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
         self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
@@ -120,6 +121,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def lanes(self) -> Lanes:
         """The lanes that its operations run on."""
         return self._engine.lanes
+
+    def lanes_state(self) -> str:
+        """Describe what its lanes do, from any thread."""
+        return self.lanes.state()
 
     @property
     def pinned(self) -> bool:

@@ -28,6 +28,7 @@ from offloadtrain.engine.stage_modules import (
     output_of,
 )
 from offloadtrain.optim import AnyRule, MatrixRule
+from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn
@@ -101,7 +102,7 @@ def pipeline(
     numbers = {param: number for number, param in enumerate(model.parameters())}
     modules, in_order = _own_stages(model, axes, stages_per_rank, chosen, param_init_fn)
     shapes = _shapes(modules, axes.stages, inputs, chosen)
-    stages, optimizers = Stages(axes.stages), []
+    stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
     groups = None if params is None else list(params)
     for module in modules:
         if in_order is not None:
@@ -110,7 +111,9 @@ def pipeline(
         place = StagePlace(stages, min(numbers[param] for param in module.parameters()))
         if schedule == NO_FLUSH:
             place = _kept_twice(place)
-        optimizers.append(attach(module, rule, own, chosen, on, axes.replicas, in_order, place))
+        optimizers.append(
+            attach(module, rule, own, chosen, on, axes.replicas, in_order, place, ledger)
+        )
     kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline
     return kind(optimizers, axes, shapes, schedule, microbatches, stages, loss_fn or _output)
 

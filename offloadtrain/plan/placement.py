@@ -15,6 +15,7 @@ from offloadtrain.plan.microbatch import Trace, TracedStep
 from offloadtrain.step import layout, memory
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import MemoryRequest
+from offloadtrain.step.pipeline_drive import in_flight
 from offloadtrain.step.spec import StepSpec
 
 
@@ -46,13 +47,16 @@ class Placement:
         """Bytes of a working weight, and of an activation."""
         return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
 
-    @property
+    @cached_property
     def in_flight(self) -> int:
         """Microbatches whose activations are held at once: several on a stage of a pipeline."""
         if self.config.stage is None:
             return 1
-        count, schedule = self.config.train.grad_accum_steps, self.config.ranks.schedule
-        return self.config.stage.in_flight(count, schedule)
+        stage, ranks = self.config.stage, self.config.ranks
+        return in_flight(
+            *(ranks.schedule, stage.index, stage.count, ranks.stages_per_rank),
+            self.config.train.grad_accum_steps,
+        )
 
     @property
     def repeated(self) -> int:

@@ -71,7 +71,7 @@ def run(
         set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
         context = _build(config, opened, distributed, console)
         memory.ledger = context.optimizer.ledger
-        guards.watchdog.watch_lanes(context.optimizer.lanes.state)
+        guards.watchdog.watch_lanes(context.optimizer.lanes_state)
         trainer = trainer_of(config, context, folder, log)
         _resume(trainer, opened, ranks)
         trainer.saving.check_room(trainer.progress.step)

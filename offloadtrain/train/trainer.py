@@ -30,7 +30,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prefetch import Prefetch
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.engine import StepReport
+from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.events.control import Request, Requests
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
@@ -230,6 +230,8 @@ class Trainer:
         if self._pipelined is not None:
             self._run_pipeline(self._pipelined, clock, count, divisor)
             return
+        optimizer = self.optimizer
+        assert isinstance(optimizer, OffloadOptimizer)
         for number in range(count):
             HEARTBEAT.enter(f"forward of step {self.progress.step + 1}")
             batch = to_device(self._prefetch.next(), self.optimizer.device)
@@ -240,7 +242,7 @@ class Trainer:
                 self._loss.launch(total / count if divisor is None else total)
             clock.lap("forward")
             HEARTBEAT.enter(f"backward of step {self.progress.step + 1}")
-            self.optimizer.backward(loss, divide=divisor is None)
+            optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
 
     def _run_pipeline(

@@ -38,6 +38,8 @@ from tests.train.small_job import write_text
 DELAYED = DEEP | {"offload.update": '"delayed"'}
 STAGES = {"ranks.pipeline": 2, "ranks.schedule": '"2bw"'}
 DEEPER = {"model.num_layers": 8, "ranks.pipeline": 4}
+REPLICAS = {"offload.state_on": '"device"', "offload.clip_norm": 0.5}
+"""Of a job whose stages are on two ranks each."""
 MICROBATCHES = 4
 EVAL = {"train.eval_every": 4}
 
@@ -216,6 +218,7 @@ def test_a_run_that_only_skips_ends_with_its_checkpoint(
     ("before", "after"),
     [
         (STAGES, STAGES),
+        (STAGES | REPLICAS, STAGES | REPLICAS),
         (STAGES, {}),
         ({}, STAGES),
         pytest.param(STAGES, {"ranks.pipeline": 2}, marks=pytest.mark.long),
@@ -232,9 +235,11 @@ def test_a_job_goes_on_without_flushes_or_with(
     """From the checkpoint that a run wrote beside its steps, and from its last one: the run of one
     process that never stopped, bit for bit."""
     chosen = DELAYED | CONSTANT | {"model.num_layers": 8, "train.checkpoint_every": 5}
-    ranks(1, trained, tmp_path / "whole", data, **chosen)
+    replicas = 2 if before.items() >= REPLICAS.items() else 1
+    chosen |= REPLICAS if replicas > 1 else {}
+    ranks(replicas, trained, tmp_path / "whole", data, **chosen)
     for stages, steps in ((before, 7), (after, 12)):
-        size = stages.get("ranks.pipeline", 1)
+        size = replicas * stages.get("ranks.pipeline", 1)
         more = stages | {"train.steps": steps}
         ranks(size, trained, tmp_path / "run", data, resume=steps > 7, **chosen | more)
     assert figures(tmp_path / "run") == figures(tmp_path / "whole")

@@ -49,6 +49,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     """
 
     _split: SplitStep | None = None
+    _told_of_local_norm = False
 
     def __init__(
         self,
@@ -99,7 +100,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         held = [bucket for block in self._blocks for bucket in block.held]
         moving = [slot.param for bucket in held if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
-        self._told_of_local_norm = False
         self._norm_size = ranks.everyone.size * place.stages.ranks.size * place.parts.size
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")

@@ -18,7 +18,6 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.pipeline_search import without_flush
 from offloadtrain.plan.plan import make
 from offloadtrain.step.pipeline_drive import Schedule
 
@@ -60,11 +59,11 @@ def step_s(schedule: Schedule, batch: int, micro_batch: int, *, recompute: bool)
             precision="fp16",
             state_on="device",
             activation="recompute" if recompute else "keep",
+            update="delayed" if schedule == "2bw" else "exact",
         ),
-        ranks=RanksConfig(pipeline=STAGES, schedule="gpipe" if schedule == "gpipe" else "1f1b"),
+        ranks=RanksConfig(pipeline=STAGES, schedule=schedule),
     )
     plan = make(job, "p3.16xlarge", machine(), STAGES * REPLICAS)
-    plan = without_flush(plan) if schedule == "2bw" else plan
     return plan.prediction.seconds if plan.fits else None
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.config.ranks_options import Stage
+from offloadtrain.config.ranks_options import INTERLEAVED, RanksConfig, Stage, numbers_of
 
 MOST_RANKS = 1 << 16
 
@@ -81,8 +81,19 @@ def shards(config: Config, ranks: int) -> int:
 
 def of_stage(config: Config, index: int) -> Config:
     """Return the part of a job that is one stage of its pipeline: a model of fewer layers."""
-    stage = Stage.of(index, config.ranks.pipeline, config.model.num_layers)
+    stage = Stage.of(index, config.ranks.stages, config.model.num_layers)
     return replace(config, stage=stage, model=replace(config.model, num_layers=stage.layers))
+
+
+def held_stages(ranks: RanksConfig, place: int, layers: int) -> tuple[Stage, ...]:
+    """Return the stages that a rank holds.
+
+    Args:
+        place: its place in its pipeline.
+        layers: of the whole model.
+    """
+    numbers = range(place, ranks.stages, ranks.pipeline)
+    return tuple(Stage.of(number, ranks.stages, layers) for number in numbers)
 
 
 def part_of(config: Config, rank: int) -> str:
@@ -108,6 +119,13 @@ def group_of(config: Config, ranks: int, rank: int) -> str:
     return "" if each == every else f"group {replica // each + 1} of {every // each}"
 
 
+def _stage_of(config: Config, ranks: int, rank: int) -> str:
+    processes, stages = config.ranks.pipeline, config.ranks.stages
+    if stages == 1:
+        return ""
+    return numbers_of(held_stages(config.ranks, rank // (ranks // processes), stages))
+
+
 def roles(config: Config, ranks: int) -> tuple[str, ...]:
     """Return what each rank is in the pipeline, of the copies of the state and of the matrices, for
     messages; nothing where all are alike.
@@ -118,10 +136,7 @@ def roles(config: Config, ranks: int) -> tuple[str, ...]:
     found = []
     for rank in range(ranks):
         group, part = group_of(config, ranks, rank), part_of(config, rank)
-        stage, stages = "", config.ranks.pipeline
-        if stages > 1:
-            stage = Stage.of(rank // (ranks // stages), stages, stages).number
-        found.append(", ".join(filter(None, (stage, group, part))))
+        found.append(", ".join(filter(None, (_stage_of(config, ranks, rank), group, part))))
     return tuple(found) if any(found) else ()
 
 
@@ -145,14 +160,21 @@ def shared(config: Config, ranks: int) -> Config:
             f"train.grad_accum_steps = {train.grad_accum_steps}), which {ranks} ranks cannot share "
             f"evenly: take {fitting}, or a batch that {ranks} divides"
         )
-    # 1F1B needs a microbatch for each stage.
-    least = config.ranks.pipeline if config.ranks.schedule == "1f1b" else 1
+    # All but GPipe need a microbatch for each rank of the pipeline.
+    schedule = config.ranks.schedule
+    least = 1 if schedule == "gpipe" else config.ranks.pipeline
     sizes = range(min(train.micro_batch, own // least), 0, -1)
-    micro = next((n for n in sizes if own % n == 0), 0)
+    micro = next((n for n in sizes if own % n == 0 and _rounds(config, own // n)), 0)
+    if not micro and own >= least:
+        raise ConfigError(
+            f"{own} sequences per step on each rank, and ranks.pipeline = {least}: interleaved "
+            "runs microbatches in rounds of as many as there are ranks. Set "
+            f"train.grad_accum_steps to a multiple of {least}"
+        )
     if not micro:
         raise ConfigError(
             f"{own} sequences per step on each rank, and ranks.pipeline = {config.ranks.pipeline}: "
-            "1f1b needs a microbatch for each stage. Raise train.grad_accum_steps, or set "
+            f"{schedule} needs a microbatch for each stage. Raise train.grad_accum_steps, or set "
             'ranks.schedule = "gpipe"'
         )
     windows = train.eval_batches * train.micro_batch
@@ -166,12 +188,25 @@ def shared(config: Config, ranks: int) -> Config:
     return replace(config, train=part)
 
 
+def _rounds(config: Config, microbatches: int) -> bool:
+    """Tell whether "interleaved" can divide the microbatches into rounds."""
+    rounds = max(1, microbatches // config.ranks.pipeline)
+    return config.ranks.schedule != INTERLEAVED or microbatches % rounds == 0
+
+
 def explain(job: Config, part: Config, ranks: int) -> str:
     """Return a sentence that describes the split."""
     before, after = job.train, part.train
-    stages, parts = job.ranks.pipeline, job.ranks.tensor
-    each = "one rank" if ranks == stages else f"{ranks // stages} ranks"
+    stages, parts = job.ranks.stages, job.ranks.tensor
+    processes = job.ranks.pipeline
+    each = "one rank" if ranks == processes else f"{ranks // processes} ranks"
     who = f"{ranks} ranks" if stages == 1 else f"{stages} stages of {each} each"
+    if stages > processes:
+        held = f"{stages // processes} of {stages} stages each"
+        who = f"{ranks} ranks" if ranks == processes else f"{processes} groups of {each}"
+        who += f" with {held}"
+    if not job.ranks.flushes:
+        who += f" ({job.ranks.schedule}: no flush between steps)"
     if parts > 1:
         groups = ranks // parts
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"

@@ -348,6 +348,10 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
     table, model, offload, rule = config.ranks, config.model, config.offload, config.optim.name
     own, samples = config.hf is None, config.train.sample_tokens > 0
     yield from ranks_options.contradictions(table, model, is_own=own, samples=samples)
+    yield from ranks_options.interleaved_contradictions(table, offload)
+    yield from ranks_options.unflushed_contradictions(
+        table, offload, rule=rule, on_spike=config.train.on_spike
+    )
     yield from ranks_options.tensor_contradictions(
         table, model, is_own=own, samples=samples, state=offload.state, rule=rule
     )

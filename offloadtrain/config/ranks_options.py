@@ -3,12 +3,13 @@ experts, and shards of the state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.toml import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +20,10 @@ class RanksConfig:
         pipeline: number of stages that the layers are divided into; the ranks must be divisible by
             it, and those of one stage divide the batch.
         schedule: order of microbatches: "1f1b" has at most as many in flight as stages, "gpipe" all
-            of them.
+            of them; "2bw" goes on with the next step's without a flush, which takes
+            `offload.update = "delayed"`; "interleaved" is 1f1b over `stages_per_rank` stages.
+        stages_per_rank: stages that each rank holds with "interleaved": the first of all ranks come
+            first, then the second ones.
         tensor: number of parts that the matrices of every layer are divided into (tensor parallel);
             the ranks must be divisible by it, and those of one part divide the batch.
         shard: number of ranks that share one copy of the state, as a rule those of a host; each
@@ -29,10 +33,21 @@ class RanksConfig:
     """
 
     pipeline: int = 1
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "2bw", "interleaved"] = "1f1b"
+    stages_per_rank: int = 1
     tensor: int = 1
     shard: int = 0
     expert: int = 1
+
+    @property
+    def stages(self) -> int:
+        """All stages of the pipeline."""
+        return 1 if self.pipeline == 1 else self.pipeline * self.stages_per_rank
+
+    @property
+    def flushes(self) -> bool:
+        """Every step ends before the next one begins."""
+        return self.pipeline == 1 or self.schedule != NO_FLUSH
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +79,40 @@ class Stage:
         return self.index == self.count - 1
 
     @property
-    def number(self) -> str:
-        """Its number, counted from 1."""
-        return f"stage {self.index + 1} of {self.count}"
-
-    @property
-    def name(self) -> str:
-        """Its number, and what it holds."""
+    def contents(self) -> str:
+        """What it holds."""
         embedding, head = "embedding, " if self.is_first else "", ", head" if self.is_last else ""
         last = self.first_layer + self.layers - 1
-        held = f"{embedding}layers {self.first_layer} to {last}{head}"
-        return f"{self.number} ({held})"
+        return f"{embedding}layers {self.first_layer} to {last}{head}"
 
-    def in_flight(self, microbatches: int, schedule: str) -> int:
-        """Return the microbatches whose activations it holds at once."""
-        return microbatches if schedule == "gpipe" else min(microbatches, self.count - self.index)
+    def kept(self, schedule: str) -> tuple[int, int]:
+        """Return the versions of its working weights and the sums of its gradients."""
+        return kept_without_flush(self.index, self.count) if schedule == NO_FLUSH else (1, 1)
+
+
+def numbers_of(stages: Sequence[Stage]) -> str:
+    """Return the numbers of a rank's stages, counted from 1: "stage 1 of 2"."""
+    numbers = " and ".join(str(stage.index + 1) for stage in stages)
+    return f"stage{'s' if len(stages) > 1 else ''} {numbers} of {stages[0].count}"
+
+
+def names_of(stages: Sequence[Stage]) -> str:
+    """Return the numbers of a rank's stages, and what they hold."""
+    return f"{numbers_of(stages)} ({'; '.join(stage.contents for stage in stages)})"
+
+
+NO_FLUSH: Final = "2bw"
+"""The schedule whose steps follow each other without a flush (PipeDream-2BW)."""
+
+INTERLEAVED: Final = "interleaved"
+"""The schedule of several stages on each rank."""
+
+
+def kept_without_flush(stage: int, stages: int) -> tuple[int, int]:
+    """Return the versions of a stage's working weights and the sums of its gradients, where steps
+    follow each other without a flush: see [Note: Two versions] in `step.modes`, and [Note: Without
+    a flush] in `engine.split_step`."""
+    return 1 if stage == stages - 1 else 2, 1 if stage == 0 else 2
 
 
 def contradictions(
@@ -96,10 +130,18 @@ def contradictions(
     if not is_own:
         yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
         return
-    if 2 * ranks.pipeline > model.num_layers:
+    if (ranks.schedule == INTERLEAVED) != (ranks.stages_per_rank > 1):
         yield (
-            f"{asked} and model.num_layers = {model.num_layers}: each stage needs 2 layers; set it "
-            f"to at most {max(model.num_layers // 2, 1)}"
+            f"ranks.schedule = {ranks.schedule!r} and ranks.stages_per_rank = "
+            f'{ranks.stages_per_rank}: "{INTERLEAVED}" is for 2 and more stages on each rank, the '
+            "others for 1"
+        )
+    if 2 * ranks.stages > model.num_layers:
+        each = ranks.stages_per_rank
+        of_each = f" of {each} stages each" if each > 1 else ""
+        yield (
+            f"{asked}{of_each} and model.num_layers = {model.num_layers}: each stage needs 2 "
+            f"layers; set it to at most {max(model.num_layers // (2 * each), 1)}"
         )
     if model.tie_embeddings:
         yield f"{asked} would divide tied embeddings: set model.tie_embeddings = false"
@@ -113,6 +155,73 @@ def contradictions(
             f"{asked} and train.sample_tokens: no process holds the whole model. Set "
             "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
         )
+
+
+def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:
+    """Yield a sentence for each thing that several stages on a rank cannot do in a job: what is
+    decided by the memory that one of them leaves to the others."""
+    if ranks.pipeline == 1 or ranks.stages_per_rank == 1:
+        return
+    asked = f"ranks.stages_per_rank = {ranks.stages_per_rank}"
+    for key, value, goes, instead in (
+        ("update", offload.update, offload.update != "speculative", "'exact'"),
+        ("state_on", offload.state_on, offload.state_on in ("host", "device"), "'host'"),
+        ("working", offload.working, offload.working != "disk", "'host'"),
+        ("host_memory_limit", offload.host_memory_limit, offload.host_memory_limit is None, "0"),
+        (
+            *("device_memory_limit", offload.device_memory_limit),
+            *(offload.device_memory_limit is None, "0"),
+        ),
+    ):
+        if not goes:
+            yield (
+                f"{asked} and offload.{key} = {shown(value)}: each stage on a rank would have it "
+                f"for itself. Set offload.{key} = {instead}, or ranks.stages_per_rank = 1"
+            )
+
+
+def unflushed_contradictions(
+    ranks: RanksConfig, offload: OffloadConfig, *, rule: str, on_spike: str
+) -> Iterator[str]:
+    """Yield a sentence for each thing that a pipeline without flushes cannot do.
+
+    Args:
+        rule: name of the update rule.
+        on_spike: what is done about a step whose loss is far above the usual.
+    """
+    if ranks.flushes:
+        return
+    asked = f'ranks.schedule = "{NO_FLUSH}"'
+    if offload.update != "delayed":
+        yield (
+            f"{asked} and offload.update = {offload.update!r}: without a flush every update is one "
+            'step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"'
+        )
+    on_one_tier = offload.state_on in ("host", "device")
+    for key, value, goes, instead, why in (
+        ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
+        ("offload.precision", offload.precision, offload.precision != "fp16", "bf16", _SCALE),
+        ("offload.activation", offload.activation, offload.activation == "keep", "keep", _NEWER),
+        ("offload.working", offload.working, not offload.offloads_weights, "device", _RESIDENT),
+        ("offload.zero_stage", offload.zero_stage, offload.zero_stage != 3, 2, _RESIDENT),
+        ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
+        ("optim.name", rule, rule != "muon", "adamw", _MATRICES),
+        ("train.on_spike", on_spike, on_spike == "report", "report", _LOSS),
+    ):
+        if not goes:
+            yield (
+                f"{asked} and {key} = {shown(value)}: {why}. Set {key} = {shown(instead)}, or "
+                'ranks.schedule = "1f1b"'
+            )
+
+
+_SCALE = "the loss scale of a step would be chosen before the step before it is decided"
+_NONE_EXACT = "its first steps are delayed, too"
+_NEWER = "a recompute would read newer weights than its forward has read"
+_RESIDENT = "both versions of the weights stay on the device, whole"
+_ONE_TIER = "all state is on the host, or all on the device"
+_MATRICES = "it updates matrices on the device, where the next step computes"
+_LOSS = "the loss of a step is known to all stages within the next step"
 
 
 def tensor_contradictions(

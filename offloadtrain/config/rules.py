@@ -68,6 +68,7 @@ RULES: dict[str, _Rule] = {
     "device.process_memory_limit": _SIZE,
     "device.machine": _PATH_OR_NONE,
     "ranks.pipeline": _at_least(1),
+    "ranks.stages_per_rank": _at_least(1),
     "ranks.tensor": _at_least(1),
     "ranks.expert": _at_least(1),
     "ranks.shard": (

@@ -14,9 +14,11 @@ from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.stage_modules import PipelineError
+from offloadtrain.engine.stage_optimizers import AnyOptimizer
 from offloadtrain.engine.step_report import Phase, StepReport
 
 __all__ = [
+    "AnyOptimizer",
     "Engine",
     "EngineError",
     "GradientError",

@@ -29,6 +29,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.optim import AdamW, AnyRule
+from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.lanes import lanes_for
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.runtime.process_group import ALONE, Group, Ranks
@@ -235,8 +236,13 @@ def attach(
     ranks: Ranks,
     param_init_fn: ParamInit | None,
     place: StagePlace | None = None,
+    ledger: Ledger | None = None,
 ) -> OffloadOptimizer:
-    """Offload a model, or a stage of one; the arguments are those of `offload`, resolved."""
+    """Offload a model, or a stage of one; the arguments are those of `offload`, resolved.
+
+    Args:
+        ledger: that of the process's other stages.
+    """
     _check_scratch(chosen)
     chosen.zero_stage_among(ranks.size)
     if model in offloaded:
@@ -254,7 +260,7 @@ def attach(
         warn_of_no_layers(model, chosen, ranks)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
-        model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place
+        model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place, ledger
     )
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()

@@ -75,7 +75,9 @@ class Engine:
         self._sent: tuple[Callable[[], Norm], int] | None = None
         """Of a step whose squares are on their way to other stages: what waits for its norm, and
         its number of micro-steps."""
-        self.salvaged = False
+        self.salvaged = self.delay_goes_on = False
+        """`delay_goes_on`: without a flush, the next step's forwards do not use the newest weights
+        yet, though no microbatch is in flight."""
         self.warns_of_skips = True
 
     @property
@@ -299,6 +301,7 @@ class Engine:
         """
         self.guard.require_between_steps("replace the weights")
         self._interpreter.journal.forget()
+        self.delay_goes_on = delayed
         set_ = self.program.delay_set if delayed else self.program.masters_set
         self._run(set_(), updates=True)
         # The caller may read parameters, or write masters again, outside of any hook that waits.

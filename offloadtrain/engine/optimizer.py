@@ -48,6 +48,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     not the whole parameter.
     """
 
+    _split: SplitStep | None = None
+    _told_of_local_norm = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -59,11 +62,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         lanes: Lanes,
         param_init_fn: ParamInit | None = None,
         place: StagePlace | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`place`: the model is a stage of a pipeline; None: it is whole."""
+        """`place`: the model is a stage of a pipeline; `ledger`: that of its process's stages."""
         super().__init__(groups, common_defaults(groups, rule))
         place = place or StagePlace(Stages(ALONE))
-        self.device, self.ranks, self.ledger = device, ranks, Ledger()
+        self.device, self.ranks, self.ledger = device, ranks, ledger or Ledger()
         self.working_dtype = dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
         self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
@@ -96,7 +100,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         held = [bucket for block in self._blocks for bucket in block.held]
         moving = [slot.param for bucket in held if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
-        self._told_of_local_norm = False
         self._norm_size = ranks.everyone.size * place.stages.ranks.size * place.parts.size
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
@@ -118,6 +121,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def lanes(self) -> Lanes:
         """The lanes that its operations run on."""
         return self._engine.lanes
+
+    def lanes_state(self) -> str:
+        """Describe what its lanes do, from any thread."""
+        return self.lanes.state()
 
     @property
     def pinned(self) -> bool:
@@ -250,7 +257,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def split_step(self) -> SplitStep:
         """Return the halves of `step()`, for a pipeline without flushes."""
-        return SplitStep(self._engine, self._check, self.param_groups, self._step_tensor)
+        engine, groups = self._engine, self.param_groups
+        self._split = SplitStep(engine, self._check, groups, self._step_tensor)
+        return self._split
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
@@ -276,8 +285,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._fill_state()
 
     def sample_timeline(self) -> None:
-        """Make the next step's `last_step.timeline` hold the intervals of each lane."""
-        self._engine.sample_timeline()
+        """Make the next step's `last_step.timeline` hold the intervals of each lane; of a pipeline
+        without flushes, that of the step behind the next one to be decided."""
+        (self._split or self._engine).sample_timeline()
+
+    @property
+    def samples_late(self) -> bool:
+        """A sampled timeline comes one step later: steps overlap, and one begins with the decision
+        of another."""
+        return self._split is not None
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's, plus "scaler" (None without loss scaling) and "seed" of the rounding.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.ranks_options import NO_FLUSH, kept_without_flush
 from offloadtrain.engine.agreement import check_alike
 from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks import check_arguments
@@ -27,9 +28,10 @@ from offloadtrain.engine.stage_modules import (
     output_of,
 )
 from offloadtrain.optim import AnyRule, MatrixRule
+from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.pipeline_schedule import NO_FLUSH, SCHEDULES, LossFn
+from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn
 from offloadtrain.runtime.process_group import Ranks
 
 
@@ -100,7 +102,7 @@ def pipeline(
     numbers = {param: number for number, param in enumerate(model.parameters())}
     modules, in_order = _own_stages(model, axes, stages_per_rank, chosen, param_init_fn)
     shapes = _shapes(modules, axes.stages, inputs, chosen)
-    stages, optimizers = Stages(axes.stages), []
+    stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
     groups = None if params is None else list(params)
     for module in modules:
         if in_order is not None:
@@ -109,7 +111,9 @@ def pipeline(
         place = StagePlace(stages, min(numbers[param] for param in module.parameters()))
         if schedule == NO_FLUSH:
             place = _kept_twice(place)
-        optimizers.append(attach(module, rule, own, chosen, on, axes.replicas, in_order, place))
+        optimizers.append(
+            attach(module, rule, own, chosen, on, axes.replicas, in_order, place, ledger)
+        )
     kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline
     return kind(optimizers, axes, shapes, schedule, microbatches, stages, loss_fn or _output)
 
@@ -178,11 +182,9 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
 
 
 def _kept_twice(place: StagePlace) -> StagePlace:
-    """Return the place of a stage that has no flush: see [Note: Two versions] in `step.modes` and
-    [Note: Without a flush] in `split_step`."""
+    """Return the place of a stage that has no flush."""
     ranks = place.stages.ranks
-    versions = 1 if ranks.rank == ranks.size - 1 else 2
-    return replace(place, kept=(versions, 1 if ranks.rank == 0 else 2))
+    return replace(place, kept=kept_without_flush(ranks.rank, ranks.size))
 
 
 def _check_same(

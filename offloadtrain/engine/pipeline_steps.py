@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offloadtrain.engine.norm import Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.stage_modules import PipelineError
+from offloadtrain.engine.stage_optimizers import StageModules, StageOptimizers
 from offloadtrain.runtime.mesh import Mesh
-from offloadtrain.runtime.pipeline_schedule import LossFn, Schedule, StageSpec, Unflushed
+from offloadtrain.runtime.pipeline_schedule import (
+    Forward,
+    LossFn,
+    Schedule,
+    StageSpec,
+    Unflushed,
+)
 
 
 class Pipeline:
@@ -41,6 +48,8 @@ class Pipeline:
             norm: adds the squares of all stages.
         """
         self.optimizers = tuple(optimizers)
+        several = len(self.optimizers) > 1
+        self._optimizer = StageOptimizers(self.optimizers) if several else self.optimizers[0]
         self.replicas, self.stages = axes.replicas, axes.stages
         self._loss_fn, self._microbatches, self._norm = loss_fn, microbatches, norm
         self._losses: list[Tensor] = []
@@ -52,9 +61,13 @@ class Pipeline:
             StageSpec(one.model, index, shapes[index], shapes[index + 1], one.micro_step)
             for index, one in zip(self.indices, optimizers, strict=True)
         ]
-        self._group = axes.stages_group
+        self._where: dict[str, Any] = {
+            "count": size * len(optimizers),
+            "group": axes.stages_group,
+            "loss_fn": self._loss,
+        }
         self._begin(schedule)
-        self._forward = self._schedule("gpipe", 1) if len(optimizers) == 1 else None
+        self._forward = Forward(self._specs, device=self.optimizers[0].device, **self._where)
 
     def _begin(self, schedule: str) -> None:
         """Make the schedule of training."""
@@ -65,14 +78,23 @@ class Pipeline:
             return Schedule(
                 kind,
                 self._specs,
-                self.stages.size * len(self.optimizers),
-                microbatches,
+                microbatches=microbatches,
                 device=self.optimizers[0].device,
-                group=self._group,
-                loss_fn=self._loss,
+                **self._where,
             )
         except ValueError as error:
             raise PipelineError(f"schedule {kind!r}: {error}") from error
+
+    @property
+    def optimizer(self) -> OffloadOptimizer | StageOptimizers:
+        """Those of this process's stages, as one."""
+        return self._optimizer
+
+    @property
+    def module(self) -> nn.Module:
+        """This process's stages, as one."""
+        models = [one.model for one in self.optimizers]
+        return models[0] if len(models) == 1 else StageModules(models)
 
     def run(
         self,
@@ -105,15 +127,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
-        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage.
-
-        Raises:
-            PipelineError: with several stages in a process, whose schedule divides the batch.
-        """
-        if self._forward is None:
-            raise PipelineError(
-                "evaluate() with several stages in a process: evaluate with stages_per_rank = 1"
-            )
+        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage."""
         self._losses = []
         self._forward.run(inputs, target, more)
         return self._of_last_stage(1)[0]
@@ -124,12 +138,16 @@ class Pipeline:
         Raises:
             RankError: stages disagree about the step.
         """
-        for optimizer in self.optimizers:
-            optimizer.step(skip=skip)
+        self.optimizer.step(skip=skip)
 
-    def drain(self) -> Tensor | None:
+    def drain(self, *, newest: bool = True) -> Tensor | None:
         """End what is in flight between two runs; only `schedule="2bw"` leaves anything. All
         processes call it. Afterwards parameters hold the newest weights.
+
+        Args:
+            newest: False: parameters hold the weights that the next run's forwards use, older ones
+                than the state's; no step has other bits than without this call. A checkpoint made
+                here holds both, see `docs/checkpoints.md`.
 
         Returns:
             (microbatches,) fp32 on the host: the losses of the last step, on every stage; None
@@ -178,12 +196,10 @@ class UnflushedPipeline(Pipeline):
         """Waits for the losses of the last step."""
         self._unflushed = Unflushed(
             self._specs[0],
-            self.stages.size,
-            self._microbatches,
+            microbatches=self._microbatches,
             device=self.optimizers[0].device,
-            group=self._group,
-            loss_fn=self._loss,
             moments=self,
+            **self._where,
         )
         # All stages wait for each other here, and nowhere later.
         self._norm.agree_on_names()
@@ -216,12 +232,12 @@ class UnflushedPipeline(Pipeline):
             raise PipelineError("evaluate() with microbatches in flight: call drain() first")
         return super().evaluate(*inputs, target=target, **more)
 
-    def drain(self) -> Tensor | None:
+    def drain(self, *, newest: bool = True) -> Tensor | None:
         if self._last is None:
             return None
         self._step.require_asked("drain()")
         self._unflushed.drain()
-        self._step.drain()
+        self._step.drain(newest=newest)
         last, self._last = self._last, None
         return self._received(last)
 

@@ -9,6 +9,11 @@ ends step t behind forward p - 2 of step t + 1. So what any stage receives for f
 sent behind all squares of step t: none waits longer for these than for its input. Until then
 gradients of step t + 1 are added elsewhere, on all stages but the first. Adam has the other
 forwards of step t + 1: its weights are shown before the first one of step t + 2.
+
+To save or to evaluate, a stage may end all that is in flight (`drain`) and keep the delay. Step t
+is decided then, and its weights wait as they would have within step t + 1, whose forwards read
+those of step t - 1 as ever. So no later step has other bits, and a checkpoint holds what one of
+`update="delayed"` of one process does: the state, and the weights in use.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ class SplitStep:
         self._groups = groups
         self._asked: tuple[list[dict[str, Any]], bool] | None = None
         """Hyperparameters and `skip` of a step that is not decided."""
-        self._is_over = self._is_sent = False
+        self._is_over = self._is_sent = self._samples = False
 
     def require_asked(self, what: str) -> None:
         """Raises EngineError if step() was not called for the last microbatches."""
@@ -71,7 +76,13 @@ class SplitStep:
     def begin(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
         self._engine.guard.in_flight = True
-        self._engine.show_newest()
+        if not self._engine.delay_goes_on:
+            self._engine.show_newest()
+        self._engine.delay_goes_on = False
+
+    def sample_timeline(self) -> None:
+        """Follow the lanes from the next decision on, until the one behind it."""
+        self._samples = True
 
     def decide(self) -> None:
         """Decide the last step, if there is one; see [Note: Without a flush].
@@ -79,6 +90,12 @@ class SplitStep:
         Raises:
             RankError: stages disagree about the step.
         """
+        self._decide()
+        if self._samples:
+            self._samples = False
+            self._engine.sample_timeline()
+
+    def _decide(self) -> None:
         if not self._is_sent:
             return
         assert self._asked is not None
@@ -92,11 +109,21 @@ class SplitStep:
             for group, kept in zip(self._groups, now, strict=True):
                 group.update(kept)
 
-    def drain(self) -> None:
-        """No microbatch is in flight any more: parameters become the newest weights."""
-        self.decide()
+    def drain(self, *, newest: bool) -> None:
+        """No microbatch is in flight any more, and the last step is decided.
+
+        Args:
+            newest: parameters become the newest weights; otherwise those that the next step's
+                forwards read.
+        """
+        if not newest:
+            # The last step's backwards, which read the version before, are over.
+            self._engine.show_newest()
+        self._decide()
         self._engine.guard.in_flight = False
-        self._engine.show_newest()
+        self._engine.delay_goes_on = not newest
+        if newest:
+            self._engine.show_newest()
 
     def _send(self) -> None:
         """Send the squares once the backwards are over and step() was called, whichever is last."""

@@ -9,7 +9,8 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from offloadtrain.config.loss_parts import classes_of_part
 from offloadtrain.config.model_shape import ModelShape, mlp_params
@@ -32,6 +33,13 @@ def activations(placed: Placement, *, on_cpu: bool) -> Activations:
     if stage is not None and not stage.is_last:
         return in_backward
     return max(_at_loss(placed, on_cpu), in_backward, key=lambda a: a.total)
+
+
+def together(stages: Sequence[Activations]) -> Activations:
+    """Return those of several stages on one device: all keep what they have saved, and one of them
+    computes."""
+    at_work = max(stages, key=lambda one: one.total - one.saved)
+    return replace(at_work, saved=sum(one.saved for one in stages))
 
 
 def _at_loss(placed: Placement, on_cpu: bool) -> Activations:

@@ -13,11 +13,14 @@ from typing import Any, Literal, get_args
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.config.ranks_options import RanksConfig, contradictions
+from offloadtrain.config.ranks_options import (
+    RanksConfig,
+    contradictions,
+    unflushed_contradictions,
+)
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.pipeline_times import least_seconds
-from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.step.pipeline_drive import Schedule
 
@@ -41,8 +44,11 @@ class Found:
         plan: of its stage with the most memory.
     """
 
-    schedule: Schedule
     plan: Plan
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.job.ranks.schedule
 
     @property
     def stages(self) -> int:
@@ -65,6 +71,7 @@ class Found:
             f"train.micro_batch={config.train.micro_batch} "
             f"train.grad_accum_steps={config.train.grad_accum_steps} "
             f"train.global_batch_tokens=0 offload.activation={config.offload.activation}"
+            + ("" if config.ranks.flushes else " offload.update=delayed offload.warmup_steps=0")
         )
 
 
@@ -119,11 +126,12 @@ def table(found: Sequence[Found]) -> Iterator[str]:
         )
     yield (
         "bubble: of the stage that waits most. 2bw (PipeDream-2BW) uses gradients that are one "
-        "version stale, and runs in ot.pipeline, not in jobs"
+        'version stale, as offload.update = "delayed" does'
     )
-    runs = [one for one in found if one.schedule != "2bw"]
-    if runs:
-        yield f"The fastest job: --set {runs[0].keys}"
+    yield f"The fastest job: --set {found[0].keys}"
+    flushed = [one for one in found if one.plan.job.ranks.flushes]
+    if flushed and flushed[0] is not found[0]:
+        yield f"The fastest without 2bw: --set {flushed[0].keys}"
 
 
 def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
@@ -144,9 +152,7 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
     ]
 
 
-def _candidates(
-    job: Config, ranks: int, schedules: Sequence[Schedule]
-) -> Iterator[tuple[Schedule, Config]]:
+def _candidates(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterator[Config]:
     """Yield jobs of the same tokens per step."""
     sequences = job.train.micro_batch * job.train.grad_accum_steps
     for stages in (n for n in range(1, ranks + 1) if ranks % n == 0):
@@ -154,20 +160,19 @@ def _candidates(
         if rest:
             continue
         for schedule in schedules if stages > 1 else ALONE:
-            flushed: Literal["gpipe", "1f1b"] = "gpipe" if schedule == "gpipe" else "1f1b"
-            of_job = RanksConfig(pipeline=stages, schedule=flushed)
+            of_job = RanksConfig(pipeline=stages, schedule=schedule)
             if any(contradictions(of_job, job.model, is_own=job.hf is None, samples=False)):
                 continue
             for size in (n for n in range(1, own + 1) if own % n == 0 and n & (n - 1) == 0):
                 for activation in ACTIVATIONS:
-                    if schedule != "2bw" or (stages > 1 and _runs_unflushed(job, activation)):
-                        yield schedule, _divided(job, of_job, size, sequences // size, activation)
+                    one = _divided(job, of_job, size, sequences // size, activation)
+                    if not any(_unflushed_problems(one)):
+                        yield one
 
 
-def _runs_unflushed(job: Config, activation: Activation) -> bool:
-    """Whether `pipeline(schedule="2bw")` takes the job."""
-    on_device = activation == "keep" and job.offload.working == "device"
-    return on_device and job.offload.precision != "fp16"
+def _unflushed_problems(job: Config) -> Iterator[str]:
+    rule, on_spike = job.optim.name, job.train.on_spike
+    return unflushed_contradictions(job.ranks, job.offload, rule=rule, on_spike=on_spike)
 
 
 def _divided(
@@ -175,40 +180,18 @@ def _divided(
 ) -> Config:
     train = replace(job.train, micro_batch=size, grad_accum_steps=count, global_batch_tokens=0)
     offload = replace(job.offload, activation=activation)
+    if not ranks.flushes:
+        offload = replace(offload, update="delayed", warmup_steps=0)
     return replace(job, ranks=ranks, train=train, offload=offload)
 
 
-def _planned(
-    candidate: tuple[Schedule, Config], name: str, machine: Machine, ranks: int
-) -> Found | None:
+def _planned(job: Config, name: str, machine: Machine, ranks: int) -> Found | None:
     """Return the plan, if the ranks can share the batch so, and it fits."""
-    schedule, job = candidate
     try:
         plan = make(job, name, machine, ranks)
     except ConfigError:
         return None
-    if schedule == "2bw":
-        if plan.placed.config.train.grad_accum_steps < job.ranks.pipeline:
-            return None
-        plan = without_flush(plan)
-    return Found(schedule, plan) if plan.fits else None
-
-
-def without_flush(plan: Plan) -> Plan:
-    """Return the plan of a pipeline as PipeDream-2BW: two versions of the weights on all stages
-    but the last, two sums of gradients on all but the first."""
-    changed = [_with_versions(stage) for stage in plan.stages]
-    plans = [replace(plan, placed=one, stages=tuple(changed), schedule="2bw") for one in changed]
-    return max(plans, key=lambda one: sum(one.device.values()) + sum(one.needed.values()))
-
-
-def _with_versions(placed: Placement) -> Placement:
-    stage = placed.config.stage
-    assert stage is not None
-    delayed = replace(placed.spec.config, update="delayed", warmup_steps=0)
-    versions, sums = 1 if stage.is_last else 2, 1 if stage.is_first else 2
-    spec = replace(placed.spec, config=delayed, weight_versions=versions, gradient_sums=sums)
-    return replace(placed, spec=spec)
+    return Found(plan) if plan.fits else None
 
 
 def _least(plan: Plan) -> float:

@@ -10,17 +10,23 @@ decided when the squares of all stages are known. Bubble is what a stage's compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean as mean
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs import Costs
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.times import with_micro_steps
-from offloadtrain.step.operations import Lane, Launch
-from offloadtrain.step.pipeline_drive import Schedule, StageTurn, Turn, stage_steps
+from offloadtrain.step.operations import Lane
+from offloadtrain.step.pipeline_drive import (
+    Driven,
+    OfStage,
+    Schedule,
+    StageTurn,
+    Turn,
+    rank_order,
+)
 from offloadtrain.step.program import Program
 from offloadtrain.step.simulate import Timed, timed
 
@@ -53,12 +59,14 @@ class PipelineTimes:
     """One step of many.
 
     Attributes:
+        ranks: of the pipeline, each with as many stages.
         compute_s: stage → seconds of forward, backward and recompute.
         links: between neighbours.
         flops, recomputed: of a rank in a step, on average.
     """
 
     seconds: float
+    ranks: int
     compute_s: tuple[float, ...]
     links: tuple[Link, ...]
     flops: float
@@ -66,8 +74,9 @@ class PipelineTimes:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """Stage → share of the step in which its device does not compute."""
-        return tuple(1 - busy / self.seconds for busy in self.compute_s)
+        """Rank → share of the step in which its device does not compute."""
+        busy = (sum(self.compute_s[rank :: self.ranks]) for rank in range(self.ranks))
+        return tuple(1 - one / self.seconds for one in busy)
 
 
 def pipeline_times(
@@ -76,40 +85,43 @@ def pipeline_times(
     """Simulate a step of a pipeline of these stages, each the placement of one of its ranks."""
     costs = [Costs(stage, machine) for stage in stages]
     links = links_of(stages, machine)
-    count, depth = stages[0].config.train.grad_accum_steps, len(stages)
+    ranks = len(stages) // stages[0].config.ranks.stages_per_rank
+    count, depth = stages[0].config.train.grad_accum_steps, ranks
     few, some = 2 * depth, 3 * depth
     if count <= some:
-        seconds = _step_s(costs, links, schedule, count)
+        seconds = _step_s(costs, links, schedule, count, ranks)
+    elif count % ranks and schedule == "interleaved":  # in rounds of more than `ranks`
+        seconds = _step_s(costs, links, schedule, count, ranks)
     else:  # each further microbatch takes as long as those between the two sizes
-        small, large = (_step_s(costs, links, schedule, n) for n in (few, some))
+        small, large = (_step_s(costs, links, schedule, n, ranks) for n in (few, some))
         seconds = large + (count - some) * (large - small) / (some - few)
     each = [sum(one.forward + one.backward for one in cost.computed.values()) for cost in costs]
     return PipelineTimes(
         seconds,
+        ranks,
         tuple(count * one for one in each),
         tuple(links),
-        count * mean(cost.flops for cost in costs),
-        count * mean(cost.recomputed_flops for cost in costs),
+        count * sum(cost.flops for cost in costs) / ranks,
+        count * sum(cost.recomputed_flops for cost in costs) / ranks,
     )
 
 
 def as_part_of(
-    alone: Prediction, times: PipelineTimes, stage: Placement, peak: float
+    alone: Prediction, times: PipelineTimes, held: Sequence[Placement], peak: float
 ) -> Prediction:
-    """Return the prediction of a stage alone as it is in its pipeline.
+    """Return the prediction of a rank's stages alone as it is in their pipeline.
 
     Args:
         peak: FLOPs per second of the data sheet; 0: unknown.
     """
-    config, own = stage.config, stage.config.stage
-    assert own is not None
-    sent = (not own.is_first) + (not own.is_last)
+    config, stages = held[0].config, [one.config.stage for one in held]
+    sent = sum((not own.is_first) + (not own.is_last) for own in stages if own is not None)
     nbytes = times.links[0].nbytes * config.train.grad_accum_steps
     return replace(
         alone,
         seconds=times.seconds,
         exposed_s={**alone.exposed_s, OTHER_STAGES: max(times.seconds - alone.seconds, 0.0)},
-        tokens_per_s=config.batch_tokens * stage.spec.replicas / times.seconds,
+        tokens_per_s=config.batch_tokens * held[0].spec.replicas / times.seconds,
         tflops=times.flops / times.seconds / 1e12,
         hardware_tflops=(times.flops + times.recomputed) / times.seconds / 1e12,
         mfu=times.flops / times.seconds / peak if peak else None,
@@ -135,10 +147,11 @@ def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:
     replicas = stages[0].spec.replicas
     tokens = stages[0].config.train.micro_batch * stages[0].config.data.seq_len
     nbytes = tokens * stages[0].config.model.d_model * stages[0].weight_bytes
-    found = []
+    found, ranks = [], len(stages) // stages[0].config.ranks.stages_per_rank
     for stage in range(len(stages) - 1):
-        first = range(stage * replicas, (stage + 1) * replicas)
-        pairs = [(rank // machine.gpus, (rank + replicas) // machine.gpus) for rank in first]
+        ends = stage % ranks * replicas, (stage + 1) % ranks * replicas
+        numbers = [(ends[0] + one, ends[1] + one) for one in range(replicas)]
+        pairs = [(rank // machine.gpus, other // machine.gpus) for rank, other in numbers]
         crossing = [pair for pair in pairs if pair[0] != pair[1]]
         gbps = machine.gpu_link_gbps
         if crossing:
@@ -148,65 +161,86 @@ def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """A stage's launches, and its turns in them."""
+@dataclass(slots=True)
+class _Rank:
+    """The launches of a rank's stages, on lanes that they share, and their turns in them."""
 
-    program: Sequence[Timed]
-    turns: Mapping[Turn, StageTurn]
-    starts: Mapping[int, Turn]
+    program: list[Timed] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    turns: dict[OfStage, StageTurn] = field(default_factory=dict)
+    starts: dict[int, OfStage] = field(default_factory=dict)
     """Launch → the turn that it begins."""
-    seconds: Callable[[Launch], float]
 
 
-def _step_s(costs: Sequence[Costs], links: Sequence[Link], schedule: Schedule, count: int) -> float:
-    depth = len(costs)
-    stages = [_stage(cost, schedule, number, depth, count) for number, cost in enumerate(costs)]
-    ended = _simulated(stages, links)
+def _step_s(
+    costs: Sequence[Costs], links: Sequence[Link], schedule: Schedule, count: int, ranks: int
+) -> float:
+    each = [_rank(costs[rank::ranks], schedule, rank, ranks, count) for rank in range(ranks)]
+    ended = _simulated(each, links)
     # Two steps that are decided follow each other: the time between is a step.
-    decided = [Turn("decide", step) for step in range(_STEPS)]
-    known = [turn for turn in decided if turn in stages[0].turns][-2:]
-    early, late = (ended[0][stages[0].turns[turn].last] for turn in known)
+    decided = [OfStage(0, Turn("decide", step)) for step in range(_STEPS)]
+    known = [turn for turn in decided if turn in each[0].turns][-2:]
+    early, late = (ended[0][each[0].turns[turn].last] for turn in known)
     return late - early
 
 
-def _stage(costs: Costs, schedule: Schedule, number: int, depth: int, count: int) -> _Stage:
+def _rank(costs: Sequence[Costs], schedule: Schedule, rank: int, ranks: int, count: int) -> _Rank:
+    """Drive the programs of a rank's stages in turn.
+
+    Args:
+        costs: of each of them.
+    """
+    steps = _STEPS + (schedule == "2bw")  # whose last one is not decided
+    driven = [_driven(one, schedule, count) for one in costs]
+    order = rank_order(schedule, rank, ranks, len(costs), count, steps)
+    turns = [
+        (stage, own.take(turn), own.launches)
+        for stage, turn in order
+        for own in [driven[stage // ranks]]
+    ]
+    alone, found = [timed(one.operations) for one in driven], _Rank()
+    places: list[list[int]] = [[] for _ in costs]
+    """Of a stage: its launch → the rank's."""
+    for stage, turn, end in turns:
+        own = stage // ranks
+        for one in alone[own][len(places[own]) : end]:
+            places[own].append(len(found.program))
+            found.program.append(Timed(one.op, tuple(places[own][at] for at in one.after)))
+            found.seconds.append(costs[own].seconds(one.op))
+        at = StageTurn(turn.turn, places[own][turn.first], places[own][turn.last])
+        found.turns[OfStage(stage, turn.turn)] = at
+        found.starts[at.first] = OfStage(stage, turn.turn)
+    return found
+
+
+def _driven(costs: Costs, schedule: Schedule, count: int) -> Driven:
     spec = with_micro_steps(costs.spec, count)
     spec = replace(spec, config=replace(spec.config, warmup_steps=0))
-    steps = _STEPS + (schedule == "2bw")  # whose last one is not decided
-    operations, turns = stage_steps(
-        Program(spec), schedule, number, depth, steps, costs.placed.input_bytes
-    )
-    return _Stage(
-        timed(operations),
-        {one.turn: one for one in turns},
-        {one.first: one.turn for one in turns},
-        costs.seconds,
-    )
+    return Driven(Program(spec), schedule, costs.placed.input_bytes)
 
 
-def _simulated(stages: Sequence[_Stage], links: Sequence[Link]) -> list[list[float]]:
-    """Return the end of each launch of each stage."""
-    ends: list[list[float]] = [[] for _ in stages]
-    latest: list[dict[Lane, float]] = [{} for _ in stages]
-    arrivals = _Arrivals(stages, links, ends)
+def _simulated(ranks: Sequence[_Rank], links: Sequence[Link]) -> list[list[float]]:
+    """Return the end of each launch of each rank."""
+    ends: list[list[float]] = [[] for _ in ranks]
+    latest: list[dict[Lane, float]] = [{} for _ in ranks]
+    arrivals = _Arrivals(ranks, links, ends)
     left = True
     while left:
         left = False
-        for number, stage in enumerate(stages):
+        for number, rank in enumerate(ranks):
             done = ends[number]
-            while len(done) < len(stage.program):
-                turn = stage.starts.get(len(done))
-                start = 0.0 if turn is None else arrivals.of(number, turn)
+            while len(done) < len(rank.program):
+                turn = rank.starts.get(len(done))
+                start = 0.0 if turn is None else arrivals.of(*turn)
                 if start is None:  # another stage comes first
                     break
-                one = stage.program[len(done)]
+                one = rank.program[len(done)]
                 before = (done[other] for other in one.after)
                 start = max(start, latest[number].get(one.op.lane, 0.0), *before, 0.0)
-                done.append(start + stage.seconds(one.op))
+                done.append(start + rank.seconds[len(done)])
                 latest[number][one.op.lane] = done[-1]
                 left = True
-    assert all(len(end) == len(stage.program) for end, stage in zip(ends, stages, strict=True))
+    assert all(len(end) == len(rank.program) for end, rank in zip(ends, ranks, strict=True))
     return ends
 
 
@@ -214,9 +248,10 @@ class _Arrivals:
     """When a turn may begin, as far as other stages are concerned."""
 
     def __init__(
-        self, stages: Sequence[_Stage], links: Sequence[Link], ends: Sequence[list[float]]
+        self, ranks: Sequence[_Rank], links: Sequence[Link], ends: Sequence[list[float]]
     ) -> None:
-        self._stages, self._links, self._ends = stages, links, ends
+        self._ranks, self._links, self._ends = ranks, links, ends
+        self._count = len(links) + 1
         self._free: dict[tuple[int, bool], float] = {}
         """Link and direction → the end of its last transfer."""
 
@@ -227,13 +262,13 @@ class _Arrivals:
             case "forward":
                 return 0.0 if stage == 0 else self._sent(stage - 1, turn, forward=True)
             case "backward":
-                last = stage == len(self._stages) - 1
+                last = stage == self._count - 1
                 return 0.0 if last else self._sent(stage + 1, turn, forward=False)
             case "squares":
                 return 0.0
             case "decide":
                 squared = turn._replace(kind="squares")
-                squares = [self._end(one, squared) for one in range(len(self._stages))]
+                squares = [self._end(one, squared) for one in range(self._count)]
                 known = [end for end in squares if end is not None]
                 return max(known) if len(known) == len(squares) else None
 
@@ -246,7 +281,8 @@ class _Arrivals:
         return arrived
 
     def _end(self, stage: int, turn: Turn) -> float | None:
-        found = self._stages[stage].turns.get(turn)
-        if found is None or found.last >= len(self._ends[stage]):
+        rank = stage % len(self._ranks)
+        found = self._ranks[rank].turns.get(OfStage(stage, turn))
+        if found is None or found.last >= len(self._ends[rank]):
             return None
-        return self._ends[stage][found.last]
+        return self._ends[rank][found.last]

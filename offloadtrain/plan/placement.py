@@ -14,6 +14,7 @@ from offloadtrain.plan.microbatch import Trace, TracedStep
 from offloadtrain.step import layout, memory
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.memory import MemoryRequest
+from offloadtrain.step.pipeline_drive import in_flight
 from offloadtrain.step.spec import StepSpec
 
 
@@ -45,13 +46,16 @@ class Placement:
         """Bytes of a working weight, and of an activation."""
         return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
 
-    @property
+    @cached_property
     def in_flight(self) -> int:
         """Microbatches whose activations are held at once: several on a stage of a pipeline."""
         if self.config.stage is None:
             return 1
-        count, schedule = self.config.train.grad_accum_steps, self.config.ranks.schedule
-        return self.config.stage.in_flight(count, schedule)
+        stage, ranks = self.config.stage, self.config.ranks
+        return in_flight(
+            *(ranks.schedule, stage.index, stage.count, ranks.stages_per_rank),
+            self.config.train.grad_accum_steps,
+        )
 
     @property
     def repeated(self) -> int:
@@ -135,6 +139,8 @@ def place(
             "of the model, which this search does not make: plan the job by itself (offloadtrain "
             "plan JOB), or set 'offload' or 'recompute'"
         )
+    stage = config.stage
+    versions, sums = (1, 1) if stage is None else stage.kept(config.ranks.schedule)
     try:
         spec = layout.lay_out(
             blocks_of(config, ranks),
@@ -142,6 +148,8 @@ def place(
             ranks=ranks,
             num_tensors=num_tensors(config),
             available_bytes=available_bytes,
+            weight_versions=versions,
+            gradient_sums=sums,
             copies=copies,
             parts=config.ranks.tensor,
         )

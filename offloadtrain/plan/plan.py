@@ -10,21 +10,23 @@ from math import ceil, prod
 from offloadtrain.config.batch_split import of_stage, replicas, shards, shared
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import num_block_params
-from offloadtrain.config.offload import STATE_PRECISIONS, StateOn
+from offloadtrain.config.offload import StateOn
+from offloadtrain.config.ranks_options import names_of
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
-from offloadtrain.plan.activations import activations
+from offloadtrain.plan.activations import activations, together
 from offloadtrain.plan.disk import Wear, wear
 from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.microbatch import Activations, Trace
 from offloadtrain.plan.pipeline_times import PipelineTimes, as_part_of, pipeline_times
-from offloadtrain.plan.placement import Placement, PlanError, place
+from offloadtrain.plan.placement import Placement, place
 from offloadtrain.plan.prediction import Prediction
+from offloadtrain.plan.resolve import resolved
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import predict
 from offloadtrain.step.layout import with_second_copies
-from offloadtrain.step.memory import disk_owners
+from offloadtrain.step.memory import added, disk_owners
 from offloadtrain.step.pipeline_drive import Schedule
 from offloadtrain.step.tiers import Tier
 
@@ -49,7 +51,8 @@ class Plan:
         name: of the machine.
         hosts: number of hosts.
         local_ranks: on each host.
-        placed: without second copies of the state; of a pipeline, one of its stages.
+        placed: without second copies of the state; of a pipeline, the first of the rank's stages.
+        beside: the other stages of the rank.
         stages: of a pipeline, all of them.
         schedule: of a pipeline.
     """
@@ -58,6 +61,7 @@ class Plan:
     name: str
     machine: Machine
     placed: Placement
+    beside: tuple[Placement, ...] = ()
     stages: tuple[Placement, ...] = ()
     schedule: Schedule = "1f1b"
 
@@ -74,15 +78,37 @@ class Plan:
     def local_ranks(self) -> int:
         return min(self.ranks, self.machine.gpus)
 
+    @property
+    def held(self) -> tuple[Placement, ...]:
+        """What the rank holds: of a pipeline its stages."""
+        return self.placed, *self.beside
+
     @cached_property
     def activations(self) -> Activations:
-        return activations(self.placed, on_cpu=self.machine.on_cpu)
+        found = (activations(one, on_cpu=self.machine.on_cpu) for one in self.held)
+        return together(list(found))
+
+    @property
+    def stage_names(self) -> str:
+        """The rank's stages, and what they hold; "" without a pipeline."""
+        stages = [one.config.stage for one in self.held if one.config.stage is not None]
+        return names_of(stages) if stages else ""
+
+    @property
+    def engine_device(self) -> dict[str, int]:
+        """Owner → bytes on each device, without activations and torch's needs."""
+        return added(one.device() for one in self.held)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """As of `Placement`."""
+        return sum(one.frozen_bytes for one in self.held)
 
     @cached_property
     def device(self) -> dict[str, int]:
         """Owner → bytes on each device, at the peak."""
-        held = self.placed.device() | self.activations.owners()
-        if frozen := self.placed.frozen_bytes:
+        held = self.engine_device | self.activations.owners()
+        if frozen := self.frozen_bytes:
             held["frozen weights"] = frozen
         if self.placed.spec.has_state_on(Tier.DEVICE) and not self.machine.on_cpu:
             held["Adam at work"] = UPDATE_BYTES
@@ -109,12 +135,13 @@ class Plan:
     @cached_property
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
-        return self.copied.host() | {PROCESS: self.process_bytes}
+        others = (one.host() for one in self.beside)
+        return added([self.copied.host(), *others]) | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:
         """The same without optional second copies."""
-        return self.placed.host() | {PROCESS: self.process_bytes}
+        return added(one.host() for one in self.held) | {PROCESS: self.process_bytes}
 
     @cached_property
     def disk(self) -> dict[str, int]:
@@ -132,7 +159,9 @@ class Plan:
         alone = predict(self.copied, self.machine)
         if self.pipeline is None:
             return alone
-        return as_part_of(alone, self.pipeline, self.placed, 1e12 * self.machine.peak_tflops)
+        for one in self.beside:
+            alone = alone.beside(predict(one, self.machine))
+        return as_part_of(alone, self.pipeline, self.held, 1e12 * self.machine.peak_tflops)
 
     @cached_property
     def pipeline(self) -> PipelineTimes | None:
@@ -160,7 +189,7 @@ class Plan:
 
     def _peaks(self, host: Mapping[str, int], device: Mapping[str, int]) -> dict[str, int]:
         beside = sum(device.values()) if self.machine.on_cpu else 0
-        still = sum(self.placed.device().values()) + self.placed.frozen_bytes
+        still = sum(self.engine_device.values()) + self.frozen_bytes
         still = still if self.machine.on_cpu else 0
         state = sum(host.values()) - host.get("block inputs", 0)
         peaks = {
@@ -213,7 +242,7 @@ class Plan:
     def spill_bytes(self) -> int:
         """Bytes of host memory of all ranks for what a save copies."""
         spec = self.placed.spec
-        of_one = sum(spec.spill_bytes(bucket) for bucket in spec.buckets)
+        of_one = sum(one.spec.spill_bytes(b) for one in self.held for b in one.spec.buckets)
         return spec.replicas * self.job.ranks.tensor * of_one
 
     @property
@@ -239,8 +268,8 @@ class Plan:
         engine = {owner: size for owner, size in self.needed.items() if owner != PROCESS}
         guessed = self.activations.owners()
         sure = {owner: size // ESTIMATE_FACTOR for owner, size in guessed.items()}
-        sure["frozen weights"] = self.placed.frozen_bytes
-        cannot = self._problems(engine, self.placed.device() | sure)
+        sure["frozen weights"] = self.frozen_bytes
+        cannot = self._problems(engine, self.engine_device | sure)
         return self.problems if cannot else []
 
     def _problems(self, host: Mapping[str, int], device: Mapping[str, int]) -> list[str]:
@@ -289,7 +318,7 @@ def make(
 
     Args:
         trace: tells what a microbatch of its model takes; None: the model's shape does.
-        stage: the stage of a pipeline to plan; None: the one that needs the most memory.
+        stage: the rank of a pipeline to plan; None: the one that needs the most memory.
 
     Raises:
         PlanError: the machine cannot run it whatever its memory, or the placement contradicts
@@ -318,12 +347,16 @@ def _placed(
     copies = replicas(job, ranks) // count
     if job.ranks.pipeline == 1:
         return Plan(job, name, machine, place(part, count, trace=trace, copies=copies))
-    numbers = range(job.ranks.pipeline)
+    numbers, ranks = range(job.ranks.stages), job.ranks.pipeline
     placed = [place(of_stage(part, one), count, copies=copies) for one in numbers]
-    plans = [Plan(job, name, machine, one) for one in placed]
+    plans = [
+        Plan(job, name, machine, placed[one], tuple(placed[one + ranks :: ranks]))
+        for one in range(ranks)
+    ]
     most = max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
     chosen = most if stage is None else plans[stage]
-    return replace(chosen, stages=tuple(plan.copied for plan in plans), schedule=job.ranks.schedule)
+    copied = [plan.copied for plan in plans] + placed[ranks:]
+    return replace(chosen, stages=tuple(copied), schedule=job.ranks.schedule)
 
 
 def _share_that_fits(plan: Plan) -> float:
@@ -335,36 +368,6 @@ def _share_that_fits(plan: Plan) -> float:
     if plan.job.ranks.expert > 1:  # its experts may get twice the mean of tokens
         beside += plan.activations.total
     return state_share.most(plan.placed, int(plan.device_room * state_share.FULL) - beside)
-
-
-def resolved(job: Config, machine: Machine) -> Config:
-    """Return the job with "auto" precision resolved for the machine.
-
-    Raises:
-        PlanError: the machine does not support device, precision or state format.
-    """
-    kind, where = job.device.kind, machine.gpu or "its CPU"
-    if kind != "auto" and (kind == "cpu") != machine.on_cpu:
-        raise PlanError(
-            f"device.kind = {kind!r}, but the machine computes on {where}: choose another machine, "
-            'or set device.kind = "auto"'
-        )
-    precision = job.offload.precision
-    if precision == "auto":
-        precision = machine.auto_precision
-    elif precision not in machine.precisions:
-        raise PlanError(
-            f"offload.precision = {precision!r}, but {where} does not support it: set "
-            f"offload.precision = {' or '.join(machine.precisions)}"
-        )
-    state = job.offload.state
-    if precision not in STATE_PRECISIONS[state]:
-        raise PlanError(
-            f"offload.state = {state!r} does not support offload.precision = {precision!r} on "
-            f"{where}: set offload.state = fp32"
-            + (" or int8" if precision in STATE_PRECISIONS["int8"] else "")
-        )
-    return replace(job, offload=replace(job.offload, precision=precision))
 
 
 def _too_much(where: str, needed: int, room: int, owners: Mapping[str, int]) -> str:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offloadtrain.plan.disk import DiskLoad
 from offloadtrain.step.simulate import bound
+
+_SUMS = (
+    *("seconds", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),
+    *("copies_bytes", "copies_s"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,19 @@ class Prediction:
     @property
     def exposed(self) -> float:
         return sum(self.exposed_s.values())
+
+    def beside(self, other: Prediction) -> Prediction:
+        """Return the work and transfers of two stages on one rank, one after the other."""
+
+        def lanes(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
+            return {lane: one.get(lane, 0.0) + two.get(lane, 0.0) for lane in {*one, *two}}
+
+        return replace(
+            self,
+            busy_s=lanes(self.busy_s, other.busy_s),
+            exposed_s=lanes(self.exposed_s, other.exposed_s),
+            **{key: getattr(self, key) + getattr(other, key) for key in _SUMS},
+        )
 
     @property
     def bound(self) -> tuple[float, str]:

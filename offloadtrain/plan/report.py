@@ -47,7 +47,7 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "job": plan.job.name,
         "machine": plan.name,
         "ranks": plan.ranks,
-        "stage": None if plan.placed.config.stage is None else plan.placed.config.stage.name,
+        "stage": plan.stage_names or None,
         "tensor_parts": plan.job.ranks.tensor,
         "expert_parts": plan.job.ranks.expert,
         "state_copies": spec.copies,
@@ -136,8 +136,9 @@ def _head(plan: Plan) -> str:
         lines.append(_of_hf(plan))
     if plan.ranks > 1:
         lines.append(f"{explain(job, config, plan.ranks)}; ZeRO stage {spec.zero_stage}")
-    if config.stage is not None:
-        lines.append(f"memory, lanes and bus: {config.stage.name}, which needs the most memory")
+    if held := plan.stage_names:
+        needs = "which needs" if config.ranks.stages_per_rank == 1 else "whose rank needs"
+        lines.append(f"memory, lanes and bus: {held}, {needs} the most memory")
     if spec.has_state_on(Tier.DEVICE):
         there = {spec.block_of[bucket.name].name for bucket in spec.buckets_on(Tier.DEVICE)}
         share = 100 * device_share(spec)
@@ -200,7 +201,8 @@ def _step(plan: Plan) -> str:
         f"{format_count(found.tokens_per_s)} tokens/s, {found.tflops:.3g} Tflop/s per rank "
         f"(6 N + 12 L d T per token), {found.hardware_tflops:.3g} with recompute{mfu}"
     )
-    owned = sum(bucket.params / bucket.ranks for bucket in plan.placed.spec.buckets)
+    buckets = [bucket for one in plan.held for bucket in one.spec.buckets]
+    owned = sum(bucket.params / bucket.ranks for bucket in buckets)
     lines.append(
         f"bus: {format_bytes(found.d2h_bytes)} down, {format_bytes(found.h2d_bytes)} up per step "
         f"and rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
@@ -223,7 +225,7 @@ def _stages(plan: Plan) -> Iterator[str]:
     for number, busy in enumerate(times.compute_s):
         line = (
             f"  stage {number + 1}: computes {format_seconds(busy)}, bubble "
-            f"{100 * times.bubbles[number]:.0f} %"
+            f"{100 * times.bubbles[number % times.ranks]:.0f} %"
         )
         if number < len(times.links):
             link = times.links[number]

@@ -24,7 +24,8 @@ from offloadtrain.plan.choices import (
 )
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.placement import PlanError
-from offloadtrain.plan.plan import Plan, make, resolved, with_state_on
+from offloadtrain.plan.plan import Plan, make, with_state_on
+from offloadtrain.plan.resolve import resolved
 
 SIMULATED = 12
 """Most candidates with a predicted time; each takes a fraction of a second."""

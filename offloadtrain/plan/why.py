@@ -12,7 +12,6 @@ from offloadtrain.plan.disk import with_rates
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.suggest import SAME, Change, single_changes
-from offloadtrain.plan.times import predict
 
 MOST = 3
 """Changes that are told of each kind."""
@@ -63,8 +62,9 @@ class Why:
 def why(plan: Plan, trace: Trace | None = None) -> Why:
     """Ask the simulation, with other rates and with other keys."""
     machine, now = plan.machine, plan.prediction
+    rated = with_rates(machine)
     gains = {
-        part: now.seconds / predict(plan.copied, _twice(with_rates(machine), rates)).seconds - 1
+        part: now.seconds / replace(plan, machine=_twice(rated, rates)).prediction.seconds - 1
         for part, rates in (PARTS | (DRIVE if plan.disk else {})).items()
     }
     found = single_changes(plan.job, plan.name, machine, plan.ranks, trace)

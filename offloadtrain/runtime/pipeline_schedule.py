@@ -37,9 +37,6 @@ SCHEDULES: dict[str, Any] = {
 """gpipe: all forwards, then all backwards. 1f1b: PipeDream-Flush, at most as many microbatches in
 flight as stages. interleaved: 1f1b over several stages in each process."""
 
-NO_FLUSH = "2bw"
-"""The schedule of `Unflushed`."""
-
 LossFn = Callable[[Any, Any], Tensor]
 
 
@@ -166,6 +163,59 @@ def _among_stages() -> Iterator[None]:
         raise
 
 
+class Forward:
+    """Runs one microbatch forward through the stages of this process, without gradients."""
+
+    def __init__(
+        self,
+        stages: Sequence[StageSpec],
+        count: int,
+        *,
+        device: torch.device,
+        group: Group | None,
+        loss_fn: LossFn,
+    ) -> None:
+        """The arguments are those of `Schedule`."""
+        self._stages = [_Stage(spec, count, device, group) for spec in stages]
+        # Never run: it makes the buffers for what each stage receives.
+        slots: Any
+        if len(stages) == 1:
+            slots = ScheduleGPipe(self._stages[0], 1, loss_fn=loss_fn, scale_grads=False)
+        else:
+            slots = ScheduleInterleaved1F1B([*self._stages], 1, loss_fn=loss_fn, scale_grads=False)
+        slots._has_backward = False
+        self._initialize = slots._initialize_stages if len(stages) > 1 else slots._initialize_stage
+        self._loss_fn = loss_fn
+        self._begun = False
+
+    def run(self, inputs: tuple[Tensor, ...], target: Tensor | None, more: dict[str, Any]) -> None:
+        """Run the stages in the order of the model, each behind the one before it.
+
+        Raises:
+            Whatever a stage's forward raises.
+        """
+        given = inputs if self._stages[0].is_first else ()
+        with _among_stages():
+            if not self._begun:
+                self._initialize(given, more)
+            for stage in self._stages:
+                stage.clear_runtime_states()
+                # Waits for the stage before.
+                _post(stage.get_fwd_recv_ops(0))
+                output = stage.forward_one_chunk(0, given, more, save_forward_output=False)
+                if stage.is_last:
+                    self._loss_fn(output, target)
+                _post(stage.get_fwd_send_ops(0))
+        self._begun = True
+
+
+def _post(operations: Sequence[P2POp]) -> None:
+    if operations:
+        for work in batch_isend_irecv([*operations]):
+            # What is received is read next. On a GPU only its stream waits, not this thread.
+            work.wait()
+
+
 class Moments(Protocol):
     """Calls between the microbatches of a schedule without flushes."""
 
@@ -236,7 +286,7 @@ class Unflushed:
         with _among_stages():
             while self._backwards < self._forwards:
                 self._backward(self._grads)
-            self._post(self._grads)
+            _post(self._grads)
         self._grads = []
 
     def _forward(
@@ -244,7 +294,7 @@ class Unflushed:
     ) -> None:
         stage, slot = self._stage, self._forwards % self._most
         # Waits for the stage before, which posts this send together with its next receive.
-        self._post(self._grads + stage.get_fwd_recv_ops(slot))
+        _post(self._grads + stage.get_fwd_recv_ops(slot))
         self._grads = []
         self._moments.before_forward(number)
         output = stage.forward_one_chunk(slot, args, more, save_forward_output=False)
@@ -255,14 +305,14 @@ class Unflushed:
         if self._forwards - self._backwards == self._most:
             self._backward(sends)
         else:
-            self._post(sends)
+            _post(sends)
 
     def _backward(self, sends: Sequence[P2POp]) -> None:
         """Run the oldest backward; `sends` are posted with what it receives."""
         stage, slot = self._stage, self._backwards % self._most
         self._grads = []
         # Waits for the stage behind, which has this microbatch's backward before its next forward.
-        self._post([*sends, *stage.get_bwd_recv_ops(slot)])
+        _post([*sends, *stage.get_bwd_recv_ops(slot)])
         stage.backward_one_chunk(slot, loss=self._losses.pop(slot, None))
         self._grads = stage.get_bwd_send_ops(slot)
         # The slot's next input would add its gradient to this one, which the send above holds.
@@ -271,10 +321,3 @@ class Unflushed:
                 received.buffer.grad = None
         number, self._backwards = self._backwards % self._count, self._backwards + 1
         self._moments.after_backward(number)
-
-    @staticmethod
-    def _post(operations: Sequence[P2POp]) -> None:
-        if operations:
-            for work in batch_isend_irecv([*operations]):
-                # What is received is read next. On a GPU only its stream waits, not this thread.
-                work.wait()

@@ -8,7 +8,7 @@ forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -308,6 +308,15 @@ def by_owner(requests: Iterable[MemoryRequest]) -> dict[str, int]:
     for request in requests:
         owners[request.owner] = owners.get(request.owner, 0) + request.nbytes
     return owners
+
+
+def added(owners: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Add the bytes of the same owners."""
+    found: dict[str, int] = {}
+    for one in owners:
+        for owner, nbytes in one.items():
+            found[owner] = found.get(owner, 0) + nbytes
+    return found
 
 
 def span_bytes(requests: Iterable[MemoryRequest]) -> int:

@@ -380,6 +380,10 @@ class TwoVersions(Exact):
             self._hidden = order
         return Speculation()
 
+    def hold(self, order: Sequence[BlockRefs]) -> None:
+        self._updates.hold_beside(order)
+        self._hidden = order
+
     def flush(self) -> None:
         hidden, self._hidden = self._hidden, ()
         self._updates.show(hidden)

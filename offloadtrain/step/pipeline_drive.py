@@ -11,7 +11,7 @@ from offloadtrain.step.modes import Decision
 from offloadtrain.step.operations import Kind, Launch, Operations
 from offloadtrain.step.program import Program
 
-Schedule = Literal["gpipe", "1f1b", "2bw"]
+Schedule = Literal["gpipe", "1f1b", "2bw", "interleaved"]
 
 SQUARES = "squares"
 """Owner of the launch that marks where a stage knows its own part of the norm."""
@@ -37,10 +37,67 @@ class StageTurn:
     last: int
 
 
+class OfStage(NamedTuple):
+    """A turn of one of a rank's stages."""
+
+    stage: int
+    turn: Turn
+
+
+def rank_order(
+    schedule: Schedule, rank: int, ranks: int, per_rank: int, microbatches: int, steps: int
+) -> Iterator[OfStage]:
+    """Yield what a rank of a pipeline does with its stages, as `runtime.pipeline_schedule` runs
+    them."""
+    if per_rank == 1:
+        turns = order(schedule, rank, ranks, microbatches, steps)
+        yield from (OfStage(rank, turn) for turn in turns)
+        return
+    for step in range(steps):
+        for stage, turn in _interleaved(rank, ranks, per_rank, microbatches):
+            yield OfStage(stage, turn._replace(number=step * microbatches + turn.number))
+        own = range(rank, ranks * per_rank, ranks)
+        yield from (OfStage(stage, Turn("squares", step)) for stage in own)
+        yield from (OfStage(stage, Turn("decide", step)) for stage in own)
+
+
+def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Iterator[OfStage]:
+    """Yield the forwards and backwards of a step of interleaved 1F1B, in torch's order: rounds of
+    as many microbatches as there are ranks, in each of them stage after stage."""
+    each = microbatches // max(1, microbatches // ranks)
+    whole = per_rank * microbatches
+    ahead = min((per_rank - 1) * each + 2 * (ranks - 1 - rank), whole)
+    done = {"forward": [0] * per_rank, "backward": [0] * per_rank}
+
+    def take(kind: Literal["forward", "backward"], at: int) -> OfStage:
+        local = at // each % per_rank
+        local = local if kind == "forward" else per_rank - 1 - local
+        number = done[kind][local]
+        done[kind][local] += 1
+        return OfStage(local * ranks + rank, Turn(kind, number))
+
+    for at in range(whole + ahead):
+        if at < whole:
+            yield take("forward", at)
+        if at >= ahead:
+            yield take("backward", at - ahead)
+
+
+def in_flight(schedule: Schedule, stage: int, stages: int, per_rank: int, microbatches: int) -> int:
+    """Return the microbatches whose activations a stage holds at once."""
+    ranks = stages // per_rank
+    steps, most, now = 2 if schedule == "2bw" else 1, 0, 0
+    for own, turn in rank_order(schedule, stage % ranks, ranks, per_rank, microbatches, steps):
+        if own == stage and turn.kind in ("forward", "backward"):
+            now += 1 if turn.kind == "forward" else -1
+            most = max(most, now)
+    return most
+
+
 def order(
     schedule: Schedule, stage: int, stages: int, microbatches: int, steps: int
 ) -> Iterator[Turn]:
-    """Yield what a stage does, as `runtime.pipeline_schedule` runs it."""
+    """Yield what the only stage of a rank does."""
     if schedule == "2bw":
         yield from _without_flush(stage, stages, microbatches, steps)
         return
@@ -83,13 +140,17 @@ def stage_steps(
     Args:
         input_bytes: see `drive.steps`.
     """
-    driven = _Driven(program, schedule, input_bytes)
+    driven = Driven(program, schedule, input_bytes)
     turns = order(schedule, stage, stages, program.spec.config.grad_accum_steps, steps)
     return driven.operations, [driven.take(turn) for turn in turns]
 
 
-class _Driven:
-    """A stage's program and what it has answered."""
+class Driven:
+    """A stage's program and what it has answered.
+
+    Attributes:
+        launches: among the operations so far.
+    """
 
     def __init__(self, program: Program, schedule: Schedule, input_bytes: int) -> None:
         self.operations: Operations = []
@@ -97,7 +158,7 @@ class _Driven:
         self._input_bytes = input_bytes
         self._inputs: dict[int, Inputs] = {}
         self._numbers = iter(range(1 << 60))
-        self._launches = 0
+        self.launches = 0
         self._micro_steps = program.spec.config.grad_accum_steps
         self._unread = unread_in_backward(program.spec)
 
@@ -157,8 +218,8 @@ class _Driven:
 
     def _compute(self, kind: Kind, block: str, marks: list[int], *, reads: bool = True) -> None:
         self._add(self._program.computes(kind, block, reads=reads))
-        marks.append(self._launches - 1)
+        marks.append(self.launches - 1)
 
     def _add(self, operations: Operations) -> None:
         self.operations += operations
-        self._launches += sum(isinstance(one, Launch) for one in operations)
+        self.launches += sum(isinstance(one, Launch) for one in operations)

@@ -61,8 +61,7 @@ class StepSpec:
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
-        weight_versions: of the working weights on the device; two: see [Note: Two versions] in
-            `step.modes`.
+        weight_versions: of weights on the device; two: see [Note: Two versions] in `step.modes`.
         gradient_sums: of each bucket; two, where the next step's gradients arrive before a step is
             decided.
     """
@@ -209,7 +208,8 @@ class StepSpec:
     def save_order(self) -> tuple[BucketSpec, ...]:
         """The trained buckets in the order in which the next updates come, each of which waits for
         its bucket's write."""
-        blocks = reversed(self.blocks) if self.updates_in_backward else self.blocks
+        backwards = self.updates_in_backward and self.weight_versions == 1
+        blocks = reversed(self.blocks) if backwards else self.blocks
         return tuple(bucket for block in blocks for bucket in block.buckets)
 
     @cached_property

@@ -177,7 +177,19 @@ class UpdatePath:
     ) -> dict[str, list[tuple[BucketRefs, Ref]]]:
         """Round the masters and leave them on the host: the caller has set other weights where
         compute, or loads, read them. Returns block → where each bucket's new weights wait."""
-        # The caller wrote on compute, which no launch declares: collectives wait for it.
+        self._in_use_set(blocks)
+        return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
+
+    def hold_beside(self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]) -> None:
+        """As `hold`, where there are two versions: the masters go up into the other one."""
+        self._in_use_set(blocks)
+        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
+            bucket.beside = True
+        self.emit(blocks)
+
+    def _in_use_set(self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]) -> None:
+        """The caller has set weights where compute, or loads, read them."""
+        # It wrote on compute, which no launch declares: collectives wait for it.
         self.backward_is_over(blocks)
         for block, buckets in blocks:
             for bucket in buckets:
@@ -185,7 +197,6 @@ class UpdatePath:
             self._order.operations.append(Renew(block))
             # A slot still holds the weights before them.
             self._streaming.drop(block)
-        return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
 
     def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[BucketRefs]]]) -> Event:
         """Compute has read these weights for the last time before their upload."""

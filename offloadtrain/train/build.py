@@ -9,12 +9,12 @@ import torch
 
 from offloadtrain.config.batch_split import shards
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.job import Config
+from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokens import Progress, TokenFile
-from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.engine import AnyOptimizer, OffloadOptimizer, offload
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
 from offloadtrain.integrations.expert_parallel import expert_parallel
@@ -60,7 +60,7 @@ class TrainingContext:
     replicas: Ranks
     model: LanguageModel
     pipelined: PipelinedModel | None
-    optimizer: OffloadOptimizer
+    optimizer: AnyOptimizer
     batches: Batches
     train_tokens: TokenFile
     val_tokens: TokenFile | None
@@ -97,6 +97,8 @@ def assemble(
         offload=_checked(_on_disk_of(job, replace(job.offload, precision=precision)), why),
         device=replace(job.device, kind="auto"),
     )
+    if problems := list(problems_of_ranks(chosen)):
+        raise ConfigError(*problems)
     mesh = _mesh(job, device, ranks)
     plan = _planned(chosen, device, rank_info, ranks, mesh)
     config = plan.placed.config
@@ -180,7 +182,7 @@ def described(job: Config) -> Config:
 
 def _offloaded(
     config: Config, shape: ModelShape, device: torch.device, mesh: Mesh
-) -> tuple[LanguageModel, OffloadOptimizer, PipelinedModel | None]:
+) -> tuple[LanguageModel, AnyOptimizer, PipelinedModel | None]:
     """Build and offload the model, or this rank's stage of it.
 
     Args:
@@ -216,7 +218,7 @@ def _offloaded(
 
     groups = decay_groups(model, config)
     stage = offload_stage(model, update_rule(config), groups, config, mesh, device)
-    return stage, stage.pipeline.optimizers[0], stage
+    return stage, stage.pipeline.optimizer, stage
 
 
 def empty_model(config: Config) -> torch.nn.Module:

@@ -8,6 +8,7 @@ races.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import cast
@@ -15,12 +16,14 @@ from typing import cast
 import torch
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.ranks_options import NO_FLUSH, Stage
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.stage_modules import cut, divide
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
+from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
@@ -29,6 +32,7 @@ from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step import memory
 from offloadtrain.step.drive import steps
 from offloadtrain.step.operations import Launch
+from offloadtrain.step.pipeline_drive import stage_steps
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import Fault, prove_operations
 from offloadtrain.step.spec import StepSpec
@@ -53,14 +57,19 @@ def check(plan: Plan) -> str:
         HostMemoryError, DeviceMemoryError: from the engine, if a limit is too small.
     """
     ledger = laid_out(plan)
-    some = some_of(plan.copied.spec)
-    launches, faults = proved(some, plan.placed.input_bytes)
-    if faults:
-        raise DryRunError(f"the program of a step has {len(faults)} faults, the first: {faults[0]}")
+    launches, layers, left_out = 0, 0, 0
+    for one in _placements(plan):
+        some, part = some_of(one.spec), one.config
+        found, faults = proved(some, one.input_bytes, None if part.ranks.flushes else part.stage)
+        if faults:
+            raise DryRunError(
+                f"the program of a step has {len(faults)} faults, the first: {faults[0]}"
+            )
+        launches += found
+        layers += part.model.num_layers
+        left_out += len(one.spec.blocks) - len(some.blocks)
     total = sum(row.bytes for row in ledger.rows())
-    of_one = "" if some.is_single else "of a rank "
-    layers = plan.placed.config.model.num_layers
-    left_out = len(plan.copied.spec.blocks) - len(some.blocks)
+    of_one = "" if plan.placed.spec.is_single else "of a rank "
     of_some = f"of {layers - left_out} of the blocks " if left_out else ""
     return (
         f"laid out {layers} blocks, {total} bytes, as planned; "
@@ -74,10 +83,23 @@ def laid_out(plan: Plan) -> Ledger:
     Raises:
         DryRunError: the spec of the module differs from the plan's, or the Ledger from the spec.
     """
-    config, planned = plan.placed.config, plan.copied.spec
-    ledger, lanes, device = Ledger(), SequentialLanes(), torch.device("meta")
+    ledger = Ledger()
+    for placed in _placements(plan):
+        _lay_out(plan, placed, ledger)
+    _compare(ledger, [placed.spec for placed in _placements(plan)])
+    return ledger
+
+
+def _placements(plan: Plan) -> tuple[Placement, ...]:
+    """Return those of the rank's stages, second copies of the state included."""
+    return plan.copied, *plan.beside
+
+
+def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
+    config, planned = placed.config, placed.spec
+    lanes, device = SequentialLanes(), torch.device("meta")
     ranks = Ranks.fake(planned.ranks, planned.copies, plan.job.ranks.expert)
-    model, first = _stage_of(plan)
+    model, first = _stage_of(plan, config.stage)
     rule = update_rule(config)
     groups = normalise_groups(model, decay_groups(model, config), rule)
     rules = [rule_of(rule, group) for group in groups]
@@ -86,19 +108,19 @@ def laid_out(plan: Plan) -> Ledger:
     spec = lay_out(
         *(model, blocks, config.offload, ranks, plan.second_copy_budget),
         first=first,
+        kept=(planned.weight_versions, planned.gradient_sums),
         parts=plan.job.ranks.tensor,
     )
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     arena, disk = MetaArena(ledger), MetaDiskArena(ledger)
     map_memory(blocks, spec, device, arena=arena, disk=disk, ledger=ledger)
-    _compare(ledger, spec)
-    return ledger
 
 
-def _stage_of(plan: Plan) -> tuple[torch.nn.Module, int]:
-    """Return the planned part of the model on the meta device, and its first parameter's number."""
-    model, stage = empty_model(plan.job), plan.placed.config.stage
+def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
+    """Return a stage of the model, or all of it, on the meta device, and its first parameter's
+    number."""
+    model = empty_model(plan.job)
     if plan.job.hf is None:
         narrowed(cast(Transformer, model), plan.job.ranks.tensor)
         with_fewer_experts(cast(Transformer, model), plan.job.ranks.expert)
@@ -118,13 +140,19 @@ def _first_difference(spec: StepSpec, planned: StepSpec) -> str:
     return block or next(f"{f} {one} and {other}" for f, one, other in of_spec if one != other)
 
 
-def _compare(ledger: Ledger, spec: StepSpec) -> None:
-    """Raises DryRunError if the Ledger differs from the spec; gradients of ZeRO stage 1 are
+def _compare(ledger: Ledger, specs: Sequence[StepSpec]) -> None:
+    """Raises DryRunError if the Ledger differs from the specs; gradients of ZeRO stage 1 are
     allocated on first use."""
-    device = memory.by_owner(memory.device_requests(spec))
-    expected = {("device", owner): size for owner, size in device.items()}
-    expected |= {("host", owner): size for owner, size in memory.host_owners(spec).items()}
-    expected |= {("disk", owner): size for owner, size in memory.disk_owners(spec).items()}
+    tiers = {
+        "device": [memory.by_owner(memory.device_requests(spec)) for spec in specs],
+        "host": [memory.host_owners(spec) for spec in specs],
+        "disk": [memory.disk_owners(spec) for spec in specs],
+    }
+    expected = {
+        (tier, owner): size
+        for tier, owners in tiers.items()
+        for owner, size in memory.added(owners).items()
+    }
     booked = {(row.tier, row.owner): row.bytes for row in ledger.rows()}
     for tier, owner in sorted(expected.keys() | booked.keys()):
         said, found = expected.get((tier, owner), 0), booked.get((tier, owner), 0)
@@ -132,21 +160,30 @@ def _compare(ledger: Ledger, spec: StepSpec) -> None:
             raise DryRunError(f"{owner} on the {tier}: planned {said} bytes, laid out {found}")
 
 
-def proved(spec: StepSpec, input_bytes: int = 0) -> tuple[int, list[Fault]]:
+def proved(
+    spec: StepSpec, input_bytes: int = 0, unflushed: Stage | None = None
+) -> tuple[int, list[Fault]]:
     """Return (operations, faults) of a few steps of the first and the last rank, at real size.
 
     Args:
         input_bytes: bytes of a repeated block's input; activation = "offload" moves it.
+        unflushed: the stage of a pipeline without flushes, whose steps overlap.
     """
+    most = max(MOST_MICRO_STEPS, 0 if unflushed is None else unflushed.count)
     config = replace(
         spec.config,
-        grad_accum_steps=min(spec.config.grad_accum_steps, MOST_MICRO_STEPS),
+        grad_accum_steps=min(spec.config.grad_accum_steps, most),
         warmup_steps=min(spec.config.warmup_steps, 1),
     )
     spec = replace(spec, config=config)
     launches, faults = 0, []
     for rank in sorted({0, spec.ranks - 1}):
-        operations = steps(Program(spec, rank), STEPS, input_bytes)
+        program = Program(spec, rank)
+        if unflushed is None:
+            operations = steps(program, STEPS, input_bytes)
+        else:
+            at = unflushed.index, unflushed.count
+            operations, _ = stage_steps(program, NO_FLUSH, *at, STEPS, input_bytes)
         launches = sum(isinstance(op, Launch) for op in operations)
         faults += prove_operations(spec, operations, rank)
     return launches, faults

@@ -19,6 +19,7 @@ from torch import Tensor
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes
+from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
@@ -108,6 +109,7 @@ class Emergency:
                 f"the state is in parts on {self._ranks.size} ranks, and the others "
                 "cannot be asked any more"
             )
+        assert isinstance(self._optimizer, OffloadOptimizer)
         step = self._optimizer.salvage(failure)
         behind = self._optimizer.tries > self._tries
         if behind:  # decided, and not counted yet

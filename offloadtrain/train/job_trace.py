@@ -15,7 +15,7 @@ from offloadtrain.hardware.machine import Machine
 from offloadtrain.integrations import hf_job
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.microbatch import Trace
-from offloadtrain.plan.plan import resolved
+from offloadtrain.plan.resolve import resolved
 from offloadtrain.sizing.tracer import Tracer
 
 

@@ -29,6 +29,18 @@ def loss_of(model: LanguageModel, batch: Batch, divisor: float | None) -> Tensor
     )
 
 
+def of_step(losses: Tensor, *, divides: bool) -> Tensor:
+    """Return a step's loss from those of its microbatches, in one process's order of sums.
+
+    Args:
+        divides: it is their mean, see `loss_divisor`; otherwise their sum.
+    """
+    total = torch.zeros(())
+    for loss in losses:
+        total += loss
+    return total / len(losses) if divides else total
+
+
 def pinned(batch: Batch, device: torch.device) -> Batch:
     """Copy a batch to page-locked memory, where the device wants it; from any thread."""
     if device.type == "cpu":

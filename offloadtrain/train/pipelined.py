@@ -1,4 +1,5 @@
-"""A stage of a pipeline as the trainer sees it: a whole step at once, and losses of every stage."""
+"""A rank's stages of a pipeline as the trainer sees them: a whole step at once, and losses on every
+rank."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.batch_split import held_stages
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.config.ranks_options import Stage
+from offloadtrain.config.ranks_options import Stage, names_of
 from offloadtrain.data.batches import Batch
 from offloadtrain.engine.pipeline import pipeline
 from offloadtrain.engine.pipeline_steps import Pipeline
@@ -23,16 +25,16 @@ from offloadtrain.runtime.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class PipelinedModel:
-    """This rank's stage, and the others behind it, as a `LanguageModel`."""
+    """This rank's stages, and the others behind them, as a `LanguageModel`."""
 
     pipeline: Pipeline
-    stage: Stage
+    stages: Sequence[Stage]
     max_seq_len: int
     vocab_size: int
 
     @property
     def module(self) -> nn.Module:
-        return self.pipeline.optimizers[0].model
+        return self.pipeline.module
 
     def run(self, batches: Sequence[Batch], divisor: float | None) -> Tensor:
         """Forward and backward of a step; returns (microbatches,) fp32 losses on the host.
@@ -62,17 +64,18 @@ class PipelinedModel:
     def _more(
         self, targets_BT: Tensor | None, positions_BT: Tensor | None, divisor: float | None
     ) -> dict[str, Any]:
-        """Return what this stage's forward gets besides its first argument."""
+        """Return what the forward of every stage here gets besides its first argument; without a
+        head it makes no loss of the targets."""
         more: dict[str, Any] = {"positions_BT": positions_BT}
-        if self.stage.is_last:
+        if self.stages[-1].is_last:
             more |= {"targets_BT": targets_BT, "divisor": divisor}
         return {name: value for name, value in more.items() if value is not None}
 
     def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
         """Refused: no process holds the whole model."""
         raise ConfigError(
-            f"{self.stage.name} cannot generate text: use offloadtrain generate RUN, which loads "
-            "the whole model from a checkpoint"
+            f"{names_of(self.stages)} cannot generate text: use offloadtrain generate RUN, which "
+            "loads the whole model from a checkpoint"
         )
 
 
@@ -89,10 +92,10 @@ def offload_stage(
     mesh: Mesh,
     device: torch.device,
 ) -> PipelinedModel:
-    """Offload this rank's stage of a model on the meta device.
+    """Offload this rank's stages of a model on the meta device.
 
     Args:
-        config: the rank's part of the job, whose `stage` it is.
+        config: the rank's part of the job; its `stage` is the first of them.
     """
     assert config.stage is not None
     shape = (config.train.micro_batch, config.data.seq_len)
@@ -103,9 +106,11 @@ def offload_stage(
         example=torch.empty(shape, dtype=torch.int64, device="meta"),
         microbatches=config.train.grad_accum_steps,
         schedule=config.ranks.schedule,
+        stages_per_rank=config.ranks.stages_per_rank,
         params=groups,
         device=device,
         config=config.offload,
         param_init_fn=model.initializer(config.train.seed),
     )
-    return PipelinedModel(made, config.stage, model.shape.max_seq_len, model.shape.vocab_size)
+    held = held_stages(config.ranks, config.stage.index, model.shape.num_layers)
+    return PipelinedModel(made, held, model.shape.max_seq_len, model.shape.vocab_size)

@@ -56,7 +56,7 @@ class Hindsight:
     def _bytes(self, held: Sequence[MemoryRow]) -> Iterator[PlanRow]:
         on_cpu = self._plan.machine.on_cpu
         host = {k: v for k, v in self._plan.host.items() if k != "Python, torch"}
-        device = self._plan.placed.device() if on_cpu else self._plan.device
+        device = self._plan.engine_device if on_cpu else self._plan.device
         for tier, planned in ((Tier.HOST, host), (Tier.DEVICE, device)):
             found = sum(row.peak_bytes for row in held if row.tier == tier.value)
             yield PlanRow(f"{tier.value} bytes", sum(planned.values()), found, "bytes")

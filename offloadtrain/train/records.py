@@ -18,11 +18,11 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
     host = {owner: size for owner, size in plan.host.items() if owner != PROCESS}
     return {
         "machine": plan.name,
-        "memory": {"device": plan.placed.device(), "host": host},
+        "memory": {"device": plan.engine_device, "host": host},
         "process_bytes": plan.process_bytes,
         "activations": plan.activations.owners(),
         "step": asdict(plan.prediction),
-        "adam_bytes_per_step": _update_bytes(plan.placed.spec),
+        "adam_bytes_per_step": sum(_update_bytes(one.spec) for one in plan.held),
     }
 
 

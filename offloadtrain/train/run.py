@@ -26,6 +26,7 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.shown_set_up import ShownSetUp
 from offloadtrain.train.trainer import Trainer
+from offloadtrain.train.unflushed_trainer import trainer_of
 
 MOST_TOLD = 20
 """Warnings of damaged checkpoints at one start."""
@@ -70,8 +71,8 @@ def run(
         set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
         context = _build(config, opened, distributed, console)
         memory.ledger = context.optimizer.ledger
-        guards.watchdog.watch_lanes(context.optimizer.lanes.state)
-        trainer = Trainer(config, context, folder, log)
+        guards.watchdog.watch_lanes(context.optimizer.lanes_state)
+        trainer = trainer_of(config, context, folder, log)
         _resume(trainer, opened, ranks)
         trainer.saving.check_room(trainer.progress.step)
         _warn_of_damage(opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks), log)

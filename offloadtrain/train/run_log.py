@@ -13,7 +13,7 @@ import torch
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.units import format_bytes, format_duration
-from offloadtrain.engine import OffloadOptimizer, StepReport
+from offloadtrain.engine import AnyOptimizer, StepReport
 from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
 from offloadtrain.events.control import Request
@@ -78,8 +78,8 @@ class RunLog:
         self._progress = Progress()
         self._peak_flops: float | None = None
         self._pace = Pace(config.train)
-        self._next_timeline = (0.0, 2)
-        self._optimizer: OffloadOptimizer | None = None
+        self._next_timeline, self._follows_next = (0.0, 2), False
+        self._optimizer: AnyOptimizer | None = None
         self._hindsight: Hindsight | None = None
 
     def __enter__(self) -> RunLog:
@@ -201,7 +201,7 @@ class RunLog:
         """Set the current activity, which is printed if it takes long."""
         self._console.doing(what)
 
-    def before_step(self, optimizer: OffloadOptimizer) -> None:
+    def before_step(self, optimizer: AnyOptimizer) -> None:
         """Request the lanes' timeline of this step, now and then."""
         self._pace.begin_step(self._progress.step)
         compiles = self._pace.is_first_step and kernels.backend().name == "numba"
@@ -213,6 +213,8 @@ class RunLog:
             self._next_timeline = (time.monotonic() + _TIMELINE_EVERY_S, later_step)
             optimizer.sample_timeline()
             follow = True
+        if optimizer.samples_late:
+            follow, self._follows_next = self._follows_next, follow
         if self._memory is not None:
             self._memory.step_begins(self._progress.step + 1, follow=follow)
 

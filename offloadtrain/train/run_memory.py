@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain.engine import OffloadOptimizer, StepReport
+from offloadtrain.engine import AnyOptimizer, StepReport
 from offloadtrain.events import schema
 from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
@@ -33,7 +33,7 @@ class RunMemory:
 
     def __init__(
         self,
-        optimizer: OffloadOptimizer,
+        optimizer: AnyOptimizer,
         emit: Callable[[schema.Event], None],
         ring: Path,
         *,

@@ -104,8 +104,8 @@ class RunStart:
         }
         if device.type == "cuda":
             plan |= {"gpu_uuid": gpu_uuid(device), "calibrated_gbps": self.calibrated_gbps}
-        if (stage := context.local.stage) is not None:
-            plan["stage"] = stage.name
+        if held := context.plan.stage_names:
+            plan["stage"] = held
         if group := group_of(self.config, context.ranks.size, context.ranks.rank):
             plan["group"] = group
         if part := part_of(self.config, context.ranks.rank):

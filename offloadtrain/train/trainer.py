@@ -11,6 +11,8 @@
 A step whose gradients are not finite is skipped by the engine: no state changes. Its batch is
 consumed, the step is counted and shown, and the learning rate does not change, because the schedule
 counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a checkpoint.
+
+In a pipeline without flushes steps overlap: `unflushed_trainer.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.prefetch import Prefetch
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.engine import StepReport
+from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.events.control import Request, Requests
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
@@ -37,7 +39,14 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.emergency import Emergency
-from offloadtrain.train.losses import LateLoss, loss_divisor, loss_of, pinned, to_device
+from offloadtrain.train.losses import (
+    LateLoss,
+    loss_divisor,
+    loss_of,
+    of_step,
+    pinned,
+    to_device,
+)
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.run_log import RunLog
@@ -89,6 +98,8 @@ class Trainer:
         self._log = log
         self.saving = Saving(config, context, run, log)
         self._requests: Requests | None = None
+        self._polled: list[Request] = []
+        """Requests that are not answered yet."""
         self._loss = LateLoss(self.optimizer.device)
         self._all_stop = False
         self._emergency = Emergency(config, context, self.saving, log)
@@ -152,7 +163,18 @@ class Trainer:
         clock.lap("optimizer")
         report = self.optimizer.last_step
         assert report is not None
-        told = self._exchange(self._loss.wait(), clock, report, stop)
+        row = self._row(self._loss.wait(), clock, report, stop)
+        told = self._told(self._ranks.all_gather_host(row))
+        self._count(report, clock, told, lr, spike)
+        if spike and self.saving.spikes.goes_back:
+            self.saving.roll_back(spike, self.progress)
+            self._emergency.step_ended()
+        return not report.skipped, told
+
+    def _count(
+        self, report: StepReport, clock: StepClock, told: StepStats, lr: float, spike: str = ""
+    ) -> None:
+        """Count and log a step that was decided, and report what was wrong with it."""
         number = self.progress.step + 1
         self.progress.count(
             tokens=self.config.batch_tokens, skipped=report.skipped, seconds=clock.total_ms / 1e3
@@ -160,20 +182,22 @@ class Trainer:
         self._emergency.step_ended()
         self._log.step(number, self.progress, report, clock, told, lr=lr)
         self._check_step(number, report, told.loss, spike)
-        if spike and self.saving.spikes.goes_back:
-            self.saving.roll_back(spike, self.progress)
-            self._emergency.step_ended()
-        return not report.skipped, told
 
-    def _exchange(
-        self, loss: float, clock: StepClock, report: StepReport, stop: StopRequests
-    ) -> StepStats:
-        """Exchange the figures of a step among ranks; any rank may request a stop or a save."""
-        comm_ms = report.busy_ms["comm"]
-        asks = self._requests is not None and self._requests.waiting()
+    def _row(
+        self, loss: float, clock: StepClock, report: StepReport | None, stop: StopRequests
+    ) -> list[float]:
+        """Return this rank's figures of a step for the others, and whether it was asked to stop or
+        to save. `report`: of the last step that was decided."""
+        comm_ms = 0.0 if report is None else report.busy_ms["comm"]
+        if self._requests is not None and self._requests.waiting():
+            self._polled += self._requests.poll()
+        asks = bool(self._polled)
         noted = not self._ranks.is_single and stop.requested is not None
         row = [loss, clock.total_ms, comm_ms, noted, asks, stop.wants_checkpoint]
-        of_ranks = self._ranks.all_gather_host([*row, self.saving.written])
+        return [*row, self.saving.written]
+
+    def _told(self, of_ranks: torch.Tensor) -> StepStats:
+        """Take in the rows of all ranks."""
         self._all_stop = bool(of_ranks[:, 3].any())
         parts = self.config.ranks.tensor
         return StepStats.of(of_ranks, replicas=self._replicas.size, parts=parts)
@@ -206,6 +230,8 @@ class Trainer:
         if self._pipelined is not None:
             self._run_pipeline(self._pipelined, clock, count, divisor)
             return
+        optimizer = self.optimizer
+        assert isinstance(optimizer, OffloadOptimizer)
         for number in range(count):
             HEARTBEAT.enter(f"forward of step {self.progress.step + 1}")
             batch = to_device(self._prefetch.next(), self.optimizer.device)
@@ -216,7 +242,7 @@ class Trainer:
                 self._loss.launch(total / count if divisor is None else total)
             clock.lap("forward")
             HEARTBEAT.enter(f"backward of step {self.progress.step + 1}")
-            self.optimizer.backward(loss, divide=divisor is None)
+            optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
 
     def _run_pipeline(
@@ -227,10 +253,8 @@ class Trainer:
         device = self.optimizer.device
         batches = [to_device(self._prefetch.next(), device) for _ in range(count)]
         clock.lap("data")
-        total = torch.zeros(())
-        for loss in stage.run(batches, divisor):
-            total += loss
-        self._loss.launch(total / count if divisor is None else total)
+        losses = stage.run(batches, divisor)
+        self._loss.launch(of_step(losses, divides=divisor is None))
         clock.lap("backward")
 
     def _check_step(self, number: int, report: StepReport, loss: float, spike: str) -> None:
@@ -273,7 +297,7 @@ class Trainer:
             self.saving.begin(self.progress)
         if not told.asks:
             return
-        polled = self._requests.poll() if self._requests else []
+        polled, self._polled = self._polled, []
         for entry in self._ranks.broadcast_object([asdict(request) for request in polled]):
             request, step = Request(**entry), self.progress.step
             if request.refused:

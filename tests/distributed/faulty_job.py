@@ -24,6 +24,7 @@ from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import token_files
 from offloadtrain.train.checkpoint.writer import TensorWriter
 from offloadtrain.train.trainer import Trainer
+from offloadtrain.train.unflushed_trainer import UnflushedTrainer
 
 POINTS: dict[str, tuple[Any, str]] = {
     "forward": (Transformer, "forward"),
@@ -90,14 +91,15 @@ def arm(point: str, action: str, step: int) -> None:
         return whole(*args, **kwargs)
 
     setattr(owner, name, last)
-    take = Trainer._step
+    for kind in (Trainer, UnflushedTrainer):
+        take = kind._step
 
-    def watched(trainer: Trainer, *args: Any) -> Any:
-        nonlocal live
-        live = live or trainer.progress.step >= step
-        return take(trainer, *args)
+        def watched(trainer: Any, *args: Any, take: Callable[..., Any] = take) -> Any:
+            nonlocal live
+            live = live or trainer.progress.step >= step
+            return take(trainer, *args)
 
-    Trainer._step = watched  # type: ignore[method-assign]
+        kind._step = watched  # type: ignore[method-assign]
 
 
 def main(arguments: list[str]) -> int:

@@ -28,6 +28,7 @@ from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.saved_run import open_saved
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer
+from offloadtrain.train.unflushed_trainer import trainer_of
 from tests.distributed.conftest import Run
 from tests.train.small_job import JOB, write_text
 
@@ -51,7 +52,7 @@ def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -
     run = opened.run
     with run, RunLog(run, job, Console(quiet=True), ranks.rank) as log:
         context = assemble(job, ranks=ranks)
-        trainer = Trainer(job, context, run, log)
+        trainer = trainer_of(job, context, run, log)
         if opened.found is not None:
             trainer.resume(opened.found)
         assert opened.begin(job=text, resolved=text, ranks=ranks) == []

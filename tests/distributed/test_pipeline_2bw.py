@@ -61,9 +61,18 @@ def made(
 
 
 def unflushed(
-    stages: int, lanes: str = "", synchronized: int = 0, skipped: int = 0, **options: Any
+    stages: int,
+    lanes: str = "",
+    synchronized: int = 0,
+    skipped: int = 0,
+    paused: int = 0,
+    **options: Any,
 ) -> Told:
-    """The run of `one_process` without a flush, but for one behind the step `synchronized`."""
+    """The run of `one_process` without a flush, but for one behind the step `synchronized`.
+
+    Args:
+        paused: the step behind which nothing is in flight, and the delay goes on.
+    """
     chosen = lanes_of(lanes)
     with on_lanes(chosen) if chosen else nullcontext():
         pipeline = made(stages, **options)
@@ -74,8 +83,8 @@ def unflushed(
         losses.append(pipeline.run(tokens, target=targets))
         reports.append(optimizer.last_step)
         pipeline.step(skip=number == skipped)
-        if number == synchronized:
-            losses.append(pipeline.drain())
+        if number in (synchronized, paused):
+            losses.append(pipeline.drain(newest=number == synchronized))
             reports.append(optimizer.last_step)
     losses.append(pipeline.drain())
     reports.append(optimizer.last_step)
@@ -98,7 +107,7 @@ def booked(optimizer: ot.OffloadOptimizer, tier: Tier) -> dict[str, int]:
 
 
 def assert_same(ranks: Run, size: int, replicas: int, **options: Any) -> list[Told]:
-    plain = {key: value for key, value in options.items() if key != "lanes"}
+    plain = {key: value for key, value in options.items() if key not in ("lanes", "paused")}
     whole = ranks(replicas, one_process, update="delayed", **plain)
     of_stages = ranks(size, unflushed, size // replicas, **options)
     together: dict[str, Any] = {}
@@ -128,6 +137,8 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"clip_norm": 0.3, "skipped": 2, "state": "split16", "lanes": "proof"}),
     (2, 1, {"synchronized": 2, "state_on": "device", "lanes": "proof"}),
     (4, 2, {"clip_norm": 0.3, "lanes": "proof"}),
+    (2, 1, {"paused": 1, "lanes": "proof"}),
+    (4, 2, {"paused": 2, "skipped": 1, "state_on": "device", "lanes": "threads"}),
 ]
 MORE: list[tuple[int, int, dict[str, Any]]] = [
     (4, 1, {"lanes": "threads", "skipped": 1, "state": "int8"}),

@@ -38,7 +38,9 @@ def figures(folder: Path, rank: int = 0) -> list[tuple[Any, ...]]:
     log = log_lines.read(folder / "events" / f"rank{rank:03d}.jsonl")
     steps = [record.event for record in log if isinstance(record.event, schema.Step)]
     return [
-        (e.step, e.loss, e.grad_norm, e.clip_coef, e.lr, e.loss_scale, e.skipped) for e in steps
+        # As text, in which a norm that is no number equals itself.
+        (e.step, e.loss, str(e.grad_norm), e.clip_coef, e.lr, e.loss_scale, e.skipped)
+        for e in steps
     ]
 
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import pipeline_times as timing
 from offloadtrain.plan.costs import Costs
-from offloadtrain.plan.pipeline_search import search, without_flush
+from offloadtrain.plan.pipeline_search import search
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.step.pipeline_drive import Schedule, Turn, order, stage_steps
+from offloadtrain.plan.why import why
+from offloadtrain.step.pipeline_drive import (
+    Schedule,
+    Turn,
+    in_flight,
+    order,
+    rank_order,
+    stage_steps,
+)
 from offloadtrain.step.program import Program
 from offloadtrain.step.prove import prove
 from tests.plan.test_memory import job
@@ -33,21 +42,22 @@ SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "2bw")
 def pipeline(stages: int, count: int, schedule: Schedule = "1f1b", **keys: Any) -> Config:
     """Layers that are alike, and a head that is next to nothing."""
     shape = {"num_layers": 8, "d_model": 256, "num_heads": 2, "vocab_size": 2}
+    shape |= keys.pop("shape", {})
     given = {
         "train__grad_accum_steps": count,
         "offload__precision": "bf16",
         "device__kind": "auto",
     }
     config = job(shape | {"max_seq_len": 16}, **(given | keys))
-    kind: Literal["gpipe", "1f1b"] = "gpipe" if schedule == "gpipe" else "1f1b"
-    return replace(config, ranks=RanksConfig(pipeline=stages, schedule=kind))
+    if schedule == "2bw":
+        config = replace(config, offload=replace(config.offload, update="delayed"))
+    return replace(config, ranks=RanksConfig(pipeline=stages, schedule=schedule))
 
 
 def planned(
     stages: int, count: int, schedule: Schedule, machine: Machine = FREE, **keys: Any
 ) -> Plan:
-    found = make(pipeline(stages, count, schedule, **keys), "test", machine, stages)
-    return without_flush(found) if schedule == "2bw" else found
+    return make(pipeline(stages, count, schedule, **keys), "test", machine, stages)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -86,7 +96,7 @@ def test_many_microbatches_take_what_a_simulation_of_all_takes(schedule: Schedul
     plan = planned(2, 16, schedule, A100)
     costs = [Costs(stage, A100) for stage in plan.stages]
     links = timing.links_of(plan.stages, A100)
-    exact = timing._step_s(costs, links, schedule, 16)
+    exact = timing._step_s(costs, links, schedule, 16, 2)
     assert plan.pipeline is not None
     assert plan.pipeline.seconds == pytest.approx(exact, rel=0.01)
 
@@ -95,7 +105,6 @@ def test_many_microbatches_take_what_a_simulation_of_all_takes(schedule: Schedul
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_driven_program_of_every_stage_has_no_race(schedule: Schedule, ranks: int) -> None:
     plan = make(pipeline(2, 4, schedule), "test", A100, 2 * ranks)
-    plan = without_flush(plan) if schedule == "2bw" else plan
     for number, stage in enumerate(plan.stages):
         operations, turns = stage_steps(Program(stage.spec), schedule, number, 2, 3)
         assert prove(operations) == []
@@ -112,11 +121,70 @@ def test_turns_by_hand() -> None:
     assert told(list(order("2bw", 0, 2, 2, 2))) == "f0 f1 b0 f2 b1 s0 d0 f3 b2"
 
 
+class Shape:
+    """What torch's order of a schedule depends on."""
+
+    def __init__(self, ranks: int, per_rank: int, microbatches: int) -> None:
+        self.pp_group_size, self.n_local_stages = ranks, per_rank
+        self._n_microbatches = microbatches
+        self.microbatches_per_round = microbatches // max(1, microbatches // ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("per_rank", [2, 3])
+def test_interleaved_is_in_torchs_order(ranks: int, per_rank: int) -> None:
+    """Of every rank, in rounds that the ranks divide and others; no stage has more in flight."""
+    for count in (count for count in range(ranks, 14) if count % (count // ranks) == 0):
+        shape, most = Shape(ranks, per_rank, count), dict.fromkeys(range(ranks * per_rank), 0)
+        for rank in range(ranks):
+            actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(shape, rank)
+            found = [one for one in actions if one is not None]
+            own = list(rank_order("interleaved", rank, ranks, per_rank, count, 1))
+            kinds = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+            assert [(stage, turn.kind, turn.number) for stage, turn in own[: len(found)]] == [
+                (one.stage_index, kinds[one.computation_type.name], one.microbatch_index)
+                for one in found
+            ]
+            assert [turn.kind for _, turn in own[len(found) :]] == [
+                *["squares"] * per_rank,
+                *["decide"] * per_rank,
+            ]
+            now = dict.fromkeys(most, 0)
+            for one in found:
+                now[one.stage_index] += 1 if one.computation_type.name == "FORWARD" else -1
+                most[one.stage_index] = max(most[one.stage_index], now[one.stage_index])
+        for stage, held in most.items():
+            assert in_flight("interleaved", stage, ranks * per_rank, per_rank, count) == held
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_that_take_turns_have_less_of_a_bubble(stages: int) -> None:
+    """arXiv:2104.04473, 2.2: with v stages on a rank it is 1 / v of 1F1B's, where nothing but
+    compute takes time."""
+    job = pipeline(stages, 8, shape={"num_layers": 16})
+    in_turn = RanksConfig(pipeline=stages, schedule="interleaved", stages_per_rank=2)
+    both = job, replace(job, ranks=in_turn)
+    plain, twice = (make(one, "test", FREE, stages) for one in both)
+    assert plain.pipeline is not None and twice.pipeline is not None
+    compute = max(plain.pipeline.compute_s)
+    bubbles = [one.pipeline.seconds / compute - 1 for one in (plain, twice) if one.pipeline]
+    assert bubbles[0] == pytest.approx((stages - 1) / 8, rel=0.05)
+    assert bubbles[1] == pytest.approx(bubbles[0] / 2, rel=0.1)
+
+
 def test_without_a_flush_weights_are_there_twice_but_on_the_last_stage() -> None:
     flushed, without = planned(2, 4, "1f1b", A100), planned(2, 4, "2bw", A100)
     first, last = (stage.device()["working weights"] for stage in without.stages)
     assert first == 2 * flushed.stages[0].device()["working weights"]
     assert last == flushed.stages[1].device()["working weights"]
+
+
+@pytest.mark.slow
+def test_what_bounds_a_step_of_stages_is_asked_of_all_of_them() -> None:
+    """Twice as fast a part saves at most half of the step, and links that take no time nothing."""
+    gains = why(planned(2, 8, "1f1b", replace(A100, gpu_link_gbps=1e9))).gains
+    assert all(0 <= gain <= 1 for gain in gains.values()), gains
+    assert gains["the links between ranks"] == pytest.approx(0, abs=1e-6)
 
 
 def test_only_the_last_stage_has_the_head() -> None:
@@ -142,6 +210,5 @@ def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     for one in found:
         again = make(one.plan.job, "test", A100, 4)
-        again = without_flush(again) if one.schedule == "2bw" else again
         assert again.prediction.seconds == one.seconds and again.fits
         assert again.prediction.tokens_per_s == pytest.approx(16 * 16 * 2 / one.seconds)

@@ -214,7 +214,7 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     model that cannot be traced is planned by its shape, which is said once."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import shared
-    from offloadtrain.plan.plan import resolved
+    from offloadtrain.plan.resolve import resolved
     from offloadtrain.sizing.trace_step import TraceError
     from offloadtrain.train.build import described
     from offloadtrain.train.job_trace import tracer_of
@@ -286,7 +286,7 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
 
 def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
     from offloadtrain.plan import pipeline_search
-    from offloadtrain.plan.plan import resolved
+    from offloadtrain.plan.resolve import resolved
 
     if config.hf is not None:
         raise ConfigError("--search divides the shipped transformer only: leave out model.hf")

@@ -72,6 +72,7 @@ class Cell:
     sharded: bool = False
     update_bytes: float = ADAM_BYTES
     half: Literal["", "study", "held out"] = ""
+    batch: int = 1
 
     @property
     def tokens(self) -> int:

@@ -42,7 +42,7 @@ class Software:
         sum_bytes: the same, of the running sum of 16-bit gradients; only with accumulation.
     """
 
-    compute_share: float = 0.70
+    compute_share: float = 0.71
     adam_share: float = 0.62
     contention: float = 1.6
     ring_share: float = 0.10

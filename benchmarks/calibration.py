@@ -40,6 +40,9 @@ ROUNDS, CONVERGED = 30, 1e-7
 ADAM_BYTES = 28 + 12
 """Per parameter: Adam in fp32 as one kernel, and the pass over the gradients before it."""
 
+SUM_BYTES = 6
+"""Per parameter, of a microbatch's 16-bit gradient that is added to those before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
@@ -49,10 +52,12 @@ class Cell:
         measure: of one GPU, as `published`; Tflop/s count the recompute.
         recompute: forwards of the blocks in backward.
         replicated: data parallel with one all-reduce of 16-bit gradients per step, between hosts.
-        sharded: ZeRO-3 within the host: the weights are gathered twice, gradients reduced.
+        sharded: ZeRO-3: the weights are gathered twice, gradients reduced.
         update_bytes: per parameter, that an update reads and writes.
+        sum_bytes: per parameter, that each microbatch of several moves for its gradient.
         half: of check cells that were divided at random: what errors in the first half showed was
             mended, the second judges it.
+        batch: of check cells: those of one search, divided before any of them was planned.
     """
 
     cell: str
@@ -71,7 +76,9 @@ class Cell:
     replicated: bool = False
     sharded: bool = False
     update_bytes: float = ADAM_BYTES
+    sum_bytes: float = SUM_BYTES
     half: Literal["", "study", "held out"] = ""
+    batch: int = 1
 
     @property
     def tokens(self) -> int:
@@ -180,19 +187,25 @@ def _split_s(cell: Cell, machine: Machine) -> float:
 def _gather_s(cell: Cell) -> float:
     """Return the seconds of ZeRO-3's collectives of a microbatch: weights twice, gradients once.
 
-    All of them: a share that compute waits for would be fitted to 1.
+    All of them: a share that compute waits for would be fitted to 1. Among hosts each of them takes
+    in all of it, over its link.
     """
     if not cell.sharded:
         return 0.0
     moved = 3 * 2.0 * num_params(cell.shape) * (cell.gpus - 1) / cell.gpus
-    return moved / (1e9 * cell.machine.gpu_link_gbps)
+    machine = cell.machine
+    link = machine.gpu_link_gbps
+    if cell.gpus > machine.gpus:
+        link = min(link, machine.node_link_gbps)
+    return moved / (1e9 * link)
 
 
 def _update_s(cell: Cell, machine: Machine) -> float:
     """Return the seconds of Adam on the GPU, and of the all-reduce between hosts."""
     params = num_params(cell.shape) / cell.kernels.split
     owned = params / cell.gpus if cell.sharded else params
-    update = cell.update_bytes * owned / (1e9 * machine.hbm_gbps)
+    sums = cell.sum_bytes * cell.micro_steps if cell.micro_steps > 1 else 0.0
+    update = (cell.update_bytes + sums) * owned / (1e9 * machine.hbm_gbps)
     if not cell.replicated:
         return update
     share = machine.node_link_gbps / machine.gpus
@@ -296,6 +309,9 @@ def check_lines(cells: tuple[Cell, ...]) -> Iterator[str]:
         part = [each for each in found if each.cell.half == half]
         if part:
             yield _summary(f"  error, {half}", part)
+        for batch in sorted({each.cell.batch for each in part}):
+            own = [each for each in part if each.cell.batch == batch]
+            yield _summary(f"    of them, batch {batch}", own)
     yield _summary("  error", found)
 
 
@@ -303,7 +319,7 @@ def _residual_lines(found: Sequence[Residual]) -> Iterator[str]:
     for each in found:
         unit = "" if each.cell.measure == "tflops" else " tokens/s"
         yield (
-            f"  {each.cell.card:<9}{each.cell.cell:<28}{_digits(each.planned):>9}"
+            f"  {each.cell.card:<11}{each.cell.cell:<34}{_digits(each.planned):>9}"
             f"{_digits(each.cell.published):>9}{100 * each.error:>+8.1f} %{unit}"
         )
 

@@ -144,7 +144,7 @@ class Costs:
     def computed(self) -> dict[str, Seconds]:
         """Block → seconds of its forward and backward; the head's are the last block's."""
         if (traced := self.placed.traced) is not None:
-            how = self.machine, self._precision, KERNELS
+            how = self._tokens, self.machine, self._precision, KERNELS
             return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         kernels = kernels_of(model)

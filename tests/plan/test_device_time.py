@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import sha256
 from math import sqrt
 
 import pytest
@@ -14,6 +15,7 @@ from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine, find, shipped
+from offloadtrain.plan import costs
 from offloadtrain.plan.device_time import (
     Attention,
     Kernels,
@@ -61,12 +63,70 @@ def test_a_block_without_memory_traffic_is_its_flops(causal: bool) -> None:
 
 
 def test_a_block_that_computes_in_no_time_is_its_bytes() -> None:
-    """GPT: 10 d and 14 d of norms and sums, 8 d and 12 d of GELU, 2 bytes each."""
+    """GPT: 10 d and 14 d of norms and sums, 8 d and 12 d of GELU, 2 bytes each; 12 d^2 of weights,
+    that forward moves once and backward twice."""
     fast = replace(IDEAL, bf16_tflops=1e9)
     found = block(GPT, fast, Kernels())
-    each = 4096 * 512 * 2 / (1e9 * fast.hbm_gbps)
-    assert found.forward == pytest.approx(18 * each, rel=1e-4)
-    assert found.backward == pytest.approx(26 * each, rel=1e-4)
+    each, weights = (2 * n / (1e9 * fast.hbm_gbps) for n in (4096 * 512, 12 * 512**2))
+    assert found.forward == pytest.approx(18 * each + weights, rel=1e-4)
+    assert found.backward == pytest.approx(26 * each + 2 * weights, rel=1e-4)
+
+
+def test_autocast_moves_what_its_operations_read_and_write() -> None:
+    """Of two branches, bytes per element. Eager forward: norm 8, cast 6, sum 10; backward: casts of
+    the branch's gradient 6 and of the norm's 6, norm 12 and its weight 8, sum 12. Compiled forward:
+    stream 4 + 4, branch 2, norm 2; backward 19. Per score, casts of 6 and a softmax of 8 where 4
+    would do; backward 6, 12 and 6 where 6 would."""
+    hidden = {"eager": (24 - 10, 44 - 14), "compiled": (12 - 6, 19 - 10), "fused": (0, 0)}
+    scores = {"eager": (16 / 2, 18 / 2), "compiled": (0, 0), "fused": (0, 0)}
+    each = 2 * 4096 / (1e9 * A100.hbm_gbps)
+    for level, attention in ((a, b) for a in hidden for b in ("flash", "scores")):
+        kernels = Kernels(level=level, attention=attention)  # type: ignore[arg-type]
+        plain, cast = (block(GPT, A100, replace(kernels, autocast=on)) for on in (False, True))
+        rows = 8 * 1024 if attention == "scores" else 0
+        forward, backward = (
+            each * (512 * more + rows * score)
+            for more, score in zip(hidden[level], scores[level], strict=True)
+        )
+        assert cast.forward - plain.forward == pytest.approx(forward, abs=1e-12)
+        assert cast.backward - plain.backward == pytest.approx(backward, abs=1e-12)
+
+
+def test_eager_scores_copy_queries_keys_values_and_the_result() -> None:
+    """Each is read and written, forward and backward, beside 12.5 and 13.5 elements per score."""
+    fast = replace(IDEAL, bf16_tflops=1e9)
+    flash, scores = (block(GPT, fast, Kernels(attention=kind)) for kind in ("flash", "scores"))
+    each = 2 * 4096 / (1e9 * fast.hbm_gbps)
+    rows = 8 * 1024
+    forward, backward = (each * (8 * 512 + n * rows) for n in (12.5, 13.5))
+    assert scores.forward - flash.forward == pytest.approx(forward, rel=1e-4)
+    assert scores.backward - flash.backward == pytest.approx(backward, rel=1e-4)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.45])
+def test_the_first_flash_attention_takes_its_flops_in_products_more(share: float) -> None:
+    """On a long sequence 1.8 times the second where that reaches 0.8 of products."""
+    card = replace(IDEAL, hbm_gbps=1e12, flash_share=share)
+    first, second = (block(GPT, card, Kernels(flash=version)) for version in (1, 2))
+    attention = 0.5 * 4096 * 4 * 512 * 1024 / (1e12 * card.bf16_tflops)
+    assert first.forward - second.forward == pytest.approx(attention)
+    assert first.backward - second.backward == pytest.approx(2.5 * attention)
+    assert (1 / share + 1) * share == pytest.approx({0.8: 1.8, 0.45: 1.45}[share])
+
+
+def test_a_short_microbatch_moves_its_weights_as_often() -> None:
+    """Per token, a quarter of the tokens moves four times the bytes of weights; of experts those of
+    all."""
+    card = replace(A100, launch_us=0.0)
+    few, many = (block(GPT, card, Kernels(), tokens) for tokens in (1024, 4096))
+    weights = 2 * 12 * 512**2 / (1e9 * card.hbm_gbps)
+    saved = weights * (1 / 1024 - 1 / 4096)
+    assert few.forward / 1024 - many.forward / 4096 == pytest.approx(saved)
+    moe = replace(GPT, num_experts=4, experts_per_token=1)
+    few, many = (block(moe, card, Kernels(), tokens) for tokens in (1024, 4096))
+    weights = 2 * ((4 + 4 * 8) * 512**2 + 4 * 512) / (1e9 * card.hbm_gbps)
+    saved = weights * (1 / 1024 - 1 / 4096)
+    assert few.forward / 1024 - many.forward / 4096 == pytest.approx(saved)
 
 
 def test_narrow_matrices_are_slower_by_the_geometric_mean_of_their_sides() -> None:
@@ -80,14 +140,16 @@ def test_narrow_matrices_are_slower_by_the_geometric_mean_of_their_sides() -> No
 
 
 def test_fused_products_take_the_larger_of_compute_and_memory() -> None:
-    """No width slows them; products that compute in no time read and write 2 bytes per side."""
+    """No width slows them; products that compute in no time read and write 2 bytes per side, and
+    the weight."""
     wide, logits = replace(IDEAL, half_width=300.0), 4 * 1000
     found = head_seconds(GPT, 4096, wide, "bf16", Kernels(level="fused"))
     computed, bandwidth = 2 * 512 * 1000 / (1e12 * wide.bf16_tflops), 1e9 * wide.hbm_gbps
     assert found.forward == pytest.approx(4096 * (computed + logits / bandwidth))
     fast = replace(wide, bf16_tflops=1e9)
     found = head_seconds(GPT, 4096, fast, "bf16", Kernels(level="fused"))
-    assert found.forward == pytest.approx(4096 * (2 * (512 + 1000) + logits) / bandwidth)
+    weight = 2 * 512 * 1000
+    assert found.forward == pytest.approx((4096 * (2 * (512 + 1000) + logits) + weight) / bandwidth)
 
 
 @pytest.mark.parametrize("attention", ["flash", "scores"])
@@ -104,12 +166,13 @@ def test_products_of_compiled_programs_are_those_of_eager_ones(attention: Attent
 
 
 def test_the_head_by_hand() -> None:
-    """Products of the vocabulary, and 14 and 20 bytes per logit."""
+    """Products of the vocabulary and their weight, and 14 and 20 bytes per logit."""
     found = head_seconds(GPT, 4096, IDEAL, "bf16", Kernels())
     product = 2 * 512 * 1000 / (1e12 * IDEAL.bf16_tflops)
     moved = 1000 / (1e9 * IDEAL.hbm_gbps)
-    assert found.forward == pytest.approx(4096 * (product + 14 * moved))
-    assert found.backward == pytest.approx(4096 * (2 * product + 20 * moved))
+    weight = 2 * 512 * moved
+    assert found.forward == pytest.approx(4096 * (product + 14 * moved) + weight)
+    assert found.backward == pytest.approx(4096 * (2 * product + 20 * moved) + 2 * weight)
 
 
 def test_norms_in_fp32_move_what_their_operations_read_and_write() -> None:
@@ -121,6 +184,17 @@ def test_norms_in_fp32_move_what_their_operations_read_and_write() -> None:
     each = 2 * 4096 * 512 / (1e9 * A100.hbm_gbps)
     assert chain.forward - kernel.forward == pytest.approx(forward * each)
     assert chain.backward - kernel.backward == pytest.approx(backward * each)
+
+
+@pytest.mark.parametrize(("shape", "outputs"), [(GPT, 9 * 512), (LLAMA, (2 + 0.5) * 512 + 2560)])
+def test_gradients_of_biases_are_sums_of_the_products_outputs(
+    shape: ModelShape, outputs: float
+) -> None:
+    """Of queries, keys and values, the attention's result, and the MLP's matrices; each is read."""
+    none, biased = (block(replace(shape, bias=on), A100, Kernels()) for on in (False, True))
+    assert biased.forward == none.forward
+    added = 2 * 4096 * outputs / (1e9 * A100.hbm_gbps)
+    assert biased.backward - none.backward == pytest.approx(added)
 
 
 def test_an_odd_vocabulary_costs_what_was_measured() -> None:
@@ -149,9 +223,12 @@ def test_short_kernels_wait_for_their_launches() -> None:
 
 
 def test_power_below_full_slows_products_by_its_square_root() -> None:
-    capped = replace(A100, power_w=100.0, full_power_w=400.0)
-    assert capped.flops("bf16", 4096) == pytest.approx(A100.flops("bf16", 4096) / 2)
-    assert replace(capped, power_w=500.0).flops("bf16", 4096) == A100.flops("bf16", 4096)
+    """What a product takes beside its FLOPs is its memory's, which keeps its clock."""
+    capped = replace(IDEAL, power_w=100.0, full_power_w=400.0)
+    assert capped.flops("bf16", 4096) == pytest.approx(IDEAL.flops("bf16", 4096) / 2)
+    assert replace(capped, power_w=500.0).flops("bf16", 4096) == IDEAL.flops("bf16", 4096)
+    narrow = replace(capped, half_width=4096.0)
+    assert narrow.flops("bf16", 4096) == pytest.approx(IDEAL.flops("bf16", 4096) / (2 + 1))
 
 
 # ---- properties
@@ -192,14 +269,12 @@ def test_the_fit_reproduces_its_cells() -> None:
 
 
 OFF = {
-    "GPT-2 lecture, eager scores": "autocast, whose softmax, norms and residual sums are in fp32",
-    "nanoGPT 124M, V 50257": "an odd vocabulary, which PyTorch 2.0 did not pad",
     "GPT-2 1.5B": "ROCm of October 2024: 16 % of the data sheet, where larger models had 31 and 40",
-    "Languini small": "V100: known least",
-    "Languini medium": "V100: known least",
-    "Languini large": "V100: known least",
+    "Languini small": "V100-SXM2-32GB-LS: its power and clock in these runs are not published",
+    "Languini medium": "V100-SXM2-32GB-LS",
+    "Llama3.1-8B, torchtune, recompute": "above the A6000's data sheet as its program is described",
 }
-"""Check cells that are planned more than 35 % too fast, and why."""
+"""Check cells that are off by more than 35 %, and why."""
 
 
 def checks(half: str) -> list[calibration.Residual]:
@@ -215,27 +290,35 @@ def fitted_to(found: list[calibration.Residual]) -> set[tuple[str, float]]:
 
 
 def test_throughputs_that_nothing_was_fitted_to() -> None:
-    """Long sequences on the H100 are planned too fast, since the kernels of 2023 were slower. Cards
-    without cells and other programs are closer: a median of 6 %."""
+    """Long sequences, cards without cells, and other programs."""
     found = checks("")
     assert not fitted_to(found)
     assert calibration.median(found) <= 0.07
-    assert abs(calibration.worst(found).error) <= 0.35
+    assert abs(calibration.worst(found).error) <= 0.25
     others = [each for each in found if not each.cell.cell.startswith("MPT")]
     assert calibration.median(others) <= 0.06 and abs(calibration.worst(others).error) <= 0.20
     unseen = [each for each in found if each.cell.card not in fitted().values]
     assert calibration.median(unseen) <= 0.08 and abs(calibration.worst(unseen).error) <= 0.15
 
 
-@pytest.mark.parametrize(("half", "median"), [("study", 0.08), ("held out", 0.12)])
-def test_throughputs_divided_at_random(half: str, median: float) -> None:
-    """What the first half showed was mended; the second judges it. Six are off, with a reason."""
+@pytest.mark.parametrize(("half", "count", "median"), [("study", 65, 0.08), ("held out", 68, 0.12)])
+def test_throughputs_divided_at_random(half: str, count: int, median: float) -> None:
+    """What the first halves showed was mended; the others judge it. Four are off, with a reason."""
     found = checks(half)
-    assert len(found) == 30 and calibration.median(found) <= median
+    assert len(found) == count and calibration.median(found) <= median
     off = {(each.cell.cell, each.cell.card) for each in found if abs(each.error) > 0.35}
-    assert {name for name, _ in off} <= set(OFF)
+    assert {name for name, _ in off} <= (set(OFF) if half == "held out" else set())
     assert {card for name, card in off if name.startswith("Languini")} <= {"v100"}
     assert not fitted_to(found)
+
+
+def test_the_second_batch_is_divided_by_a_hash() -> None:
+    """Nobody chose: a hash of name, card and throughput begins with an even byte or not."""
+    cells = [each for each in calibration.load(calibration.CHECKS) if each.batch == 2]
+    assert len(cells) == 74
+    for cell in cells:
+        first = sha256(f"{cell.card} {cell.cell} {cell.published}".encode()).digest()[0]
+        assert cell.half == ("held out" if first % 2 else "study"), cell.cell
 
 
 def test_every_exception_is_one() -> None:
@@ -250,7 +333,8 @@ def test_keys_of_published_programs_that_go_without_saying() -> None:
     chains = [cell for cell in cells if cell.kernels.norm_fp32]
     assert chains and all(cell.kernels.level == "eager" for cell in chains)
     assert {cell.shape.positions for cell in chains} == {"rotary"}
-    assert all(cell.kernels.padded_head == (cell.kernels.level != "eager") for cell in cells)
+    padded = [cell for cell in cells if cell.cell != "nanoGPT 124M, V 50257"]  # of PyTorch 2.0
+    assert all(cell.kernels.padded_head == (cell.kernels.level != "eager") for cell in padded)
     (fused,) = (cell for cell in cells if cell.cell == "Llama3.2-1B")
     assert fused.kernels.level == "eager" and not fused.kernels.norm_fp32
 
@@ -264,6 +348,19 @@ def test_an_update_takes_its_bytes() -> None:
     )
     params = num_params(cell.shape)
     assert long - short == pytest.approx(60 * params / (1e9 * cell.machine.hbm_gbps))
+
+
+def test_each_microbatch_of_several_adds_its_gradient() -> None:
+    cell = next(each for each in calibration.load(calibration.CHECKS) if each.sum_bytes == 24)
+    assert cell.micro_steps > 1
+
+    def seconds(size: float, steps: int) -> float:
+        changed = replace(cell, sum_bytes=size, micro_steps=steps)
+        return calibration.step_seconds(changed, calibration.SHIPPED)
+
+    added = cell.micro_steps * 24 * num_params(cell.shape) / (1e9 * cell.machine.hbm_gbps)
+    more = seconds(24, cell.micro_steps) - seconds(0, cell.micro_steps)
+    assert more == pytest.approx(added) and seconds(24, 1) == seconds(0, 1)
 
 
 @pytest.mark.slow
@@ -300,11 +397,15 @@ def test_the_width_of_every_card_follows_the_rule(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["MPT-125m", "MPT-1B", "MPT-7B"])
-def test_the_plan_of_a_job_gives_the_published_rate(name: str) -> None:
+def test_the_plan_of_a_job_gives_the_published_rate(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same through the engine's schedule, of a job with its state on 8 GPUs, stage 3.
 
-    The published runs wait for their collectives, which the engine hides: they are added.
+    The published runs have the first FlashAttention, and wait for their collectives, which the
+    engine hides: they are added.
     """
+    monkeypatch.setattr(costs, "KERNELS", replace(costs.KERNELS, flash=1))
     cell = next(cell for cell in CELLS if cell.cell == name)
     keys = {
         "offload.state_on": "device",

@@ -23,29 +23,29 @@ class Software:
     """The efficiency of the measured software: DeepSpeed and PyTorch of 2020.
 
     None of these is a property of the hardware, so they are not in a machine file. The first
-    two are calibrated, on all cells they affect; the others are read from sources.
+    three are calibrated: with them the medians of ZeRO-Offload's figures 8 to 11 are low together.
+    The others are read from sources.
 
     Attributes:
         compute_share: rate of forward and backward beside the engine's hooks and copies, relative
-            to the kernels alone: DeepSpeed's tutorial log, 18.27 s.
+            to the kernels alone. DeepSpeed's tutorial log, 18.27 s, gives 0.72.
         adam_share: Adam's rate within a step, relative to CPU-Adam alone (ZeRO-Offload, table 4):
-            0.62 is 0.41 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
+            0.64 is 0.40 s per 10^9 parameters. DeepSpeed's tutorial log gives 0.45,
             the savings of delayed updates in figure 9 give 0.17 to 0.45.
-        contention: slowdown of host work with several unbound ranks; from figure 11, between 1 GPU
-            and 2.
+        contention: slowdown of host work with several unbound ranks. Figure 11 alone gives 1.6
+            between 1 GPU and 2.
         ring_share: share of a host's links used by one ring between hosts: one of a DGX-2's eight
-            adapters of 12.5 GB/s (ZeRO), at 80 % (ZeRO-Infinity, figure 2b: 60 to 100 of 100
-            GB/s).
+            adapters of 12.5 GB/s (ZeRO). ZeRO-Infinity's figure 2b has 60 to 100 of 100 GB/s.
         bucket_bytes: two buckets of 5e8 16-bit gradients (DeepSpeed's default and overlap_comm).
         host_bytes: per parameter that a rank owns: fp32 weight, gradient and moments, page-locked
             16-bit copy.
         sum_bytes: the same, of the running sum of 16-bit gradients; only with accumulation.
     """
 
-    compute_share: float = 0.70
-    adam_share: float = 0.62
-    contention: float = 1.6
-    ring_share: float = 0.10
+    compute_share: float = 0.685
+    adam_share: float = 0.64
+    contention: float = 1.4
+    ring_share: float = 0.125
     bucket_bytes: float = 2e9
     host_bytes: float = 18.0
     sum_bytes: float = 2.0

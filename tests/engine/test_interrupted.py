@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import offloadtrain as ot
@@ -75,6 +76,7 @@ def same(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("gives_up", [False, True])
 @pytest.mark.parametrize("activation", [{}, {"activation": "recompute"}, SAVED], ids=str)
 @pytest.mark.parametrize("options", [{}, STREAMED], ids=["device", "streamed"])
@@ -91,6 +93,7 @@ def test_the_run_goes_on(
     optimizer.close()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("closes", [False, True])
 @pytest.mark.parametrize("options", [{}, STREAMED], ids=["device", "streamed"])
 def test_another_run_of_the_process(options: dict[str, Any], closes: bool) -> None:
@@ -120,7 +123,20 @@ def test_losses_of_others_are_computed_in_their_own_dtype() -> None:
         model(torch.randn(4, WIDTH))
     logits = torch.randn(4, 8, dtype=torch.bfloat16)
     assert F.cross_entropy(logits, torch.arange(4)).dtype is torch.bfloat16
+    assert _get_current_function_mode() is not None
     optimizer.close()
+    assert _get_current_function_mode() is None
+
+
+def test_the_next_model_takes_the_modes_of_the_interrupted_one_off() -> None:
+    model, _ = offloaded(precision="bf16")
+    model.head.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(4, WIDTH))
+    other, optimizer = offloaded(precision="bf16")
+    optimizer.backward(other(torch.randn(4, WIDTH)))
+    optimizer.step()
+    assert _get_current_function_mode() is None and _get_current_dispatch_mode() is None
 
 
 def test_one_engine_inside_another() -> None:

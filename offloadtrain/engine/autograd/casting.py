@@ -34,7 +34,7 @@ from torch.overrides import (
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.autograd.hooks import OfOneModel, has_ended
+from offloadtrain.engine.autograd.hooks import OfOneModel, Removable, has_ended
 from offloadtrain.engine.autograd.saved_tensor_hooks import in_checkpoint
 from offloadtrain.engine.checks import ModelError
 
@@ -60,7 +60,7 @@ def attach_casts(
     dtype: torch.dtype,
     *,
     cast_inputs: bool | None,
-) -> list[RemovableHandle]:
+) -> list[Removable]:
     """Hooks that let a model with weights of `dtype` take fp32 inputs, and its losses be fp32.
 
     Args:
@@ -75,7 +75,7 @@ def attach_casts(
         return handles
     if cast_inputs:
         handles.append(model.register_forward_pre_hook(_CastAll(dtype), with_kwargs=True))
-    return handles + _attach_matrices(model, repeated, dtype)
+    return [*handles, *_attach_matrices(model, repeated, dtype)]
 
 
 def _attach_matrices(
@@ -235,6 +235,7 @@ class _FullLosses(TorchFunctionMode):
         super().__init__()
         self._frame: FrameType | None = None
         """That of the model's forward; see [Note: Interrupted forwards] in `hooks.py`."""
+        self._is_off = False
         self._left: list[bool] = []
         """For each running layer: whether the mode was on before it."""
 
@@ -242,13 +243,24 @@ class _FullLosses(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _LOSSES and not in_checkpoint() and not has_ended(self._frame):
+        is_off = self._is_off or has_ended(self._frame)
+        if func in _LOSSES and not is_off and not in_checkpoint():
             args, kwargs = tree_map_only(Tensor, _full, (args, kwargs))
         return func(*args, **kwargs)
 
-    def enter_model(self, frame: FrameType | None) -> None:
+    def remove(self) -> None:
+        """Take it off, where an interrupt has left it on; it does nothing under other modes."""
         self._left.clear()
-        self._frame = frame
+        self._is_off = True
+        self.leave_model(None)
+
+    def enter_model(self, frame: FrameType | None) -> None:
+        while isinstance(top := _get_current_function_mode(), _FullLosses):
+            if not has_ended(top._frame):
+                break
+            top.remove()
+        self._left.clear()
+        self._frame, self._is_off = frame, False
         # An interrupt can leave it on.
         if self not in _get_current_function_mode_stack():
             self.__enter__()
@@ -287,12 +299,12 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 2 else tensor
 
 
-def _attach_losses(model: nn.Module, repeated: Collection[nn.Module]) -> list[RemovableHandle]:
+def _attach_losses(model: nn.Module, repeated: Collection[nn.Module]) -> list[Removable]:
     mode = _FullLosses()
     around: list[tuple[nn.Module, _Method, _Method]]
     around = [(model, mode.enter_model, mode.leave_model)]
     around += [(module, mode.enter_layer, mode.leave_layer) for module in repeated]
-    handles = []
+    handles: list[Removable] = [mode]
     for module, enter, leave in around:
         # Off before the engine's own hook, whose operations the mode must not slow down.
         first = module is not model

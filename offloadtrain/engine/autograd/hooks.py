@@ -30,6 +30,12 @@ class Watcher(Protocol):
     def leave(self, module: nn.Module) -> None: ...
 
 
+class Removable(Protocol):
+    """Something on a model, which can be taken off."""
+
+    def remove(self) -> None: ...
+
+
 class Inert:
     """Replaces a hook in a deep copy or a pickle of the model: the copy is not offloaded."""
 

@@ -121,6 +121,7 @@ def test_step_zero_is_refused() -> None:
         fused_adam(**given, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_tensor_without_memory_is_refused() -> None:
     with FakeTensorMode():
         fake = torch.empty(8)

@@ -165,8 +165,9 @@ def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
     return found
 
 
-_SETTLED = 4
-"""Steps after which every one takes the same time."""
+_SETTLED, _MOST_STEPS = 4, 64
+"""Steps after which, as a rule, every one takes the same time; the most that are simulated until
+they do."""
 
 _PERIOD = 6
 """Steps after which those with lanes that share a drive repeat: its slots are 2 or 3, and where a
@@ -181,11 +182,28 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
         input_bytes: see `drive.steps`.
     """
     warm = replace(spec, config=replace(spec.config, warmup_steps=0))
-    period = _PERIOD if spec.config.uses_disk else 1
-    program = timed(steps(Program(warm), _SETTLED + period - 1, input_bytes))
-    found = _simulated(program, seconds)
+    period, settled = _PERIOD if spec.config.uses_disk else 1, _SETTLED
+    while True:
+        program = timed(steps(Program(warm), settled + period - 1, input_bytes))
+        found = _simulated(program, seconds)
+        before, last = (_mean(program, found, seconds, period, ends) for ends in (-2, -1))
+        if _are_alike(before, last) or settled >= _MOST_STEPS:
+            return last
+        # Work piles up on a lane, and waits move from one lane to another, until its ring is full.
+        settled *= 2
+
+
+def _mean(
+    program: Sequence[Timed],
+    found: _Simulated,
+    seconds: Seconds,
+    period: int,
+    ends: int,
+) -> Steady:
+    """Return the mean of so many steps of a simulated program; `ends`: the place of the last one
+    among all steps, counted from behind."""
     decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
-    first, last = decided[-1 - period] + 1, decided[-1]
+    first, last = decided[ends - period] + 1, decided[ends]
     busy: dict[str, float] = {}
     exposed: dict[str, float] = {}
     ready = found[first - 1][0]
@@ -206,6 +224,16 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
         ready = found[number][0]
     of_one = {lane: waited / period for lane, waited in exposed.items()}
     return Steady((found[last][0] - found[first - 1][0]) / period, busy, of_one)
+
+
+def _are_alike(one: Steady, other: Steady) -> bool:
+    """Tell whether two steps take the same time, exposed time of each lane included."""
+    least = 1e-9 * max(one.seconds, other.seconds)
+    waits = [
+        (one.exposed.get(lane, 0.0), other.exposed.get(lane, 0.0))
+        for lane in one.exposed.keys() | other.exposed.keys()
+    ]
+    return all(abs(a - b) <= least for a, b in [(one.seconds, other.seconds), *waits])
 
 
 def bound(busy: Mapping[str, float]) -> tuple[float, str]:

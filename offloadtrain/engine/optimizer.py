@@ -73,8 +73,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
         disk = DiskArena(self.ledger, config.scratch_dir, in_memory=config.scratch_in_memory)
         lanes.loads_cross_bus = config.offloads_weights
-        # Dropped without close(): drains the lanes, then gives back the memory that they use.
-        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, disk)
+        # Where it is dropped without close(), and at the end of the process.
+        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, disk, ranks, place)
         try:
             self._engine, self._blocks = build(
                 model,
@@ -385,8 +385,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self.state[slot.param] = {"step": self._step_tensor, **kept}
 
 
-def _release(lanes: Lanes, arena: Arena, disk: DiskArena) -> None:
+def _release(lanes: Lanes, arena: Arena, disk: DiskArena, ranks: Ranks, place: StagePlace) -> None:
+    """Give back the lanes, the memory that they use, and process groups whose world is gone."""
     # Drains first: copies and kernels in flight use the arena's memory and the file.
     lanes.close()
     arena.close()
     disk.close()
+    for joined in (ranks, place.stages.ranks, place.parts):
+        joined.let_go()

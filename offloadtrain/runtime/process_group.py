@@ -300,6 +300,15 @@ class Ranks:
             if not self._of_some and dist.is_initialized():
                 dist.destroy_process_group(group)
 
+    def let_go(self) -> None:
+        """Release groups that `torch.distributed` has destroyed already. Waits for their threads.
+
+        Where this is left to the end of the interpreter, a thread of Gloo that still frees the
+        tensors of the last exchange waits for the interpreter's lock, and aborts the process.
+        """
+        if not dist.is_initialized():
+            self.close()
+
 
 def _encoded(value: Any) -> Tensor:
     """Return the value as JSON, (bytes,) uint8 on the host.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from offloadtrain.config.toml import nearest, shown
 
@@ -13,6 +13,8 @@ Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
 
 StateOn: TypeAlias = Literal["auto", "host", "device", "disk"] | Mapping[str, float]
 """The tier of the state, or tier → share of it; what is left of the shares is on the host."""
+
+Layer = TypeVar("Layer")
 
 STATE_TIERS = ("device", "host", "disk")
 """Tiers that the state may have a share on."""
@@ -52,6 +54,7 @@ class OffloadConfig:
     Attributes:
         precision: "auto" is for jobs only, and is resolved before `offload`.
         state_on: "auto" is decided by the plan of a job, or by `device_memory_limit`.
+        recompute_blocks: "auto" is for jobs only, and decided by their plan.
     """
 
     precision: Precision = "bf16"
@@ -76,6 +79,7 @@ class OffloadConfig:
     resident_blocks: int | None = None
     device_memory_limit: int | None = None
     activation: Literal["keep", "recompute", "offload", "offload_saved"] = "keep"
+    recompute_blocks: int | Literal["auto"] | None = None
     offload_saved_above: int = OFFLOAD_SAVED_ABOVE
     partition_activations: bool = False
     zero_stage: int = 0
@@ -112,8 +116,22 @@ class OffloadConfig:
 
     @property
     def recomputes(self) -> bool:
-        """The forward of repeated blocks runs again in backward."""
-        return self.activation in ("recompute", "offload")
+        """The forward of repeated blocks, of all or the first of them, runs again in backward."""
+        return self.activation in ("recompute", "offload") and self.recompute_blocks != 0
+
+    def recomputed_of(self, layers: Sequence[Layer]) -> Sequence[Layer]:
+        """Return those of a model's layers, in its order, whose forward runs again in backward. The
+        others are the last ones: backward frees first what they keep.
+
+        Raises:
+            OptionError: their number is "auto".
+        """
+        if self.recompute_blocks == "auto":
+            raise OptionError(
+                "recompute_blocks = 'auto' is decided by the plan of a job; in offload() give the "
+                "number of layers whose forward runs again, or leave it out for all of them"
+            )
+        return layers[: self.recompute_blocks] if self.recomputes else ()
 
     @property
     def moved_activations(self) -> str:
@@ -193,7 +211,7 @@ class OffloadConfig:
         may_be_none = {f.name for f in fields(self) if f.default is None}
         for key in (*_POSITIVE, *_NOT_NEGATIVE):
             value = getattr(self, key)
-            if value is None and key in may_be_none:
+            if (value is None and key in may_be_none) or (key, value) in _WORDS:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool):
                 yield f"{key} = {value!r} is not a number"
@@ -228,17 +246,7 @@ class OffloadConfig:
                 f"resident_blocks = {self.resident_blocks} applies only with working = 'host' or "
                 "zero_stage = 3: otherwise all blocks stay on the device"
             )
-        if self.partition_activations and not self.recomputes:
-            yield (
-                f"partition_activations = True and activation = {self.activation!r}: only inputs "
-                "that recompute starts from are divided: set activation = 'recompute' or 'offload'"
-            )
-        if self.offload_saved_above != OFFLOAD_SAVED_ABOVE and self.activation != "offload_saved":
-            yield (
-                f"offload_saved_above = {self.offload_saved_above} and activation = "
-                f"{self.activation!r}: only activation = 'offload_saved' looks at sizes: leave it "
-                "out, or set that"
-            )
+        yield from self._contradictions_of_activations()
         if self.keep_whole and self.working == "device" and self.zero_stage != 3:
             yield (
                 f"keep_whole = {list(self.keep_whole)} applies only with zero_stage = 3, "
@@ -260,6 +268,27 @@ class OffloadConfig:
             )
         if self.grad_on == "disk":
             yield from self._contradictions_of_gradients()
+
+    def _contradictions_of_activations(self) -> Iterator[str]:
+        """Yield a sentence for each option of another choice of `activation`."""
+        if self.partition_activations and not self.recomputes:
+            yield (
+                f"partition_activations = True and activation = {self.activation!r}, "
+                f"recompute_blocks = {self.recompute_blocks}: only inputs that recompute starts "
+                "from are divided: set activation = 'recompute' or 'offload'"
+            )
+        if self.recompute_blocks is not None and self.activation not in ("recompute", "offload"):
+            yield (
+                f"recompute_blocks = {shown(self.recompute_blocks)} and activation = "
+                f"{self.activation!r}: it counts the layers whose forward runs again: leave it "
+                "out, or set activation = 'recompute' or 'offload'"
+            )
+        if self.offload_saved_above != OFFLOAD_SAVED_ABOVE and self.activation != "offload_saved":
+            yield (
+                f"offload_saved_above = {self.offload_saved_above} and activation = "
+                f"{self.activation!r}: only activation = 'offload_saved' looks at sizes: leave it "
+                "out, or set that"
+            )
 
     def _contradictions_of_resident(self) -> Iterator[str]:
         """Yield a sentence for each option that requires state on the host."""
@@ -317,7 +346,15 @@ _POSITIVE = (
     "device_slots",
     "device_memory_limit",
 )
-_NOT_NEGATIVE = ("warmup_steps", "resident_blocks", "checkpoint_spill", "offload_saved_above")
+_NOT_NEGATIVE = (
+    "warmup_steps",
+    "resident_blocks",
+    "recompute_blocks",
+    "checkpoint_spill",
+    "offload_saved_above",
+)
+_WORDS = {("recompute_blocks", "auto")}
+"""Numbers that may be a word."""
 
 
 @cache

@@ -27,6 +27,11 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("train.grad_accum_steps", bool, "train.global_batch_tokens"),
     ("train.sample_tokens", lambda count: count == 0, "train.sample_prompt"),
     ("offload.activation", lambda one: one != "offload_saved", "offload.offload_saved_above"),
+    (
+        "offload.activation",
+        lambda one: one not in ("recompute", "offload"),
+        "offload.recompute_blocks",
+    ),
     ("offload.update", lambda update: update != "delayed", "offload.warmup_steps"),
 ]
 

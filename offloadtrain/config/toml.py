@@ -230,9 +230,12 @@ def converted(kind: Any, value: Any) -> Any:
         ValueError: it is of another type; the text names the allowed one ("a string").
     """
     if get_origin(kind) in (UnionType, Union):  # TOML has no null: None is omitted
-        # The kind of a table for a table, if there is one, else the first.
-        tables = [one for one in get_args(kind) if get_origin(one) is Mapping]
-        kind = tables[0] if tables and isinstance(value, dict) else get_args(kind)[0]
+        # The kind of a table for a table, that of words for a string, if there is one; else the
+        # first.
+        special: dict[type, Any] = {dict: Mapping, str: Literal}
+        of_value = special.get(type(value))
+        own = [one for one in get_args(kind) if get_origin(one) is of_value is not None]
+        kind = (own or get_args(kind))[0]
     if get_origin(kind) is Literal:
         return _one_of(get_args(kind), value)
     if get_origin(kind) is tuple:

@@ -15,7 +15,13 @@ from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import RankError, Ranks
 
 _OF_ONE_HOST = ("pin_memory", "host_memory_limit", "scratch_dir", "scratch_in_memory")
-_OF_ONE_STAGE = (*_OF_ONE_HOST, "device_memory_limit", "resident_blocks", "checkpoint_spill")
+_OF_ONE_STAGE = (
+    *_OF_ONE_HOST,
+    "device_memory_limit",
+    "resident_blocks",
+    "recompute_blocks",
+    "checkpoint_spill",
+)
 
 
 def check_alike(ranks: Ranks, told: Mapping[str, Any], each: str, remedy: str = "") -> None:

@@ -66,6 +66,7 @@ def offload(
     resident_blocks: int | None = None,
     device_memory_limit: int | None = None,
     activation: str = "keep",
+    recompute_blocks: int | None = None,
     offload_saved_above: int = OFFLOAD_SAVED_ABOVE,
     partition_activations: bool = False,
     process_group: Group | None = None,
@@ -167,6 +168,9 @@ def offload(
             "offload": as "recompute", with the inputs in host memory; "offload_saved": what the
             model's forward saves for backward goes to host memory and comes back, of any model, and
             nothing runs again. A loss outside of the model keeps what it saves.
+        recompute_blocks: with "recompute" and "offload" how many layers' forward runs again: the
+            first ones; the last ones, whose activations backward frees first, keep all of theirs.
+            None: all. In a pipeline it counts in each stage.
         offload_saved_above: bytes; with "offload_saved" smaller memory stays on the device.
         partition_activations: with tensor parallel, each rank of the axis "tp" keeps its part of
             the inputs that recompute starts from, on the device ("recompute") or on the host

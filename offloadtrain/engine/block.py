@@ -52,6 +52,7 @@ class Block:
         frozen: the frozen ones, where the block may be streamed: they are loaded with the others.
         repeated: one of several alike that are used one after the other: it can be streamed.
         leaf: see `Part`; in ZeRO stage 3 it can be streamed.
+        recomputed: its forward runs again in backward.
         streamed: its weights are loaded into a device slot for their use.
         source: brings its weights to where compute reads them.
         forwards: the number of its forwards that are running.
@@ -73,12 +74,14 @@ class Block:
         frozen: tuple[Bucket, ...] = (),
         repeated: bool = False,
         leaf: bool = False,
+        recomputed: bool = False,
     ) -> None:
         self.name = name or "root"
         self.module = module
         self.buckets = buckets
         self.frozen = frozen
         self.repeated = repeated
+        self.recomputed = recomputed
         self.leaf = leaf
         self.streamed = False
         self.source: Source

@@ -100,7 +100,7 @@ def build(
         entries,
         lanes,
         residency=residency,
-        recomputed=[one.module for one in parts if one.repeated and config.recomputes],
+        recomputed=[one.module for one in recomputed_parts(parts, config)],
         offloader=_offloader(model, spec, moves),
     )
     engine = Engine(
@@ -186,7 +186,8 @@ def lay_out(
 
 def _spec_of(block: Block) -> BlockSpec:
     trained, frozen = (tuple(b.spec for b in some) for some in (block.buckets, block.frozen))
-    return BlockSpec(block.name, trained, frozen, block.repeated, block.leaf)
+    kind = block.repeated, block.leaf, block.recomputed
+    return BlockSpec(block.name, trained, frozen, *kind)
 
 
 def map_memory(
@@ -241,6 +242,7 @@ def make_blocks(
     root = "(root)" if any(part.name == "root" for part in parts) else "root"
     owner: dict[nn.Parameter, Block] = {}
     blocks: list[Block] = []
+    again = recomputed_parts(parts, config)
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         label = part.name or root
@@ -250,7 +252,11 @@ def make_blocks(
         still = _still_frozen(part, owner) if may_leave else []
         frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, ranks)
         if buckets or frozen:
-            kind = {"repeated": part.repeated, "leaf": part.leaf}
+            kind = {
+                "repeated": part.repeated,
+                "leaf": part.leaf,
+                "recomputed": part in again,
+            }
             block = Block(label, part.module, buckets, lanes, frozen=frozen, **kind)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))
@@ -260,6 +266,11 @@ def make_blocks(
         for part in parts
     }
     return blocks, entries
+
+
+def recomputed_parts(parts: Sequence[Part], config: OffloadConfig) -> Sequence[Part]:
+    """Return the parts whose forward runs again in backward."""
+    return config.recomputed_of([part for part in parts if part.repeated])
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -58,7 +58,7 @@ def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
     """Compute the last layer's backward: all activations are saved, and its gradients appear."""
     model, weight = placed.config.model, placed.weight_bytes
     kept = _kept_of_layers(placed, on_cpu)
-    if placed.config.offload.activation == "keep" or model.num_layers == 1:
+    if _recomputed(placed) < model.num_layers:  # the last layer keeps all of it
         kept -= _layer_bytes(placed, on_cpu)
     else:
         kept -= placed.input_bytes  # the layer saves it anyway
@@ -110,12 +110,20 @@ def _walk_of_mlp(model: ModelShape, weight: int) -> Iterator[tuple[int, int]]:
 
 
 def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
-    layers, policy = placed.config.model.num_layers, placed.config.offload.activation
-    if policy == "keep" or layers == 1:
-        return layers * _layer_bytes(placed, on_cpu) * placed.in_flight
-    if policy == "recompute" and placed.spec.input_parts == 1:
-        return layers * placed.input_bytes * placed.in_flight
-    return min(layers, 3) * placed.input_bytes  # in flight to or from the host, or gathered
+    again = _recomputed(placed)
+    whole = (
+        (placed.config.model.num_layers - again) * _layer_bytes(placed, on_cpu) * placed.in_flight
+    )
+    if placed.config.offload.activation == "recompute" and placed.spec.input_parts == 1:
+        return whole + again * placed.input_bytes * placed.in_flight
+    # Those in flight to or from the host, or gathered.
+    return whole + min(again, 3) * placed.input_bytes
+
+
+def _recomputed(placed: Placement) -> int:
+    """Number of layers whose forward runs again; a single one is no list."""
+    layers = range(placed.config.model.num_layers)
+    return len(placed.config.offload.recomputed_of(layers)) if len(layers) > 1 else 0
 
 
 def _layer_bytes(placed: Placement, on_cpu: bool) -> int:

@@ -30,9 +30,7 @@ class AmongParts:
         forward runs again up to the input of its last product."""
         if self.count == 1:
             return 0
-        keeps = self.placed.config.offload.activation == "keep"
-        layers = self.placed.config.model.num_layers
-        return 4 * layers + (0 if keeps else self.placed.repeated)
+        return 4 * self.placed.config.model.num_layers + self.placed.recomputed
 
     @property
     def sum_bytes(self) -> int:
@@ -49,7 +47,7 @@ class AmongParts:
         keeps one."""
         sent = self.sums * self.sum_bytes
         if self.placed.spec.input_parts > 1:
-            sent += self.placed.repeated * _of_others(self.placed.input_bytes, self.count)
+            sent += self.placed.recomputed * _of_others(self.placed.input_bytes, self.count)
         return sent
 
     def gather_s(self, nbytes: int) -> float:
@@ -91,9 +89,7 @@ class AmongExperts:
         and again where forward runs again."""
         if self.count == 1:
             return 0
-        layers = self.placed.config.model.num_layers
-        again = self.placed.repeated if self.placed.config.offload.recomputes else 0
-        return 4 * layers + 2 * again
+        return 4 * self.placed.config.model.num_layers + 2 * self.placed.recomputed
 
     @property
     def sent_bytes(self) -> int:

@@ -154,6 +154,7 @@ def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
     """Return the job as others run it: weights on the device, layers recomputed unless the job
     keeps their activations, and one copy of the state."""
     kept = not job.offload.recomputes
+    again = job.offload.recompute_blocks
     offload = replace(
         job.offload,
         working="device",
@@ -161,6 +162,7 @@ def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
         state="fp32",
         state_on="host",
         activation="keep" if kept else "recompute",
+        recompute_blocks=None if kept else again,
     )
     ranks = plan.placed.spec.replicas
     alike = replace(job, offload=offload, ranks=replace(job.ranks, shard=0))

@@ -137,9 +137,6 @@ class Costs:
             found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
         return found
 
-    def _recomputes(self, name: str) -> bool:
-        return self.placed.config.offload.recomputes and self._blocks[name].repeated
-
     @cached_property
     def computed(self) -> dict[str, Seconds]:
         """Block → seconds of its forward and backward; the head's are the last block's."""
@@ -162,7 +159,7 @@ class Costs:
             # one layer, whose modules are blocks: its time counts in the last one
             layers = block.repeated or (block.name == last and not self.placed.repeated)
             forward = layers * layer.forward + (block.name == last) * head.forward
-            again = again_s if self._recomputes(block.name) else 0.0
+            again = again_s if block.recomputed else 0.0
             backward = layers * layer.backward + (block.name == last) * head.backward
             found[block.name] = Seconds(forward, backward + again)
         return found
@@ -189,7 +186,7 @@ class Costs:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         layer = again_flops_per_token(model, seq_len) / self.parts.count
-        return self._tokens * layer * sum(map(self._recomputes, self._blocks))
+        return self._tokens * layer * self.placed.recomputed
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
         machine, weight = self.machine, bucket.weight_bytes

@@ -64,11 +64,13 @@ def needs_of(optim: OptimConfig) -> RuleNeeds:
 
 def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
     """Return all blocks in forward order."""
-    found = (_block(part, config, ranks) for part in parts_of(config))
+    parts = parts_of(config)
+    again = config.offload.recomputed_of([part.name for part in parts if part.repeated])
+    found = (_block(one, config, ranks, recomputed=one.name in again) for one in parts)
     return tuple(block for block in found if block.held)
 
 
-def _block(part: PartShape, config: Config, ranks: int) -> BlockSpec:
+def _block(part: PartShape, config: Config, ranks: int, *, recomputed: bool) -> BlockSpec:
     trained = [param for param in part.params if param.trained]
     frozen = [param for param in part.params if not param.trained]
     offload = config.offload
@@ -80,6 +82,7 @@ def _block(part: PartShape, config: Config, ranks: int) -> BlockSpec:
         _buckets(f"{part.name} frozen", frozen, config, ranks) if streamable else (),
         part.repeated,
         part.leaf,
+        recomputed,
     )
 
 

@@ -63,6 +63,11 @@ class Placement:
         return sum(block.repeated for block in self.spec.blocks)
 
     @property
+    def recomputed(self) -> int:
+        """Number of blocks whose forward runs again in backward."""
+        return sum(block.recomputed for block in self.spec.blocks)
+
+    @property
     def block_inputs(self) -> tuple[int, ...]:
         """Bytes of each tensor that `activation` moves to the host."""
         if self.config.offload.activation not in ("offload", "offload_saved"):
@@ -77,13 +82,14 @@ class Placement:
         divide."""
         rest = self.input_bytes // self.weight_bytes % self.spec.input_parts
         own = self.input_bytes // (1 if rest else self.spec.input_parts)
-        return (own,) * self.repeated * self.in_flight
+        return (own,) * self.recomputed * self.in_flight
 
     @property
     def input_bytes(self) -> int:
         """Bytes of one layer's inputs; of a traced model, what each block moves in the mean."""
         if self.traced is not None:
-            return sum(self.traced.block_inputs) // (self.repeated or len(self.spec.blocks))
+            moving = self.recomputed or self.repeated or len(self.spec.blocks)
+            return sum(self.traced.block_inputs) // moving
         tokens = self.config.train.micro_batch * self.config.data.seq_len
         return tokens * self.config.model.d_model * self.weight_bytes
 

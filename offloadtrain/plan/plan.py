@@ -10,12 +10,12 @@ from math import ceil, prod
 from offloadtrain.config.batch_split import of_stage, replicas, shards, shared
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import num_block_params
-from offloadtrain.config.offload import StateOn
 from offloadtrain.config.ranks_options import names_of
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
 from offloadtrain.plan.activations import activations, together
+from offloadtrain.plan.automatic import FULL, decided
 from offloadtrain.plan.disk import Wear, wear
 from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.microbatch import Activations, Trace
@@ -294,6 +294,23 @@ class Plan:
         return self.machine.on_cpu or sum(self.device.values()) <= self.device_room
 
     @property
+    def has_room(self) -> bool:
+        """Whether all of it fits, and the device is not planned fuller than estimates allow."""
+        ample = self.machine.on_cpu or sum(self.device.values()) <= self.device_room * FULL
+        return ample and self.fits
+
+    @property
+    def share_that_fits(self) -> float:
+        """The largest share of the state that the device has room for beside all this; none on a
+        CPU, whose device has the host's memory."""
+        if self.machine.on_cpu:
+            return 0.0
+        beside = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
+        if self.job.ranks.expert > 1:  # its experts may get twice the mean of tokens
+            beside += self.activations.total
+        return state_share.most(self.placed, int(self.device_room * FULL) - beside)
+
+    @property
     def missing_bytes(self) -> int:
         """Bytes beyond what a device and a host have."""
         host = max(self._peaks(self.needed, self.device).values()) - self.host_room
@@ -314,7 +331,7 @@ def make(
     trace: Trace | None = None,
     stage: int | None = None,
 ) -> Plan:
-    """Plan a job for `ranks` ranks; state_on = "auto" is as much as the device has room for.
+    """Plan a job for `ranks` ranks, with what it leaves open decided (`automatic`).
 
     Args:
         trace: tells what a microbatch of its model takes; None: the model's shape does.
@@ -328,16 +345,11 @@ def make(
     job = resolved(job, machine)
     if machine.on_cpu and ranks > machine.gpus:
         machine = replace(machine, gpus=ranks)
-    if job.offload.state_on == "auto":
-        on_host = _placed(with_state_on(job, 0.0), name, machine, ranks, trace, stage)
-        job = with_state_on(job, _share_that_fits(on_host))
-    return _placed(job, name, machine, ranks, trace, stage)
 
+    def planned(one: Config) -> Plan:
+        return _placed(one, name, machine, ranks, trace, stage)
 
-def with_state_on(job: Config, share: float) -> Config:
-    """Return the job with so large a share of the state on the device."""
-    state_on: StateOn = {"device": share} if share else "host"
-    return replace(job, offload=replace(job.offload, state_on=state_on))
+    return planned(decided(job, planned))
 
 
 def _placed(
@@ -357,17 +369,6 @@ def _placed(
     chosen = most if stage is None else plans[stage]
     copied = [plan.copied for plan in plans] + placed[ranks:]
     return replace(chosen, stages=tuple(copied), schedule=job.ranks.schedule)
-
-
-def _share_that_fits(plan: Plan) -> float:
-    """Return the largest share of the state that the device has room for; none on a CPU, whose
-    device has the host's memory."""
-    if plan.machine.on_cpu:
-        return 0.0
-    beside = sum(plan.device.values()) - sum(plan.placed.device().values()) + UPDATE_BYTES
-    if plan.job.ranks.expert > 1:  # its experts may get twice the mean of tokens
-        beside += plan.activations.total
-    return state_share.most(plan.placed, int(plan.device_room * state_share.FULL) - beside)
 
 
 def _too_much(where: str, needed: int, room: int, owners: Mapping[str, int]) -> str:

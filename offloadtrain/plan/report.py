@@ -59,6 +59,7 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "active_params": plan.job.num_active,
         "batch_tokens": plan.job.batch_tokens,
         "streamed_blocks": len(spec.streamed),
+        "recomputed_blocks": plan.placed.recomputed,
         "state_on_device": device_share(spec),
         "device_bytes": plan.device,
         "device_room_bytes": plan.device_room,
@@ -145,6 +146,9 @@ def _head(plan: Plan) -> str:
         lines.append(
             f"{share:.0f} % of the state on the device: {len(there)} of {len(spec.blocks)} blocks"
         )
+    if job.offload.recompute_blocks is not None:
+        again = f"{plan.placed.recomputed} of {plan.placed.repeated} blocks"
+        lines.append(f"the forward of {again} runs again, the others keep their activations")
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
         where = places[config.offload.working]

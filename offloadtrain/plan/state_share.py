@@ -12,9 +12,6 @@ from offloadtrain.step.memory import device_bytes
 from offloadtrain.step.state_tiers import device_share, filled, first_on_device
 from offloadtrain.step.tiers import Tier
 
-FULL = 0.95
-"""The share of the device's memory that is planned full: activations are estimated to 5 %."""
-
 SAME = 0.002
 """A difference of the simulated step that is not worth any memory."""
 

@@ -13,6 +13,7 @@ from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
+from offloadtrain.plan.automatic import with_state_on
 from offloadtrain.plan.choices import (
     choices_of,
     combinations,
@@ -24,7 +25,7 @@ from offloadtrain.plan.choices import (
 )
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.placement import PlanError
-from offloadtrain.plan.plan import Plan, make, with_state_on
+from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.resolve import resolved
 
 SIMULATED = 12
@@ -81,7 +82,8 @@ def nearest(
     fewest = [
         one for one in fitting if not any(two.keys.items() < one.keys.items() for two in fitting)
     ]
-    return _fastest(fewest[:SIMULATED])[:most]
+    first = _fastest(fewest[:SIMULATED])[:most]
+    return _fastest([_with_less_recompute(job, one, name, machine, ranks, trace) for one in first])
 
 
 def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
@@ -110,6 +112,7 @@ def single_changes(
     number of microbatches that the tokens of a step are cut into."""
     choices = choices_of(job, ranks, traced=trace is not None) | {
         "offload.state_on": distinct("auto", "host"),
+        "offload.recompute_blocks": ("auto",) if job.offload.recomputes else (),
         "offload.sums_on": ("host", "device"),
         "offload.update": ("exact", "speculative", "delayed"),
         "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
@@ -145,13 +148,36 @@ def automatic(
         )
     best = _fastest(places)[0].plan.prediction.tokens_per_s
     near = [one for one in places if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
-    return min(near, key=lambda one: len(one.keys))
+    chosen = min(near, key=lambda one: len(one.keys))
+    return _with_less_recompute(job, chosen, name, machine, ranks, trace)
+
+
+def _with_less_recompute(
+    job: Config, change: Change, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> Change:
+    """Return a change to layers that are all recomputed with the fewest that fit, where that is
+    faster. Where the shape of a model only estimates its activations, or a number of layers would
+    take several traces, all stay."""
+    of_all = change.plan.job.offload.recompute_blocks is None
+    if not ("offload.activation" in change.keys and of_all and change.plan.fits):
+        return change
+    if trace is not None or job.hf is not None:
+        return change
+    less = _changed(
+        job, change.keys | {"offload.recompute_blocks": "auto"}, name, machine, ranks, trace
+    )
+    if less is None or not less.plan.fits:
+        return change
+    if less.plan.prediction.tokens_per_s < change.plan.prediction.tokens_per_s * (1 + SAME):
+        return change
+    count = less.plan.job.offload.recompute_blocks
+    return Change(change.keys | {"offload.recompute_blocks": count}, less.plan)
 
 
 def settled(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
 ) -> Config:
-    """Return the job with "auto" placement, and "auto" state_on, resolved for this machine.
+    """Return the job with "auto" placement, and what `plan.automatic` decides, for this machine.
 
     Raises:
         PlanError: no placement fits.
@@ -159,9 +185,15 @@ def settled(
     if job.device.placement == "auto":
         found = automatic(resolved(job, machine), name, machine, ranks, trace)
         job = _consistent(job, found.keys)
-    if job.offload.state_on != "auto":
+    asked = job.offload.recompute_blocks, job.offload.state_on
+    if "auto" not in asked:
         return job
     plan = make(job, name, machine, ranks, trace)
+    if job.offload.recompute_blocks == "auto":
+        offload = replace(job.offload, recompute_blocks=plan.job.offload.recompute_blocks)
+        job = replace(job, offload=offload)
+    if job.offload.state_on != "auto":
+        return job
     return with_state_on(job, state_share.enough(plan.placed, machine) if plan.fits else 0.0)
 
 
@@ -345,6 +377,8 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     changed = replace(changed, train=train)
     if changed.offload.working == "device" and changed.offload.resident_blocks:
         changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
+    if changed.offload.activation not in ("recompute", "offload"):
+        changed = replace(changed, offload=replace(changed.offload, recompute_blocks=None))
     if changed.offload.activation != "offload_saved":
         offload = replace(changed.offload, offload_saved_above=OFFLOAD_SAVED_ABOVE)
         changed = replace(changed, offload=offload)

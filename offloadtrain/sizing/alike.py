@@ -15,8 +15,8 @@ is not seen here: `extend` compares them, and believes only what is the same in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -58,10 +58,18 @@ class Run:
         return range(first, first + (self.units - TRACED) * self.period)
 
 
-def runs_of(model: nn.Module) -> tuple[Run, ...]:
-    """Return the longest run of each list of layers, where it is worth a shorter trace."""
-    found = (_run(model, name, layers) for name, layers in _lists(model))
-    return tuple(run for run in found if run is not None)
+def runs_of(model: nn.Module, recomputed: Collection[nn.Module] = ()) -> tuple[Run, ...]:
+    """Return the longest run of each list of layers, where it is worth a shorter trace; in order.
+    Of a list whose first layers are recomputed and the others not, that of either part."""
+    found: list[Run] = []
+    for container, layers in _lists(model):
+        names = tuple(f"{container}.{at}" if container else str(at) for at in range(len(layers)))
+        kinds = _kinds(model, layers)
+        again = sum(layer in recomputed for layer in layers)
+        for first, end in ((0, again), (again, len(layers))):
+            run = _longest(Run(container, names, first, 1, 0), kinds[:end])
+            found += [run] if run.units > TRACED else []
+    return tuple(found)
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -75,19 +83,18 @@ def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
                 yield name, layers
 
 
-def _run(model: nn.Module, container: str, layers: Sequence[nn.Module]) -> Run | None:
-    kinds = _kinds(model, layers)
-    names = tuple(f"{container}.{at}" if container else str(at) for at in range(len(layers)))
-    best: Run | None = None
+def _longest(none: Run, kinds: Sequence[int]) -> Run:
+    """Return the run that leaves out the most layers; `none`, of no units, if none leaves out any.
+    It begins where that one does, or later."""
+    best = none
     for period in range(1, _LONGEST_UNIT + 1):
-        for start in range(len(kinds)):
+        for start in range(none.start, len(kinds)):
             # How often the pattern that begins there comes.
             end = start + period
             while end < len(kinds) and kinds[end] == kinds[end - period]:
                 end += 1
-            units = (end - start) // period
-            run = Run(container, names, start, period, units)
-            if units > TRACED and (best is None or len(run.skipped) > len(best.skipped)):
+            run = replace(none, start=start, period=period, units=(end - start) // period)
+            if len(run.skipped) > len(best.skipped):
                 best = run
     return best
 

@@ -26,11 +26,11 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ())
             if isinstance(tensor, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             stands_for[id(tensor)] = fake
-        for run in runs:
-            container = model.get_submodule(run.container)
+        for name in {run.container for run in runs}:
+            container = model.get_submodule(name)
             # The list without the layers that are left out; those it has are the same.
             short = copy.copy(container)
-            kept = [layer for at, layer in enumerate(container.children()) if at not in run.skipped]
+            kept = [layer for layer in container.children() if layer not in left_out]
             short._modules = {str(at): layer for at, layer in enumerate(kept)}
             stands_for[id(container)] = copy.deepcopy(short, stands_for)
         return copy.deepcopy(model, stands_for)

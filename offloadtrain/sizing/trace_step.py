@@ -79,7 +79,8 @@ def trace_step(
 
     Args:
         model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
-        config: its precision resolved; precision, activation, keep_fp32 and cast_inputs matter.
+        config: its precision resolved; precision, activation, recompute_blocks, keep_fp32 and
+            cast_inputs matter.
         on_cpu: a CPU is planned for, on which losses work on smaller pieces.
         packed: `loss_of` gives positions that begin anew inside sequences.
 
@@ -89,9 +90,11 @@ def trace_step(
     """
     check_model(model, may_be_meta=True)
     traced = partial(_moments, model, loss_of, config, packed)
+    parts = partition(model)
+    again = config.recomputed_of([part.module for part in parts if part.repeated])
     with cpu_stands_for(on_cpu=on_cpu), fused_norms(on_cpu=on_cpu):
-        moments = _extended(traced, runs_of(model)) or traced()
-    return _found(moments, [part.name or "root" for part in partition(model)])
+        moments = _extended(traced, runs_of(model, again)) or traced()
+    return _found(moments, [part.name or "root" for part in parts])
 
 
 def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Run]) -> list[Moment]:
@@ -136,7 +139,7 @@ def _metered(
 ) -> list[Moment]:
     copied = fake_model(model, mode, runs)
     with mode, _without_addresses():
-        traced = _offloaded(copied, _as_traced(config), meter)
+        traced = _offloaded(copied, _as_traced(config, model, runs), meter)
         held = [param.untyped_storage() for param in copied.parameters()]
         meter.weights = frozenset(one._cdata for one in held)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
@@ -168,11 +171,15 @@ class _HostMemory(MetaArena):
         return super().map(requests)
 
 
-def _as_traced(config: OffloadConfig) -> OffloadConfig:
+def _as_traced(config: OffloadConfig, model: nn.Module, runs: Sequence[Run]) -> OffloadConfig:
     """Return the options that decide what torch allocates, the others at their defaults."""
+    left_out = {run.names[at] for run in runs for at in run.skipped}
+    layers = [part.name for part in partition(model) if part.repeated]
+    again = [name for name in config.recomputed_of(layers) if name not in left_out]
     return OffloadConfig(
         precision=config.precision,
         activation=config.activation,
+        recompute_blocks=len(again) if config.recompute_blocks is not None else None,
         offload_saved_above=config.offload_saved_above,
         keep_fp32=config.keep_fp32,
         cast_inputs=config.cast_inputs,

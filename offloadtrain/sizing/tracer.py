@@ -64,6 +64,7 @@ class Tracer:
             *(size, config.data.seq_len, train.chunked_loss),
             *(
                 offload.activation,
+                offload.recompute_blocks,
                 offload.offload_saved_above,
                 offload.precision,
                 offload.keep_fp32,

@@ -109,6 +109,7 @@ class BlockSpec:
         frozen: the frozen ones, where the block may be streamed.
         repeated: one of several alike that are used one after the other: it can be streamed.
         leaf: a module outside of lists that has no children: in ZeRO stage 3 it can be streamed.
+        recomputed: its forward runs again in backward.
     """
 
     name: str
@@ -116,6 +117,7 @@ class BlockSpec:
     frozen: tuple[BucketSpec, ...] = ()
     repeated: bool = False
     leaf: bool = False
+    recomputed: bool = False
 
     @property
     def held(self) -> tuple[BucketSpec, ...]:

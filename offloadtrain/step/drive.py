@@ -19,8 +19,8 @@ def steps(
     parameter, no step skipped, nothing clipped, all speculation right.
 
     Args:
-        input_bytes: what `activation` moves of a repeated block; with "offload_saved" of any block,
-            if none is repeated.
+        input_bytes: what `activation` moves of a block that is recomputed; with "offload_saved" of
+            a repeated block, or any block if none is repeated.
         saved: the steps after which a checkpoint is written.
 
     The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
@@ -94,10 +94,15 @@ class Inputs:
         self._numbers = numbers or count()
         self._saved: dict[str, int] = {}
         has_layers = any(block.repeated for block in program.spec.blocks)
-        self._of_all = not has_layers and program.spec.config.activation == "offload_saved"
+        all_saved = program.spec.config.activation == "offload_saved"
+        self._moved = {
+            block.name
+            for block in program.spec.blocks
+            if block.recomputed or (all_saved and (block.repeated or not has_layers))
+        }
 
     def save(self, block: BlockSpec) -> Operations:
-        if not (self._nbytes and (block.repeated or self._of_all)):
+        if not (self._nbytes and block.name in self._moved):
             return []
         self._saved[block.name] = next(self._numbers)
         return self._program.activation_saved(self._saved[block.name], self._nbytes, "uint8")

@@ -194,8 +194,9 @@ def some_of(spec: StepSpec) -> StepSpec:
     pieces = max(len(spec.pieces(bucket)) for bucket in spec.buckets)
     most = max(MOST_PIECES // pieces, FEWEST_BLOCKS)
     repeated = [block.name for block in spec.blocks if block.repeated]
-    kept = {name for number, name in enumerate(repeated) if number < most}
-    blocks = tuple(block for block in spec.blocks if block.name in kept or not block.repeated)
+    # Of both ends: the first ones may be recomputed, and the last ones not.
+    left_out = repeated[most - most // 2 : len(repeated) - most // 2]
+    blocks = tuple(block for block in spec.blocks if block.name not in left_out)
     names = {block.name for block in blocks}
     return replace(
         spec,

@@ -194,7 +194,9 @@ def _smaller(config: Config) -> Iterator[str]:
     if train.micro_batch > 1:
         halves = f"train.grad_accum_steps = {2 * train.grad_accum_steps}"
         yield f"train.micro_batch = {train.micro_batch // 2} with {halves}"
-    if offload.activation != "offload":
+    if offload.recompute_blocks is not None:
+        yield "offload.recompute_blocks left out, for all layers"
+    elif offload.activation != "offload":
         kept = offload.activation == "keep"
         yield f'offload.activation = "{"recompute" if kept else "offload"}"'
     if not train.chunked_loss:

@@ -1,7 +1,8 @@
 """The trace of a job's microbatch: what a plan takes where the shape of the model does not tell it.
 
 With `offload.activation = "offload_saved"` each tensor that autograd saves goes to the host by its
-own size. A shape tells their sum; the trace of the module knows each one.
+own size. A shape tells their sum; the trace of the module knows each one. So it does for
+`offload.recompute_blocks = "auto"` with a model of transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from offloadtrain.sizing.tracer import Tracer
 
 def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
     """Return the trace that a plan of this job must have; None: the shape of its model tells it."""
-    return tracer_of(job, machine, ranks) if job.offload.activation == "offload_saved" else None
+    needed = job.offload.activation == "offload_saved"
+    # Of other models than ours the shape estimates activations, too coarsely to fill a device.
+    needed = needed or (job.hf is not None and job.offload.recompute_blocks == "auto")
+    return tracer_of(job, machine, ranks) if needed else None
 
 
 def tracer_of(job: Config, machine: Machine, ranks: int) -> Tracer:

@@ -601,6 +601,8 @@ def _configs(draw: st.DrawFn) -> Config:
     sums_on = draw(st.sampled_from(("host", "device")))
     activation = draw(st.sampled_from(("keep", "recompute", "offload", "offload_saved")))
     above = st.integers(0, 1 << 30) if activation == "offload_saved" else st.just(1 << 20)
+    recomputes = activation in ("recompute", "offload")
+    again = st.sampled_from((None, 0, 9, "auto")) if recomputes else st.none()
     offload = {
         "precision": st.just(precision),
         "state": st.just(state),
@@ -619,6 +621,7 @@ def _configs(draw: st.DrawFn) -> Config:
         "keep_whole": st.just(()) | st.tuples(_PATHS) if working == "host" else st.just(()),
         "partition_activations": st.just(False),
         "activation": st.just(activation),
+        "recompute_blocks": again,
         "offload_saved_above": above,
     }
     chunked = draw(st.booleans())

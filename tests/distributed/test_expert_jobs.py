@@ -19,10 +19,10 @@ from offloadtrain.config.job import problems_of_ranks
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.among_ranks import AmongExperts
+from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.choices import choices_of
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import as_json, text
-from offloadtrain.plan.state_share import FULL
 from offloadtrain.plan.suggest import applied, nearest, single_changes
 from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo

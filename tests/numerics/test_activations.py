@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +68,7 @@ def test_recomputing_changes_no_bit(
     working=st.sampled_from(["device", "host"]),
     resident=st.integers(0, 2),
     activation=st.sampled_from(POLICIES),
+    again=st.none() | st.integers(0, 4),
     explicit=st.booleans(),
 )
 def test_same_bits_drawn(
@@ -77,6 +79,7 @@ def test_same_bits_drawn(
     working: str,
     resident: int,
     activation: str,
+    again: int | None,
     explicit: bool,
 ) -> None:
     compare(
@@ -88,6 +91,7 @@ def test_same_bits_drawn(
         working=working,
         resident_blocks=resident if working == "host" else None,
         activation=activation,
+        recompute_blocks=again if activation != "offload_saved" else None,
         **({"clip": 0.5} | MODES[mode]),
     )
 
@@ -148,6 +152,52 @@ def test_the_peak_does_not_grow_with_depth(working: str) -> None:
     recomputed = peak_bytes(24, activation="recompute") - peak_bytes(4, activation="recompute")
     assert recomputed >= 20 * kept
     assert peak_bytes(24) - peak_bytes(4) > 4 * recomputed
+
+
+@pytest.mark.parametrize("activation", ["recompute", "offload"])
+def test_the_first_layers_run_again_and_the_last_ones_keep_what_they_made(activation: str) -> None:
+    forwards: list[int] = []
+
+    class Noted(Layer):
+        """`number` is its place in the model."""
+
+        number = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            forwards.append(self.number)
+            return super().forward(x)
+
+    chain = Chain(6)
+    for number, layer in enumerate(chain.layers):
+        layer.__class__, layer.number = Noted, number
+    _, optimizer, model = pair(chain, activation=activation, recompute_blocks=4)
+    forwards.clear()
+    optimizer.backward(loss_of(model, next(iter(batches(1)))))
+    assert forwards == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
+
+
+@pytest.mark.cover(0, levels.ALL)
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_each_layer_that_is_not_recomputed_takes_as_much_more(working: str) -> None:
+    options = {"working": working, "activation": "recompute"}
+    counts = (20, 16, 12, 8)
+    peaks = [peak_bytes(24, recompute_blocks=count, **options) for count in counts]
+    more = {two - one for one, two in itertools.pairwise(peaks)}
+    assert len(more) == 1 and more.pop() > 0
+    assert peak_bytes(24, recompute_blocks=24, **options) == peak_bytes(24, **options)
+    kept = peak_bytes(24, working=working)
+    assert peak_bytes(24, recompute_blocks=0, **options) == kept
+    assert kept - peaks[-1] == 2 * (peaks[1] - peaks[0])
+
+
+def test_a_number_of_layers_is_for_layers_that_run_again() -> None:
+    for activation in ("keep", "offload_saved"):
+        with pytest.raises(ValueError, match="recompute_blocks = 3 and activation = "):
+            ot.offload(Chain(4), recompute_blocks=3, activation=activation)
+    with pytest.raises(ValueError, match="recompute_blocks = -1 is negative"):
+        ot.offload(Chain(4), recompute_blocks=-1, activation="recompute")
+    with pytest.raises(ValueError, match="'auto' is decided by the plan of a job"):
+        ot.offload(Chain(4), recompute_blocks="auto", activation="recompute")  # type: ignore[arg-type]
 
 
 def offloader(lanes: Lanes) -> ActivationOffloader:

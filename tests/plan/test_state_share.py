@@ -14,9 +14,9 @@ import offloadtrain as ot
 from offloadtrain.config.job import Config, load
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import report
+from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs import CODEC_BYTES
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.state_share import FULL
 from offloadtrain.plan.suggest import settled
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.formats import ADAM_MOMENTS, FORMATS

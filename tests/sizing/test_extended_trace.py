@@ -112,10 +112,11 @@ def both(
     loss: Callable[[nn.Module], Tensor],
     activation: Activation,
     precision: Precision = "fp32",
+    again: int | None = None,
 ) -> tuple[TracedStep, TracedStep]:
-    config = OffloadConfig(precision=precision, activation=activation)
+    config = OffloadConfig(precision=precision, activation=activation, recompute_blocks=again)
     short = tracing.trace_step(model, loss, config, on_cpu=True)
-    monkeypatch.setattr(tracing, "runs_of", lambda model: ())
+    monkeypatch.setattr(tracing, "runs_of", lambda model, again: ())
     return short, tracing.trace_step(model, loss, config, on_cpu=True)
 
 
@@ -154,6 +155,22 @@ def test_the_extended_trace_is_the_whole_one(
     short, whole = both(monkeypatch, MODELS[name](), sum_of, activation)
     assert short == whole
     assert any(believed) == (name in EXTENDED)
+
+
+@pytest.mark.parametrize("activation", ["recompute", "offload"])
+@pytest.mark.parametrize(("again", "skipped"), [(8, [1, 1]), (12, [5]), (3, [6]), (0, [9])])
+def test_so_is_that_of_layers_of_which_some_run_again(
+    monkeypatch: pytest.MonkeyPatch, activation: Activation, again: int, skipped: list[int]
+) -> None:
+    model = MODELS["same"]()
+    runs = runs_of(model, set(list(model)[:again]))  # type: ignore[arg-type]
+    assert [len(run.skipped) for run in runs] == skipped
+    short, whole = both(monkeypatch, model, sum_of, activation, again=again)
+    assert short == whole
+    assert (short.recomputed > 0) == (again > 0)
+    # The first layer's input is data, without a gradient: it stays.
+    moved = max(again - 1, 0) if activation == "offload" else 0
+    assert len(short.block_inputs) == moved
 
 
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

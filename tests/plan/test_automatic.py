@@ -1,0 +1,132 @@
+"""What a job leaves to its plan: the fewest layers recomputed that fit, and state beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from offloadtrain.config.job import Config, load
+from offloadtrain.config.offload import OptionError
+from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.plan import report
+from offloadtrain.plan.automatic import FULL
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.suggest import nearest, settled, single_changes
+from offloadtrain.train.dry_run import check
+
+RTX4090 = find("rtx4090")[1]
+AUTO = ("offload.activation=recompute", "offload.recompute_blocks=auto")
+
+
+def job(*overrides: str) -> Config:
+    return load("offloadtrain/cli/jobs/llama_1b.toml", ["train.micro_batch=8", *overrides])
+
+
+def with_count(config: Config, count: Any) -> Config:
+    return replace(config, offload=replace(config.offload, recompute_blocks=count))
+
+
+def planned(config: Config, machine: Machine = RTX4090) -> Plan:
+    return make(config, "", machine)
+
+
+@pytest.mark.parametrize("activation", ["recompute", "offload"])
+@pytest.mark.parametrize("gpu_memory", ["10 GiB", "16 GiB", "24 GiB", "80 GiB"])
+def test_the_fewest_that_fit_run_again(activation: str, gpu_memory: str) -> None:
+    config = job(f"offload.activation={activation}", "offload.recompute_blocks=auto")
+    machine = replace(RTX4090, gpu_memory=gpu_memory)
+    found = planned(config, machine)
+    count, layers = found.job.offload.recompute_blocks, config.model.num_layers
+    assert isinstance(count, int)
+    used = [sum(planned(with_count(config, n), machine).device.values()) for n in range(layers + 1)]
+    fitting = [n for n in range(layers + 1) if used[n] <= FULL * found.device_room]
+    assert count == min(fitting, default=layers)
+    assert found.fits == bool(fitting)
+
+
+def test_each_layer_that_is_kept_makes_the_step_faster_and_takes_as_much_more() -> None:
+    config = job("offload.activation=recompute")
+    counts = [None, *range(config.model.num_layers, -1, -1)]
+    plans = [planned(with_count(config, count)) for count in counts]
+    assert plans[0].device == plans[1].device
+    assert plans[0].prediction.seconds == pytest.approx(plans[1].prediction.seconds)
+    rates = [plan.prediction.tokens_per_s for plan in plans[1:]]
+    assert rates == sorted(rates) and rates[-1] > 1.25 * rates[0]
+    bytes_of = [sum(plan.device.values()) for plan in plans[2:]]
+    more = {two - one for one, two in pairwise(bytes_of)}
+    assert len(more) == 1 and more.pop() > 0
+    keep = planned(job("offload.activation=keep"))
+    assert plans[-1].device == keep.device
+    assert plans[-1].prediction.seconds == pytest.approx(keep.prediction.seconds)
+
+
+@pytest.mark.parametrize("update", ["exact", "delayed"])
+def test_the_step_of_some_recomputed_is_between(update: str) -> None:
+    """Of very many layers a few are simulated where they are alike."""
+    config = load(
+        "offloadtrain/cli/jobs/gpt_13b_32gb.toml",
+        ["offload.activation=recompute", f"offload.update={update}"],
+    )
+    machine = find("h200")[1]
+    some, none, every = (
+        make(with_count(config, count), "", machine).prediction.seconds for count in (20, 0, None)
+    )
+    assert none <= some <= every and none < every
+
+
+def test_where_state_is_open_too_the_fastest_of_three_is_taken() -> None:
+    config = load("offloadtrain/cli/jobs/gpt_13b_32gb.toml", [*AUTO, "offload.state_on=auto"])
+    machine = find("h100")[1]
+    found = make(config, "", machine)
+    alone = replace(config, offload=replace(config.offload, state_on="host"))
+    full = with_count(config, None)
+    for other in (alone, full):
+        seconds = make(other, "", machine).prediction.seconds
+        assert found.prediction.seconds <= seconds * 1.001
+    assert found.has_room
+
+
+def test_a_job_that_keeps_too_much_is_told_the_number() -> None:
+    config = job("offload.activation=keep")
+    assert not planned(config).fits
+    changes = nearest(config, "", RTX4090, 1)
+    [found] = [one for one in changes if one.keys.get("offload.activation") == "recompute"]
+    count = found.keys["offload.recompute_blocks"]
+    assert found.plan.job.offload.recompute_blocks == count < config.model.num_layers
+    assert f"offload.recompute_blocks={count}" in found.text and found.plan.has_room
+
+
+def test_a_job_that_recomputes_too_much_is_told_to_leave_it_open() -> None:
+    config = planned(job("offload.activation=recompute")).job
+    now = planned(config).prediction.tokens_per_s
+    found = {
+        one.text: one.plan.prediction.tokens_per_s for one in single_changes(config, "", RTX4090, 1)
+    }
+    assert found["offload.recompute_blocks=auto"] > 1.1 * now
+    kept = single_changes(job("offload.activation=keep", "train.micro_batch=1"), "", RTX4090, 1)
+    assert not any("offload.recompute_blocks" in one.keys for one in kept)
+
+
+def test_it_is_settled_before_the_engine_sees_it() -> None:
+    config = settled(job(*AUTO), "", RTX4090, 1)
+    assert type(config.offload.recompute_blocks) is int
+    assert config.offload.recompute_blocks == planned(job(*AUTO)).job.offload.recompute_blocks
+    with pytest.raises(OptionError, match="'auto' is decided by the plan"):
+        job(*AUTO).offload.recomputed_of([1, 2])
+
+
+def test_the_report_has_the_number() -> None:
+    found = planned(job(*AUTO))
+    count = found.job.offload.recompute_blocks
+    assert f"the forward of {count} of 24 blocks runs again" in report.text(found)
+    assert report.as_json(found)["recomputed_blocks"] == count
+    every = planned(job("offload.activation=recompute"))
+    assert "runs again" not in report.text(every)
+    assert report.as_json(every)["recomputed_blocks"] == 24
+
+
+def test_the_engine_lays_out_what_is_planned_and_its_program_is_proved() -> None:
+    assert "proved" in check(planned(job(*AUTO)))

@@ -186,6 +186,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
 MORE: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"precision": "fp32", "groups": True, "state_on": "device"}),
     (2, 1, {"activation": "offload", "working": "host", "device_slots": 1}),
+    (2, 1, {"activation": "offload", "recompute_blocks": 1}),
     (2, 1, {"activation": "offload_saved", "offload_saved_above": 0}),
     (2, 1, {"skip_nonfinite": False}),
     (4, 1, {"precision": "fp16", "schedule": "interleaved"}),

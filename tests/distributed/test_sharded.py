@@ -165,6 +165,7 @@ def test_stages(ranks: Run, lanes: str, stage: int, precision: str) -> None:
         ),
         pytest.param({"zero_stage": 3, "lanes": "threads"}, marks=pytest.mark.slow),
         {"zero_stage": 3, "working": "host", "activation": "recompute"},
+        {"zero_stage": 3, "activation": "recompute", "recompute_blocks": 1},
     ],
 )
 def test_stages_with_experts(ranks: Run, options: dict[str, Any]) -> None:

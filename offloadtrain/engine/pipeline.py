@@ -16,6 +16,8 @@ from offloadtrain.engine.agreement import check_alike
 from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks import check_arguments
 from offloadtrain.engine.compute_device import resolve_device
+from offloadtrain.engine.decoder_probe import check_stages
+from offloadtrain.engine.decoder_stages import check_dtype, cut_decoder, is_of_transformers
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.pipeline_steps import Pipeline, UnflushedPipeline
@@ -29,7 +31,7 @@ from offloadtrain.engine.stage_modules import (
 )
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime.arena import Ledger
-from offloadtrain.runtime.dtypes import name_of
+from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn
 from offloadtrain.runtime.process_group import Ranks
@@ -55,7 +57,9 @@ def pipeline(
 
     Afterwards the model holds this process's stage only (its last one): modules of other stages are
     None, and missing from lists of layers. Its forward must pass its first argument on where they
-    are None; a `Sequential` does. Each stage gets as many layers as any other, the first one also
+    are None; a `Sequential` does. Causal language models of transformers need not: see [Note:
+    Stages of a decoder] in `decoder_stages`; their last stage returns logits, or the loss where
+    `run` gets `labels=`. Each stage gets as many layers as any other, the first one also
     what is registered before the layers, the last one what is registered behind them.
 
     A step has the bits of one process with the same microbatches: gradients are summed microbatch
@@ -211,14 +215,20 @@ def _own_stages(
     count = axes.stages.size * per_rank
     of_stages = divide(model, count)
     check_alone(of_stages, config, axes.replicas.size)
+    every, of_transformers = [part for parts in of_stages for part in parts], False
+    if is_of_transformers(model) and count > 1:
+        check_stages(model, every, of_stages)
+        of_transformers = True
     names = [[part.name for part in parts] for parts in of_stages]
-    every = [name for own in names for name in own]
     in_order = None if param_init_fn is None else InitInOrder(model, param_init_fn)
     shared = {id(param): param for param in model.parameters()}
     found = [copy.deepcopy(model, dict(shared)) for _ in range(per_rank - 1)] + [model]
-    own_names = names[axes.stages.rank :: axes.stages.size]
-    for module, own in zip(found, own_names, strict=True):
-        cut(module, own, every)
+    indices = range(axes.stages.rank, count, axes.stages.size)
+    for module, index in zip(found, indices, strict=True):
+        if of_transformers:
+            cut_decoder(module, names[index], every, index=index, count=count)
+        else:
+            cut(module, names[index], [part.name for part in every])
     return found, in_order
 
 
@@ -236,7 +246,7 @@ def _shapes(
         described: list[Any] = []
         if own:
             try:
-                described = _described(output_of(modules[index // stages.size], found[-1], config))
+                described = _described(_output_of(modules[index // stages.size], found[-1], config))
             except PipelineError as error:
                 told = str(error)
         # Each stage waits here for the shapes that the one before it makes.
@@ -245,6 +255,16 @@ def _shapes(
             raise PipelineError(f"stage {index}: {told}")
         found.append(_on_meta(described))
     return [*found, (torch.empty((), device="meta"),)]
+
+
+def _output_of(
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig
+) -> tuple[Tensor, ...]:
+    of_transformers = is_of_transformers(stage)
+    found = output_of(stage, inputs, config, faked=of_transformers)
+    if of_transformers:
+        check_dtype(stage, found, PRECISIONS[config.precision])
+    return found
 
 
 def _described(tensors: Sequence[Tensor]) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
+from offloadtrain.engine.stage_modules import is_stage
 from offloadtrain.integrations.adapters import (
     attach,
     bare,
@@ -162,6 +163,11 @@ def save_pretrained(
         raise ModelError(
             f"{type(base).__name__} is no model of transformers: save dict(master_weights()) with "
             "safetensors.torch.save_file"
+        )
+    if is_stage(base):
+        raise ModelError(
+            f"this {type(base).__name__} holds a stage of the model: put master_weights() of all "
+            "stages together, or train as a job ([ranks] pipeline) and use offloadtrain export"
         )
     only_adapters = is_peft(model) and not merge
     as_dtype = _dtype_of(dtype or ("fp32" if only_adapters else "bf16"))

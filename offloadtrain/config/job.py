@@ -347,7 +347,16 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
     """Yield a sentence for each rule of the table [ranks] that other keys break."""
     table, model, offload, rule = config.ranks, config.model, config.offload, config.optim.name
     own, samples = config.hf is None, config.train.sample_tokens > 0
-    yield from ranks_options.contradictions(table, model, is_own=own, samples=samples)
+    adapters = config.hf is not None and config.hf.lora is not None
+    yield from ranks_options.contradictions(
+        table, model, is_own=own, samples=samples, adapters=adapters
+    )
+    if not own and table.pipeline > 1 and offload.recompute_blocks == "auto":
+        yield (
+            f'ranks.pipeline = {table.pipeline} and offload.recompute_blocks = "auto": what the '
+            "layers of model.hf keep is known from a trace of the whole model. Set a number, or "
+            "leave it out"
+        )
     yield from ranks_options.interleaved_contradictions(table, offload)
     yield from ranks_options.unflushed_contradictions(
         table, offload, rule=rule, on_spike=config.train.on_spike

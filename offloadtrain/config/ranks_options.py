@@ -116,20 +116,20 @@ def kept_without_flush(stage: int, stages: int) -> tuple[int, int]:
 
 
 def contradictions(
-    ranks: RanksConfig, model: ModelShape, *, is_own: bool, samples: bool
+    ranks: RanksConfig, model: ModelShape, *, is_own: bool, samples: bool, adapters: bool = False
 ) -> Iterator[str]:
     """Yield a sentence for each thing that a pipeline cannot do.
 
     Args:
         is_own: the model is our transformer.
+        adapters: beside a frozen model of transformers are trained.
         samples: text is generated at the end.
     """
     if ranks.pipeline == 1:
         return
     asked = f"ranks.pipeline = {ranks.pipeline}"
-    if not is_own:
-        yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
-        return
+    if adapters:
+        yield f"{asked} and model.lora: a pipeline divides no adapters. Leave one of them out"
     if (ranks.schedule == INTERLEAVED) != (ranks.stages_per_rank > 1):
         yield (
             f"ranks.schedule = {ranks.schedule!r} and ranks.stages_per_rank = "
@@ -144,7 +144,8 @@ def contradictions(
             f"layers; set it to at most {max(model.num_layers // (2 * each), 1)}"
         )
     if model.tie_embeddings:
-        yield f"{asked} would divide tied embeddings: set model.tie_embeddings = false"
+        key = "model.tie_embeddings" if is_own else "in its config.json tie_word_embeddings"
+        yield f"{asked} would divide tied embeddings: set {key} = false"
     if model.num_experts and model.router_aux_loss_coef:
         yield (
             f"{asked} passes on no load-balancing loss of experts (model.num_experts = "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from offloadtrain.engine.decoder_stages import check_decoder, cut_decoder, head_of, refused
+from offloadtrain.engine.decoder_stages import check_decoder, cut_stage, head_of, refused
 from offloadtrain.engine.partition import Part
 
 _ROWS, _TOKENS = 2, 6
@@ -63,18 +63,18 @@ class _NotingHead(_Noting):
 
 
 @torch.no_grad()
-def check_stages(model: Any, parts: Sequence[Part], stages: Sequence[Sequence[Part]]) -> None:
+def check_stages(model: Any, stages: Sequence[Sequence[Part]]) -> None:
     """Run the model without its weights, whole and in stages.
 
     Raises:
         PipelineError: its structure is not known here, or stages would compute something else.
     """
+    parts = [part for own in stages for part in own]
     check_decoder(model, parts)
-    names = [[part.name for part in own] for own in stages]
     try:
         whole_calls, logits = _run(model, parts, [])
         _check_calls(model, parts, whole_calls)
-        calls, found = _run(model, parts, names)
+        calls, found = _run(model, parts, stages)
     except ValueError as error:
         raise refused(model, f"{error}") from error
     except Exception as error:  # whatever its code says of modules that are not its own
@@ -89,7 +89,7 @@ def check_stages(model: Any, parts: Sequence[Part], stages: Sequence[Sequence[Pa
 
 
 def _run(
-    model: Any, parts: Sequence[Part], stages: Sequence[Sequence[str]]
+    model: Any, parts: Sequence[Part], stages: Sequence[Sequence[Part]]
 ) -> tuple[list[Call], Tensor]:
     """Return all calls of parts, and the logits; no stages: of the model as a whole."""
     calls: list[Call] = []
@@ -106,9 +106,9 @@ def _run(
         if not stages:
             return calls, _without_weights(model, parts, calls)(tokens, use_cache=False).logits
         given = tokens
-        for index, own in enumerate(stages):
+        for index in range(len(stages)):
             stage = _without_weights(model, parts, calls)
-            cut_decoder(stage, own, parts, index=index, count=len(stages))
+            cut_stage(stage, stages, index)
             given = stage(given)
     return calls, given
 

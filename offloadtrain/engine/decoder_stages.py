@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine.partition import Part
-from offloadtrain.engine.stage_modules import PipelineError, StandIn
+from offloadtrain.engine.stage_modules import PipelineError, StandIn, cut
 
 ONLY_HEAD = "changes_only_the_head"
 """Attribute of a forward that was put into the place of the model's, and of which only the stage
@@ -131,6 +131,15 @@ def cut_decoder(
     whole = model.forward
     # No method, so that a copy of the model has that of the copy.
     setattr(model, "forward", partial(_forward, model, whole, index, count))  # noqa: B010
+
+
+def cut_stage(model: nn.Module, stages: Sequence[Sequence[Part]], index: int) -> None:
+    """Leave one of the stages of `divide`, whose modules are this model's or one's of its kind."""
+    every, own = [part for parts in stages for part in parts], [part.name for part in stages[index]]
+    if is_of_transformers(model):
+        cut_decoder(model, own, every, index=index, count=len(stages))
+    else:
+        cut(model, own, [part.name for part in every])
 
 
 def _list_of(parts: Sequence[Part]) -> str:

@@ -83,8 +83,9 @@ def _check_tied(stages: Sequence[Sequence[Part]]) -> None:
             if stage != number:
                 raise PipelineError(
                     f"'{other}' and '{name}' are one tied parameter, and would be in stages "
-                    f"{stage} and {number}: untie them (model.tie_embeddings = false), since each "
-                    "stage updates its own parameters"
+                    f"{stage} and {number}: untie them (model.tie_embeddings = false; of "
+                    "transformers tie_word_embeddings of its config.json), since each stage "
+                    "updates its own parameters"
                 )
 
 

@@ -158,9 +158,9 @@ class DeferredWeights:
                 dtype = self._dtypes.get(name, buffer.dtype)
                 module._buffers[key] = self._take(name).to(dtype, copy=True)
 
-    def close(self) -> None:
-        """Raises ModelError if a planned weight was never asked for."""
-        if self._params:
+    def close(self, *, partly: bool = False) -> None:
+        """Raises ModelError if a planned weight was never asked for; `partly`: others hold some."""
+        if self._params and not partly:
             raise ModelError(f"the engine did not ask for {_some(list(self._params.values()))}")
         del self._files, self._model
 

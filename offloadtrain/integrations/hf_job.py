@@ -14,11 +14,14 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine import ModelError, OffloadOptimizer, offload
+from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
+from offloadtrain.engine.decoder_probe import check_stages
+from offloadtrain.engine.stage_modules import divide
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
-from offloadtrain.integrations.pretrained import from_pretrained
+from offloadtrain.integrations.deferred import DeferredWeights
+from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.mesh import Mesh
@@ -30,13 +33,32 @@ AUTO_CLASS = "AutoModelForCausalLM"
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
-def described(hf: HfModel) -> HfModel:
+def described(hf: HfModel, stages: int = 1, layers: int = 0) -> HfModel:
     """Return the model with its parts, from its class on the meta device.
 
+    Args:
+        stages: of a pipeline.
+        layers: of the model, by its config.json.
+
     Raises:
-        ConfigError: transformers is not installed, or has no causal language model of this kind.
+        ConfigError: transformers is not installed, or has no causal language model of this kind, or
+            it cannot be divided into the stages.
     """
-    return replace(hf, parts=parts_of_module(described_model(hf)))
+    model = described_model(hf)
+    found = replace(hf, parts=parts_of_module(model))
+    if stages > 1:
+        _check_stages(model, found, stages, layers)
+    return found
+
+
+def _check_stages(model: Any, hf: HfModel, stages: int, layers: int) -> None:
+    asked = f"ranks.pipeline with model.hf = {hf.hf!r}"
+    try:
+        check_stages(model, divide(model, stages))
+    except PipelineError as error:
+        raise ConfigError(f"{asked}: {error}") from None
+    if (found := sum(part.repeated for part in hf.parts or ())) != layers:
+        raise ConfigError(f"{asked}: its config.json has {layers} layers, and its list {found}")
 
 
 def described_model(hf: HfModel) -> Any:
@@ -182,6 +204,30 @@ def build(
         chunk_loss(model, **asdict(terms))
     model.train()
     return CausalLm.of(model, chunked=terms is not None), optimizer
+
+
+def model_of_stages(
+    hf: HfModel, *, seed: int, terms: LossTerms | None, isolated: bool
+) -> tuple[CausalLm, DeferredWeights | None]:
+    """Return the whole model, for `pipeline`, and what fills the modules that a stage keeps; None:
+    it has its weights. The arguments are those of `build`.
+
+    Raises:
+        ConfigError, CausalLmError: as `build`.
+    """
+    import transformers
+
+    _check_can(hf, chunked=terms is not None, isolated=isolated)
+    torch.manual_seed(seed)
+    weights: DeferredWeights | None = None
+    if hf.init == "weights":
+        model, weights = deferred_model(hf.folder, AUTO_CLASS)
+    else:
+        config = _config(hf.folder)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if terms is not None:
+        chunk_loss(model, **asdict(terms))
+    return CausalLm.of(model.train(), chunked=terms is not None), weights
 
 
 def _check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:

@@ -91,8 +91,7 @@ def from_pretrained(
     """
     keywords = _checked(model_kwargs or {}) | {"trust_remote_code": trust_remote_code}
     name, adapters = str(name_or_folder), None if lora is None else lora_config(lora)
-    loader = _loader(name, auto_class, keywords)
-    load = partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
+    load = _load_of(name, auto_class, keywords)
     if adapters is None or not reads_base(adapters):
         model, weights = _deferred(name, load, DeferredWeights())
     else:
@@ -107,6 +106,21 @@ def from_pretrained(
     optimizer = offload(model, rule, param_init_fn=weights.fill, **options)
     weights.close()
     return model, optimizer
+
+
+def deferred_model(
+    folder: Path, auto_class: str | type | None = None
+) -> tuple[Any, DeferredWeights | None]:
+    """Return a model whose weights are read as they are asked for, by `fill` of what comes with it;
+    None: it was loaded whole."""
+    return _deferred(str(folder), _load_of(str(folder), auto_class, {}), DeferredWeights())
+
+
+def _load_of(
+    name: str, auto_class: str | type | None, keywords: Mapping[str, Any]
+) -> Callable[..., Any]:
+    loader = _loader(name, auto_class, keywords)
+    return partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
 
 
 def _deferred(

@@ -98,6 +98,8 @@ def num_tensors(config: Config) -> int:
     """Return the number of parameter tensors; a tied one counts once. Of a stage of a pipeline
     those of earlier stages count, too: norms have their place in the whole model."""
     own = sum(len(part.params) for part in parts_of(config))
+    if config.hf is not None:
+        return config.hf.tensors_before + own
     if config.stage is None or config.stage.is_first:
         return own
     tables = 2 if config.model.positions == "learned" else 1

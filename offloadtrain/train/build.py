@@ -173,11 +173,12 @@ def described(job: Config) -> Config:
     for.
 
     Raises:
-        ConfigError: transformers is not installed, or does not know the model.
+        ConfigError: transformers is not installed, or does not know the model, or the stages of
+            [ranks] cannot divide it.
     """
     if job.hf is None:
         return job
-    return replace(job, hf=hf_job.described(job.hf))
+    return replace(job, hf=hf_job.described(job.hf, job.ranks.stages, job.model.num_layers))
 
 
 def _offloaded(
@@ -191,6 +192,12 @@ def _offloaded(
     train, terms = config.train, None
     if train.chunked_loss:
         terms = LossTerms(train.label_smoothing, train.z_loss)
+    if config.stage is not None:
+        # torch's schedules take seconds to import, which other jobs do not need.
+        from offloadtrain.train import pipelined
+
+        stage = pipelined.offload_stage(config, shape, terms, mesh, device)
+        return stage, stage.pipeline.optimizer, stage
     if config.hf is not None:
         found, optimizer = hf_job.build(
             config.hf,
@@ -211,14 +218,7 @@ def _offloaded(
         divide_matrices(model, mesh.tensor)
     if mesh.experts is not None:
         expert_parallel(model, mesh.experts)
-    if config.stage is None:
-        return OwnModel(model), offload_job(model, config, device, mesh), None
-    # torch's schedules take seconds to import, which other jobs do not need.
-    from offloadtrain.train.pipelined import offload_stage
-
-    groups = decay_groups(model, config)
-    stage = offload_stage(model, update_rule(config), groups, config, mesh, device)
-    return stage, stage.pipeline.optimizer, stage
+    return OwnModel(model), offload_job(model, config, device, mesh), None
 
 
 def empty_model(config: Config) -> torch.nn.Module:

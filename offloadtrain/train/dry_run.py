@@ -18,9 +18,10 @@ import torch
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
+from offloadtrain.engine.decoder_stages import cut_stage
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
-from offloadtrain.engine.stage_modules import cut, divide
+from offloadtrain.engine.stage_modules import divide
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.placement import Placement
@@ -126,9 +127,8 @@ def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
         with_fewer_experts(cast(Transformer, model), plan.job.ranks.expert)
     if stage is None:
         return model, 0
-    names = [[part.name for part in parts] for parts in divide(model, stage.count)]
     numbers = {param: number for number, param in enumerate(model.parameters())}
-    cut(model, names[stage.index], [name for own in names for name in own])
+    cut_stage(model, divide(model, stage.count), stage.index)
     return model, min(numbers[param] for param in model.parameters())
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
 from offloadtrain.engine.decoder_probe import check_stages
-from offloadtrain.engine.decoder_stages import cut_decoder
+from offloadtrain.engine.decoder_stages import cut_stage
 from offloadtrain.engine.stage_modules import divide
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
@@ -63,13 +63,12 @@ def decoder(kind: str, **more: Any) -> Any:
 def of_stages(model: Any, count: int, tokens: Tensor) -> Tensor:
     """The logits of the stages of a model in this process, which share its parameters."""
     parts = divide(model, count)
-    every = [part for own in parts for part in own]
-    check_stages(model, every, parts)
+    check_stages(model, parts)
     shared = {id(param): param for param in model.parameters()}
     given = tokens
-    for index, own in enumerate(parts):
+    for index in range(count):
         stage = copy.deepcopy(model, dict(shared))
-        cut_decoder(stage, [part.name for part in own], every, index=index, count=count)
+        cut_stage(stage, parts, index)
         given = stage(given)
     return given
 
@@ -212,9 +211,8 @@ def test_decoders_that_cannot_be_divided(model: Any, message: str) -> None:
     """Whatever happens to hidden states between layers, which stages would do twice or not at
     all."""
     made = model()
-    parts = divide(made, 2)
     with pytest.raises(ot.PipelineError, match=message):
-        check_stages(made, [part for own in parts for part in own], parts)
+        check_stages(made, divide(made, 2))
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:

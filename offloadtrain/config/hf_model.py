@@ -58,6 +58,7 @@ class ParamShape:
         fp32: the model itself keeps it in fp32, whatever the precision.
         expert_parts: ranks each of which holds another tensor like it: those of one share its
             state.
+        divided: the dimension that the parts of tensor parallel divide; None: each holds it whole.
     """
 
     name: str
@@ -66,6 +67,15 @@ class ParamShape:
     hidden: bool = False
     fp32: bool = False
     expert_parts: int = 1
+    divided: int | None = None
+
+    def of_part(self, parts: int) -> ParamShape:
+        """Return what one of so many parts holds of it."""
+        if self.divided is None:
+            return self
+        sizes = list(self.sizes)
+        sizes[self.divided] //= parts
+        return replace(self, sizes=tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)

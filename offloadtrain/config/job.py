@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from offloadtrain.config import (
     command_hooks,
     data_options,
+    hf_section,
     optim_options,
     ranks_options,
     rules,
@@ -351,18 +352,19 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
     yield from ranks_options.contradictions(
         table, model, is_own=own, samples=samples, adapters=adapters
     )
-    if not own and table.pipeline > 1 and offload.recompute_blocks == "auto":
-        yield (
-            f'ranks.pipeline = {table.pipeline} and offload.recompute_blocks = "auto": what the '
-            "layers of model.hf keep is known from a trace of the whole model. Set a number, or "
-            "leave it out"
-        )
+    if not own:
+        yield from hf_section.contradictions(table, offload)
     yield from ranks_options.interleaved_contradictions(table, offload)
     yield from ranks_options.unflushed_contradictions(
         table, offload, rule=rule, on_spike=config.train.on_spike
     )
     yield from ranks_options.tensor_contradictions(
-        table, model, is_own=own, samples=samples, state=offload.state, rule=rule
+        *(table, model),
+        is_own=own,
+        samples=samples,
+        state=offload.state,
+        rule=rule,
+        adapters=adapters,
     )
     yield from ranks_options.expert_contradictions(
         table, model, offload, is_own=own, samples=samples, rule=rule

@@ -14,6 +14,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
 from offloadtrain.engine.decoder_probe import check_stages
 from offloadtrain.engine.stage_modules import divide
@@ -22,6 +23,8 @@ from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
+from offloadtrain.integrations.tensor_plan import check_plan, divided_dims
+from offloadtrain.integrations.tensor_plan import divide as divide_matrices
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.mesh import Mesh
@@ -29,25 +32,30 @@ from offloadtrain.sizing.parts import parts_of_module
 from offloadtrain.sizing.tracer import Tracer
 
 AUTO_CLASS = "AutoModelForCausalLM"
+RANKS = RanksConfig()
 
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
-def described(hf: HfModel, stages: int = 1, layers: int = 0) -> HfModel:
+def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfModel:
     """Return the model with its parts, from its class on the meta device.
 
     Args:
-        stages: of a pipeline.
+        ranks: how the model is divided among them.
         layers: of the model, by its config.json.
 
     Raises:
         ConfigError: transformers is not installed, or has no causal language model of this kind, or
-            it cannot be divided into the stages.
+            it cannot be divided so.
     """
     model = described_model(hf)
-    found = replace(hf, parts=parts_of_module(model))
-    if stages > 1:
-        _check_stages(model, found, stages, layers)
+    dims: dict[str, int] = {}
+    if ranks.tensor > 1:
+        check_plan(model, ranks.tensor)
+        dims = divided_dims(model)
+    found = replace(hf, parts=parts_of_module(model, dims))
+    if ranks.stages > 1:
+        _check_stages(model, found, ranks.stages, layers)
     return found
 
 
@@ -179,6 +187,10 @@ def build(
     """
     import transformers
 
+    if mesh is not None and mesh.tensor is not None:
+        lm, weights = whole_model(hf, seed=seed, terms=terms, isolated=isolated)
+        divide_matrices(lm.module, mesh.tensor)
+        return lm, _offload_part(lm.module, weights, rule, groups, config, device, mesh)
     _check_can(hf, chunked=terms is not None, isolated=isolated)
     torch.manual_seed(seed)
     keys = None if hf.lora is None else lora_keys(hf.lora)
@@ -206,11 +218,11 @@ def build(
     return CausalLm.of(model, chunked=terms is not None), optimizer
 
 
-def model_of_stages(
+def whole_model(
     hf: HfModel, *, seed: int, terms: LossTerms | None, isolated: bool
 ) -> tuple[CausalLm, DeferredWeights | None]:
-    """Return the whole model, for `pipeline`, and what fills the modules that a stage keeps; None:
-    it has its weights. The arguments are those of `build`.
+    """Return the whole model, to be divided among ranks, and what fills the modules that a rank
+    keeps; None: it has its weights. The arguments are those of `build`.
 
     Raises:
         ConfigError, CausalLmError: as `build`.
@@ -228,6 +240,24 @@ def model_of_stages(
     if terms is not None:
         chunk_loss(model, **asdict(terms))
     return CausalLm.of(model.train(), chunked=terms is not None), weights
+
+
+def _offload_part(
+    model: Any,
+    weights: DeferredWeights | None,
+    rule: AnyRule,
+    groups: Groups,
+    config: OffloadConfig,
+    device: torch.device,
+    mesh: Mesh,
+) -> OffloadOptimizer:
+    given: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
+    if weights is None:
+        return offload(model, rule, mesh=mesh, **given)
+    weights.follow()
+    optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **given)
+    weights.close()
+    return optimizer
 
 
 def _check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:

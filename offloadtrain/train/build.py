@@ -28,9 +28,10 @@ from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+from offloadtrain.runtime.tensor_parts import keep_part
 from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.resume import ResumedSettings
-from offloadtrain.train.tensor_parallel import divide_matrices, keep_part
+from offloadtrain.train.tensor_parallel import divide_matrices
 from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
 from offloadtrain.train.torch_setup import set_up_torch
 from offloadtrain.train.update_rules import decay_groups, update_rule
@@ -178,7 +179,7 @@ def described(job: Config) -> Config:
     """
     if job.hf is None:
         return job
-    return replace(job, hf=hf_job.described(job.hf, job.ranks.stages, job.model.num_layers))
+    return replace(job, hf=hf_job.described(job.hf, job.ranks, job.model.num_layers))
 
 
 def _offloaded(

@@ -22,6 +22,7 @@ from offloadtrain.engine.decoder_stages import cut_stage
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.stage_modules import divide
+from offloadtrain.integrations import tensor_plan
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.placement import Placement
@@ -122,7 +123,9 @@ def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
     """Return a stage of the model, or all of it, on the meta device, and its first parameter's
     number."""
     model = empty_model(plan.job)
-    if plan.job.hf is None:
+    if plan.job.hf is not None:
+        tensor_plan.narrowed(model, plan.job.ranks.tensor)
+    else:
         narrowed(cast(Transformer, model), plan.job.ranks.tensor)
         with_fewer_experts(cast(Transformer, model), plan.job.ranks.expert)
     if stage is None:

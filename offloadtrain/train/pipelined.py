@@ -168,7 +168,7 @@ def _of_transformers(
 ) -> PipelinedCausalLm:
     assert config.hf is not None
     isolated = config.data.packing == "isolated"
-    lm, weights = hf_job.model_of_stages(
+    lm, weights = hf_job.whole_model(
         config.hf, seed=config.train.seed, terms=terms, isolated=isolated
     )
     sizes, loss = (lm.max_seq_len, lm.vocab_size), _CausalLoss()

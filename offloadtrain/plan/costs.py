@@ -343,6 +343,14 @@ class Costs:
         )
         return down + beside, up + beside, sent
 
+    @property
+    def least_moving_s(self) -> float:
+        """What the bytes of a step take on the busiest of the bus, down or up, and the host's
+        memory."""
+        down, up, _ = self.moved_bytes
+        down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
+        return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))
+
     def _loaded_bytes(self, streamed: Sequence[BlockSpec]) -> int:
         """Return the bytes of streamed blocks in forward and backward of every microbatch, except
         those still in slots."""

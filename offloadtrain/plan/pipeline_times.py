@@ -130,15 +130,16 @@ def as_part_of(
 
 
 def least_seconds(stages: Sequence[Placement], machine: Machine, schedule: Schedule) -> float:
-    """Return what compute alone takes: the busiest stage with all of its microbatches, and, where
-    steps end with a flush, one of them on every other stage."""
+    """Return what the busiest of compute, bus and the host's memory takes alone. Compute: the
+    busiest stage with all of its microbatches, and, where steps end with a flush, one of them on
+    every other stage."""
     count = stages[0].config.train.grad_accum_steps
+    of_stages = [Costs(stage, machine) for stage in stages]
     each = [
-        sum(one.forward + one.backward for one in Costs(stage, machine).computed.values())
-        for stage in stages
+        sum(one.forward + one.backward for one in costs.computed.values()) for costs in of_stages
     ]
     flush = 0.0 if schedule == "2bw" else sum(each) - max(each)
-    return count * max(each) + flush
+    return max(count * max(each) + flush, *(costs.least_moving_s for costs in of_stages))
 
 
 def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:

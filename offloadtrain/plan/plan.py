@@ -298,8 +298,15 @@ class Plan:
     @property
     def has_room(self) -> bool:
         """Whether all of it fits, and the device is not planned fuller than estimates allow."""
-        ample = self.machine.on_cpu or sum(self.device.values()) <= self.device_room * FULL
-        return ample and self.fits
+        if self.machine.on_cpu:
+            return self.fits
+        used = sum(self.device.values()) + self._more_experts_bytes
+        return self.fits and used <= self.device_room * FULL
+
+    @property
+    def _more_experts_bytes(self) -> int:
+        """What a rank holds more whose experts get twice the mean of tokens."""
+        return self.activations.total if self.job.ranks.expert > 1 else 0
 
     @property
     def share_that_fits(self) -> float:
@@ -308,8 +315,7 @@ class Plan:
         if self.machine.on_cpu:
             return 0.0
         beside = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
-        if self.job.ranks.expert > 1:  # its experts may get twice the mean of tokens
-            beside += self.activations.total
+        beside += self._more_experts_bytes
         return state_share.most(self.placed, int(self.device_room * FULL) - beside)
 
     @property

@@ -212,3 +212,33 @@ def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
         again = make(one.plan.job, "test", A100, 4)
         assert again.prediction.seconds == one.seconds and again.fits
         assert again.prediction.tokens_per_s == pytest.approx(16 * 16 * 2 / one.seconds)
+
+
+def test_the_search_tries_several_stages_on_a_rank() -> None:
+    """Where nothing but compute takes time, they have the smaller bubble."""
+    found = {one.order: one for one in search(pipeline(1, 16), "test", FREE, 2) if one.stages == 2}
+    assert found["interleaved x2"].seconds < found["1f1b"].seconds
+    assert "ranks.schedule=interleaved ranks.stages_per_rank=2" in found["interleaved x2"].keys
+    assert "stages_per_rank" not in found["1f1b"].keys
+
+
+@pytest.mark.slow
+def test_the_search_recomputes_as_few_layers_as_fit() -> None:
+    config = pipeline(1, 16, shape={"num_layers": 16, "d_model": 512}, train__micro_batch=4)
+    longer = replace(config.model, max_seq_len=1024), replace(config.data, seq_len=1024)
+    config = replace(config, model=longer[0], data=longer[1])
+    ample, tight = (
+        {
+            (one.order, one.stages): one
+            for one in search(config, "test", replace(A100, gpu_memory=memory), 2, ("1f1b",))
+        }
+        for memory in ("80 GiB", "2 GiB")
+    )
+    assert all(one.activation == "keep" for one in ample.values())
+    for where, one in tight.items():
+        again = one.plan.job.offload.recompute_blocks
+        if one.plan.job.offload.recomputes:
+            assert type(again) is int and 0 < again
+            assert f"offload.recompute_blocks={again}" in one.keys
+            assert one.seconds >= ample[where].seconds
+    assert any(one.plan.job.offload.recomputes for one in tight.values())

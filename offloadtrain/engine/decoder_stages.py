@@ -26,10 +26,6 @@ from torch import Tensor, nn
 from offloadtrain.engine.partition import Part
 from offloadtrain.engine.stage_modules import PipelineError, StandIn, cut
 
-ONLY_HEAD = "changes_only_the_head"
-"""Attribute of a forward that was put into the place of the model's, and of which only the stage
-with the head needs anything."""
-
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments that only the stage with the head takes."""
 
@@ -85,10 +81,7 @@ def check_decoder(model: Any, parts: Sequence[Part]) -> None:
         "its loss balances experts (config.output_router_logits = True)": bool(
             getattr(config.get_text_config(), "output_router_logits", False)
         ),
-        "its forward was replaced": any(
-            "forward" in one.__dict__ and not hasattr(one.forward, ONLY_HEAD)
-            for one in (model, base)
-        ),
+        "its forward was replaced": any("forward" in one.__dict__ for one in (model, base)),
     }.items():
         if found:
             raise refused(model, problem)
@@ -128,9 +121,8 @@ def cut_decoder(
         model.get_submodule(path)._modules[key] = stand_in
     if index > 0:
         _pass_over_dropout(model.get_submodule(_list_of(parts).rpartition(".")[0]))
-    whole = model.forward
     # No method, so that a copy of the model has that of the copy.
-    setattr(model, "forward", partial(_forward, model, whole, index, count))  # noqa: B010
+    setattr(model, "forward", partial(_forward, model, index, count))  # noqa: B010
 
 
 def cut_stage(model: nn.Module, stages: Sequence[Sequence[Part]], index: int) -> None:
@@ -155,9 +147,7 @@ def _pass_over_dropout(holder: nn.Module) -> None:
             setattr(holder, key, PassOn())
 
 
-def _forward(
-    model: Any, whole: Any, index: int, count: int, given: Tensor, **kwargs: Any
-) -> Tensor:
+def _forward(model: Any, index: int, count: int, given: Tensor, **kwargs: Any) -> Tensor:
     """The forward of a stage; see [Note: Stages of a decoder]."""
     entrance = "input_ids" if index == 0 else "inputs_embeds"
     named: dict[str, Any] = {entrance: given, "use_cache": False}
@@ -167,7 +157,7 @@ def _forward(
             named["output_router_logits"] = False  # as `check_decoder` has seen
         hidden: Tensor = model.base_model(**named).last_hidden_state
         return hidden
-    out = whole(**named, **kwargs)
+    out = type(model).forward(model, **named, **kwargs)
     found: Tensor = out.loss if kwargs.get("labels") is not None else out.logits
     return found
 

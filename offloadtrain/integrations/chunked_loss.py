@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from offloadtrain.config.data_options import IGNORED
 from offloadtrain.engine import ModelError
-from offloadtrain.engine.decoder_stages import ONLY_HEAD
 from offloadtrain.model.chunked_loss import linear_cross_entropy
 
 _KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "vocab_size"}
@@ -70,11 +69,12 @@ def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[...
             found = forward(*args, **kwargs)
         finally:
             pending.targets = None
+        if isinstance(found, Tensor):  # of a stage of a pipeline, which returns the loss alone
+            return found
         if isinstance(found, tuple):
             return (found[0], *found[2:])
         return type(found)(**{key: value for key, value in found.items() if key != "logits"})
 
-    setattr(with_labels, ONLY_HEAD, True)
     return with_labels
 
 

@@ -190,7 +190,10 @@ def build(
     if mesh is not None and mesh.tensor is not None:
         lm, weights = whole_model(hf, seed=seed, terms=terms, isolated=isolated)
         divide_matrices(lm.module, mesh.tensor)
-        return lm, _offload_part(lm.module, weights, rule, groups, config, device, mesh)
+        optimizer = _offload_part(lm.module, weights, rule, groups, config, device, mesh)
+        if terms is not None:
+            chunk_loss(lm.module, **asdict(terms))
+        return lm, optimizer
     _check_can(hf, chunked=terms is not None, isolated=isolated)
     torch.manual_seed(seed)
     keys = None if hf.lora is None else lora_keys(hf.lora)
@@ -222,7 +225,8 @@ def whole_model(
     hf: HfModel, *, seed: int, terms: LossTerms | None, isolated: bool
 ) -> tuple[CausalLm, DeferredWeights | None]:
     """Return the whole model, to be divided among ranks, and what fills the modules that a rank
-    keeps; None: it has its weights. The arguments are those of `build`.
+    keeps; None: it has its weights. The loss in parts is left to the caller: `chunk_loss` refers to
+    the head, which not every rank keeps. The arguments are those of `build`.
 
     Raises:
         ConfigError, CausalLmError: as `build`.
@@ -237,8 +241,6 @@ def whole_model(
     else:
         config = _config(hf.folder)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if terms is not None:
-        chunk_loss(model, **asdict(terms))
     return CausalLm.of(model.train(), chunked=terms is not None), weights
 
 

@@ -4,7 +4,7 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from offloadtrain.data.batches import Batch
 from offloadtrain.engine.pipeline import pipeline
 from offloadtrain.engine.pipeline_steps import Pipeline
 from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms, Transformer
@@ -179,6 +180,8 @@ def _of_transformers(
     made = _pipeline(lm.module, config, mesh, device, **more)
     if weights is not None:
         weights.close(partly=True)
+    if terms is not None and held[-1].is_last:
+        chunk_loss(made.optimizers[-1].model, **asdict(terms))
     return PipelinedCausalLm(made, held, *sizes, loss, lm.chunked)
 
 

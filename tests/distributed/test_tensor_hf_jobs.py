@@ -3,6 +3,7 @@ one process, checkpoints of any mesh."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,24 @@ def test_each_part_holds_what_was_planned(
     plan = make(described(hf_job(data, kind, **chosen)), *find("cpu2"), size)
     assert "as planned" in dry_run.check(plan)
     assert plan.ranks == size
+
+
+@pytest.mark.slow
+def test_the_plan_is_of_a_part(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its estimates are by the shape, half of whose matrices each rank has; a trace would be of the
+    whole model."""
+    write_text(tmp_path)
+    path, busy = tmp_path / "job.toml", []
+    for parts in (1, 2):
+        path.write_text(jobs.dump(hf_job(tmp_path, "Llama", **{"ranks.tensor": parts})))
+        given = ["plan", str(path), "--gpus", str(parts), "--machine", "cpu2", "--json"]
+        assert main(given) == 0
+        busy.append(json.loads(capsys.readouterr().out)["step"])
+    assert 0.0 < busy[1]["busy_s"]["compute"] < busy[0]["busy_s"]["compute"]
+    assert busy[1]["parts_bytes"] == 4 * 4 * (2 * 32 * 32 * 2) * 4  # bf16, 4 sums of 4 layers
 
 
 def divided(data: Path, kind: str) -> tuple[int, int]:  # noqa: F811

@@ -59,7 +59,9 @@ class _Nothing:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    return isinstance(getattr(type(model), "base_model_prefix", None), str)
+    """Whether it is a model of transformers, or PEFT's around one."""
+    of_class = getattr(type(model), "base_model_prefix", None)
+    return isinstance(of_class, str) or hasattr(model, "get_base_model")
 
 
 def check_decoder(model: Any, parts: Sequence[Part]) -> None:

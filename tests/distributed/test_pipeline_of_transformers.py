@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
 from offloadtrain.engine.decoder_probe import check_stages
-from offloadtrain.engine.decoder_stages import cut_stage
+from offloadtrain.engine.decoder_stages import cut_stage, is_of_transformers
 from offloadtrain.engine.stage_modules import divide
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
@@ -34,6 +34,10 @@ from tests.distributed.test_pipeline import (
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings(  # a name that PEFT uses of transformers
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -186,6 +190,11 @@ def with_forward_replaced() -> Any:
     return model
 
 
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(decoder("Llama"), peft.LoraConfig(task_type="CAUSAL_LM"))
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -195,6 +204,7 @@ def with_forward_replaced() -> Any:
         (lambda: with_base(Notes), "'model.layers.0' gets a list or dictionary"),
         (with_forward_replaced, "its forward was replaced"),
         pytest.param(lambda: decoder("OPT"), "in another order", marks=pytest.mark.slow),
+        pytest.param(lambda: adapted(), "wraps a model in adapters", marks=pytest.mark.slow),
         pytest.param(
             lambda: decoder("Mixtral", output_router_logits=True),
             "its loss balances experts",
@@ -211,6 +221,7 @@ def test_decoders_that_cannot_be_divided(model: Any, message: str) -> None:
     """Whatever happens to hidden states between layers, which stages would do twice or not at
     all."""
     made = model()
+    assert is_of_transformers(made)
     with pytest.raises(ot.PipelineError, match=message):
         check_stages(made, divide(made, 2))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,8 +122,8 @@ def cut_decoder(
         elif module is not embedding and id(module) in inside:
             stand_in = PassOn()
         model.get_submodule(path)._modules[key] = stand_in
-    if index > 0:
-        _pass_over_dropout(model.get_submodule(_list_of(parts).rpartition(".")[0]))
+    holder = model.get_submodule(_list_of(parts).rpartition(".")[0])
+    _pass_over_others(holder, is_first=index == 0, is_last=index == count - 1)
     # No method, so that a copy of the model has that of the copy.
     setattr(model, "forward", partial(_forward, model, index, count))  # noqa: B010
 
@@ -140,12 +141,15 @@ def _list_of(parts: Sequence[Part]) -> str:
     return next(part.name.rpartition(".")[0] for part in parts if part.repeated)
 
 
-def _pass_over_dropout(holder: nn.Module) -> None:
-    """The first stage has dropped what is dropped before the layers."""
+def _pass_over_others(holder: nn.Module, *, is_first: bool, is_last: bool) -> None:
+    """Pass over what has no weights and is the first or the last stage's: dropout before the
+    layers, and a norm without weights behind them; rotary embeddings have buffers."""
+    behind = False
     for key, child in list(holder.named_children()):
-        if isinstance(child, nn.ModuleList):
-            return
-        if isinstance(child, nn.Dropout):
+        behind = behind or isinstance(child, nn.ModuleList)
+        empty = next(chain(child.parameters(), child.buffers(), child.children()), None) is None
+        passes = not is_last if behind else not is_first and isinstance(child, nn.Dropout)
+        if passes and empty and not isinstance(child, StandIn):
             setattr(holder, key, PassOn())
 
 

@@ -622,7 +622,9 @@ def _configs(draw: st.DrawFn) -> Config:
         "zero_stage": st.integers(0, 3),
         "keep_whole": st.just(()) | st.tuples(_PATHS) if working == "host" else st.just(()),
         "partition_activations": st.just(False),
-        "lazy_updates": st.just(()) | st.tuples(_PATHS) if off_device else st.just(()),
+        "lazy_updates": st.just(()) | st.tuples(_PATHS)
+        if set(state_on) <= {"host", "disk"}
+        else st.just(()),
         "activation": st.just(activation),
         "recompute_blocks": again,
         "offload_saved_above": above,

@@ -83,7 +83,8 @@ def build(
     block_inputs = BlockInputs(device)
     memory_map = laid.named(blocks, block_inputs)
     program = Program(spec, ranks.rank, place.parts.rank)
-    lazy = lazy_buckets(blocks, config.lazy_updates)
+    trained = [bucket for block in blocks for bucket in block.buckets]
+    lazy = lazy_buckets(trained, config.lazy_updates)
     functions = Functions(
         blocks, lanes, ranks, rules, groups, disk, seed=config.seed, parts=place.parts, lazy=lazy
     )

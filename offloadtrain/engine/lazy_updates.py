@@ -21,7 +21,6 @@ from itertools import groupby
 
 from torch import Tensor
 
-from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.runtime import kernels
@@ -95,14 +94,14 @@ class LazyBucket:
                 kernels.cast(held[0], rounded)
 
 
-def lazy_buckets(blocks: Iterable[Block], patterns: Sequence[str]) -> dict[str, LazyBucket]:
+def lazy_buckets(buckets: Iterable[Bucket], patterns: Sequence[str]) -> dict[str, LazyBucket]:
     """Return the pieces of each bucket whose shard has a parameter that is named.
 
     Raises:
         ModelError: a stack whose matrices are no whole blocks of state.
     """
     found = {}
-    for bucket in (bucket for block in blocks for bucket in block.buckets):
+    for bucket in buckets:
         held = [slot for slot in bucket.slots if bucket.piece(slot)[0] < bucket.piece(slot)[1]]
         named = [one for one in held if any(fnmatchcase(one.name, p) for p in patterns)]
         if named:

@@ -599,8 +599,6 @@ def _configs(draw: st.DrawFn) -> Config:
     state_on = draw(_tiers(update, working))
     gradients = ("disk",) if "disk" in state_on and update == "exact" else ()
     sums_on = draw(st.sampled_from(("host", "device")))
-    tiers = {state_on} if isinstance(state_on, str) else set(state_on)
-    off_device = tiers <= {"host", "disk"}
     activation = draw(st.sampled_from(("keep", "recompute", "offload", "offload_saved")))
     above = st.integers(0, 1 << 30) if activation == "offload_saved" else st.just(1 << 20)
     recomputes = activation in ("recompute", "offload")
@@ -622,9 +620,6 @@ def _configs(draw: st.DrawFn) -> Config:
         "zero_stage": st.integers(0, 3),
         "keep_whole": st.just(()) | st.tuples(_PATHS) if working == "host" else st.just(()),
         "partition_activations": st.just(False),
-        "lazy_updates": st.just(()) | st.tuples(_PATHS)
-        if set(state_on) <= {"host", "disk"}
-        else st.just(()),
         "activation": st.just(activation),
         "recompute_blocks": again,
         "offload_saved_above": above,

@@ -87,7 +87,6 @@ class OffloadConfig:
     reduction: Literal["working", "fp32"] = "working"
     cast_inputs: bool | None = None
     keep_fp32: tuple[str, ...] = ()
-    lazy_updates: tuple[str, ...] = ()
     pin_memory: bool = True
 
     def problems(self) -> Iterator[str]:
@@ -253,12 +252,6 @@ class OffloadConfig:
             yield (
                 f"keep_whole = {list(self.keep_whole)} applies only with zero_stage = 3, "
                 "which shards modules outside of layers: leave it out"
-            )
-        if self.lazy_updates and (self.device_share or self.state_on == "auto"):
-            yield (
-                f"lazy_updates = {list(self.lazy_updates)} and state_on = {shown(self.state_on)}: "
-                "which parameters have a gradient is looked at on the host, beside its updates: "
-                "set state_on = 'host' or 'disk', or leave it out"
             )
         if self.state_on == "device":
             yield from self._contradictions_of_resident()

@@ -17,7 +17,6 @@ from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
     check_experts,
-    check_lazy,
     check_model,
     check_parts,
     check_rule,
@@ -78,7 +77,6 @@ def offload(
     param_init_fn: ParamInit | None = None,
     cast_inputs: bool | None = None,
     keep_fp32: Sequence[str] = (),
-    lazy_updates: Sequence[str] = (),
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
@@ -209,9 +207,6 @@ def offload(
             weights stay fp32. A scale near 1 moves in steps of 0.008 in bf16; where that is too
             coarse (contrastive losses), norms kept so follow their masters as under autocast, at
             the price of fp32 inputs and outputs of these norms.
-        lazy_updates: names of parameters, or shell patterns of them such as "*.experts.*", that are
-            updated only where they have a gradient: the others neither move nor decay. One of three
-            dimensions is a stack (of experts), each matrix of which is looked at by itself.
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -224,8 +219,7 @@ def offload(
     given = locals()
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
-    of_names = {"keep_fp32": keep_fp32, "keep_whole": keep_whole, "lazy_updates": lazy_updates}
-    names = {key: tuple(value) for key, value in of_names.items()}
+    names = {"keep_fp32": tuple(keep_fp32), "keep_whole": tuple(keep_whole)}
     chosen = _chosen(OffloadConfig(**options | names), config).checked()
     on = resolve_device(device, chosen.precision)
     if mesh is None:
@@ -268,7 +262,6 @@ def attach(
         check_same_options(chosen, rule, place.stages)
     if place is None or place.stages.ranks.is_single:
         warn_of_no_layers(model, chosen, ranks)
-        check_lazy(model, chosen.lazy_updates)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
         model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place, ledger

@@ -29,7 +29,6 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.lazy_updates import lazy_buckets
 from offloadtrain.engine.load_weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.engine.local_part import sharers
 from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
@@ -83,10 +82,8 @@ def build(
     block_inputs = BlockInputs(device)
     memory_map = laid.named(blocks, block_inputs)
     program = Program(spec, ranks.rank, place.parts.rank)
-    trained = [bucket for block in blocks for bucket in block.buckets]
-    lazy = lazy_buckets(trained, config.lazy_updates)
     functions = Functions(
-        blocks, lanes, ranks, rules, groups, disk, seed=config.seed, parts=place.parts, lazy=lazy
+        blocks, lanes, ranks, rules, groups, disk, seed=config.seed, parts=place.parts
     )
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)

@@ -92,11 +92,6 @@ def check_arguments(model: object, rule: object) -> None:
 def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
     """Raises ValueError for options that the rule cannot do."""
     _check_state_keeps(config.state, rule)
-    if config.lazy_updates and keeps_whole(rule):
-        raise ValueError(
-            f"lazy_updates and {type(rule).__name__}: it updates a tensor as a whole. Use an "
-            "elementwise rule, such as AdamW, or leave lazy_updates out"
-        )
     if not isinstance(rule, MatrixRule):
         return
     _check_state_keeps(config.state, rule.rest)
@@ -306,17 +301,6 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
                     f"one dtype there: name all of them, '{name}.*'"
                 )
     return kept
-
-
-def check_lazy(model: nn.Module, patterns: Iterable[str]) -> None:
-    """Raises ModelError for a pattern of `lazy_updates` that no trained parameter matches."""
-    names = [name for name, param in model.named_parameters() if param.requires_grad]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ModelError(
-                f"lazy_updates: no trained parameter is called '{pattern}'; there are "
-                f"{', '.join(names[:3])}, …"
-            )
 
 
 def warn_of_local_norm(asker: str, seen: int, ranks: Ranks) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
-from offloadtrain.engine.lazy_updates import LazyBucket
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
@@ -43,12 +42,10 @@ class Functions:
         *,
         seed: int,
         parts: Ranks = ALONE,
-        lazy: Mapping[str, LazyBucket] = {},
     ) -> None:
         """`groups`: the optimizer's own list, whose hyperparameters each launch reads anew.
         `disk`: moves state, gradients and weights between their file and host memory. `parts`: the
-        ranks that keep the other parts of block inputs. `lazy`: bucket → its pieces, where some are
-        updated only with a gradient."""
+        ranks that keep the other parts of block inputs."""
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
@@ -56,7 +53,6 @@ class Functions:
         self._lanes = lanes
         self._ranks = ranks
         self._parts = parts
-        self._lazy = lazy
         self._rules = rules
         self._groups = groups
         self._digest = 0
@@ -209,36 +205,25 @@ class Functions:
         rule, seed = self._rules[bucket.group], self.seed
         if isinstance(rule, MatrixRule):
             return self._apply(bucket, rule, group)
-        format, layout, lazy = bucket.format, bucket.layout, self._lazy.get(op.owner)
+        format, layout = bucket.format, bucket.layout
         fields, emits = len(bucket.state), not format.holds_weight
 
-        def updated(
-            state: tuple[Tensor, ...],
-            grad: Tensor,
-            working: Tensor | None,
-            layout: kernels.Layout,
-            out: tuple[Tensor, ...] | None,
-        ) -> None:
+        def adam(grad: Tensor, *rest: Tensor) -> None:
+            after = rest[-fields:]
             rule.update(
-                *(format, state, grad, working, layout),
+                format,
+                rest[:fields] if update.out_of_place else after,
+                grad,
+                rest[-fields - 1] if emits else None,
+                layout,
                 group=group,
                 step=update.step,
                 grad_scale=update.grad_scale,
                 seed=seed,
-                out=out,
+                out=after if update.out_of_place else None,
             )
 
-        def adam(grad: Tensor, *rest: Tensor) -> None:
-            after = rest[-fields:]
-            before, out = (rest[:fields], after) if update.out_of_place else (after, None)
-            working = rest[-fields - 1] if emits else None
-            if lazy is None:
-                updated(before, grad, working, layout, out)
-            else:
-                lazy.update(updated, before, grad, working, out)
-
-        captured = lazy is None and rule.calls_only_kernels(format)
-        return KernelCalls(adam) if captured else adam
+        return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
 
     def _direction(self, op: Launch) -> Operation:
         bucket, update, seed = self._buckets[op.owner], op.update, self.seed

@@ -82,7 +82,9 @@ def shards(config: Config, ranks: int) -> int:
 def of_stage(config: Config, index: int) -> Config:
     """Return the part of a job that is one stage of its pipeline: a model of fewer layers."""
     stage = Stage.of(index, config.ranks.stages, config.model.num_layers)
-    return replace(config, stage=stage, model=replace(config.model, num_layers=stage.layers))
+    hf = None if config.hf is None else config.hf.of_stage(stage)
+    model = replace(config.model, num_layers=stage.layers)
+    return replace(config, stage=stage, model=model, hf=hf)
 
 
 def held_stages(ranks: RanksConfig, place: int, layers: int) -> tuple[Stage, ...]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
 from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.ranks_options import Stage
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of config.json that say nothing of the model."""
@@ -57,6 +58,7 @@ class ParamShape:
         fp32: the model itself keeps it in fp32, whatever the precision.
         expert_parts: ranks each of which holds another tensor like it: those of one share its
             state.
+        divided: the dimension that the parts of tensor parallel divide; None: each holds it whole.
     """
 
     name: str
@@ -65,6 +67,15 @@ class ParamShape:
     hidden: bool = False
     fp32: bool = False
     expert_parts: int = 1
+    divided: int | None = None
+
+    def of_part(self, parts: int) -> ParamShape:
+        """Return what one of so many parts holds of it."""
+        if self.divided is None:
+            return self
+        sizes = list(self.sizes)
+        sizes[self.divided] //= parts
+        return replace(self, sizes=tuple(sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,7 @@ class HfModel:
         lora: train adapters beside the frozen model, not the model.
         identity: hash of what config.json says of the model.
         parts: every parameter; None until `integrations/hf_job.py` has looked.
+        tensors_before: of a stage of a pipeline, the parameters of earlier ones.
     """
 
     hf: str
@@ -95,11 +107,23 @@ class HfModel:
     lora: Lora | None = None
     identity: str = ""
     parts: tuple[PartShape, ...] | None = None
+    tensors_before: int = 0
 
     @property
     def folder(self) -> Path:
         """Raises FileNotFoundError: neither a folder nor a name in the cache."""
         return find_folder(self.hf)
+
+    def of_stage(self, stage: Stage) -> HfModel:
+        """Return the part of it that is a stage of a pipeline, as `engine.stage_modules.divide`
+        divides the module."""
+        if self.parts is None:
+            return self
+        layers = [number for number, part in enumerate(self.parts) if part.repeated]
+        bounds = [0, *layers[1:], len(self.parts)]
+        first, end = bounds[stage.first_layer], bounds[stage.first_layer + stage.layers]
+        before = sum(len(part.params) for part in self.parts[:first])
+        return replace(self, parts=self.parts[first:end], tensors_before=before)
 
 
 def find_folder(name: str) -> Path:

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from offloadtrain.config import (
     command_hooks,
     data_options,
+    hf_section,
     optim_options,
     ranks_options,
     rules,
@@ -347,13 +348,23 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
     """Yield a sentence for each rule of the table [ranks] that other keys break."""
     table, model, offload, rule = config.ranks, config.model, config.offload, config.optim.name
     own, samples = config.hf is None, config.train.sample_tokens > 0
-    yield from ranks_options.contradictions(table, model, is_own=own, samples=samples)
+    adapters = config.hf is not None and config.hf.lora is not None
+    yield from ranks_options.contradictions(
+        table, model, is_own=own, samples=samples, adapters=adapters
+    )
+    if not own:
+        yield from hf_section.contradictions(table, offload)
     yield from ranks_options.interleaved_contradictions(table, offload)
     yield from ranks_options.unflushed_contradictions(
         table, offload, rule=rule, on_spike=config.train.on_spike
     )
     yield from ranks_options.tensor_contradictions(
-        table, model, is_own=own, samples=samples, state=offload.state, rule=rule
+        *(table, model),
+        is_own=own,
+        samples=samples,
+        state=offload.state,
+        rule=rule,
+        adapters=adapters,
     )
     yield from ranks_options.expert_contradictions(
         table, model, offload, is_own=own, samples=samples, rule=rule

@@ -116,20 +116,20 @@ def kept_without_flush(stage: int, stages: int) -> tuple[int, int]:
 
 
 def contradictions(
-    ranks: RanksConfig, model: ModelShape, *, is_own: bool, samples: bool
+    ranks: RanksConfig, model: ModelShape, *, is_own: bool, samples: bool, adapters: bool = False
 ) -> Iterator[str]:
     """Yield a sentence for each thing that a pipeline cannot do.
 
     Args:
         is_own: the model is our transformer.
+        adapters: beside a frozen model of transformers are trained.
         samples: text is generated at the end.
     """
     if ranks.pipeline == 1:
         return
     asked = f"ranks.pipeline = {ranks.pipeline}"
-    if not is_own:
-        yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
-        return
+    if adapters:
+        yield f"{asked} and model.lora: a pipeline divides no adapters. Leave one of them out"
     if (ranks.schedule == INTERLEAVED) != (ranks.stages_per_rank > 1):
         yield (
             f"ranks.schedule = {ranks.schedule!r} and ranks.stages_per_rank = "
@@ -144,7 +144,8 @@ def contradictions(
             f"layers; set it to at most {max(model.num_layers // (2 * each), 1)}"
         )
     if model.tie_embeddings:
-        yield f"{asked} would divide tied embeddings: set model.tie_embeddings = false"
+        key = "model.tie_embeddings" if is_own else "in its config.json tie_word_embeddings"
+        yield f"{asked} would divide tied embeddings: set {key} = false"
     if model.num_experts and model.router_aux_loss_coef:
         yield (
             f"{asked} passes on no load-balancing loss of experts (model.num_experts = "
@@ -232,11 +233,13 @@ def tensor_contradictions(
     samples: bool,
     state: str,
     rule: str,
+    adapters: bool = False,
 ) -> Iterator[str]:
     """Yield a sentence for each thing that tensor parallel cannot do.
 
     Args:
         is_own: the model is our transformer.
+        adapters: beside a frozen model of transformers are trained.
         samples: text is generated at the end.
         state: format of the optimizer's state.
         rule: name of the update rule.
@@ -244,9 +247,8 @@ def tensor_contradictions(
     if ranks.tensor <= 1:
         return
     asked = f"ranks.tensor = {ranks.tensor}"
-    if not is_own:
-        yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
-        return
+    if adapters:
+        yield f"{asked} and model.lora: the parts of matrices divide no adapters. Leave one out"
     if ranks.pipeline > 1:
         yield (
             f"{asked} and ranks.pipeline = {ranks.pipeline}: a stage holds whole matrices. Set one "
@@ -257,7 +259,7 @@ def tensor_contradictions(
             f"{asked} divides no experts (model.num_experts = {model.num_experts}): set "
             "ranks.tensor = 1"
         )
-    yield from _undivided(ranks, model)
+    yield from _undivided(ranks, model, is_own=is_own)
     if state not in ("fp32", "split16"):
         yield (
             f"{asked} and offload.state = {state!r}: its scales stand for blocks of elements in "
@@ -276,7 +278,7 @@ def tensor_contradictions(
         )
 
 
-def _undivided(ranks: RanksConfig, model: ModelShape) -> Iterator[str]:
+def _undivided(ranks: RanksConfig, model: ModelShape, *, is_own: bool) -> Iterator[str]:
     """Yield what the parts do not divide: each holds whole heads, and as many as the others."""
     counts = {
         "model.num_heads": model.num_heads,
@@ -285,10 +287,10 @@ def _undivided(ranks: RanksConfig, model: ModelShape) -> Iterator[str]:
     }
     for key, count in counts.items():
         if count % ranks.tensor:
+            other = f", or {key} to a multiple" if is_own else ""  # config.json has it otherwise
             yield (
                 f"ranks.tensor = {ranks.tensor} does not divide {key} = {count}: each part holds "
-                f"as many as the others. Set ranks.tensor to a divisor of it, or {key} to a "
-                "multiple"
+                f"as many as the others. Set ranks.tensor to a divisor of it{other}"
             )
 
 

@@ -16,6 +16,8 @@ from offloadtrain.engine.agreement import check_alike
 from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks import check_arguments
 from offloadtrain.engine.compute_device import resolve_device
+from offloadtrain.engine.decoder_probe import check_stages
+from offloadtrain.engine.decoder_stages import check_dtype, cut_stage, is_of_transformers
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.pipeline_steps import Pipeline, UnflushedPipeline
@@ -23,13 +25,12 @@ from offloadtrain.engine.stage_modules import (
     InitInOrder,
     PipelineError,
     check_alone,
-    cut,
     divide,
     output_of,
 )
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime.arena import Ledger
-from offloadtrain.runtime.dtypes import name_of
+from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn
 from offloadtrain.runtime.process_group import Ranks
@@ -49,13 +50,16 @@ def pipeline(
     device: str | torch.device = "auto",
     config: OffloadConfig | None = None,
     param_init_fn: ParamInit | None = None,
+    init_in_order: bool = True,
     **options: Any,
 ) -> Pipeline:
     """Cut a model into the stages of a pipeline, and offload this process's.
 
     Afterwards the model holds this process's stage only (its last one): modules of other stages are
     None, and missing from lists of layers. Its forward must pass its first argument on where they
-    are None; a `Sequential` does. Each stage gets as many layers as any other, the first one also
+    are None; a `Sequential` does. Causal language models of transformers need not: see [Note:
+    Stages of a decoder] in `decoder_stages`; their last stage returns logits, or the loss where
+    `run` gets `labels=`. Each stage gets as many layers as any other, the first one also
     what is registered before the layers, the last one what is registered behind them.
 
     A step has the bits of one process with the same microbatches: gradients are summed microbatch
@@ -74,6 +78,9 @@ def pipeline(
         schedule: "gpipe": all forwards, then all backwards; "1f1b": fewer microbatches in flight
             (PipeDream-Flush); "interleaved": 1F1B over `stages_per_rank` stages in each process,
             which makes the bubble shorter; "2bw": no flush between steps, see below.
+        init_in_order: `param_init_fn` may draw from one generator, so that it is called for the
+            modules of other stages, too, each of which is then dropped. False: what it fills
+            depends on nothing before it, and it is called for this stage's only.
         config, options: as in `offload`, all but `process_group`, `mesh` and `grad_accum_steps`.
 
     With `schedule="2bw"` (PipeDream-2BW) the next step's forwards follow the last one's without a
@@ -99,8 +106,11 @@ def pipeline(
         raise PipelineError("mesh has the axes 'pp' and 'tp': a stage holds whole parameters")
     inputs = example if isinstance(example, tuple) else (example,)
     _check_same(axes.stages, model, inputs, schedule, microbatches, stages_per_rank)
+    in_order = None
+    if param_init_fn is not None and init_in_order:
+        in_order = InitInOrder(model, param_init_fn)
     numbers = {param: number for number, param in enumerate(model.parameters())}
-    modules, in_order = _own_stages(model, axes, stages_per_rank, chosen, param_init_fn)
+    modules = _own_stages(model, axes, stages_per_rank, chosen)
     shapes = _shapes(modules, axes.stages, inputs, chosen)
     stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
     groups = None if params is None else list(params)
@@ -112,7 +122,10 @@ def pipeline(
         if schedule == NO_FLUSH:
             place = _kept_twice(place)
         optimizers.append(
-            attach(module, rule, own, chosen, on, axes.replicas, in_order, place, ledger)
+            attach(
+                *(module, rule, own, chosen, on, axes.replicas, in_order or param_init_fn),
+                *(place, ledger),
+            )
         )
     kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline
     return kind(optimizers, axes, shapes, schedule, microbatches, stages, loss_fn or _output)
@@ -204,22 +217,20 @@ def _own_stages(
     axes: Mesh,
     per_rank: int,
     config: OffloadConfig,
-    param_init_fn: ParamInit | None,
-) -> tuple[list[nn.Module], InitInOrder | None]:
+) -> list[nn.Module]:
     """Cut this process's stages out of the model; all but the last one are copies that share its
     parameters."""
     count = axes.stages.size * per_rank
     of_stages = divide(model, count)
     check_alone(of_stages, config, axes.replicas.size)
-    names = [[part.name for part in parts] for parts in of_stages]
-    every = [name for own in names for name in own]
-    in_order = None if param_init_fn is None else InitInOrder(model, param_init_fn)
+    if is_of_transformers(model):
+        check_stages(model, of_stages)
     shared = {id(param): param for param in model.parameters()}
     found = [copy.deepcopy(model, dict(shared)) for _ in range(per_rank - 1)] + [model]
-    own_names = names[axes.stages.rank :: axes.stages.size]
-    for module, own in zip(found, own_names, strict=True):
-        cut(module, own, every)
-    return found, in_order
+    indices = range(axes.stages.rank, count, axes.stages.size)
+    for module, index in zip(found, indices, strict=True):
+        cut_stage(module, of_stages, index)
+    return found
 
 
 def _shapes(
@@ -236,7 +247,7 @@ def _shapes(
         described: list[Any] = []
         if own:
             try:
-                described = _described(output_of(modules[index // stages.size], found[-1], config))
+                described = _described(_output_of(modules[index // stages.size], found[-1], config))
             except PipelineError as error:
                 told = str(error)
         # Each stage waits here for the shapes that the one before it makes.
@@ -245,6 +256,16 @@ def _shapes(
             raise PipelineError(f"stage {index}: {told}")
         found.append(_on_meta(described))
     return [*found, (torch.empty((), device="meta"),)]
+
+
+def _output_of(
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig
+) -> tuple[Tensor, ...]:
+    of_transformers = is_of_transformers(stage)
+    found = output_of(stage, inputs, config, faked=of_transformers)
+    if of_transformers:
+        check_dtype(stage, found, PRECISIONS[config.precision])
+    return found
 
 
 def _described(tensors: Sequence[Tensor]) -> list[Any]:

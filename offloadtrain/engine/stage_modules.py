@@ -3,17 +3,20 @@
 Layers of lists are divided evenly, in order. What is registered before the first layer (embeddings)
 belongs to the first stage, what is registered behind the last one (final norm, head) to the last.
 The modules of other stages are None, and missing from lists, so names stay those of the whole
-model. Its forward passes over what is None; that of a `Sequential` does so by itself.
+model. Its forward passes over what is None; that of a `Sequential` does so by itself. Decoders of
+transformers are cut in `decoder_stages`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
@@ -27,6 +30,15 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 
 class PipelineError(OffloadTrainError):
     """A model that cannot be cut into stages, or a schedule that cannot run it."""
+
+
+class StandIn(nn.Module):
+    """In the place of another stage's module, where the model's forward calls one."""
+
+
+def is_stage(model: nn.Module) -> bool:
+    """Whether it is a stage of a model that has stand-ins for the others' modules."""
+    return any(isinstance(module, StandIn) for module in model.modules())
 
 
 def divide(model: nn.Module, stages: int) -> list[list[Part]]:
@@ -71,8 +83,9 @@ def _check_tied(stages: Sequence[Sequence[Part]]) -> None:
             if stage != number:
                 raise PipelineError(
                     f"'{other}' and '{name}' are one tied parameter, and would be in stages "
-                    f"{stage} and {number}: untie them (model.tie_embeddings = false), since each "
-                    "stage updates its own parameters"
+                    f"{stage} and {number}: untie them (model.tie_embeddings = false; of "
+                    "transformers tie_word_embeddings of its config.json), since each stage "
+                    "updates its own parameters"
                 )
 
 
@@ -118,11 +131,14 @@ class InitInOrder:
 
     def follow(self, stage: nn.Module) -> None:
         """The next modules to fill are this stage's; stages are followed in order."""
-        self._own = {module: name for name, module in stage.named_modules()}
+        named = stage.named_modules()
+        self._own = {one: name for name, one in named if not isinstance(one, StandIn)}
 
     def __call__(self, module: nn.Module) -> None:
         own = set(self._own.values())
-        while self._own[module] in self._left:
+        # Those with buffers only may lie behind the layers of all stages, and draw nothing.
+        has_weights = next(module.parameters(recurse=False), None) is not None
+        while has_weights and self._own[module] in self._left:
             first = next(iter(self._left))
             other = self._left.pop(first)
             if first not in own:
@@ -137,21 +153,33 @@ class InitInOrder:
 
 @torch.no_grad()
 def output_of(
-    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, *, faked: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return what a stage's forward makes, as it computes once offloaded, on the meta device.
+    """Return what a stage's forward makes, as it computes once offloaded, without any memory.
 
     Args:
         inputs: on the meta device.
+        faked: in place of meta tensors with fake ones on the host, of which forwards of
+            transformers know that they have no values to decide by.
 
     Raises:
         PipelineError: its forward fails.
     """
+    with FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext():
+        device = "cpu" if faked else "meta"
+        given = tuple(_without_values(one, device) for one in inputs)
+        return _output_of_twin(stage, given, config, device)
+
+
+def _output_of_twin(
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, device: str
+) -> tuple[Tensor, ...]:
     dtype, full = PRECISIONS[config.precision], keeps_fp32(stage, config.keep_fp32)
-    twins: dict[int, object] = {id(buffer): _on_meta(buffer) for buffer in stage.buffers()}
+    twins: dict[int, object] = {id(one): _without_values(one, device) for one in stage.buffers()}
     for param in stage.parameters():
         narrow = param.is_floating_point() and param not in full
-        twins[id(param)] = nn.Parameter(_on_meta(param, dtype if narrow else None), False)
+        twin_of = _without_values(param, device, dtype if narrow else None)
+        twins[id(param)] = nn.Parameter(twin_of, False)
     twin: nn.Module = copy.deepcopy(stage, twins)
     layers = [part.module for part in partition(twin) if part.repeated]
     attach_casts(twin, layers, dtype, cast_inputs=config.cast_inputs)
@@ -169,8 +197,10 @@ def output_of(
     return outputs
 
 
-def _on_meta(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty_like(tensor.detach(), device="meta", dtype=dtype)
+def _without_values(tensor: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    # Not `empty_like`: a fake tensor would keep a weak reference, and no such parameter is swapped.
+    kept = tensor.dtype if dtype is None else dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device=device)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:

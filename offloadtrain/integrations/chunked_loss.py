@@ -69,6 +69,8 @@ def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[...
             found = forward(*args, **kwargs)
         finally:
             pending.targets = None
+        if isinstance(found, Tensor):  # of a stage of a pipeline, which returns the loss alone
+            return found
         if isinstance(found, tuple):
             return (found[0], *found[2:])
         return type(found)(**{key: value for key, value in found.items() if key != "logits"})

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine import ModelError
 from offloadtrain.integrations.safetensors_files import SafetensorsFiles
+from offloadtrain.runtime.tensor_parts import is_distributed, keep_part
 
 _log = logging.getLogger(__name__)
 
@@ -144,23 +145,34 @@ class DeferredWeights:
             if tensor.is_meta and tensor not in known:
                 raise ModelError(f"'{name}' is on the meta device, and there are no values for it")
 
+    def follow(self) -> None:
+        """Parameters of the model were replaced by DTensors: fill these, with this rank's part."""
+        names = set(self._params.values())
+        named = self._model.named_parameters(remove_duplicate=False)
+        self._params = {param: name for name, param in named if name in names}
+
     def fill(self, module: nn.Module) -> None:
         """Give a module's own planned parameters and buffers their values; see `param_init_fn`."""
         self._fill(module, lambda tensor: True)
 
     def _fill(self, module: nn.Module, chosen: Callable[[Tensor], bool]) -> None:
-        for param in module.parameters(recurse=False):
-            if param in self._params and chosen(param):
-                param.data = self._take(self._params.pop(param)).contiguous()
+        for key, param in module.named_parameters(recurse=False):
+            if param not in self._params or not chosen(param):
+                continue
+            value = self._take(self._params.pop(param))
+            if is_distributed(param):
+                keep_part(module, key, value)
+            else:
+                param.data = value.contiguous()
         for key, buffer in list(module.named_buffers(recurse=False)):
             if (module, key) in self._buffers and chosen(buffer):
                 name = self._buffers.pop((module, key))
                 dtype = self._dtypes.get(name, buffer.dtype)
                 module._buffers[key] = self._take(name).to(dtype, copy=True)
 
-    def close(self) -> None:
-        """Raises ModelError if a planned weight was never asked for."""
-        if self._params:
+    def close(self, *, partly: bool = False) -> None:
+        """Raises ModelError if a planned weight was never asked for; `partly`: others hold some."""
+        if self._params and not partly:
             raise ModelError(f"the engine did not ask for {_some(list(self._params.values()))}")
         del self._files, self._model
 

@@ -14,11 +14,17 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine import ModelError, OffloadOptimizer, offload
+from offloadtrain.config.ranks_options import RanksConfig
+from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
+from offloadtrain.engine.decoder_probe import check_stages
+from offloadtrain.engine.stage_modules import divide
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
-from offloadtrain.integrations.pretrained import from_pretrained
+from offloadtrain.integrations.deferred import DeferredWeights
+from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
+from offloadtrain.integrations.tensor_plan import check_plan, divided_dims
+from offloadtrain.integrations.tensor_plan import divide as divide_matrices
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.mesh import Mesh
@@ -26,17 +32,41 @@ from offloadtrain.sizing.parts import parts_of_module
 from offloadtrain.sizing.tracer import Tracer
 
 AUTO_CLASS = "AutoModelForCausalLM"
+RANKS = RanksConfig()
 
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
-def described(hf: HfModel) -> HfModel:
+def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfModel:
     """Return the model with its parts, from its class on the meta device.
 
+    Args:
+        ranks: how the model is divided among them.
+        layers: of the model, by its config.json.
+
     Raises:
-        ConfigError: transformers is not installed, or has no causal language model of this kind.
+        ConfigError: transformers is not installed, or has no causal language model of this kind, or
+            it cannot be divided so.
     """
-    return replace(hf, parts=parts_of_module(described_model(hf)))
+    model = described_model(hf)
+    dims: dict[str, int] = {}
+    if ranks.tensor > 1:
+        check_plan(model, ranks.tensor)
+        dims = divided_dims(model)
+    found = replace(hf, parts=parts_of_module(model, dims))
+    if ranks.stages > 1:
+        _check_stages(model, found, ranks.stages, layers)
+    return found
+
+
+def _check_stages(model: Any, hf: HfModel, stages: int, layers: int) -> None:
+    asked = f"ranks.pipeline with model.hf = {hf.hf!r}"
+    try:
+        check_stages(model, divide(model, stages))
+    except PipelineError as error:
+        raise ConfigError(f"{asked}: {error}") from None
+    if (found := sum(part.repeated for part in hf.parts or ())) != layers:
+        raise ConfigError(f"{asked}: its config.json has {layers} layers, and its list {found}")
 
 
 def described_model(hf: HfModel) -> Any:
@@ -157,6 +187,13 @@ def build(
     """
     import transformers
 
+    if mesh is not None and mesh.tensor is not None:
+        lm, weights = whole_model(hf, seed=seed, terms=terms, isolated=isolated)
+        divide_matrices(lm.module, mesh.tensor)
+        optimizer = _offload_part(lm.module, weights, rule, groups, config, device, mesh)
+        if terms is not None:
+            chunk_loss(lm.module, **asdict(terms))
+        return lm, optimizer
     _check_can(hf, chunked=terms is not None, isolated=isolated)
     torch.manual_seed(seed)
     keys = None if hf.lora is None else lora_keys(hf.lora)
@@ -182,6 +219,47 @@ def build(
         chunk_loss(model, **asdict(terms))
     model.train()
     return CausalLm.of(model, chunked=terms is not None), optimizer
+
+
+def whole_model(
+    hf: HfModel, *, seed: int, terms: LossTerms | None, isolated: bool
+) -> tuple[CausalLm, DeferredWeights | None]:
+    """Return the whole model, to be divided among ranks, and what fills the modules that a rank
+    keeps; None: it has its weights. The loss in parts is left to the caller: `chunk_loss` refers to
+    the head, which not every rank keeps. The arguments are those of `build`.
+
+    Raises:
+        ConfigError, CausalLmError: as `build`.
+    """
+    import transformers
+
+    _check_can(hf, chunked=terms is not None, isolated=isolated)
+    torch.manual_seed(seed)
+    weights: DeferredWeights | None = None
+    if hf.init == "weights":
+        model, weights = deferred_model(hf.folder, AUTO_CLASS)
+    else:
+        config = _config(hf.folder)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return CausalLm.of(model.train(), chunked=terms is not None), weights
+
+
+def _offload_part(
+    model: Any,
+    weights: DeferredWeights | None,
+    rule: AnyRule,
+    groups: Groups,
+    config: OffloadConfig,
+    device: torch.device,
+    mesh: Mesh,
+) -> OffloadOptimizer:
+    given: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
+    if weights is None:
+        return offload(model, rule, mesh=mesh, **given)
+    weights.follow()
+    optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **given)
+    weights.close()
+    return optimizer
 
 
 def _check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:

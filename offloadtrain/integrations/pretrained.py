@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
+from offloadtrain.engine.stage_modules import is_stage
 from offloadtrain.integrations.adapters import (
     attach,
     bare,
@@ -90,8 +91,7 @@ def from_pretrained(
     """
     keywords = _checked(model_kwargs or {}) | {"trust_remote_code": trust_remote_code}
     name, adapters = str(name_or_folder), None if lora is None else lora_config(lora)
-    loader = _loader(name, auto_class, keywords)
-    load = partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
+    load = _load_of(name, auto_class, keywords)
     if adapters is None or not reads_base(adapters):
         model, weights = _deferred(name, load, DeferredWeights())
     else:
@@ -106,6 +106,21 @@ def from_pretrained(
     optimizer = offload(model, rule, param_init_fn=weights.fill, **options)
     weights.close()
     return model, optimizer
+
+
+def deferred_model(
+    folder: Path, auto_class: str | type | None = None
+) -> tuple[Any, DeferredWeights | None]:
+    """Return a model whose weights are read as they are asked for, by `fill` of what comes with it;
+    None: it was loaded whole."""
+    return _deferred(str(folder), _load_of(str(folder), auto_class, {}), DeferredWeights())
+
+
+def _load_of(
+    name: str, auto_class: str | type | None, keywords: Mapping[str, Any]
+) -> Callable[..., Any]:
+    loader = _loader(name, auto_class, keywords)
+    return partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
 
 
 def _deferred(
@@ -162,6 +177,11 @@ def save_pretrained(
         raise ModelError(
             f"{type(base).__name__} is no model of transformers: save dict(master_weights()) with "
             "safetensors.torch.save_file"
+        )
+    if is_stage(base):
+        raise ModelError(
+            f"this {type(base).__name__} holds a stage of the model: put master_weights() of all "
+            "stages together, or train as a job ([ranks] pipeline) and use offloadtrain export"
         )
     only_adapters = is_peft(model) and not merge
     as_dtype = _dtype_of(dtype or ("fp32" if only_adapters else "bf16"))

@@ -7,7 +7,7 @@ as the engine partitions and pads them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from math import prod
@@ -91,13 +91,20 @@ def parts_of(config: Config) -> tuple[PartShape, ...]:
     if config.hf is None:
         return _parts_of_shape(config.rank_shape, config.stage)
     assert config.hf.parts is not None, "integrations.hf_job.described comes first"
-    return config.hf.parts
+    if (parts := config.ranks.tensor) == 1:
+        return config.hf.parts
+    return tuple(
+        replace(one, params=tuple(param.of_part(parts) for param in one.params))
+        for one in config.hf.parts
+    )
 
 
 def num_tensors(config: Config) -> int:
     """Return the number of parameter tensors; a tied one counts once. Of a stage of a pipeline
     those of earlier stages count, too: norms have their place in the whole model."""
     own = sum(len(part.params) for part in parts_of(config))
+    if config.hf is not None:
+        return config.hf.tensors_before + own
     if config.stage is None or config.stage.is_first:
         return own
     tables = 2 if config.model.positions == "learned" else 1

@@ -203,8 +203,9 @@ class Plan:
     def built_bytes(self) -> int:
         """fp32 weights of the largest part of the model created at once, and a flat copy of its
         largest tensor. Of a model of transformers with random weights, all of it is created at
-        once, by transformers."""
-        if (hf := self.placed.config.hf) is not None:
+        once, by transformers, on the ranks of every stage."""
+        is_random = self.job.hf is not None and self.job.hf.init == "random"
+        if (hf := self.job.hf if is_random else self.placed.config.hf) is not None:
             params = [sum(prod(p.sizes) for p in part.params) for part in hf.parts or ()]
             tensors = (prod(param.sizes) for part in hf.parts or () for param in part.params)
             return 4 * (sum(params) if hf.init == "random" else max(params)) + 4 * max(tensors)
@@ -219,7 +220,8 @@ class Plan:
         spec, part = self.placed.spec, self.placed.config
         blocks = spec.blocks
         if part.stage is not None:  # those of every stage
-            blocks = blocks_of(replace(part, stage=None, model=self.job.model), spec.ranks)
+            whole = replace(part, stage=None, model=self.job.model, hf=self.job.hf)
+            blocks = blocks_of(whole, spec.ranks)
         layers = tuple(block for block in blocks if block.repeated)
         blocks += layers * (self.job.ranks.tensor - 1)
         ranks = self.placed.spec.ranks

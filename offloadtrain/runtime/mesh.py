@@ -108,7 +108,11 @@ class Mesh:
 
 
 def divide_linears(
-    module: nn.Module, mesh: DeviceMesh, by_rows: Sequence[str], by_columns: Sequence[str]
+    module: nn.Module,
+    mesh: DeviceMesh,
+    by_rows: Sequence[str],
+    by_columns: Sequence[str],
+    per_head: Sequence[str] = (),
 ) -> None:
     """Make the weights of linear layers DTensors along a mesh of one axis; each rank takes its part
     of what it has, and sends nothing.
@@ -116,17 +120,22 @@ def divide_linears(
     Args:
         by_rows: names of those whose outputs are divided.
         by_columns: of those whose inputs are; their outputs are sums over the parts.
+        per_head: of norms over the last dimension whose inputs are divided along another: the
+            gradients of their weights are sums over the parts.
     """
     # Takes a second to import, which others do not need.
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         ParallelStyle,
         RowwiseParallel,
+        SequenceParallel,
         parallelize_module,
     )
 
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_rows}
     plan |= {name: RowwiseParallel() for name in by_columns}
+    # Which dimension it takes for the divided one does not matter: the norm is over the last.
+    plan |= {name: SequenceParallel(use_local_output=True) for name in per_head}
     parallelize_module(module, mesh, plan, src_data_rank=None)
 
 

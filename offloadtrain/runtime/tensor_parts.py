@@ -155,3 +155,14 @@ def kept_by_columns(module: nn.Linear) -> None:
         stride=(1, rows),
     )
     module.weight = nn.Parameter(made, weight.requires_grad)
+
+
+def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:
+    """Fill a weight of a module with this rank's part of a whole one, on the host."""
+    weight: Any = getattr(module, name)
+    if not is_distributed(weight):
+        weight.copy_(whole)
+        return
+    share = share_of(name, weight, getattr(module, FUSED_ROWS, ()))
+    held: Tensor = weight._local_tensor
+    held.as_strided((held.numel(),), (1,)).copy_(share.of(whole))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from offloadtrain.config.hf_model import ParamShape, PartShape
@@ -10,9 +12,16 @@ from offloadtrain.engine.param_groups import hidden_matrices
 from offloadtrain.engine.partition import partition
 
 
-def parts_of_module(model: nn.Module) -> tuple[PartShape, ...]:
+def parts_of_module(
+    model: nn.Module, divided: Mapping[str, int] | None = None
+) -> tuple[PartShape, ...]:
     """Return the parts of a model, also on the meta device; a parameter in the first that refers to
-    it."""
+    it.
+
+    Args:
+        divided: name of a parameter → the dimension that parts of it divide.
+    """
+    dims = divided or {}
     found: list[PartShape] = []
     seen: set[nn.Parameter] = set()
     hidden, kept = hidden_matrices(model), keeps_fp32(model)
@@ -20,7 +29,10 @@ def parts_of_module(model: nn.Module) -> tuple[PartShape, ...]:
         own = [(name, param) for name, param in part.parameters if param not in seen]
         seen.update(param for _, param in own)
         params = (
-            ParamShape(name, tuple(p.shape), p.requires_grad, p in hidden, p in kept)
+            ParamShape(
+                *(name, tuple(p.shape), p.requires_grad, p in hidden, p in kept),
+                divided=dims.get(name),
+            )
             for name, p in own
         )
         found.append(PartShape(part.name or "root", tuple(params), part.repeated, part.leaf))

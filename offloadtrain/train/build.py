@@ -28,9 +28,10 @@ from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+from offloadtrain.runtime.tensor_parts import keep_part
 from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.resume import ResumedSettings
-from offloadtrain.train.tensor_parallel import divide_matrices, keep_part
+from offloadtrain.train.tensor_parallel import divide_matrices
 from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
 from offloadtrain.train.torch_setup import set_up_torch
 from offloadtrain.train.update_rules import decay_groups, update_rule
@@ -173,11 +174,12 @@ def described(job: Config) -> Config:
     for.
 
     Raises:
-        ConfigError: transformers is not installed, or does not know the model.
+        ConfigError: transformers is not installed, or does not know the model, or the stages of
+            [ranks] cannot divide it.
     """
     if job.hf is None:
         return job
-    return replace(job, hf=hf_job.described(job.hf))
+    return replace(job, hf=hf_job.described(job.hf, job.ranks, job.model.num_layers))
 
 
 def _offloaded(
@@ -191,6 +193,12 @@ def _offloaded(
     train, terms = config.train, None
     if train.chunked_loss:
         terms = LossTerms(train.label_smoothing, train.z_loss)
+    if config.stage is not None:
+        # torch's schedules take seconds to import, which other jobs do not need.
+        from offloadtrain.train import pipelined
+
+        stage = pipelined.offload_stage(config, shape, terms, mesh, device)
+        return stage, stage.pipeline.optimizer, stage
     if config.hf is not None:
         found, optimizer = hf_job.build(
             config.hf,
@@ -211,14 +219,7 @@ def _offloaded(
         divide_matrices(model, mesh.tensor)
     if mesh.experts is not None:
         expert_parallel(model, mesh.experts)
-    if config.stage is None:
-        return OwnModel(model), offload_job(model, config, device, mesh), None
-    # torch's schedules take seconds to import, which other jobs do not need.
-    from offloadtrain.train.pipelined import offload_stage
-
-    groups = decay_groups(model, config)
-    stage = offload_stage(model, update_rule(config), groups, config, mesh, device)
-    return stage, stage.pipeline.optimizer, stage
+    return OwnModel(model), offload_job(model, config, device, mesh), None
 
 
 def empty_model(config: Config) -> torch.nn.Module:

@@ -18,9 +18,11 @@ import torch
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
+from offloadtrain.engine.decoder_stages import cut_stage
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
-from offloadtrain.engine.stage_modules import cut, divide
+from offloadtrain.engine.stage_modules import divide
+from offloadtrain.integrations import tensor_plan
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
 from offloadtrain.plan.placement import Placement
@@ -121,14 +123,15 @@ def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
     """Return a stage of the model, or all of it, on the meta device, and its first parameter's
     number."""
     model = empty_model(plan.job)
-    if plan.job.hf is None:
+    if plan.job.hf is not None:
+        tensor_plan.narrowed(model, plan.job.ranks.tensor)
+    else:
         narrowed(cast(Transformer, model), plan.job.ranks.tensor)
         with_fewer_experts(cast(Transformer, model), plan.job.ranks.expert)
     if stage is None:
         return model, 0
-    names = [[part.name for part in parts] for parts in divide(model, stage.count)]
     numbers = {param: number for number, param in enumerate(model.parameters())}
-    cut(model, names[stage.index], [name for own in names for name in own])
+    cut_stage(model, divide(model, stage.count), stage.index)
     return model, min(numbers[param] for param in model.parameters())
 
 

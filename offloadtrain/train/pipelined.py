@@ -4,7 +4,7 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from offloadtrain.config.batch_split import held_stages
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.ranks_options import Stage, names_of
 from offloadtrain.data.batches import Batch
 from offloadtrain.engine.pipeline import pipeline
 from offloadtrain.engine.pipeline_steps import Pipeline
+from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.model.language_model import Sampling
-from offloadtrain.model.transformer import Transformer
-from offloadtrain.optim import AnyRule
+from offloadtrain.model.loss import cross_entropy
+from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.runtime.mesh import Mesh
+from offloadtrain.train.update_rules import decay_groups, update_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,8 @@ class PipelinedModel:
         """
         columns = zip(*batches, strict=True)
         tokens_BT, targets_BT, positions_BT = (_joined(column) for column in columns)
-        assert tokens_BT is not None
-        more = self._more(targets_BT, positions_BT, divisor)
+        assert tokens_BT is not None and targets_BT is not None
+        more = self._more(targets_BT, positions_BT, divisor, len(batches))
         return self.pipeline.run(tokens_BT, divide=divisor is None, **more)
 
     def loss(
@@ -58,11 +62,16 @@ class PipelinedModel:
         divisor: float | None = None,
     ) -> Tensor:
         """Return the loss without gradients, on every stage; see `LanguageModel.loss`."""
-        more = self._more(targets_BT, positions_BT, divisor)
-        return self.pipeline.evaluate(tokens_BT, **more)
+        with torch.no_grad():
+            more = self._more(targets_BT, positions_BT, divisor, 1)
+            return self.pipeline.evaluate(tokens_BT, **more)
 
     def _more(
-        self, targets_BT: Tensor | None, positions_BT: Tensor | None, divisor: float | None
+        self,
+        targets_BT: Tensor,
+        positions_BT: Tensor | None,
+        divisor: float | None,
+        microbatches: int,
     ) -> dict[str, Any]:
         """Return what the forward of every stage here gets besides its first argument; without a
         head it makes no loss of the targets."""
@@ -79,38 +88,117 @@ class PipelinedModel:
         )
 
 
+@dataclass(slots=True)
+class _CausalLoss:
+    """The loss of the last stage of a model of transformers, as `CausalLm.loss` makes it.
+
+    Attributes:
+        divisor: of the batch that runs, see `losses.loss_divisor`.
+    """
+
+    divisor: float | None = None
+
+    def __call__(self, output: Tensor, targets_BT: Tensor) -> Tensor:
+        if output.ndim == 0:  # made by the model, in parts
+            return output
+        return cross_entropy(output.flatten(0, 1), targets_BT.flatten(), self.divisor)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinedCausalLm(PipelinedModel):
+    """The same for a model of transformers.
+
+    Attributes:
+        chunked: in training it computes its loss itself, in parts.
+    """
+
+    of_logits: _CausalLoss
+    chunked: bool
+
+    def _more(
+        self,
+        targets_BT: Tensor,
+        positions_BT: Tensor | None,
+        divisor: float | None,
+        microbatches: int,
+    ) -> dict[str, Any]:
+        more: dict[str, Any] = {} if positions_BT is None else {"position_ids": positions_BT}
+        if not self.stages[-1].is_last:
+            return more
+        if self.chunked and torch.is_grad_enabled():
+            count = targets_BT.numel() // microbatches if divisor is None else divisor
+            more |= {"labels": targets_BT, "shift_labels": targets_BT}
+            return more | {"num_items_in_batch": count}
+        self.of_logits.divisor = divisor
+        return more | {"target": targets_BT}
+
+
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     whole = [part for part in parts if part is not None]
     return torch.cat(whole) if whole else None
 
 
 def offload_stage(
-    model: Transformer,
-    rule: AnyRule,
-    groups: Sequence[dict[str, Any]],
-    config: Config,
-    mesh: Mesh,
-    device: torch.device,
+    config: Config, shape: ModelShape, terms: LossTerms | None, mesh: Mesh, device: torch.device
 ) -> PipelinedModel:
-    """Offload this rank's stages of a model on the meta device.
+    """Build the job's model without memory, as far as that can be, and offload this rank's stages.
 
     Args:
         config: the rank's part of the job; its `stage` is the first of them.
+        shape: of the whole model.
+        terms: those of a loss in parts; None: whole logits.
     """
     assert config.stage is not None
+    held = held_stages(config.ranks, config.stage.index, shape.num_layers)
+    if config.hf is not None:
+        return _of_transformers(config, held, terms, mesh, device)
+    with torch.device("meta"):
+        model = Transformer(shape)
+    model.chunked_loss = terms
+    init = model.initializer(config.train.seed)
+    made = _pipeline(model, config, mesh, device, param_init_fn=init)
+    return PipelinedModel(made, held, shape.max_seq_len, shape.vocab_size)
+
+
+def _of_transformers(
+    config: Config,
+    held: Sequence[Stage],
+    terms: LossTerms | None,
+    mesh: Mesh,
+    device: torch.device,
+) -> PipelinedCausalLm:
+    assert config.hf is not None
+    isolated = config.data.packing == "isolated"
+    lm, weights = hf_job.whole_model(
+        config.hf, seed=config.train.seed, terms=terms, isolated=isolated
+    )
+    sizes, loss = (lm.max_seq_len, lm.vocab_size), _CausalLoss()
+    more: dict[str, Any] = {"loss_fn": loss}
+    if weights is not None:
+        # Weights of other stages are not read.
+        more |= {"param_init_fn": weights.fill, "init_in_order": False}
+    made = _pipeline(lm.module, config, mesh, device, **more)
+    if weights is not None:
+        weights.close(partly=True)
+    if terms is not None and held[-1].is_last:
+        chunk_loss(made.optimizers[-1].model, **asdict(terms))
+    return PipelinedCausalLm(made, held, *sizes, loss, lm.chunked)
+
+
+def _pipeline(
+    model: nn.Module, config: Config, mesh: Mesh, device: torch.device, **more: Any
+) -> Pipeline:
     shape = (config.train.micro_batch, config.data.seq_len)
-    made = pipeline(
+    return pipeline(
         model,
         mesh,
-        rule,
+        update_rule(config),
         example=torch.empty(shape, dtype=torch.int64, device="meta"),
         microbatches=config.train.grad_accum_steps,
         schedule=config.ranks.schedule,
         stages_per_rank=config.ranks.stages_per_rank,
-        params=groups,
+        params=decay_groups(model, config),
         device=device,
         config=config.offload,
-        param_init_fn=model.initializer(config.train.seed),
+        **more,
     )
-    held = held_stages(config.ranks, config.stage.index, model.shape.num_layers)
-    return PipelinedModel(made, held, model.shape.max_seq_len, model.shape.vocab_size)

@@ -8,10 +8,10 @@ parts compute them alike, from the same batch.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
@@ -19,9 +19,7 @@ from offloadtrain.runtime.mesh import DeviceMesh, divide_linears
 from offloadtrain.runtime.tensor_parts import (
     AS_LARGE_AS_EXPERTS,
     FUSED_ROWS,
-    is_distributed,
     kept_by_columns,
-    share_of,
 )
 
 BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
@@ -48,17 +46,6 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
         attention.num_heads //= mesh.size()
         attention.kv_heads //= mesh.size()
         attention.part = mesh.get_local_rank()
-
-
-def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:
-    """Fill a weight of a module with this rank's part of a whole one, on the host."""
-    weight: Any = getattr(module, name)
-    if not is_distributed(weight):
-        weight.copy_(whole)
-        return
-    share = share_of(name, weight, getattr(module, FUSED_ROWS, ()))
-    held: Tensor = weight._local_tensor
-    held.as_strided((held.numel(),), (1,)).copy_(share.of(whole))
 
 
 def with_fewer_experts(model: Transformer, parts: int) -> None:

@@ -211,7 +211,8 @@ def _job(job: str, hf: str, overrides: tuple[str, ...]) -> Config:
 
 def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
     """Return the job with every parameter of its model known, and the trace of a microbatch. A
-    model that cannot be traced is planned by its shape, which is said once."""
+    model that cannot be traced is planned by its shape, which is said once; so is one that ranks
+    divide, as a trace is of the whole."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import shared
     from offloadtrain.plan.resolve import resolved
@@ -220,6 +221,8 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     from offloadtrain.train.job_trace import tracer_of
 
     config = described(config)
+    if config.hf is not None and max(config.ranks.pipeline, config.ranks.tensor) > 1:
+        return config, None
     trace = tracer_of(config, machine, ranks)
     try:
         trace(shared(resolved(config, machine), ranks))

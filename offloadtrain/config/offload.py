@@ -129,7 +129,8 @@ class OffloadConfig:
         if self.recompute_blocks == "auto":
             raise OptionError(
                 "recompute_blocks = 'auto' is decided by the plan of a job; in offload() give the "
-                "number of layers whose forward runs again, or leave it out for all of them"
+                "number of layers whose forward runs again, which plan_model(..., "
+                "recompute_blocks='auto') tells, or leave it out for all of them"
             )
         return layers[: self.recompute_blocks] if self.recomputes else ()
 

@@ -133,6 +133,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "streamed, one slot": {"working": "host", "device_slots": 1},
     "partly streamed": {"working": "host", "resident_blocks": 1},
     "recompute": {"activation": "recompute"},
+    "a part recomputed": {"activation": "recompute", "recompute_blocks": 1},
     "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
     "what is saved offloaded": {"activation": "offload_saved", "offload_saved_above": 0},
     "streamed, what is saved offloaded": {

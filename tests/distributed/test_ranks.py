@@ -284,6 +284,19 @@ def differing(what: str) -> str:
         for tokens in own_batches(3):
             if what == "hyperparameters" and rank == 1:
                 optimizer.param_groups[0]["lr"] = 0.5
+            if what == "loaded" and rank == 1:
+                model.load_state_dict({n: x + 1 for n, x in model.state_dict().items()})
+            if what == "written":
+                optimizer.synchronize()
+                with torch.no_grad():
+                    model.layers[0].down.weight.fill_(rank)
+                optimizer.adopt_written_weights()
+            if what in ("skips", "skips after clipping"):
+                optimizer.backward(loss_of(model, tokens))
+                if what == "skips after clipping":
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step(skip=rank == 1)
+                continue
             train(optimizer, model, [tokens])
     except RankError as error:
         return str(error)
@@ -294,7 +307,15 @@ def differing(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("model", "layers.3"), ("options", "split16"), ("hyperparameters", "step 1: hyperparameters")],
+    [
+        ("model", "layers.3"),
+        ("options", "split16"),
+        ("hyperparameters", "step 1: hyperparameters"),
+        ("loaded", "step 1: the weights loaded or written"),
+        ("written", "step 1: the weights loaded or written"),
+        ("skips", "step 1: the skips asked for"),
+        ("skips after clipping", "step 1: the skips asked for"),
+    ],
 )
 def test_ranks_that_differ_are_refused(ranks: Run, what: str, says: str) -> None:
     for message in ranks(2, differing, what):

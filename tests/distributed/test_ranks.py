@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine import GradientError, ModelError
+from offloadtrain.runtime import long_waits
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
@@ -489,3 +492,24 @@ def sampled() -> tuple[int, int]:
 def test_each_collective_tells_its_bytes(ranks: Run, size: int) -> None:
     for sent, of_timeline in ranks(size, sampled):
         assert sent == of_timeline > 0
+
+
+def waiting(told: Path) -> str:
+    """Rank 0 asks alone, until it has been told; returns what it was told."""
+    long_waits.LONG_S = long_waits.LOOK_EVERY_S = 0.05
+    optimizer = offloaded(Chain())
+    handler = logging.FileHandler(told) if dist.get_rank() == 0 else logging.NullHandler()
+    logging.getLogger(long_waits.__name__).addHandler(handler)
+    while dist.get_rank() and not (told.exists() and told.read_text().endswith("\n")):
+        time.sleep(0.01)
+    for _ in optimizer.master_weights():
+        pass
+    optimizer.close()
+    return told.read_text()
+
+
+def test_a_call_that_only_one_rank_makes_is_named(own_ranks: Run, tmp_path: Path) -> None:
+    said = own_ranks(2, waiting, tmp_path / "told")[0]
+    assert "rank 0 has waited" in said
+    assert "in master_weights() at" in said
+    assert f"{Path(__file__).name}:" in said

@@ -46,9 +46,9 @@ def _watch(rank: int) -> None:
         elif not told and (waited_s := time.monotonic() - since_s) >= LONG_S:
             told = True
             _log.warning(
-                "rank %d has waited %.0f s for other ranks, %s. Every rank must call backward, step, "
-                "master_weights and so on at the same point and as often, also where its loss is "
-                "not finite or its data has ended: look for a call that only some of them make",
+                "rank %d has waited %.0f s for other ranks, %s. Every rank must call backward, "
+                "step, master_weights and so on at the same point and as often, also where its "
+                "loss is not finite or its data has ended: look for a call that only some make",
                 rank,
                 waited_s,
                 _place(),

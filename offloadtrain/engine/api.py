@@ -222,6 +222,7 @@ def offload(
     names = {"keep_fp32": tuple(keep_fp32), "keep_whole": tuple(keep_whole)}
     chosen = _chosen(OffloadConfig(**options | names), config).checked()
     on = resolve_device(device, chosen.precision)
+    Ranks.tell_of_long_waits()
     if mesh is None:
         return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
     if process_group is not None:

@@ -61,6 +61,8 @@ class Block:
         versions: the number of generations whose weights are on the device.
         clock: the time, in forwards of modules, at which its last forward outside of a backward
             began.
+        first_clock: that of the first one since the last micro-step whose graph backward may run; 0
+            if there was none.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
@@ -89,7 +91,7 @@ class Block:
         self.expected = sum(len(bucket.slots) for bucket in buckets)
         self.generation = 0
         self.versions = 1
-        self.clock = 0
+        self.clock = self.first_clock = 0
         self._lanes = lanes
         self._readings: dict[int, int] = {}
         """Generation → the graphs that hold saved views of its weights."""

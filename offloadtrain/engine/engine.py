@@ -64,6 +64,8 @@ class Engine:
         self._forward_hooks = forward_hooks
         forward_hooks.on_root = gradients.end_micro_step
         forward_hooks.on_blocks = gradients.forward_begins
+        if not ranks.is_single:
+            residency.on_backward = gradients.backward_is_at
         self._config = program.spec.config
         self._blocks = blocks
         self._by_name = {block.name: block for block in blocks}
@@ -145,14 +147,14 @@ class Engine:
         self.guard.require_open("backward")
         # A plain backward before this one may have left its micro-step open.
         self._gradients.end_micro_step()
-        self._in_explicit_backward = True
+        self._in_explicit_backward = self._gradients.expects = True
         try:
             yield
         except BaseException:
             self.drop_gradients()
             raise
         finally:
-            self._in_explicit_backward = False
+            self._in_explicit_backward = self._gradients.expects = False
         self._gradients.end_micro_step()
 
     def end_micro_step(self) -> None:
@@ -191,10 +193,11 @@ class Engine:
             self.guard.require_undecided("step(skip=True)")
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self._norm is not None:
-            self._norm_measure.check_after_clipping(self.counter.steps, self._norm.coef)
+            coef = self._norm.coef
+            self._norm_measure.check_after_clipping(self.counter.steps, coef, skip=skip)
         # Otherwise the training thread waits here, and nowhere else in a step: the decision to skip
         # and the clip coefficient go into every launch of Adam.
-        norm = self._norm or self._measure("step")
+        norm = self._norm or self._measure("step", skip=skip)
         micro_steps = self._gradients.micro_steps
         decision = self._launch_update(norm, skip=skip)
         self._gradients.drop()
@@ -384,10 +387,10 @@ class Engine:
         self._ranks.close()
         self._norm_measure.close()
 
-    def _measure(self, asker: str, max_norm: float | None = None) -> Norm:
+    def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:
         """Wait for the norm of the step; raises as `NormMeasure.measure`."""
         return self._norm_measure.measure(
-            asker, self.counter.steps, self.counter.loss_scale, max_norm
+            asker, self.counter.steps, self.counter.loss_scale, max_norm, skip=skip
         )
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:

@@ -12,6 +12,7 @@ from torch import Tensor
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
+from offloadtrain.engine.local_part import local
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
@@ -55,7 +56,7 @@ class Functions:
         self._parts = parts
         self._rules = rules
         self._groups = groups
-        self._digest = 0
+        self._digest = self._written = 0
         self._targets: dict[tuple[str, int, Ref], Targets] = {}
         """Bucket, the start of a piece, and its staging → where the gradients go."""
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
@@ -103,6 +104,16 @@ class Functions:
         """Return a checksum of the collectives since the last call, in their order."""
         digest, self._digest = self._digest, 0
         return digest
+
+    def written(self, name: str, values: Tensor) -> None:
+        """A parameter was loaded or written past the engine, with these values."""
+        flat = local(values.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._written = crc32(flat.numpy().data, crc32(name.encode(), self._written))
+
+    def take_written(self) -> int:
+        """Return the digest of what was loaded or written since the last call."""
+        written, self._written = self._written, 0
+        return written
 
     def _gather(self, op: Launch) -> Operation:
         """Make a flat copy of the gradients, zero where there is none, each rank's part behind the

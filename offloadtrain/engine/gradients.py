@@ -17,6 +17,14 @@ first. In the first micro-step that is the order of registration, last block fir
 of rank 0's first backward. A block that is ready early waits. One without a gradient on this rank
 sends zeros at the end. After the first micro-step ranks also agree on the blocks that deliver
 twice.
+
+[Note: Before a gather]
+In ZeRO stage 3 backward gathers weights, too, on the same lane: reduce-scatters must stand between
+the same all-gathers on every rank. A block is never complete on a rank whose tokens reach some of
+its experts only. So in front of every gather a block is sent as it is once backward has passed it:
+autograd runs nodes in the reverse of the order in which they were made, so nothing is to come for a
+block whose first forward began later than that of the block which backward has come to. On the
+ranks where it is complete it has been sent since the gather before.
 """
 
 from __future__ import annotations
@@ -126,6 +134,8 @@ class Gradients:
         """Whole micro-steps since the last optimizer step."""
         self.open = False
         """A micro-step has begun and not ended."""
+        self.expects = False
+        """A backward runs that belongs to a micro-step, though it has delivered nothing yet."""
 
     def deliver(self, block: Block, slot: Slot) -> tuple[GradStatus, list[Block]]:
         """Autograd has put a gradient into `slot.param.grad`.
@@ -156,6 +166,28 @@ class Gradients:
         for one in due:
             self._take(one)
         return (GradStatus.COMPLETE, due) if due and self._in_last else (GradStatus.PART, [])
+
+    def backward_is_at(self, clock: int, runs_again: bool) -> None:
+        """Backward is about to use a block whose forward began at `clock`: send what it has passed,
+        see [Note: Before a gather].
+
+        Args:
+            runs_again: a forward is about to run again; that of blocks without a gradient may be
+                next.
+        """
+        while (number := self._turns.awaited) is not None:
+            block = self._trained[number]
+            # One that no forward of this rank has entered stays on the device: others are gathered
+            # by every rank.
+            over = block.first_clock > clock or not (block.first_clock or block.streamed)
+            if not over or (runs_again and not self._deliveries[block].arrived):
+                return
+            if not self.open:
+                if not self.expects:
+                    return
+                self._begin()
+            for one in self._turns.ready(number):
+                self._take(self._trained[one])
 
     @property
     def _in_last(self) -> bool:
@@ -287,8 +319,9 @@ class Gradients:
         self._turns.agree([number for number in order if not late[number]])
 
     def _reset_deliveries(self) -> None:
-        for delivery in self._deliveries.values():
+        for block, delivery in self._deliveries.items():
             delivery.arrived, delivery.left = 0, False
+            block.first_clock = 0
         self._turns.restart()
 
     def _take(self, block: Block) -> None:

@@ -151,10 +151,14 @@ def adopt_loaded(
     written: Collection[nn.Parameter],
     given: Given | None,
     rules: Sequence[AnyRule],
+    told: Callable[[Bucket, Slot, Tensor], None] | None = None,
 ) -> bool:
     """Set the masters of the parameters that were written, from `given` or from their own values.
 
     The lanes must be empty: masters are the host lane's otherwise.
+
+    Args:
+        told: gets the values of each.
 
     Returns:
         True if the state has rounded some of them in its own way, so that the parameters have to
@@ -168,6 +172,8 @@ def adopt_loaded(
         if slot.param in written:
             values = slot.local.data if given is None else given.of(slot.name, slot.param)
             _check_range(slot.name, values, bucket.dtype)
+            if told is not None:
+                told(bucket, slot, values)
             set_master(bucket, slot, rules[bucket.group], values)
             rounded = rounded or (bucket.format.holds_weight and values.dtype != bucket.dtype)
     return rounded

@@ -204,18 +204,33 @@ class NormMeasure:
         return [float(self._gradients.micro_steps)]
 
     def measure(
-        self, asker: str, step_count: int, loss_scale: float, max_norm: float | None = None
+        self,
+        asker: str,
+        step_count: int,
+        loss_scale: float,
+        max_norm: float | None = None,
+        *,
+        skip: bool = False,
     ) -> Norm:
         """Wait for the norm of the step, here and on every rank and stage.
+
+        Args:
+            skip: the step will be skipped, on every rank.
 
         Raises:
             EngineError: no gradient has arrived since the last step.
             RankError: ranks disagree about the step.
         """
-        return self.send(asker, step_count, loss_scale, max_norm)()
+        return self.send(asker, step_count, loss_scale, max_norm, skip=skip)()
 
     def send(
-        self, asker: str, step_count: int, loss_scale: float, max_norm: float | None = None
+        self,
+        asker: str,
+        step_count: int,
+        loss_scale: float,
+        max_norm: float | None = None,
+        *,
+        skip: bool = False,
     ) -> Callable[[], Norm]:
         """Wait for the squares of this stage, and send them to the others.
 
@@ -229,7 +244,7 @@ class NormMeasure:
                 f"{asker}() without a backward: no parameter of the model has received a gradient "
                 "since the last step"
             )
-        receive = self._stages.send(self, [step_count, _digest(max_norm)])
+        receive = self._stages.send(self, [step_count, _digest(max_norm), float(skip)])
 
         def norm() -> Norm:
             measured = receive()
@@ -274,14 +289,14 @@ class NormMeasure:
             sums.append(total)
         return Measured(sums, nonfinite, own.told)
 
-    def check_after_clipping(self, step_count: int, coef: float) -> None:
+    def check_after_clipping(self, step_count: int, coef: float, *, skip: bool) -> None:
         """Compare what may have changed since `clip_grad_norm_()` has waited for the norm.
 
         Raises:
             RankError: ranks disagree about the step.
         """
         if not self._ranks.is_single:
-            intent = self._intent([step_count, _digest(coef)])
+            intent = self._intent([step_count, _digest(coef), float(skip)])
             rows = self._ranks.everyone.all_gather_host(intent)
             _check_alike(rows, "rank", _WHAT, step_count)
 
@@ -290,12 +305,19 @@ class NormMeasure:
         if self._ranks.is_single:
             return []
         hyperparameters = _digest(self._functions.hyperparameters())
-        return [*intent, *self.counts, self._functions.take_digest(), hyperparameters]
+        written = self._functions.take_written()
+        return [*intent, *self.counts, self._functions.take_digest(), hyperparameters, written]
 
 
-_OF_ALL = ("the step count", "clip_grad_norm_")
+_OF_ALL = ("the step count", "clip_grad_norm_", "the skips asked for")
 _OF_STAGES = ("the number of backwards",)
-_WHAT = (*_OF_ALL, *_OF_STAGES, "the collectives", "hyperparameters")
+_WHAT = (
+    *_OF_ALL,
+    *_OF_STAGES,
+    "the collectives",
+    "hyperparameters",
+    "the weights loaded or written since the last step",
+)
 
 
 def _digest(value: object) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -44,6 +44,9 @@ class Residency:
         """The block used last: in its slot, waited for, and the blocks after it are on their
         way."""
         self._told = False
+        self.on_backward: Callable[[int, bool], None] | None = None
+        """Called in front of a use in backward, with the clock that it has come to, and whether a
+        forward runs again there."""
         for block in blocks:
             block.source = self
         for bucket in (bucket for block in self.streamed for bucket in block.held):
@@ -80,6 +83,9 @@ class Residency:
         now = torch._C._current_graph_task_id()
         for task in [task for task in self._running if task > now]:
             del self._running[task]
+        # Before the loads: the other ranks run their all-gathers behind the same reduce-scatters.
+        if self.on_backward is not None and now >= 0:
+            self.on_backward(block.clock, True)
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
         self.interpreter.run(self._program.use(block.name, self._pinned()))
         self._latest = block
@@ -109,8 +115,16 @@ class Residency:
         """A node of the graph is about to read a tensor saved in a forward of the streamed block,
         and may be about to run that forward again."""
         # The pin comes before the use, whose loads ahead must not take the block's slot.
-        self.passed(clock).setdefault(block, clock)
+        pinned = self.passed(clock)
+        known = block in pinned and not self._is_single
+        pinned.setdefault(block, clock)
+        # Where a layer reads two blocks in turn, ranks may do so more or less often: the loads
+        # ahead follow the first reads, which all ranks make. The pin has kept the slot.
+        if known and block.name in self._program.streaming.slots:
+            return
         if block is not self._latest:
+            if self.on_backward is not None and not self._unpacking:
+                self.on_backward(clock, False)
             self.use(block)
 
     def restart(self) -> None:

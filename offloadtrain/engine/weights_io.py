@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine import state
+from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.load_weights import Given, adopt_loaded
 from offloadtrain.engine.norm import EngineError
@@ -89,7 +90,8 @@ class WeightsIO(StateIO):
 
         After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
         16-bit ones that the model had already change nothing. Otherwise, and for parameters written
-        before it, they are the parameters' values.
+        before it, they are the parameters' values. Every rank must give the same ones, or the next
+        step raises a RankError.
 
         Raises:
             ModelError: for values beyond the range of the working weights.
@@ -100,9 +102,16 @@ class WeightsIO(StateIO):
         written, before = frozenset(self._seal.written()), self._written_before
         if given is not None and not given.new:
             given, written = None, before
-        if adopt_loaded(self._slots(), written, given, self._rules):
+        told = None if self.ranks.is_single else self._tell_written
+        if adopt_loaded(self._slots(), written, given, self._rules, told):
             self._engine.emit()
         self._seal.renew()
+
+    def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:
+        """Each rank keeps its shard of what it was given: the next step compares the whole values,
+        or the model would be pieced together from different ones."""
+        if bucket.sharers is self.ranks:
+            self._engine.functions.written(slot.name, values)
 
     @torch.no_grad()
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:

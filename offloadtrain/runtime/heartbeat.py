@@ -47,6 +47,7 @@ class Heartbeat:
         spent_s: part → the seconds that it has taken so far.
         cpu_counts: whether processor time of the training thread is progress.
         held_up: something outside takes its time, which is no hang.
+        watched: a watchdog tells of hangs.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class Heartbeat:
         self.spent_s: dict[str, float] = {}
         self._part_since_s = 0.0
         self.cpu_counts = True
-        self.held_up = False
+        self.held_up = self.watched = False
         self._beats = 0
         # Keyed by thread: each writes its own key only, so that no count is lost without a lock.
         self._entered: dict[int, int] = {}
@@ -113,6 +114,11 @@ class Heartbeat:
             yield
         finally:
             self.held_up = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a thread of this process waits for other ranks."""
+        return bool(self._inside)
 
     @property
     def collectives(self) -> int:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.long_waits import tell_of_long_waits
 
 Group = dist.ProcessGroup
 # torch 2.13 has given both a new name and deprecates the old one.
@@ -107,7 +108,8 @@ class Ranks:
             assert isinstance(made, Group)  # this process is one of them
             self._groups.append(made)
             if backend == "gloo":  # a rank may close before others connect: meet first
-                dist.barrier(made)
+                with HEARTBEAT.collective():
+                    dist.barrier(made)
 
     @classmethod
     def of(cls, group: Group | None, device: torch.device) -> Ranks:
@@ -140,6 +142,12 @@ class Ranks:
         ranks._join(everyone, device)
         ranks._of_experts = cls(same, device)
         return ranks
+
+    @staticmethod
+    def tell_of_long_waits() -> None:
+        """Say where this process waits for others, if that takes long; for loops of users."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            tell_of_long_waits(dist.get_rank())
 
     @property
     def of_experts(self) -> Ranks:

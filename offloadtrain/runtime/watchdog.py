@@ -60,6 +60,7 @@ class Watchdog:
         self.run = ""
 
     def __enter__(self) -> Watchdog:
+        self._heartbeat.watched = True
         self._thread.start()
         return self
 
@@ -70,6 +71,7 @@ class Watchdog:
         trace: TracebackType | None,
     ) -> None:
         self._over.set()
+        self._heartbeat.watched = False
         # It looks again within a moment: an end of the process must not wait for a blocked report.
         self._thread.join(4 * LOOK_EVERY_S)
 

@@ -79,6 +79,12 @@ class ReduceOrder:
         self._next += len(due)
         return due
 
+    @property
+    def awaited(self) -> int | None:
+        """The block whose turn it is, which is not ready; None if all were sent, or every block is
+        sent as soon as it is ready."""
+        return None if self._free or self._next == len(self._order) else self._order[self._next]
+
     def rest(self) -> list[int]:
         """Return the blocks that were not sent in this pass, in order."""
         if self._free:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.engine import GradientError, ModelError
+from offloadtrain.runtime import long_waits
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
@@ -284,6 +287,19 @@ def differing(what: str) -> str:
         for tokens in own_batches(3):
             if what == "hyperparameters" and rank == 1:
                 optimizer.param_groups[0]["lr"] = 0.5
+            if what == "loaded" and rank == 1:
+                model.load_state_dict({n: x + 1 for n, x in model.state_dict().items()})
+            if what == "written":
+                optimizer.synchronize()
+                with torch.no_grad():
+                    model.layers[0].down.weight.fill_(rank)
+                optimizer.adopt_written_weights()
+            if what in ("skips", "skips after clipping"):
+                optimizer.backward(loss_of(model, tokens))
+                if what == "skips after clipping":
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step(skip=rank == 1)
+                continue
             train(optimizer, model, [tokens])
     except RankError as error:
         return str(error)
@@ -294,7 +310,15 @@ def differing(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "says"),
-    [("model", "layers.3"), ("options", "split16"), ("hyperparameters", "step 1: hyperparameters")],
+    [
+        ("model", "layers.3"),
+        ("options", "split16"),
+        ("hyperparameters", "step 1: hyperparameters"),
+        ("loaded", "step 1: the weights loaded or written"),
+        ("written", "step 1: the weights loaded or written"),
+        ("skips", "step 1: the skips asked for"),
+        ("skips after clipping", "step 1: the skips asked for"),
+    ],
 )
 def test_ranks_that_differ_are_refused(ranks: Run, what: str, says: str) -> None:
     for message in ranks(2, differing, what):
@@ -468,3 +492,24 @@ def sampled() -> tuple[int, int]:
 def test_each_collective_tells_its_bytes(ranks: Run, size: int) -> None:
     for sent, of_timeline in ranks(size, sampled):
         assert sent == of_timeline > 0
+
+
+def waiting(told: Path) -> str:
+    """Rank 0 asks alone, until it has been told; returns what it was told."""
+    long_waits.LONG_S = long_waits.LOOK_EVERY_S = 0.05
+    optimizer = offloaded(Chain())
+    handler = logging.FileHandler(told) if dist.get_rank() == 0 else logging.NullHandler()
+    logging.getLogger(long_waits.__name__).addHandler(handler)
+    while dist.get_rank() and not (told.exists() and told.read_text().endswith("\n")):
+        time.sleep(0.01)
+    for _ in optimizer.master_weights():
+        pass
+    optimizer.close()
+    return told.read_text()
+
+
+def test_a_call_that_only_one_rank_makes_is_named(own_ranks: Run, tmp_path: Path) -> None:
+    said = own_ranks(2, waiting, tmp_path / "told")[0]
+    assert "rank 0 has waited" in said
+    assert "in master_weights() at" in said
+    assert f"{Path(__file__).name}:" in said

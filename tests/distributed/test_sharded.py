@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ class Routed(nn.Module):
         return self.head(x)
 
 
+OWN: dict[str, Callable[[], nn.Module]] = {"routed": Routed}
+"""Models that know of ranks."""
+
+
 def own_batches(count: int) -> list[torch.Tensor]:
     """As many of this rank's own."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -60,7 +64,7 @@ def own_batches(count: int) -> list[torch.Tensor]:
 
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(dist.get_rank())  # rank 0's weights have to become everybody's
-    return Routed() if name == "routed" else MODELS[name]()
+    return OWN[name]() if name in OWN else MODELS[name]()
 
 
 def same_start(model: nn.Module) -> nn.Module:

@@ -147,6 +147,8 @@ class SavedTensors:
         self._clock += 1
         for block in blocks:
             block.clock = block.clock if again else self._clock
+            if not block.first_clock and torch.is_grad_enabled():
+                block.first_clock = block.clock
         self._set_within(tuple(block for block in saved if block.streamed) or outside)
         return outside
 

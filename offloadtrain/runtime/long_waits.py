@@ -1,0 +1,68 @@
+"""Says where this process waits for other ranks, if that takes long.
+
+In a loop of the user's own, a call that only some of the ranks make leaves them waiting until the
+process group gives up, after half an hour by torch's default, and silently. Jobs have the watchdog.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from offloadtrain.runtime.heartbeat import HEARTBEAT
+
+_log = logging.getLogger(__name__)
+
+LONG_S = 60.0
+LOOK_EVERY_S = 5.0
+_OURS = f"{Path(__file__).parents[1]}/"
+_TORCHS = f"{Path(torch.__file__).parent}/"
+"""Folders whose frames are not the user's."""
+
+_started = threading.Lock()
+
+
+def tell_of_long_waits(rank: int) -> None:
+    """Watch this process until it ends; once for all of its optimizers."""
+    if _started.acquire(blocking=False):
+        # A daemon: it holds nothing, and must not keep a process from ending.
+        threading.Thread(target=_watch, args=(rank,), name="long waits", daemon=True).start()
+
+
+def _watch(rank: int) -> None:
+    known, since_s, told = -1, time.monotonic(), False
+    while True:
+        # Beside training, which it never holds up.
+        time.sleep(LOOK_EVERY_S)
+        count, waits = HEARTBEAT.collectives, HEARTBEAT.waits and not HEARTBEAT.watched
+        if count != known or not waits:
+            known, since_s, told = count, time.monotonic(), False
+        elif not told and (waited_s := time.monotonic() - since_s) >= LONG_S:
+            told = True
+            _log.warning(
+                "rank %d has waited %.0f s for other ranks, %s. Every rank must call backward, "
+                "step, master_weights and so on at the same point and as often, also where its "
+                "loss is not finite or its data has ended: look for a call that only some make",
+                rank,
+                waited_s,
+                _place(),
+            )
+
+
+def _place() -> str:
+    """Name the line of the user's code that the training thread is in."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    called = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_OURS, _TORCHS)):
+            return f"in {called or 'a call'}() at {file}:{frame.f_lineno}"
+        called = frame.f_code.co_name if file.startswith(_OURS) else called
+        frame = frame.f_back
+    return f"in {called or 'a call'}()"

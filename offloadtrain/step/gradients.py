@@ -68,7 +68,8 @@ class GradientPath:
             last: this is the last micro-step of the step.
         """
         whole = last and complete
-        self._mark(bucket)
+        if bucket.used is not None:
+            self._mark(bucket, bucket.used)
         # A single piece is squared while it is added: one pass over host memory less.
         measured = whole and bucket.accumulates and len(bucket.pieces) == 1
         measured = measured and not bucket.rounds_sum
@@ -103,9 +104,11 @@ class GradientPath:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
         marked = []
         for bucket in buckets:
-            marked += [] if bucket.used is None else [bucket.used]
+            if bucket.used is not None:
+                marked.append(bucket.used)
             if not bucket.touched:
-                self._mark(bucket)
+                if bucket.used is not None:
+                    self._mark(bucket, bucket.used)
                 if not bucket.sums_on_device:
                     self._slots.hold(bucket, keep=False)
                 zeros = (bucket.summed,)
@@ -135,12 +138,10 @@ class GradientPath:
             if (known := self._order.written(used)) is not None:
                 self._order.host_wait(known, "the used experts")
 
-    def _mark(self, bucket: BucketRefs) -> None:
+    def _mark(self, bucket: BucketRefs, used: Ref) -> None:
         """Mark the experts that the gradients about to be sent are of."""
-        if bucket.used is None:
-            return
         first = not bucket.touched
-        op = Launch(Kind.MARK, Lane.COMPUTE, bucket.name, (), (bucket.used,), first=first)
+        op = Launch(Kind.MARK, Lane.COMPUTE, bucket.name, (), (used,), first=first)
         # Compute, behind the kernels that made the gradients, and in front of the gather, which
         # frees them. The training thread has read the marks of the step before.
         self._order.launch(op)

@@ -25,7 +25,9 @@ class Stacked(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / 16)
 
     def forward(self, rows: Tensor, expert: int) -> Tensor:
-        return F.linear(F.gelu(F.linear(rows, self.up[expert], self.bias[expert])), self.down[expert])
+        return F.linear(
+            F.gelu(F.linear(rows, self.up[expert], self.bias[expert])), self.down[expert]
+        )
 
 
 class RoutedLayer(nn.Module):

@@ -4,6 +4,7 @@ where it got no token."""
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,23 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend
-from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.formats import ADAM_MOMENTS as ADAM
+from offloadtrain.step.prove import prove
+from tests.losing_lanes import LosingLanes
 from tests.numerics.skipping import PATTERNS, Routed, SkippingRun, batches, loss_of
 from tests.numerics.test_offload import DTYPES
 from tests.numerics.test_offload_formats import SEED, NarrowRun
 from tests.numerics.test_state_on_disk import LANES
 from tests.numerics.test_update_modes import DelayedRun
+from tests.step.test_drive import STEPS, driven, launched
 
 
 def pair(
@@ -139,6 +147,7 @@ class DelayedSkippingRun(DelayedRun, SkippingRun):
     """Both definitions at once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("place", ["host", "streamed"])
 def test_delayed(place: str, warmup: int) -> None:
@@ -198,6 +207,7 @@ class NarrowSkippingRun(NarrowRun):
         torch_backend.update(own, own, grad.reshape(-1)[lo : lo + numel], None, layout, scalars)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["host", "streamed"])
 @pytest.mark.parametrize("state", ["split16", "int8"])
 def test_narrow_state(state: str, place: str) -> None:
@@ -222,7 +232,7 @@ def everything(optimizer: ot.OffloadOptimizer, model: Routed) -> dict[str, Tenso
     return found
 
 
-@pytest.mark.parametrize("state", ["fp32", "int8"])
+@pytest.mark.parametrize("state", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_resumed_run_knows_the_steps_of_each_expert(state: str) -> None:
     stream = batches(7)
     _, straight, model = pair(state=state)
@@ -243,6 +253,7 @@ def test_a_resumed_run_knows_the_steps_of_each_expert(state: str) -> None:
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
 def test_the_state_of_torch_over_separate_experts_is_taken() -> None:
     """Each has a step of its own there."""
     resident, optimizer, model = pair(skip_unused=("*.separate.*",))
@@ -261,12 +272,13 @@ def test_the_state_of_torch_over_separate_experts_is_taken() -> None:
         assert optimizer.state[param]["step"].item() == (3 if "separate.1" in name else 5)
 
 
+@pytest.mark.slow
 def test_without_it_the_state_of_skipped_experts_is_refused() -> None:
     _, optimizer, model = pair()
     train(optimizer, model, batches(1))
     saved = copy.deepcopy(optimizer.state_dict())
     _, plain, _ = pair(skip_unused=())
-    with pytest.raises(EngineError, match="4 experts of 'layers.0.stacked.up'.* skip_unused"):
+    with pytest.raises(EngineError, match=r"4 experts of 'layers.0.stacked.up'.* skip_unused"):
         plain.load_state_dict(saved)
 
 
@@ -299,6 +311,7 @@ def test_unused_experts_cross_no_bus_upwards_and_no_memory_of_their_state_change
     assert_same(resident, optimizer, model)
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_step_are_given_the_used_experts_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -320,6 +333,7 @@ def test_the_kernels_of_a_step_are_given_the_used_experts_only(
         assert 0.5 * every < sum(updated) < 0.6 * every
 
 
+@pytest.mark.slow
 def test_a_nan_counts_as_a_gradient_and_the_step_is_skipped() -> None:
     _, optimizer, model = pair()
     train(optimizer, model, batches(1))
@@ -332,19 +346,101 @@ def test_a_nan_counts_as_a_gradient_and_the_step_is_skipped() -> None:
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"skip_unused": ["*.expert.*"]}, "no trained parameter is called '\\*.expert.\\*'"),
-        ({"skip_unused": ["*.odd"]}, "'odd.odd' of \\(3, 5, 5\\): each of its 3 experts has 25"),
-        ({"skip_unused": PATTERNS, "rule": ot.LAMB()}, "LAMB: it updates whole tensors"),
-        ({"skip_unused": PATTERNS, "rule": ot.Muon()}, "Muon: it updates whole tensors"),
-    ],
-)
-def test_what_cannot_be_skipped_is_refused(options: dict[str, Any], error: str) -> None:
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"skip_unused": ["*.expert.*"]}, r"no trained parameter is called '\*.expert.\*'"),
+    ({"skip_unused": ["*.odd"]}, r"'odd.odd' of \(3, 5, 5\): each of its 3 experts has 25"),
+    ({"skip_unused": PATTERNS, "rule": ot.LAMB()}, "LAMB: it updates whole tensors"),
+    ({"skip_unused": PATTERNS, "rule": ot.Muon()}, "Muon: it updates whole tensors"),
+]
+
+
+def test_what_cannot_be_skipped_is_refused() -> None:
     model = Routed()
     model.odd = nn.Module()
     model.odd.odd = nn.Parameter(torch.zeros(3, 5, 5))
-    given = dict(options)
-    with pytest.raises(ValueError, match=error):
-        ot.offload(model, given.pop("rule", None), device="cpu", **given)
+    for options, error in REFUSED:
+        given = dict(options)
+        with pytest.raises(ValueError, match=error):
+            ot.offload(model, given.pop("rule", None), device="cpu", **given)
+
+
+# ---- the program -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("place", [*PLACES, "delayed"])
+def test_the_program_has_no_race(place: str, accum: int) -> None:
+    options = PLACES.get(place, {"update": "delayed"})
+    lanes = RecordingLanes(SequentialLanes())
+    with on_lanes(lanes):
+        _, optimizer, model = pair("bf16", accum=accum, clip=None, **options)
+    stream = batches(4 * accum)
+    for step in range(4):
+        train(optimizer, model, stream[step * accum : (step + 1) * accum])
+    assert prove(lanes.program) == []
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("place", [*PLACES, "delayed"])
+def test_a_driven_program_launches_the_same(place: str, accum: int) -> None:
+    """Of stacked experts, whose gradients come in every step."""
+    options = PLACES.get(place, {"update": "delayed"})
+    torch.manual_seed(0)
+    shape = ModelShape(
+        vocab_size=24, num_layers=3, d_model=32, num_heads=2, d_ff=64, max_seq_len=16, num_experts=4
+    )
+    model, lanes = Transformer(shape), RecordingLanes(SequentialLanes())
+    with on_lanes(lanes):
+        optimizer = offloaded(
+            model, "bf16", accum=accum, clip=None, skip_unused=["*.experts.*"], **options
+        )
+    lanes.program.clear()  # the upload of the first weights
+    stream = batches(STEPS * accum)
+    for step in range(STEPS):
+        for tokens in stream[step * accum : (step + 1) * accum]:
+            optimizer.backward(model(tokens[:, :-1], tokens[:, 1:]))
+        optimizer.step()
+    recorded, expected = launched(lanes.program), driven(optimizer)
+    assert recorded == expected
+    assert sum(name == "mark used blocks.0/1" for name in recorded["compute"]) == STEPS * accum
+    optimizer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["host", "streamed", "speculative", "early"])
+def test_a_lost_device_leaves_whole_steps(place: str) -> None:
+    """Wherever it is lost, state and step counts are those behind a step."""
+    after: list[dict[str, Tensor]] = []
+    _, whole, model = pair(**PLACES[place])
+    for tokens in batches(4):
+        train(whole, model, [tokens])
+        whole.synchronize()
+        after.append(state_of(whole))
+    saved = 0
+    for point in range(0, 400, 7):
+        lanes = LosingLanes(SequentialLanes())
+        with on_lanes(lanes):
+            _, optimizer, other = pair(**PLACES[place])
+        train(optimizer, other, batches(1))
+        lanes.left = point
+        try:
+            for tokens in batches(4)[1:]:
+                train(optimizer, other, [tokens])
+            optimizer.synchronize()
+        except (ot.OffloadTrainError, torch.AcceleratorError) as error:
+            with suppress(SalvageError):
+                done = optimizer.salvage(error)
+                found = state_of(optimizer)
+                assert all(torch.equal(found[k], x) for k, x in after[done - 1].items()), point
+                saved += 1
+        optimizer.close()
+    assert saved > 5
+
+
+def state_of(optimizer: ot.OffloadOptimizer) -> dict[str, Tensor]:
+    names = {param: name for name, param in optimizer.model.named_parameters()}
+    entries = ((names[p], entry) for p, entry in optimizer.state.items())
+    return {f"{n} {k}": x.clone() for n, entry in entries for k, x in entry.items()}

@@ -11,17 +11,16 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.experts import Experts, gaps
+from offloadtrain.engine.expert_functions import adam_of_used, mark_used, upload_used
 from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
 from offloadtrain.engine.saved_state import StateWriter
-from offloadtrain.optim import AnyRule, MatrixRule, UpdateRule
+from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Operation, copy
 from offloadtrain.runtime.process_group import ALONE, Ranks
-from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Ref
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.operations import Kind, Lane, Launch, Ref
 
 
 class Functions:
@@ -213,7 +212,7 @@ class Functions:
         if isinstance(rule, MatrixRule):
             return self._apply(bucket, rule, group)
         if bucket.experts is not None:
-            return self._adam_of_used(op, bucket, bucket.experts, rule, group)
+            return adam_of_used(op, bucket, rule, group, seed)
         format, layout = bucket.format, bucket.layout
         fields, emits = len(bucket.state), not format.holds_weight
 
@@ -234,74 +233,12 @@ class Functions:
 
         return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
 
-    def _adam_of_used(
-        self, op: Launch, bucket: Bucket, experts: Experts, rule: UpdateRule, group: dict[str, Any]
-    ) -> Operation:
-        """`ADAM` that leaves the memory of unused experts alone: [Note: Unused experts] in
-        `step.skipping`."""
-        update, seed, format = op.update, self.seed, bucket.format
-        assert update is not None and not update.out_of_place
-        runs = experts.runs(bucket.lo, bucket.hi)
-        fields, emits = format.fields(bucket.spec.moments), not format.holds_weight
-        written = [(run.lo, run.hi) for run, _ in runs]
-        on_device = bucket.spec.state_tier is Tier.DEVICE
-        # The weights of unused experts are where compute reads them already, unless the weights go
-        # elsewhere first: then all of them must be in what goes on from there.
-        kept = bucket.moves or (
-            on_device and op.writes[0].memory in (Memory.GRADIENT, Memory.PENDING)
-        )
-        left = gaps(written, bucket.shard_numel) if kept and emits else []
-        experts.uploads = None if kept or on_device else written
-
-        def adam(grad: Tensor, *rest: Tensor) -> None:
-            after, working = rest[-len(fields) :], rest[0] if emits else None
-            for lo, hi in left:
-                assert working is not None
-                kernels.cast(after[0][lo:hi], working[lo:hi])
-            for run, layout in runs:
-                lo, hi = run.lo, run.hi
-                rule.update(
-                    format,
-                    kernels.cut(fields, after, lo, hi),
-                    grad[lo:hi],
-                    None if working is None else working[lo:hi],
-                    layout,
-                    group=group,
-                    step=run.step,
-                    grad_scale=update.grad_scale,
-                    seed=seed,
-                )
-
-        return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
-
     def _mark(self, op: Launch) -> Operation:
-        experts, first = self._buckets[op.owner].experts, op.first
-        delivered = self.delivered.get(op.owner, ())
-        assert experts is not None
-        experts.note(delivered, first=first)
-
-        def mark(used: Tensor) -> None:
-            if first:
-                used.zero_()
-            experts.mark(delivered, used)
-
-        return mark
+        return mark_used(op, self._buckets[op.owner], self.delivered.get(op.owner, ()))
 
     def _weights_up(self, op: Launch) -> Operation:
         experts = self._buckets[op.owner].experts
-        if experts is None or experts.uploads is None:
-            return copy
-        # Those of the update that stands before it; another one's come whole.
-        ranges, experts.uploads = experts.uploads, None
-        moved = sum(hi - lo for lo, hi in ranges) * op.reads[0].nbytes
-        whole = op.reads[0].hi - op.reads[0].lo
-        self._lanes.totals.h2d_bytes += moved // whole - op.reads[0].nbytes
-
-        def upload(staged: Tensor, target: Tensor) -> None:
-            for lo, hi in ranges:
-                copy(staged[lo:hi], target[lo:hi])
-
-        return upload
+        return copy if experts is None else upload_used(op, experts, self._lanes.totals)
 
     def _direction(self, op: Launch) -> Operation:
         bucket, update, seed = self._buckets[op.owner], op.update, self.seed

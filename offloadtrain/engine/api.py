@@ -226,11 +226,7 @@ def offload(
     given = locals()
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
-    names = {
-        "keep_fp32": tuple(keep_fp32),
-        "keep_whole": tuple(keep_whole),
-        "skip_unused": tuple(skip_unused),
-    }
+    names = {key: tuple(given[key]) for key in ("keep_fp32", "keep_whole", "skip_unused")}
     chosen = _chosen(OffloadConfig(**options | names), config).checked()
     on = resolve_device(device, chosen.precision)
     if mesh is None:

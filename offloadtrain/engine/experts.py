@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,25 @@ from offloadtrain.optim import AnyRule, keeps_whole
 from offloadtrain.runtime.kernels import BLOCK, Layout
 from offloadtrain.step.skipping import experts_in, skips
 
-if TYPE_CHECKING:
-    from offloadtrain.engine.bucket import Slot
-
-_LAYOUTS_KEPT = 64
-"""Of the last updates, which a native queue may still have before it."""
+_UPDATES_KEPT = 4
+"""Updates that a native queue may still have before it: the next step's weights need this one's."""
 
 
 class SkipError(OffloadTrainError, ValueError):
     """`skip_unused` names what cannot be skipped."""
+
+
+class Slot(Protocol):
+    """What is asked of a parameter's place in its bucket; see `bucket.Slot`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -80,7 +90,7 @@ class Experts:
         self.used = [True] * first
         self.delivered: set[int] = set()
         self.uploads: list[tuple[int, int]] | None = None
-        self._layouts: deque[Layout] = deque(maxlen=_LAYOUTS_KEPT)
+        self._layouts: deque[list[Layout]] = deque(maxlen=_UPDATES_KEPT)
 
     def __len__(self) -> int:
         return len(self.used)
@@ -126,7 +136,7 @@ class Experts:
             found[-1].add(slot, slot.offset - lo, begin - lo, end - lo)
             found[-1].behind = number + 1
         layouts = [run.layout for run in found]
-        self._layouts.extend(layouts)
+        self._layouts.append(layouts)
         return list(zip(found, layouts, strict=True))
 
     def _pieces(self, lo: int, hi: int) -> Iterator[tuple[int, Slot, int, int]]:

@@ -265,7 +265,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
 
         `set_to_none` makes no difference: a parameter that a step did not use counts as having a
-        zero gradient, so that its decay and moments go on.
+        zero gradient, so that its decay and moments go on, unless `skip_unused` names it.
 
         Raises:
             EngineError: microbatches of a pipeline without flushes are in flight.

@@ -87,6 +87,7 @@ class OffloadConfig:
     reduction: Literal["working", "fp32"] = "working"
     cast_inputs: bool | None = None
     keep_fp32: tuple[str, ...] = ()
+    skip_unused: tuple[str, ...] = ()
     pin_memory: bool = True
 
     def problems(self) -> Iterator[str]:

@@ -24,6 +24,7 @@ from offloadtrain.engine.checks import (
     warn_of_no_layers,
 )
 from offloadtrain.engine.compute_device import resolve_device
+from offloadtrain.engine.experts import check_skips
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
@@ -77,6 +78,7 @@ def offload(
     param_init_fn: ParamInit | None = None,
     cast_inputs: bool | None = None,
     keep_fp32: Sequence[str] = (),
+    skip_unused: Sequence[str] = (),
     pin_memory: bool = True,
 ) -> OffloadOptimizer:
     """Put a model's optimizer state into host memory and return the optimizer that trains it.
@@ -207,6 +209,11 @@ def offload(
             weights stay fp32. A scale near 1 moves in steps of 0.008 in bf16; where that is too
             coarse (contrastive losses), norms kept so follow their masters as under autocast, at
             the price of fp32 inputs and outputs of these norms.
+        skip_unused: names of parameters, or shell patterns of them such as "*.experts.*": a step in
+            which an expert got no gradient leaves its weights, moments and step count, as torch
+            skips a parameter whose `.grad` is None. A tensor with three or more axes holds an
+            expert per index of the first one. Named parameters are updated in `step()` in every
+            update mode (docs/experts.md).
         pin_memory: pin host memory where the device is a GPU.
 
     Raises:
@@ -219,7 +226,7 @@ def offload(
     given = locals()
     check_arguments(model, rule)
     options = {option.name: given[option.name] for option in fields(OffloadConfig)}
-    names = {"keep_fp32": tuple(keep_fp32), "keep_whole": tuple(keep_whole)}
+    names = {key: tuple(given[key]) for key in ("keep_fp32", "keep_whole", "skip_unused")}
     chosen = _chosen(OffloadConfig(**options | names), config).checked()
     on = resolve_device(device, chosen.precision)
     Ranks.tell_of_long_waits()
@@ -259,6 +266,7 @@ def attach(
     check_same_model(model, groups, chosen, ranks)
     check_parts(model, rule, ALONE if place is None else place.parts, ranks)
     check_experts(chosen, ranks)
+    check_skips(model, chosen, rule, alone=_is_whole(ranks, place, ledger))
     if place is not None:
         check_same_options(chosen, rule, place.stages)
     if place is None or place.stages.ranks.is_single:
@@ -270,6 +278,13 @@ def attach(
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()
     return optimizer
+
+
+def _is_whole(ranks: Ranks, place: StagePlace | None, ledger: Ledger | None) -> bool:
+    """Return whether every rank holds the whole model, or shards of all of it."""
+    if ledger is not None or ranks.of_experts is not ranks:
+        return False
+    return place is None or (place.stages.ranks.is_single and place.parts.is_single)
 
 
 def _check_scratch(config: OffloadConfig) -> None:

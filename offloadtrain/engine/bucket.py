@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.engine.experts import Experts
 from offloadtrain.engine.local_part import LocalPart, local
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
@@ -108,6 +109,7 @@ class Bucket:
         other_working: device: a second version of `working`; see [Note: Two versions] in
             `step.modes`.
         other_gradient: a second sum beside `gradient`, for the next step.
+        used: device: a byte for each of its `experts`, whose numbers and steps are there.
     """
 
     spec: BucketSpec
@@ -131,6 +133,8 @@ class Bucket:
     streamed: bool = False
     other_working: Buffer | None = None
     other_gradient: Buffer | None = None
+    used: Buffer | None = None
+    experts: Experts | None = None
 
     @property
     def versions(self) -> list[Buffer]:
@@ -230,6 +234,7 @@ def pack(
     state: str,
     ranks: Ranks = ALONE,
     rule: AnyRule | None = None,
+    experts: Mapping[str, int] | None = None,
 ) -> Bucket:
     """Lay parameters out one after the other, each aligned, and divide the whole into shards;
     those that the rule needs whole, so that none is divided.
@@ -237,6 +242,7 @@ def pack(
     Args:
         state: the format of 16-bit buckets.
         rule: the one that updates them; None for frozen ones.
+        experts: parameter → experts in it, of parameters that are skipped where they are unused.
     """
     given = list(params)
     sizes = [local(param).numel() for _, param in given]
@@ -258,8 +264,12 @@ def pack(
         () if rule is None else rule.moments,
         tuple(matrices),
         keeps_whole(rule) and not of_matrices,
+        experts=sum((experts or {}).get(slot.name, 0) for slot in slots),
     )
-    return Bucket(spec, group, dtype, tuple(slots), ranks, *ranks.shard(numel))
+    bucket = Bucket(spec, group, dtype, tuple(slots), ranks, *ranks.shard(numel))
+    if experts and spec.experts:
+        bucket.experts = Experts(slots, [experts[slot.name] for slot in slots])
+    return bucket
 
 
 def _in_order(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:

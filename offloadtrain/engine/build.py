@@ -26,6 +26,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.experts import skipped_in
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
@@ -238,6 +239,7 @@ def make_blocks(
     order = {param: index for index, param in enumerate(model.parameters(), first)}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
     full = keeps_fp32(model, config.keep_fp32)
+    skipped = skipped_in(model, config.skip_unused)
     streams = config.streams_among(ranks.size)
     root = "(root)" if any(part.name == "root" for part in parts) else "root"
     owner: dict[nn.Parameter, Block] = {}
@@ -246,11 +248,11 @@ def make_blocks(
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         label = part.name or root
-        buckets = _buckets(label, owned, order, group_of, rules, full, config, ranks)
+        buckets = _buckets(label, owned, order, group_of, rules, full, config, ranks, skipped)
         may_leave = part.repeated if streams else False
         may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks.size) == 3)
         still = _still_frozen(part, owner) if may_leave else []
-        frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, ranks)
+        frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, ranks, {})
         if buckets or frozen:
             kind = {
                 "repeated": part.repeated,
@@ -308,14 +310,15 @@ def _buckets(
     full: set[nn.Parameter],
     config: OffloadConfig,
     ranks: Ranks,
+    skipped: Mapping[str, int],
 ) -> tuple[Bucket, ...]:
-    """Make a bucket per (parameter group, working dtype, ranks that share it) among a block's
-    parameters."""
+    """Make a bucket per (parameter group, working dtype, ranks that share it, skipped or not) among
+    a block's parameters."""
     dtype = PRECISIONS[config.precision]
-    sorted_in: dict[tuple[int, torch.dtype, Ranks], list[tuple[str, nn.Parameter]]] = {}
+    sorted_in: dict[tuple[int, torch.dtype, Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
         kept = torch.float32 if param in full else dtype
-        key = (group_of.get(param, 0), kept, sharers(param, ranks))
+        key = (group_of.get(param, 0), kept, sharers(param, ranks), full_name in skipped)
         sorted_in.setdefault(key, []).append((full_name, param))
     several = len(sorted_in) > 1
     return tuple(
@@ -328,8 +331,9 @@ def _buckets(
             config.state,
             shared_by,
             rules[group] if rules else None,
+            skipped,
         )
-        for i, ((group, dtype, shared_by), params) in enumerate(sorted_in.items())
+        for i, ((group, dtype, shared_by, _), params) in enumerate(sorted_in.items())
     )
 
 

@@ -126,6 +126,12 @@ class Gradients:
         self._names = {slot.index: slot.name for slot in slots}
         self.divided = {slot.index for slot in slots if not is_replicated(slot.param)}
         """Parameters of which other ranks hold other parts."""
+        self._of_experts = [
+            (bucket.experts, bucket.used)
+            for block in blocks
+            for bucket in block.buckets
+            if bucket.experts is not None and bucket.used is not None
+        ]
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
@@ -252,6 +258,8 @@ class Gradients:
         # The only wait of the training thread in a step. The norms of early blocks ran beside
         # backward; what is exposed is the way down of the last one.
         self._interpreter.run(self._program.norm())
+        if self._of_experts:
+            self._agree_on_used()
         squares = self._squares()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
@@ -265,6 +273,20 @@ class Gradients:
                 nonfinite[self._names[index]] = tuple(there)
             sums.append(of_parameter)
         return Measured(sums, nonfinite, told[:, squares.numel() :])
+
+    def _agree_on_used(self) -> None:
+        """Tell each bucket which of its experts got a gradient, here or on another rank."""
+        # The marks are written: the program's last operations have waited for them.
+        marks = torch.cat([used.flat for _, used in self._of_experts]).cpu()
+        first = 0
+        for experts, _ in self._of_experts:
+            marks[[first + number for number in experts.delivered]] = 1
+            first += len(experts)
+        if not self._ranks.everyone.is_single:
+            marks = self._ranks.everyone.all_gather_host(marks.tolist()).amax(0)
+        for experts, _ in self._of_experts:
+            experts.used = (marks[: len(experts)] != 0).tolist()
+            marks = marks[len(experts) :]
 
     def _squares(self) -> Tensor:
         """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""

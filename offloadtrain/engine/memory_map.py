@@ -23,6 +23,7 @@ _ATTRIBUTES = {
     Memory.PENDING: "pending",
     Memory.SNAPSHOT: "snapshot",
     Memory.SPILL: "spill",
+    Memory.USED: "used",
 }
 
 _BY_SLOT = (Memory.WEIGHT_SLOT, Memory.NEW_WEIGHTS)

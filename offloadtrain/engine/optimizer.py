@@ -265,7 +265,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
 
         `set_to_none` makes no difference: a parameter that a step did not use counts as having a
-        zero gradient, so that its decay and moments go on.
+        zero gradient, so that its decay and moments go on, unless `skip_unused` names it.
 
         Raises:
             EngineError: microbatches of a pipeline without flushes are in flight.
@@ -318,9 +318,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         # This thread writes the state next, which Adam and uploads in flight still use.
         self.synchronize()
         held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
-        step = state.load_dict(state_dict, self.param_groups, held, self._rules)
+        step, of_experts = state.load_dict(state_dict, self.param_groups, held, self._rules)
         self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)
-        self.finish_load(step=step, scaler=state_dict.get("scaler", self.scaler_state()))
+        scaler = state_dict.get("scaler", self.scaler_state())
+        self.finish_load(step=step, scaler=scaler, expert_steps=of_experts)
 
     @property
     def tries(self) -> int:
@@ -381,8 +382,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            kept = state.views(bucket, slot)
-            self.state[slot.param] = {"step": self._step_tensor, **kept}
+            step = bucket.experts.steps_of(slot) if bucket.experts else self._step_tensor
+            self.state[slot.param] = {"step": step, **state.views(bucket, slot)}
 
 
 def _release(lanes: Lanes, arena: Arena, disk: DiskArena, ranks: Ranks, place: StagePlace) -> None:

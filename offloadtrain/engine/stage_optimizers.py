@@ -151,6 +151,10 @@ class StageOptimizers:
     def scaler_state(self) -> dict[str, float] | None:
         return self._first.scaler_state()
 
+    @property
+    def expert_steps(self) -> dict[str, list[int]]:
+        return {}  # stages skip no experts
+
     def finish_load(self, **state: Any) -> None:
         for one in self._each:
             one.finish_load(**state)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ def load_dict(
     groups: Sequence[dict[str, Any]],
     held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
     rules: Sequence[AnyRule],
-) -> int:
-    """Load state and hyperparameters from an optimizer's state dict; returns its step.
+) -> tuple[int, dict[str, list[int]]]:
+    """Load state and hyperparameters from an optimizer's state dict; returns its step, and the
+    steps of experts that are skipped where they are unused.
 
     Args:
         rules: that of each group.
@@ -61,9 +63,16 @@ def load_dict(
             wanted = ", ".join(held[param][0].spec.moments)
             name, has = held[param][1].name, ", ".join(entries[key]) or "nothing"
             raise EngineError(f"'{name}' needs a step and {wanted}, the state has {has}")
-    steps = {float(entries[key]["step"]) for key in keys}
-    if len(steps) != 1:
-        raise EngineError(f"all parameters step together, but the state has steps {sorted(steps)}")
+    of_experts = {
+        held[param][1].name: torch.as_tensor(entries[key]["step"]).reshape(-1).int().tolist()
+        for key, param in zip(keys, params, strict=True)
+        if held[param][0].experts is not None
+    }
+    step = _common_step(
+        (held[param][1].name, entries[key]["step"])
+        for key, param in zip(keys, params, strict=True)
+        if held[param][1].name not in of_experts
+    )
     for group, other, rule in zip(groups, saved, rules, strict=True):
         _load_group(group, other, rule)
     for key, param in zip(keys, params, strict=True):
@@ -76,7 +85,26 @@ def load_dict(
             load(bucket, slot, rule, tensors, None)
         elif first < last:
             load(bucket, slot, rule, tensors, first)
-    return int(steps.pop())
+    return max([step, *chain(*of_experts.values())]), of_experts
+
+
+def _common_step(steps: Iterable[tuple[str, Any]]) -> int:
+    """Return the step of all parameters, by name; 0 if there are none.
+
+    Raises:
+        EngineError: they differ.
+    """
+    found: set[float] = set()
+    for name, step in steps:
+        if isinstance(step, Tensor) and step.numel() > 1:
+            raise EngineError(
+                f"the state has a step for each of {step.numel()} experts of '{name}', which were "
+                "skipped where they were unused: offload with skip_unused as it was then"
+            )
+        found.add(float(step))
+    if len(found) > 1:
+        raise EngineError(f"all parameters step together, but the state has steps {sorted(found)}")
+    return int(found.pop()) if found else 0
 
 
 def load(

@@ -14,6 +14,7 @@ from offloadtrain.engine import state
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.experts import load_steps, steps_by_name
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameter_guard import ParameterGuard
 from offloadtrain.engine.saved_state import (
@@ -135,6 +136,13 @@ class StateIO:
         scaler = self._engine.counter.scaler
         return None if scaler is None else scaler.state_dict()
 
+    @property
+    def expert_steps(self) -> dict[str, list[int]]:
+        """Parameter → steps of each of its experts, of those that are skipped where they are
+        unused; the same on every rank."""
+        skipped = {s.name: (b.experts, s) for b, s in self._slots() if b.experts is not None}
+        return steps_by_name(skipped)
+
     def own_states(self) -> dict[str, list[OwnState]]:
         """Return what this rank holds of every parameter of `extents`, to be read or overwritten;
         `finish_load` makes what was written effective."""
@@ -199,13 +207,19 @@ class StateIO:
             state.load(*found, self._rules[found[0].group], tensors, lo)
 
     def finish_load(
-        self, *, step: int, scaler: Mapping[str, float] | None = None, delayed: bool = False
+        self,
+        *,
+        step: int,
+        scaler: Mapping[str, float] | None = None,
+        delayed: bool = False,
+        expert_steps: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Set the step count and upload the weights, after `load_named_state` of every parameter.
 
         Args:
             delayed: the weights that forward uses were loaded, too, into `own_weights`: those of
                 the state wait as they did when they were saved.
+            expert_steps: see `expert_steps`; `step` for experts that are not in it.
 
         Raises:
             EngineError: only one of state and optimizer has a loss scaler.
@@ -217,6 +231,9 @@ class StateIO:
             counter.scaler.load_state_dict(dict(scaler))
         counter.steps = step
         self._step_tensor.fill_(step)
+        for bucket, slot in self._slots():
+            if bucket.experts is not None:
+                load_steps(bucket.experts, slot, (expert_steps or {}).get(slot.name, step))
         # Waits: parameters hold the loaded weights when this returns.
         self._engine.emit(delayed=delayed)
         # Frozen parameters may have been loaded too.

@@ -195,6 +195,8 @@ class Costs:
         match kind:
             case Kind.GATHER:
                 return bucket.numel * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
+            case Kind.MARK:
+                return bucket.numel * weight / (machine.hbm_gbps * 1e9)
             case Kind.ROUND_SUM:
                 return 2 * 4 * shard / (machine.hbm_gbps * 1e9)
             case Kind.ROUND:

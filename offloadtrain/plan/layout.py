@@ -20,6 +20,7 @@ from offloadtrain.config.ranks_options import Stage
 from offloadtrain.step.block_spec import BlockSpec, BucketSpec, MatrixSpec
 from offloadtrain.step.bucket_layout import padded, placed
 from offloadtrain.step.formats import ADAM_MOMENTS, format_for
+from offloadtrain.step.skipping import experts_in, skips
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,19 +212,28 @@ def _buckets(
 ) -> tuple[BucketSpec, ...]:
     """Split parameters by update rule, weight decay, dtype and the ranks that share them, in order
     of appearance."""
-    sorted_in: dict[tuple[bool, bool, str, int], list[ParamShape]] = {}
-    needs = needs_of(config.optim)
+    sorted_in: dict[tuple[bool, bool, str, int, bool], list[ParamShape]] = {}
+    needs, named = needs_of(config.optim), config.offload.skip_unused
+    skipped = {one.name: one.sizes for one in params if one.trained and skips(one.name, named)}
+    experts = experts_in(skipped)
     for param in params:
         matrix = needs.of_matrices and param.hidden and param.trained
         decays = param.trained and (config.optim.decay == "all" or len(param.sizes) > 1)
-        key = (matrix, decays, working_dtype(param, config), ranks // param.expert_parts)
+        sharers = ranks // param.expert_parts
+        key = (matrix, decays, working_dtype(param, config), sharers, param.name in experts)
         sorted_in.setdefault(key, []).append(param)
     several = len(sorted_in) > 1
     return tuple(
         _bucket(
-            f"{name}/{number}" if several else name, some, dtype, config, sharers, matrices=matrix
+            f"{name}/{number}" if several else name,
+            some,
+            dtype,
+            config,
+            sharers,
+            matrices=matrix,
+            experts=sum(experts.get(param.name, 0) for param in some),
         )
-        for number, ((matrix, _, dtype, sharers), some) in enumerate(sorted_in.items())
+        for number, ((matrix, _, dtype, sharers, _), some) in enumerate(sorted_in.items())
     )
 
 
@@ -235,8 +245,9 @@ def _bucket(
     ranks: int,
     *,
     matrices: bool,
+    experts: int,
 ) -> BucketSpec:
-    """`matrices`: they are updated as such."""
+    """`matrices`: they are updated as such. `experts`: as in `BucketSpec`."""
     trained = params[0].trained
     needs = needs_of(config.optim).of_bucket(matrices=matrices) if trained else _STATELESS
     numels = [prod(param.sizes) for param in params]
@@ -255,6 +266,7 @@ def _bucket(
         needs.moments,
         tuple(sorted(found)),
         needs.whole and not matrices,
+        experts=experts,
     )
 
 

@@ -48,6 +48,7 @@ class BucketSpec:
             of one rank.
         state_tier: where the state lies.
         gradient_on_disk: the gradient is in a file, and on the host only while a slot holds it.
+        experts: what a step skips one by one where it is unused; see `skipping.py`. 0: nothing.
     """
 
     name: str
@@ -61,6 +62,7 @@ class BucketSpec:
     whole_tensors: bool = False
     state_tier: Tier = Tier.HOST
     gradient_on_disk: bool = False
+    experts: int = 0
 
     @property
     def update_tier(self) -> Tier:

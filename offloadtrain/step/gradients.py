@@ -68,6 +68,8 @@ class GradientPath:
             last: this is the last micro-step of the step.
         """
         whole = last and complete
+        if bucket.used is not None:
+            self._mark(bucket, bucket.used)
         # A single piece is squared while it is added: one pass over host memory less.
         measured = whole and bucket.accumulates and len(bucket.pieces) == 1
         measured = measured and not bucket.rounds_sum
@@ -100,8 +102,13 @@ class GradientPath:
 
     def complete(self, buckets: Iterable[BucketRefs]) -> None:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
+        marked = []
         for bucket in buckets:
+            if bucket.used is not None:
+                marked.append(bucket.used)
             if not bucket.touched:
+                if bucket.used is not None:
+                    self._mark(bucket, bucket.used)
                 if not bucket.sums_on_device:
                     self._slots.hold(bucket, keep=False)
                 zeros = (bucket.summed,)
@@ -126,6 +133,18 @@ class GradientPath:
         for norms in self._norms.values():
             if (measured := self._order.written(norms)) is not None:
                 self._order.host_wait(measured, "the gradient norm")
+        # And which experts are used, which ranks tell each other next.
+        for used in marked:
+            if (known := self._order.written(used)) is not None:
+                self._order.host_wait(known, "the used experts")
+
+    def _mark(self, bucket: BucketRefs, used: Ref) -> None:
+        """Mark the experts that the gradients about to be sent are of."""
+        first = not bucket.touched
+        op = Launch(Kind.MARK, Lane.COMPUTE, bucket.name, (), (used,), first=first)
+        # Compute, behind the kernels that made the gradients, and in front of the gather, which
+        # frees them. The training thread has read the marks of the step before.
+        self._order.launch(op)
 
     def _gather(self, bucket: BucketRefs, whole: Ref, lo: int, hi: int) -> None:
         op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)

@@ -16,7 +16,7 @@ def read_in_place(op: Launch, *, ranks: int, rank: int) -> tuple[Ref, ...]:
             return op.writes
         case Kind.ALL_GATHER:
             return tuple(_shard(whole, ranks, rank) for whole in op.writes)
-        case Kind.ACCUMULATE if not op.first:
+        case Kind.ACCUMULATE | Kind.MARK if not op.first:
             return op.writes[:1]
         # The matrix; its workspace, which comes second, may hold anything.
         case Kind.ORTHOGONALIZE:

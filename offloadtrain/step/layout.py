@@ -85,7 +85,8 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
     room -= span_bytes(host_requests(replace(spec, second_copies=frozenset())))
     copied = set()
     for block in reversed(spec.blocks):
-        on_host = [one for one in block.buckets if one.state_tier is Tier.HOST]
+        # Experts are updated in step() only: which of them are used is known then.
+        on_host = [b for b in block.buckets if b.state_tier is Tier.HOST and not b.experts]
         room -= sum(second_copy_bytes(spec, bucket) for bucket in on_host)
         if room < 0:
             break

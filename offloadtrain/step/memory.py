@@ -44,6 +44,7 @@ class Role(StrEnum):
     SUM = "sum"
     OTHER_WORKING = "other_working"
     OTHER_GRADIENT = "other_gradient"
+    USED = "used"
     WEIGHT_FILE = "weight_files"
 
 
@@ -89,7 +90,7 @@ def host_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
 
 def state_requests(spec: StepSpec, tier: Tier) -> Iterator[MemoryRequest]:
     """Yield sums of squares, then all that is kept bucket by bucket, of the state that is updated
-    on a tier; on the device the sums that are made there, too."""
+    on a tier; on the device the sums that are made there, and which experts are used, too."""
     if spec.measures_on(tier):
         yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
     for bucket in spec.buckets_on(tier):
@@ -97,6 +98,11 @@ def state_requests(spec: StepSpec, tier: Tier) -> Iterator[MemoryRequest]:
     for bucket in spec.buckets if tier is Tier.DEVICE else ():
         if spec.sums_on_device(bucket):
             yield _shard("gradient sums", bucket, "float32", Role.SUM)
+        if bucket.experts:
+            name = f"used {bucket.name}"
+            yield MemoryRequest(
+                "used experts", bucket.experts, "uint8", name, bucket.name, Role.USED
+            )
 
 
 def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:

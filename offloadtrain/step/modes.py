@@ -183,9 +183,9 @@ class Early(Exact):
         self._used = self._used or early.hyperparameters
         # Adam runs beside backward of the next blocks. Its weights wait on the host until step():
         # an evaluation before it must see the old ones on the device.
-        # Matrices are updated in step().
+        # Matrices and experts are updated in step().
         for bucket in block[1]:
-            if bucket.directions is None:
+            if not bucket.waits_for_step:
                 self._staged[bucket] = self._updates.adam(bucket, early.update)
 
     def grads_again(self, block: BlockRefs) -> None:

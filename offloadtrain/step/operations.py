@@ -71,6 +71,8 @@ class Kind(StrEnum):
     NORM = "norm"
     """compute, host, update: the sums of squares of a bucket's gradient; on compute before it is
     gathered."""
+    MARK = "mark used"
+    """compute: which experts of a bucket have a gradient, before it is gathered."""
     DIRECTION = "direction"
     """host, update: the moments of a bucket of matrices, and what the device orthogonalizes."""
     MATRIX_UP = "matrix up"
@@ -171,6 +173,8 @@ class Memory(StrEnum):
     """Host: state that was copied, until it is written into a checkpoint."""
     NORMS = "norms"
     """Host or device: the sum of squares of every parameter that was measured there."""
+    USED = "used experts"
+    """Device: a byte for each expert of a bucket: it got a gradient in this step."""
     ACTIVATION = "block input"
     """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
     HOST_ACTIVATION = "host block input"
@@ -273,7 +277,7 @@ class Launch(NamedTuple):
     Attributes:
         owner: the bucket (for `FORWARD` and `BACKWARD`, the block) that it works on.
         lo, hi: the piece of the gradient, or the matrix, as elements of the shard.
-        first: for `ACCUMULATE`, the sum begins with it.
+        first: for `ACCUMULATE`, the sum begins with it; for `MARK`, nothing is marked before.
         update: for `ADAM` and `DIRECTION` only.
         written: for `WRITE` only, what it writes of each of `reads`.
     """

@@ -43,11 +43,17 @@ class BucketRefs:
         has_new_weight_slot: new weights go to the disk out of a slot of their own.
         reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
         rank: the number of this rank among those that share it.
+        waits_for_step: it is updated in step() in every update mode, never inside backward.
+        used: which of its experts got a gradient; None for a bucket that is updated whole.
     """
 
     def __init__(self, spec: BucketSpec, step: StepSpec, rank: int) -> None:
         self.spec = spec
         self.name = spec.name
+        self.waits_for_step = bool(spec.matrices or spec.experts)
+        self.used: Ref | None = None
+        if spec.experts:
+            self.used = Ref(Memory.USED, spec.name, 0, 0, spec.experts, "uint8")
         self.on_device = spec.state_tier is Tier.DEVICE
         self.lane = Lane.UPDATE if self.on_device else Lane.HOST
         # Behind the step's last backward: no weight that compute needs is overwritten.

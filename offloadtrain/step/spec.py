@@ -314,7 +314,7 @@ class StepSpec:
         return self.weights_wait and (copied or self.config.update != "speculative")
 
     def has_second_copy(self, bucket: BucketSpec) -> bool:
-        on_host = bucket.state_tier is Tier.HOST
+        on_host = bucket.state_tier is Tier.HOST and not bucket.experts
         return on_host and self.block_of[bucket.name].name in self.second_copies
 
     # Staging of gradients.

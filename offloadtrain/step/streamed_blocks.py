@@ -106,6 +106,7 @@ def _room(
     rest += spec.matrix_bytes
     if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
         rest += ITEMSIZE["float64"] * spec.num_tensors
+    rest += sum(bucket.experts for bucket in spec.buckets)  # a byte for each: used or not
     least = rest + config.device_slots * max(sizes, default=0)
     if least > limit and rest + sum(sizes) > limit:
         keys = ", or set working = 'host'"

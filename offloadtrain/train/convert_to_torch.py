@@ -187,13 +187,20 @@ def _fill(saved: SavedRun, path: Path) -> None:
     states = dict(zip(keys, adam["state"].values(), strict=True))
     for name, tensors in saved_state(saved.found, update_rule(saved.job)):
         weights[name].copy_(tensors.pop(MASTER))
-        states[name]["step"].fill_(float(saved.found.step))
+        steps = _expert_steps(saved).get(name, [])
+        states[name]["step"].fill_(float(steps[0] if len(steps) == 1 else saved.found.step))
         for kind, value in tensors.items():
             states[name][kind].copy_(value)
     for name, value in saved.weights(wanted=lambda name: name not in states):
         weights[name].copy_(value)
     with path.open("rb+") as file:
         os.fsync(file.fileno())  # of the mapping's pages, too
+
+
+def _expert_steps(saved: SavedRun) -> dict[str, list[int]]:
+    """Parameter → steps of its experts, of those that were skipped where they were unused."""
+    found: dict[str, list[int]] = saved.found.state["optimizer"].get("expert_steps", {})
+    return found
 
 
 def _remarks(saved: SavedRun, tree: dict[str, Any]) -> Iterator[str]:
@@ -207,4 +214,11 @@ def _remarks(saved: SavedRun, tree: dict[str, Any]) -> Iterator[str]:
     state = saved.job.offload.state
     if state != "fp32":
         yield f'offload.state = "{state}": moments have its precision'
+    stacked = [steps for steps in _expert_steps(saved).values() if len(steps) > 1]
+    if any(set(steps) != {saved.found.step} for steps in stacked):
+        yield (
+            f"offload.skip_unused: {len(stacked)} tensors of stacked experts have steps from "
+            f"{min(map(min, stacked))} to {max(map(max, stacked))}; torch has one for each tensor, "
+            f"{saved.found.step}"
+        )
     yield f"step {saved.found.step} as the state of torch.optim.{_kind(saved).__name__}"

@@ -57,7 +57,12 @@ class RunState:
             for group in self._optimizer.param_groups
         ]
         return {
-            "optimizer": {"step": progress.step, "scaler": self._optimizer.scaler_state()},
+            "optimizer": {
+                "step": progress.step,
+                "scaler": self._optimizer.scaler_state(),
+                # Only where experts are skipped: earlier versions know no such key.
+                **({"expert_steps": steps} if (steps := self._optimizer.expert_steps) else {}),
+            },
             "progress": asdict(progress),
             "data": at.data,
             "spikes": at.spikes,

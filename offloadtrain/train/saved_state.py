@@ -92,12 +92,18 @@ def _is_random(value: Any) -> bool:
     return isinstance(value, list) and bool(value)
 
 
+def _are_expert_steps(value: Any) -> bool:
+    return _is_table(value) and all(_list_of(_is_count)(steps) for steps in value.values())
+
+
 _OPTIONAL = ("threads", "held_out")
 _COUNTS = ("growth_interval", "good_steps", "tolerated")
 _scaler = _has(scale=_is_number, **dict.fromkeys(_COUNTS, _is_count))
 _CHECKS: Mapping[str, Check] = {
     "optimizer": lambda value: (
-        _has(step=_is_count, scaler=_or_none(_scaler))(value) and value.keys() <= {"step", "scaler"}
+        _has(step=_is_count, scaler=_or_none(_scaler))(value)
+        and value.keys() <= {"step", "scaler", "expert_steps"}
+        and _are_expert_steps(value.get("expert_steps", {}))
     ),
     "progress": _is_progress,
     "data": lambda value: (

@@ -62,11 +62,13 @@ RIGHT = {"update": "speculative", "clip_norm": 1e9}
 RESIDENT = {"state_on": "device"}
 ON_DISK = {"state_on": "disk", "scratch_dir": gettempdir(), "scratch_in_memory": True}
 HALF: dict[str, Any] = {"state_on": {"device": 0.5}}
+EARLY: dict[str, Any] = {"clip_norm": None, "skip_nonfinite": False}
+SKIPPED: dict[str, Any] = {"skip_unused": ["*.experts.up"]}
 AMONG = {"among_ranks": True}
 
 CASES = {
     "exact": Case(),
-    "early": Case({"clip_norm": None, "skip_nonfinite": False}),
+    "early": Case(EARLY),
     "speculative, right": Case(RIGHT),
     "speculative, wrong": Case({"update": "speculative"}),
     "delayed": Case({"update": "delayed", "warmup_steps": 1}),
@@ -94,6 +96,10 @@ CASES = {
     "half resident, sums": Case({**HALF, "grad_accum_steps": 3, "sums_on": "device"}, poison=True),
     "half resident, speculative": Case({**HALF, "state": "split16", **RIGHT}, model="tied"),
     "half resident, delayed": Case({**HALF, "state": "int8", "update": "delayed"}, poison=True),
+    "experts skipped": Case({"skip_unused": ["experts.*"]}, model="unusual", poison=True),
+    "experts skipped, delayed": Case({**SKIPPED, "update": "delayed"}, model="experts"),
+    "experts skipped, early": Case({**SKIPPED, **EARLY}, model="experts", poison=True),
+    "experts skipped, half resident": Case({**SKIPPED, **HALF, **RIGHT}, model="experts"),
     "among ranks, half resident": Case({**HALF, "grad_accum_steps": 2, **RIGHT}, AMONG),
     "among ranks": Case({}, AMONG, poison=True),
     "among ranks, streamed": Case({**OFFLOADED, "update": "delayed"}, AMONG),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +33,7 @@ from offloadtrain.train.update_rules import decay_groups, update_rule
 from tests.integrations.foreign_sources import save_dcp, save_torch, save_zero, state_of
 from tests.train.small_job import run, small_job, tensor_hashes
 from tests.train.test_hf_jobs import LORA, hf_job_of
+from tests.train.test_resume import SKIPS
 
 BEFORE, AFTER = 3, 6
 PLAIN = (
@@ -208,6 +210,20 @@ def test_one_group_loads_into_an_optimizer_over_all_parameters(tmp_path: Path) -
     assert_same(state_of(model, adam), state_in(tmp_path / "run"))
     assert adam.param_groups[0]["fused"] and adam.param_groups[0]["weight_decay"] == 0.1
     assert {float(entry["step"]) for entry in adam.state.values()} == {2.0}
+
+
+@pytest.mark.slow
+def test_steps_of_stacked_experts_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = small_job(tmp_path, *PLAIN, *SKIPS)
+    job = replace(job, train=replace(job.train, steps=3))
+    assert run(job, tmp_path / "run") == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "a.pt"), "--to", "torch"]) == 0
+    told = r"stacked experts have steps from \d to \d; torch has one for each tensor, 3"
+    assert re.search(told, capsys.readouterr().err)
+    found = torch.load(tmp_path / "a.pt", weights_only=True)["optimizer"]["state"]
+    assert {float(entry["step"]) for entry in found.values()} == {3.0}
 
 
 @pytest.mark.parametrize("state", ["split16", pytest.param("int8", marks=pytest.mark.long)])

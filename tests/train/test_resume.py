@@ -15,6 +15,7 @@ from offloadtrain.config.job import ConfigError
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaler
 from offloadtrain.train import rng
+from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.trainer import Trainer
 from tests.train.conftest import StopAfter
@@ -49,6 +50,13 @@ def test_resume_is_bit_exact(
     assert starts == [0, 1, 5, 7]
 
 
+SKIPS = [
+    *("model.num_experts=32", "model.experts_per_token=1", "train.micro_batch=1"),
+    *("train.grad_accum_steps=1", 'offload.skip_unused=["*.experts.*"]'),
+]
+"""A few tokens for many experts."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "limits"),
@@ -75,6 +83,8 @@ def test_resume_is_bit_exact(
             marks=pytest.mark.slow,
         ),
         (["offload.update=delayed", "offload.working=host", "offload.state=split16"], (4, 3)),
+        pytest.param(SKIPS, (1, 4, 2), marks=pytest.mark.slow),
+        pytest.param([*SKIPS, "offload.state=int8"], (4, 3), marks=pytest.mark.slow),
     ],
 )
 def test_every_mode_and_placement_resumes(
@@ -90,6 +100,15 @@ def test_every_mode_and_placement_resumes(
     assert run(job, parted, resume=str(parted)) == 0
     assert history(parted) == history(whole)
     assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+    of_experts = [read_steps(path) for path in (whole, parted)]
+    assert of_experts[0] == of_experts[1] and (len(of_experts[0]) > 4) == (SKIPS[0] in overrides)
+
+
+def read_steps(path: Path) -> set[int]:
+    """The steps of experts that the last checkpoint knows."""
+    found = checkpoint.verify(checkpoint.find(path / "checkpoints")[0])
+    steps = found.state["optimizer"].get("expert_steps", {})
+    return {step for one in steps.values() for step in one}
 
 
 @pytest.mark.slow

@@ -53,8 +53,7 @@ class Engine:
         self.last_step: StepReport | None = None
         self.program = program
         self._behind = program.behind
-        self._interpreter = interpreter
-        self._run = interpreter.run
+        self._interpreter, self._run = interpreter, interpreter.run
         self.functions = functions
         self._gradients = gradients
         self._norm_measure = norm_measure
@@ -68,8 +67,6 @@ class Engine:
             residency.on_backward = gradients.backward_is_at
         self._config = program.spec.config
         self._blocks = blocks
-        held = (bucket.experts for block in blocks for bucket in block.buckets)
-        self._experts = [one for one in held if one is not None]
         self._by_name = {block.name: block for block in blocks}
         self._in_explicit_backward = False
         self.guard = PhaseGuard(gradients, program)
@@ -252,8 +249,8 @@ class Engine:
         self._interpreter.require_whole()
         self._interpreter.journal.decide()
         self.counter.decide(skipped=skipped, overflow=overflow)
-        for experts in () if skipped else self._experts:
-            experts.advance()
+        if not skipped:
+            self._gradients.count_steps()
         # Only launches: Adam and uploads run beside the user's code and the next forward, whose
         # blocks wait for their own upload.
         self._run(self.program.norm_known(order, decision), updates=True)

@@ -274,6 +274,11 @@ class Gradients:
             sums.append(of_parameter)
         return Measured(sums, nonfinite, told[:, squares.numel() :])
 
+    def count_steps(self) -> None:
+        """The step is not skipped: the experts that it updates have made one more."""
+        for experts, _ in self._of_experts:
+            experts.advance()
+
     def _agree_on_used(self) -> None:
         """Tell each bucket which of its experts got a gradient, here or on another rank."""
         # The marks are written: the program's last operations have waited for them.

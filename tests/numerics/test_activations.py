@@ -154,7 +154,9 @@ def test_the_peak_does_not_grow_with_depth(working: str) -> None:
     assert peak_bytes(24) - peak_bytes(4) > 4 * recomputed
 
 
-@pytest.mark.parametrize("activation", ["recompute", "offload"])
+@pytest.mark.parametrize(
+    "activation", ["recompute", pytest.param("offload", marks=pytest.mark.slow)]
+)
 def test_the_first_layers_run_again_and_the_last_ones_keep_what_they_made(activation: str) -> None:
     forwards: list[int] = []
 
@@ -176,7 +178,7 @@ def test_the_first_layers_run_again_and_the_last_ones_keep_what_they_made(activa
     assert forwards == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
 
 
-@pytest.mark.cover(0, levels.ALL)
+@pytest.mark.slow
 @pytest.mark.parametrize("working", ["device", "host"])
 def test_each_layer_that_is_not_recomputed_takes_as_much_more(working: str) -> None:
     options = {"working": working, "activation": "recompute"}

@@ -18,11 +18,13 @@ from torch.autograd import graph
 from tests.numerics.test_offload import compare
 
 CASES: list[dict[str, Any]] = [
+    {"working": "host", "activation": "offload", "recompute_blocks": 2, "accum": 2},
+    {"activation": "offload_saved"},
+]
+MORE: list[dict[str, Any]] = [
     {},
     {"working": "host"},
     {"activation": "recompute"},
-    {"working": "host", "activation": "offload", "recompute_blocks": 2, "accum": 2},
-    {"activation": "offload_saved"},
     {"update": "speculative", "working": "host"},
     {"update": "speculative", "activation": "recompute"},
 ]
@@ -52,8 +54,12 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
         yield used
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
-@pytest.mark.parametrize("name", ["tied", "reentrant"])
+@pytest.mark.parametrize(
+    "options",
+    [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["tied", pytest.param("reentrant", marks=pytest.mark.slow)])
 def test_the_thread_of_backward_changes_no_bit(
     threads: set[int], name: str, options: dict[str, Any]
 ) -> None:

@@ -33,8 +33,13 @@ def planned(config: Config, machine: Machine = RTX4090) -> Plan:
     return make(config, "", machine)
 
 
-@pytest.mark.parametrize("activation", ["recompute", "offload"])
-@pytest.mark.parametrize("gpu_memory", ["10 GiB", "16 GiB", "24 GiB", "80 GiB"])
+@pytest.mark.parametrize(
+    "activation", ["recompute", pytest.param("offload", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "gpu_memory",
+    ["10 GiB", "16 GiB", *(pytest.param(n, marks=pytest.mark.slow) for n in ("24 GiB", "80 GiB"))],
+)
 def test_the_fewest_that_fit_run_again(activation: str, gpu_memory: str) -> None:
     config = job(f"offload.activation={activation}", "offload.recompute_blocks=auto")
     machine = replace(RTX4090, gpu_memory=gpu_memory)
@@ -47,6 +52,7 @@ def test_the_fewest_that_fit_run_again(activation: str, gpu_memory: str) -> None
     assert found.fits == bool(fitting)
 
 
+@pytest.mark.slow
 def test_each_layer_that_is_kept_makes_the_step_faster_and_takes_as_much_more() -> None:
     config = job("offload.activation=recompute")
     counts = [None, *range(config.model.num_layers, -1, -1)]
@@ -63,6 +69,7 @@ def test_each_layer_that_is_kept_makes_the_step_faster_and_takes_as_much_more() 
     assert plans[-1].prediction.seconds == pytest.approx(keep.prediction.seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["exact", "delayed"])
 def test_the_step_of_some_recomputed_is_between(update: str) -> None:
     """Of very many layers a few are simulated where they are alike."""
@@ -77,6 +84,7 @@ def test_the_step_of_some_recomputed_is_between(update: str) -> None:
     assert none <= some <= every and none < every
 
 
+@pytest.mark.slow
 def test_where_state_is_open_too_the_fastest_of_three_is_taken() -> None:
     config = load("offloadtrain/cli/jobs/gpt_13b_32gb.toml", [*AUTO, "offload.state_on=auto"])
     machine = find("h100")[1]
@@ -99,6 +107,7 @@ def test_a_job_that_keeps_too_much_is_told_the_number() -> None:
     assert f"offload.recompute_blocks={count}" in found.text and found.plan.has_room
 
 
+@pytest.mark.slow
 def test_a_job_that_recomputes_too_much_is_told_to_leave_it_open() -> None:
     config = planned(job("offload.activation=recompute")).job
     now = planned(config).prediction.tokens_per_s
@@ -118,6 +127,7 @@ def test_it_is_settled_before_the_engine_sees_it() -> None:
         job(*AUTO).offload.recomputed_of([1, 2])
 
 
+@pytest.mark.slow
 def test_the_report_has_the_number() -> None:
     found = planned(job(*AUTO))
     count = found.job.offload.recompute_blocks

@@ -15,9 +15,9 @@ from offloadtrain.runtime.process_group import Ranks
 @pytest.mark.parametrize("world", [False, True])
 def test_groups_go_when_the_world_is_gone(world: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = [object()]
-    monkeypatch.setattr(dist, "is_initialized", lambda: world)
     monkeypatch.setattr(Ranks, "let_go", _watched(held))
     optimizer = ot.offload(nn.Linear(4, 4), device="cpu")
+    monkeypatch.setattr(dist, "is_initialized", lambda: world)
     optimizer._finalizer()  # as at the end of the process
     assert bool(held) == world
 

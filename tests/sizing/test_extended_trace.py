@@ -157,6 +157,7 @@ def test_the_extended_trace_is_the_whole_one(
     assert any(believed) == (name in EXTENDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["recompute", "offload"])
 @pytest.mark.parametrize(("again", "skipped"), [(8, [1, 1]), (12, [5]), (3, [6]), (0, [9])])
 def test_so_is_that_of_layers_of_which_some_run_again(

@@ -74,7 +74,7 @@ def test_within_five_percent_in_fp32(shape: str, size: str, policy: str) -> None
     assert ratio(config) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
+@pytest.mark.parametrize("policy", ["recompute", pytest.param("offload", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("again", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_so_does_a_part_of_the_layers_recomputed(again: int, policy: str) -> None:
     keys = {"offload__activation": policy, "offload__recompute_blocks": again}

@@ -97,6 +97,7 @@ def test_where_state_is_open_too_the_fastest_of_three_is_taken() -> None:
     assert found.has_room
 
 
+@pytest.mark.slow
 def test_a_job_that_keeps_too_much_is_told_the_number() -> None:
     config = job("offload.activation=keep")
     assert not planned(config).fits

@@ -84,7 +84,6 @@ class Costs:
 
     def __init__(self, placed: Placement, machine: Machine) -> None:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
-        self._blocks = {block.name: block for block in self.spec.blocks}
         self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
         self.parts = AmongParts(placed, machine)
         self.copies = AmongCopies(self.spec, machine, self.parts.count)

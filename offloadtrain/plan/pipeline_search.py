@@ -2,7 +2,7 @@
 
 Every candidate is planned as any job is: its memory from the spec of each stage, its time from the
 programs of all stages together. Of each number of stages and schedule, those are simulated whose
-compute alone takes least.
+busiest of compute, bus and host memory takes least.
 """
 
 from __future__ import annotations

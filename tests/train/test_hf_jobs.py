@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from offloadtrain.events import schema
 from offloadtrain.hardware.machine import find
 from offloadtrain.integrations import hf_job
 from offloadtrain.optim.lr_schedule import learning_rate
+from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import make
 from offloadtrain.train.build import described
 from offloadtrain.train.dry_run import laid_out
+from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.saved_run import open_saved
 from offloadtrain.train.token_files import open_tokens
 from offloadtrain.train.trained_model import evaluate, open_model
@@ -168,6 +171,33 @@ def test_the_engine_holds_what_is_planned(
     assert (plan.placed.frozen_bytes > 0) == (trained < job.num_params)
     assert streamed == ("offload.working=host" in overrides)
     assert plan.prediction.seconds > 0 and plan.prediction.h2d_bytes >= 0
+
+
+@pytest.mark.slow
+def test_how_many_layers_run_again_is_told_by_a_trace(tmp_path: Path) -> None:
+    """Of each number of layers with a device that just holds it."""
+    options = ("offload.activation=recompute", "train.micro_batch=8", "device.kind=auto")
+    open_ = described(hf_job_of(tmp_path, "qwen3", *options, "offload.recompute_blocks=auto"))
+    name, machine = find("rtx4090")
+    trace = needed_trace(open_, machine, 1)
+    assert trace is not None
+    for count in range(4):
+        given = replace(open_, offload=replace(open_.offload, recompute_blocks=count))
+        assert needed_trace(given, machine, 1) is None
+        used = sum(make(given, name, machine, 1, trace).device.values())
+        room = int(used / FULL) + 1024 + machine.gpu_reserved_bytes
+        tight = replace(machine, gpu_memory=f"{room / 1024:.0f} KiB")
+        assert make(open_, name, tight, 1, trace).job.offload.recompute_blocks == count
+
+
+@pytest.mark.slow
+def test_a_part_of_the_layers_recomputed_changes_no_loss(tmp_path: Path) -> None:
+    kept, part = tmp_path / "kept", tmp_path / "part"
+    assert run(hf_job_of(tmp_path, "qwen3"), kept) == 0
+    options = ("offload.activation=recompute", "offload.recompute_blocks=2")
+    assert run(hf_job_of(tmp_path, "qwen3", *options), part) == 0
+    assert history(part) == history(kept)
+    assert tensor_hashes(part, 4) == tensor_hashes(kept, 4)
 
 
 def test_random_weights_are_planned_with_the_copy_that_they_are_drawn_in(tmp_path: Path) -> None:

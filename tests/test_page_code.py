@@ -255,6 +255,22 @@ def pipelines(flushed: str, overlapped: str) -> list[int]:
     return found
 
 
+def pipelines_of_transformers(code: str) -> int:
+    """The number of losses of the last step. The page's first line makes the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    making, rest = code.split("\n", 1)
+    assert making.startswith("model = AutoModelForCausalLM")
+    tokens = torch.arange(64).view(8, 8) % 16
+    given: Names = {"ot": ot, "model": llama(), "tokens": tokens, "batches": [tokens] * 2}
+    given["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    of_ranks(rest.replace("tokens[:4]", "tokens[:2]"), given)
+    assert bool(torch.isfinite(given["losses"]).all())
+    found: int = given["losses"].numel()
+    given["pipeline"].close()
+    return found
+
+
 def tensor_parallel(code: str) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import parallelize_module
@@ -317,10 +333,12 @@ def hybrid(code: str) -> bool:
 
 
 def test_the_python_of_ranks(ranks: Run) -> None:  # noqa: F811
-    copies, alone, flushed, overlapped, parts, of_transformers, of_experts = python_of("ranks.md")
+    copies, alone, flushed, of_decoders, overlapped, *divided = python_of("ranks.md")
+    parts, of_transformers, of_experts = divided
     assert ranks(4, hybrid, copies) == [True] * 4
     assert ranks(4, sharded, alone) == [True] * 4
     assert ranks(4, pipelines, flushed, overlapped) == [[4, 4]] * 4
+    assert ranks(4, pipelines_of_transformers, of_decoders) == [4] * 4
     assert ranks(4, tensor_parallel, parts) == [True] * 4
     assert ranks(4, tensor_parallel_of_transformers, of_transformers) == [True] * 4
     assert ranks(4, expert_parallel, of_experts) == [True] * 4

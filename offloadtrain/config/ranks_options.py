@@ -110,8 +110,8 @@ INTERLEAVED: Final = "interleaved"
 
 def kept_without_flush(stage: int, stages: int) -> tuple[int, int]:
     """Return the versions of a stage's working weights and the sums of its gradients, where steps
-    follow each other without a flush: see [Note: Two versions] in `step.modes`, and [Note: Without
-    a flush] in `engine.split_step`."""
+    follow each other without a flush: see [Note: Two versions] in `step.two_versions`, and
+    [Note: Without a flush] in `engine.split_step`."""
     return 1 if stage == stages - 1 else 2, 1 if stage == 0 else 2
 
 
@@ -202,7 +202,6 @@ def unflushed_contradictions(
     for key, value, goes, instead, why in (
         ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
         ("offload.precision", offload.precision, offload.precision != "fp16", "bf16", _SCALE),
-        ("offload.activation", offload.activation, offload.activation == "keep", "keep", _NEWER),
         ("offload.working", offload.working, not offload.offloads_weights, "device", _RESIDENT),
         ("offload.zero_stage", offload.zero_stage, offload.zero_stage != 3, 2, _RESIDENT),
         ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
@@ -218,7 +217,6 @@ def unflushed_contradictions(
 
 _SCALE = "the loss scale of a step would be chosen before the step before it is decided"
 _NONE_EXACT = "its first steps are delayed, too"
-_NEWER = "a recompute would read newer weights than its forward has read"
 _RESIDENT = "both versions of the weights stay on the device, whole"
 _ONE_TIER = "all state is on the host, or all on the device"
 _MATRICES = "it updates matrices on the device, where the next step computes"

@@ -107,7 +107,7 @@ class Bucket:
             its state: views of the mapped file, the version that loads read first.
         streamed: its block's weights are loaded into a device slot for their use.
         other_working: device: a second version of `working`; see [Note: Two versions] in
-            `step.modes`.
+            `step.two_versions`.
         other_gradient: a second sum beside `gradient`, for the next step.
         used: device: a byte for each of its `experts`, whose numbers and steps are there.
     """

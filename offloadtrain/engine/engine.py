@@ -20,7 +20,7 @@ from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.phase_guard import PhaseGuard
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.salvage import require_on_host
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_counter import Reporter, StepCounter
 from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
@@ -28,7 +28,6 @@ from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.program import Program
-from offloadtrain.step.tiers import Tier
 
 
 class Engine:
@@ -237,6 +236,10 @@ class Engine:
         """The first forward of a step is about to begin: parameters become the newest weights."""
         self._run(self.program.flush(), updates=True)
 
+    def turn(self, *, back: bool) -> None:
+        """Parameters become the weights before the newest ones, or the newest ones again."""
+        self._run(self.program.turn(back=back), updates=True)
+
     def _launch_update(self, norm: Norm, *, skip: bool) -> Decision:
         """Decide the step; launch what is left of its update, and the uploads."""
         if self._config.clip_norm is not None:
@@ -277,15 +280,7 @@ class Engine:
         Raises:
             SalvageError: the state is between two steps, or not on the host.
         """
-        spec = self.program.spec
-        if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
-            # A step is decided by the norm, which is then known before the sums are on the host.
-            raise SalvageError('gradients were summed on the device (offload.sums_on = "device")')
-        if lost := [one for one in spec.buckets if one.state_tier is not Tier.HOST]:
-            raise SalvageError(
-                f"the state of {len(lost)} of {len(spec.buckets)} buckets was on the "
-                f"{lost[0].state_tier} (offload.state_on)"
-            )
+        require_on_host(self.program.spec)
         self._interpreter.salvage(failure)
         self.counter.update_scale()
         self.salvaged = True

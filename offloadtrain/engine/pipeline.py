@@ -177,8 +177,6 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
         f"warmup_steps = {chosen.warmup_steps}": chosen.warmup_steps > 0,
         # The loss scale of a step would be chosen before the step before it is decided.
         "precision = 'fp16'": chosen.precision == "fp16",
-        # A recompute would read the version that parameters show by then.
-        f"activation = {chosen.activation!r}": chosen.activation != "keep",
         f"working = {chosen.working!r}": chosen.offloads_weights,
         "zero_stage = 3": chosen.zero_stage == 3,
         f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),

@@ -4,6 +4,7 @@ optimizers."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -195,7 +196,7 @@ class UnflushedPipeline(Pipeline):
         self._last: Callable[[], Tensor] | None = None
         """Waits for the losses of the last step."""
         self._unflushed = Unflushed(
-            self._specs[0],
+            replace(self._specs[0], micro_step=self._step.micro_step),
             microbatches=self._microbatches,
             device=self.optimizers[0].device,
             moments=self,
@@ -246,6 +247,7 @@ class UnflushedPipeline(Pipeline):
             self._step.begin()
         if number == self.stages.size - 1:
             self._step.decide()
+        self._step.forward_begins()
 
     def after_backward(self, number: int) -> None:
         if number == self._microbatches - 1:

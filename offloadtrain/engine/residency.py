@@ -201,9 +201,10 @@ class Residency:
             self._latest = None
         leaving.leave_device()
 
-    def renew(self, block: str) -> None:
-        """A block's weights change: graphs built before are stale."""
-        self._blocks[block].generation += 1
+    def renew(self, block: str, by: int) -> None:
+        """A block's weights change: graphs built before are stale. `by`: -1 for the version before,
+        whose graphs are not."""
+        self._blocks[block].generation += by
 
     def swap(self, bucket: str) -> None:
         """The other copy of a bucket's state becomes the state."""

@@ -14,11 +14,17 @@ To save or to evaluate, a stage may end all that is in flight (`drain`) and keep
 is decided then, and its weights wait as they would have within step t + 1, whose forwards read
 those of step t - 1 as ever. So no later step has other bits, and a checkpoint holds what one of
 `update="delayed"` of one process does: the state, and the weights in use.
+
+A microbatch in flight when the next step begins has read the version of the weights before it.
+Saved weights are views of that version. What its backward runs again (recompute, the engine's or a
+user's) reads parameters: they are views of that version, too, while such a backward runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +54,8 @@ class SplitStep:
         self._asked: tuple[list[dict[str, Any]], bool] | None = None
         """Hyperparameters and `skip` of a step that is not decided."""
         self._is_over = self._is_sent = self._samples = False
+        self._in_flight: deque[int] = deque()
+        """For each microbatch between forward and backward, the version of its weights."""
 
     def require_asked(self, what: str) -> None:
         """Raises EngineError if step() was not called for the last microbatches."""
@@ -79,6 +87,22 @@ class SplitStep:
         if not self._engine.delay_goes_on:
             self._engine.show_newest()
         self._engine.delay_goes_on = False
+
+    def forward_begins(self) -> None:
+        """The forward of a microbatch is about to run."""
+        self._in_flight.append(self._engine.program.version)
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        """The backward of the oldest microbatch in flight runs inside."""
+        is_old = self._in_flight.popleft() != self._engine.program.version
+        if is_old:
+            self._engine.turn(back=True)
+        with self._engine.micro_step():
+            yield
+        # Not behind a failure: with microbatches in flight nothing but close() follows.
+        if is_old:
+            self._engine.turn(back=False)
 
     def sample_timeline(self) -> None:
         """Follow the lanes from the next decision on, until the one behind it."""

@@ -11,17 +11,7 @@
     Delayed      Adam of step t runs during step t+1; its weights go up behind each block's
                  backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
 
-    TwoVersions  Delayed in a pipeline without flushes, see below
-
-[Note: Two versions]
-A pipeline without flushes (PipeDream-2BW) begins the forwards of step t+1 before the backwards of
-step t have ended. The weights of step t, W(t), are then needed beside those of step t+1, which are
-W(t) - update of the gradient at W(t-1): the recurrence of Delayed. So there are two versions on the
-device. Adam of step t-1 ends while step t computes, and its weights go up at once, into the version
-that step t-1 has used: its last backward is over when its norm is known. Only what parameters are
-views of changes later, when the first forward of step t+1 begins (`flush`). Graphs in flight keep
-the memory that they were built with. The last stage has no microbatch in flight then and needs one
-version, as Delayed does.
+    TwoVersions  Delayed in a pipeline without flushes: [Note: Two versions] in `two_versions`
 
 In the first three no weight on the device changes before `step()`, so that nothing a user runs
 between backward and step sees other weights than in a resident run, and a wrong guess uploads
@@ -38,12 +28,8 @@ from typing import NamedTuple
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.operations import Ref, Update
-from offloadtrain.step.places import BucketRefs
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.places import BlockRefs, BucketRefs
 from offloadtrain.step.updates import UpdatePath
-
-BlockRefs = tuple[str, Sequence[BucketRefs]]
-"""A block's name, and its trained buckets."""
 
 
 class UpdateError(OffloadTrainError):
@@ -98,6 +84,8 @@ class Exact:
         self._updates = updates
         self.behind: list[str] = []
         """Blocks whose new weights go up once no graph needs the old ones."""
+        self.version = 0
+        """Of the weights that compute reads, where there are two."""
         self._staged: dict[BucketRefs, Ref] = {}
         """Bucket updated and not uploaded → where its new weights wait."""
 
@@ -128,6 +116,11 @@ class Exact:
 
     def reset(self) -> None:
         """The whole state was set or loaded: earlier updates do not matter any more."""
+
+    def turn(self, *, back: bool) -> None:
+        """Where there are two versions of the weights: compute reads the one before the newest
+        (`back`), or the newest again."""
+        raise UpdateError("there is one version of the weights")
 
     def hold(self, order: Sequence[BlockRefs]) -> None:
         """In mode "delayed": masters that were loaded wait as they did when they were saved."""
@@ -359,42 +352,3 @@ class Delayed(Exact):
         self._updates.backward_is_over(old)
         for name in blocks:
             self._updates.upload(name, self._waiting.pop(name))
-
-
-class TwoVersions(Exact):
-    """Delayed, with the new weights uploaded beside the ones in use: [Note: Two versions]."""
-
-    def __init__(self, updates: UpdatePath) -> None:
-        super().__init__(updates)
-        self._hidden: Sequence[BlockRefs] = ()
-        """Blocks whose new weights are on the device, in the version that nothing reads yet."""
-
-    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
-        if not decision.skipped:
-            for bucket in (bucket for _, buckets in order for bucket in buckets):
-                bucket.beside = True
-            # These uploads wait for compute so far, the last readers of the version before among
-            # it, and run beside what compute is given from here on.
-            self._apply(order, decision)
-            self._updates.is_over(order)
-            self._hidden = order
-        return Speculation()
-
-    def hold(self, order: Sequence[BlockRefs]) -> None:
-        self._updates.hold_beside(order)
-        self._hidden = order
-
-    def flush(self) -> None:
-        hidden, self._hidden = self._hidden, ()
-        self._updates.show(hidden)
-
-
-def mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
-    """Make the update mode that the options name."""
-    if spec.weight_versions > 1:
-        return TwoVersions(updates)
-    if spec.config.update == "delayed":
-        return Delayed(updates, spec.config.warmup_steps, alone=spec.is_single)
-    if spec.config.update == "speculative":
-        return Speculative(updates)
-    return (Early if spec.updates_early else Exact)(updates)

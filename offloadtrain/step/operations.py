@@ -361,9 +361,14 @@ class Leave(NamedTuple):
 
 
 class Renew(NamedTuple):
-    """A block's weights change: graphs built before are stale."""
+    """A block's weights change: graphs built before are stale.
+
+    Attributes:
+        by: -1: compute reads the version before again; see `Program.turn`.
+    """
 
     block: str
+    by: int = 1
 
 
 class Swap(NamedTuple):

@@ -161,6 +161,8 @@ class Driven:
         self.launches = 0
         self._micro_steps = program.spec.config.grad_accum_steps
         self._unread = unread_in_backward(program.spec)
+        self._versions: dict[int, int] = {}
+        """Microbatch between forward and backward → the weights that its forward has read."""
 
     def take(self, turn: Turn) -> StageTurn:
         """Report the events of a turn to the program."""
@@ -183,6 +185,7 @@ class Driven:
         if not self._flushes and number % self._micro_steps == 0:
             self._add(self._program.flush())
         self._add(self._program.pass_begins())
+        self._versions[number] = self._program.version
         inputs = self._inputs[number] = Inputs(self._program, self._input_bytes, self._numbers)
         for block in self._program.spec.blocks:
             self._add(self._program.use(block.name))
@@ -192,6 +195,9 @@ class Driven:
     def _backward(self, number: int, marks: list[int]) -> None:
         step, own = divmod(number, self._micro_steps)
         last, inputs = own + 1 == self._micro_steps, self._inputs.pop(number)
+        is_old = self._versions.pop(number) != self._program.version
+        if is_old:
+            self._add(self._program.turn(back=True))
         for block in reversed(self._program.spec.blocks):
             reads = block.name not in self._unread
             if reads:
@@ -205,6 +211,8 @@ class Driven:
                 self._add(self._program.grads_complete(block.name, Decision(step + 1)))
                 for name in tuple(self._program.behind):
                     self._add(self._program.graph_freed(name))
+        if is_old:
+            self._add(self._program.turn(back=False))
         if number == 0 and not self._program.spec.is_single:
             self._add(self._program.first_sums())
 

@@ -134,6 +134,10 @@ class BucketRefs:
         """Compute reads the new weights from here on."""
         self.slot, self.beside = self._newest_slot, False
 
+    def turn(self) -> None:
+        """Compute reads the other of two versions from here on."""
+        self.slot = 1 - self.slot
+
     @property
     def gradient(self) -> Ref:
         """The gradient that microbatches are added to."""
@@ -270,3 +274,7 @@ class Ring:
         """The next slot's first elements."""
         slot, self._next = self._next, (self._next + 1) % self._slots
         return Ref(self._memory, slot, 0, 0, numel, dtype)
+
+
+BlockRefs = tuple[str, Sequence[BucketRefs]]
+"""A block's name, and its trained buckets."""

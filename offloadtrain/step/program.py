@@ -23,12 +23,13 @@ from offloadtrain.step.activations import ActivationPath
 from offloadtrain.step.dependencies import Dependencies
 from offloadtrain.step.disk import DiskPath, GradientSlots
 from offloadtrain.step.gradients import GradientPath
-from offloadtrain.step.modes import BlockRefs, Decision, Speculation, mode_of
+from offloadtrain.step.modes import Decision, Delayed, Early, Exact, Speculation, Speculative
 from offloadtrain.step.operations import Kind, Lane, Launch, Memory, Operations
-from offloadtrain.step.places import BucketRefs, Ring
+from offloadtrain.step.places import BlockRefs, BucketRefs, Ring
 from offloadtrain.step.saves import SavePath
 from offloadtrain.step.spec import RING_SLOTS, StepSpec
 from offloadtrain.step.streaming import Streaming
+from offloadtrain.step.two_versions import TwoVersions
 from offloadtrain.step.updates import UpdatePath
 
 
@@ -65,7 +66,7 @@ class Program:
         self._updates = UpdatePath(spec, self._order, host_ring, self.streaming, self._disk, slots)
         self._activations = ActivationPath(spec, part, self._order)
         self._saves = SavePath(spec, self._order, self.buckets, self._disk)
-        self._mode = mode_of(spec, self._updates)
+        self._mode = _mode_of(spec, self._updates)
 
     @property
     def waits_for_norm(self) -> bool:
@@ -82,6 +83,12 @@ class Program:
         """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`.
         Always the same list; events change it."""
         return self._mode.behind
+
+    @property
+    def version(self) -> int:
+        """Of the weights that compute reads, where there are two: [Note: Two versions] in
+        `two_versions`."""
+        return self._mode.version
 
     def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
         """A forward of the model is about to begin, or the step is over. `pinned`: see `use`."""
@@ -227,6 +234,12 @@ class Program:
         self._mode.flush()
         return self._order.take()
 
+    def turn(self, *, back: bool) -> Operations:
+        """A backward begins whose forward has read the version before the newest one (`back`): what
+        it runs again reads that one; or such a backward is over."""
+        self._mode.turn(back=back)
+        return self._order.take()
+
     def save(self) -> Operations:
         """Between steps: write the state as it is after the updates so far; in mode "delayed" the
         weights that forward uses, too."""
@@ -271,3 +284,14 @@ class Program:
 
     def _block(self, name: str) -> BlockRefs:
         return name, self._trained[name]
+
+
+def _mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
+    """Make the update mode that the options name."""
+    if spec.weight_versions > 1:
+        return TwoVersions(updates)
+    if spec.config.update == "delayed":
+        return Delayed(updates, spec.config.warmup_steps, alone=spec.is_single)
+    if spec.config.update == "speculative":
+        return Speculative(updates)
+    return (Early if spec.updates_early else Exact)(updates)

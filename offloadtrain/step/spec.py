@@ -61,7 +61,7 @@ class StepSpec:
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
-        weight_versions: of weights on the device; two: see [Note: Two versions] in `step.modes`.
+        weight_versions: of weights on the device; two: see [Note: Two versions] in `two_versions`.
         gradient_sums: of each bucket; two, where the next step's gradients arrive before a step is
             decided.
     """

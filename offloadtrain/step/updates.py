@@ -30,7 +30,7 @@ from offloadtrain.step.operations import (
     Swap,
     Update,
 )
-from offloadtrain.step.places import BucketRefs, Ring
+from offloadtrain.step.places import BlockRefs, BucketRefs, Ring
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.streaming import Streaming
 
@@ -126,7 +126,7 @@ class UpdatePath:
             # weights before.
             self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
 
-    def is_over(self, order: Iterable[tuple[str, Sequence[BucketRefs]]]) -> None:
+    def is_over(self, order: Iterable[BlockRefs]) -> None:
         """Every bucket's update is launched, and the next one will have this order."""
         # disk_read, beside the next forward and backward: waits for the writes of this update.
         self._disk.read_ahead(bucket for _, buckets in order for bucket in buckets)
@@ -151,16 +151,27 @@ class UpdatePath:
             # A slot still holds the old weights: the next use must load the new ones.
             self._streaming.drop(block)
 
-    def show(self, blocks: Iterable[tuple[str, Sequence[BucketRefs]]]) -> None:
+    def show(self, blocks: Sequence[BlockRefs]) -> None:
         """Let compute read the other version of these blocks' weights, which is the newest."""
-        for block, buckets in blocks:
-            for bucket in buckets:
-                bucket.show_newest()
-            # The next use waits for the uploads; graphs keep the version that they were built with.
-            if buckets:
-                self._order.operations += [Enter(block, buckets[0].slot), Renew(block)]
+        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
+            bucket.show_newest()
+        # The next use waits for the uploads; graphs keep the version that they were built with.
+        self._enter(blocks, 1)
 
-    def emit(self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]) -> None:
+    def turn(self, blocks: Sequence[BlockRefs], *, back: bool) -> None:
+        """Let compute read the version before of weights that were shown last, or these again."""
+        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
+            bucket.turn()
+        # No upload is on its way to either version: the step whose backwards read the one before is
+        # not decided. Compute has waited for both.
+        self._enter(blocks, -1 if back else 1)
+
+    def _enter(self, blocks: Iterable[BlockRefs], by: int) -> None:
+        for block, buckets in blocks:
+            if buckets:
+                self._order.operations += [Enter(block, buckets[0].slot), Renew(block, by)]
+
+    def emit(self, blocks: Sequence[BlockRefs]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
         event = self.backward_is_over(blocks)
         # Masters on the device were set by the caller on compute, which no launch declares: the
@@ -172,22 +183,20 @@ class UpdatePath:
             # A block without trained buckets uploads nothing, but its frozen weights may be new.
             self._streaming.drop(block)
 
-    def hold(
-        self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]
-    ) -> dict[str, list[tuple[BucketRefs, Ref]]]:
+    def hold(self, blocks: Sequence[BlockRefs]) -> dict[str, list[tuple[BucketRefs, Ref]]]:
         """Round the masters and leave them on the host: the caller has set other weights where
         compute, or loads, read them. Returns block → where each bucket's new weights wait."""
         self._in_use_set(blocks)
         return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
 
-    def hold_beside(self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]) -> None:
+    def hold_beside(self, blocks: Sequence[BlockRefs]) -> None:
         """As `hold`, where there are two versions: the masters go up into the other one."""
         self._in_use_set(blocks)
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
             bucket.beside = True
         self.emit(blocks)
 
-    def _in_use_set(self, blocks: Sequence[tuple[str, Sequence[BucketRefs]]]) -> None:
+    def _in_use_set(self, blocks: Sequence[BlockRefs]) -> None:
         """The caller has set weights where compute, or loads, read them."""
         # It wrote on compute, which no launch declares: collectives wait for it.
         self.backward_is_over(blocks)
@@ -198,7 +207,7 @@ class UpdatePath:
             # A slot still holds the weights before them.
             self._streaming.drop(block)
 
-    def backward_is_over(self, blocks: Iterable[tuple[str, Sequence[BucketRefs]]]) -> Event:
+    def backward_is_over(self, blocks: Iterable[BlockRefs]) -> Event:
         """Compute has read these weights for the last time before their upload."""
         # The user's backward is no launch: this event stands for its reads. Uploads wait for it, or
         # they would overwrite weights that backward reads. Streamed blocks: see `Streaming.drop`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
@@ -47,9 +49,17 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def model_of(seed: int = 1, experts: int = 0) -> Transformer:
-    """`experts`: without the load-balancing loss, which no stage passes on."""
-    return Transformer(replace(SHAPE, num_experts=experts, router_aux_loss_coef=0.0), seed=seed)
+def model_of(seed: int = 1, experts: int = 0, *, checkpointed: bool = False) -> Transformer:
+    """
+    Args:
+        experts: without the load-balancing loss, which no stage passes on.
+        checkpointed: layers run again in backward by a checkpoint of their own.
+    """
+    shape = replace(SHAPE, num_experts=experts, router_aux_loss_coef=0.0)
+    model = Transformer(shape, seed=seed)
+    for layer in model.blocks if checkpointed else ():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
 
 
 Told = dict[str, Any]
@@ -66,6 +76,7 @@ def one_process(
     synchronized: int = 0,
     skipped: int = 0,
     experts: int = 0,
+    checkpointed: bool = False,
     **options: Any,
 ) -> Told:
     """A run of one process, or of all ranks as replicas; what it has come to.
@@ -74,7 +85,8 @@ def one_process(
         synchronized: the step behind which all updates are waited for.
         skipped: the step that is skipped.
     """
-    model, replicas = model_of(experts=experts), dist.get_world_size()
+    model = model_of(experts=experts, checkpointed=checkpointed)
+    replicas = dist.get_world_size()
     optimizer = ot.offload(
         model,
         ot.AdamW(lr=1e-2),

@@ -125,6 +125,8 @@ def flushed_steps(changes: dict[str, Any], steps: int = 12) -> set[int]:
         ),
         pytest.param(2, {"offload.state": '"split16"', "data.packing": '"isolated"'}),
         pytest.param(2, {"offload.sums_on": '"device"', **EVAL}, marks=pytest.mark.long),
+        (4, DEEPER | {"offload.activation": '"recompute"', "offload.recompute_blocks": 1}),
+        pytest.param(2, {"offload.activation": '"offload"', **EVAL}, marks=pytest.mark.long),
         pytest.param(8, {"ranks.shard": 2, "train.grad_accum_steps": 16}, marks=pytest.mark.long),
         pytest.param(
             2,
@@ -368,7 +370,6 @@ def test_a_killed_stage_comes_back_to_the_same_bits(
         ({"offload.update": '"exact"'}, "and offload.update = 'exact': .* Set it, or"),
         ({"offload.warmup_steps": 2}, "Set offload.warmup_steps = 0, or"),
         ({"offload.precision": '"fp16"'}, "Set offload.precision = 'bf16', or"),
-        ({"offload.activation": '"recompute"'}, "Set offload.activation = 'keep', or"),
         ({"offload.working": '"host"'}, "Set offload.working = 'device', or"),
         ({"offload.zero_stage": 3}, "Set offload.zero_stage = 2, or"),
         ({"offload.state_on": '"disk"'}, "Set offload.state_on = 'host', or"),
@@ -401,7 +402,12 @@ def test_a_device_that_has_no_bf16_is_told(data: Path) -> None:  # noqa: F811
         make(job, *find("v100_32gb"), 2)
 
 
-@pytest.mark.parametrize("changes", [{}, {"offload.zero_stage": 1, "offload.state": '"split16"'}])
+OFFLOADED = {"offload.activation": '"offload"', "offload.recompute_blocks": 1}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"offload.zero_stage": 1, "offload.state": '"split16"', **OFFLOADED}]
+)
 def test_the_dry_run_of_each_stage_is_its_plan(data: Path, changes: dict[str, Any]) -> None:  # noqa: F811
     """Bytes are the Ledger's, and two steps at once have no race; the step has no bubble."""
     job = job_of(data, **DELAYED | STAGES | {"train.micro_batch": 4} | changes)

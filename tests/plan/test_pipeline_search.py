@@ -227,10 +227,11 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
     config = pipeline(1, 16, shape={"num_layers": 16, "d_model": 512}, train__micro_batch=4)
     longer = replace(config.model, max_seq_len=1024), replace(config.data, seq_len=1024)
     config = replace(config, model=longer[0], data=longer[1])
+    schedules: tuple[Schedule, ...] = ("1f1b", "2bw")
     ample, tight = (
         {
             (one.order, one.stages): one
-            for one in search(config, "test", replace(A100, gpu_memory=memory), 2, ("1f1b",))
+            for one in search(config, "test", replace(A100, gpu_memory=memory), 2, schedules)
         }
         for memory in ("80 GiB", "2 GiB")
     )
@@ -241,4 +242,5 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
             assert type(again) is int and 0 < again
             assert f"offload.recompute_blocks={again}" in one.keys
             assert one.seconds >= ample[where].seconds
-    assert any(one.plan.job.offload.recomputes for one in tight.values())
+    recomputed = {where for where, one in tight.items() if one.plan.job.offload.recomputes}
+    assert {("1f1b", 2), ("2bw", 2)} <= recomputed

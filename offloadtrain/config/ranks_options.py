@@ -201,7 +201,6 @@ def unflushed_contradictions(
     on_one_tier = offload.state_on in ("host", "device")
     for key, value, goes, instead, why in (
         ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
-        ("offload.precision", offload.precision, offload.precision != "fp16", "bf16", _SCALE),
         ("offload.working", offload.working, not offload.offloads_weights, "device", _RESIDENT),
         ("offload.zero_stage", offload.zero_stage, offload.zero_stage != 3, 2, _RESIDENT),
         ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
@@ -215,7 +214,6 @@ def unflushed_contradictions(
             )
 
 
-_SCALE = "the loss scale of a step would be chosen before the step before it is decided"
 _NONE_EXACT = "its first steps are delayed, too"
 _RESIDENT = "both versions of the weights stay on the device, whole"
 _ONE_TIER = "all state is on the host, or all on the device"

@@ -213,7 +213,7 @@ class Engine:
         """
         self.guard.require_open("step")
         # Waits for the host's last norm of this stage, and not for any other stage.
-        norm = self._norm_measure.send("step", self.counter.steps, self.counter.loss_scale)
+        norm = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
         self._sent = norm, self._gradients.micro_steps
         self._gradients.drop()
         self.program.sum_ends()
@@ -386,10 +386,10 @@ class Engine:
     def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:
         """Wait for the norm of the step; raises as `NormMeasure.measure`."""
         return self._norm_measure.measure(
-            asker, self.counter.steps, self.counter.loss_scale, max_norm, skip=skip
+            asker, self.counter.steps, self.counter.undecided_scale, max_norm, skip=skip
         )
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
-        scale = self.counter.loss_scale * self._ranks.everyone.size
+        scale = self.counter.undecided_scale * self._ranks.everyone.size
         used = self.functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)

@@ -175,8 +175,6 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
     refused = {
         f"update = {chosen.update!r}": chosen.update not in ("exact", "delayed"),
         f"warmup_steps = {chosen.warmup_steps}": chosen.warmup_steps > 0,
-        # The loss scale of a step would be chosen before the step before it is decided.
-        "precision = 'fp16'": chosen.precision == "fp16",
         f"working = {chosen.working!r}": chosen.offloads_weights,
         "zero_stage = 3": chosen.zero_stage == 3,
         f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),

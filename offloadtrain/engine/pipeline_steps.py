@@ -213,8 +213,7 @@ class UnflushedPipeline(Pipeline):
         **more: Any,
     ) -> Tensor:
         self._check_batch((*inputs, *([] if target is None else [target])))
-        # Before anything is sent that other stages would wait for.
-        self._step.require_asked("run()")
+        self._step.run_begins()
         self._losses, self._divide = [], divide
         self._unflushed.run(inputs, target, more)
         own = torch.stack(self._losses).float().cpu() if self._losses else None

@@ -62,6 +62,18 @@ class SplitStep:
         if self._engine.guard.in_flight and self._asked is None:
             raise EngineError(f"{what} between run() and step(): end the step first")
 
+    def run_begins(self) -> None:
+        """A step's microbatches are about to run; nothing is sent yet that other stages would wait
+        for.
+
+        Raises:
+            EngineError: step() was not called for the last microbatches.
+            LossScaleError: gradients overflow at the smallest loss scale; on every stage.
+        """
+        self.require_asked("run()")
+        if self._engine.guard.in_flight:
+            self._engine.counter.begin_beside()
+
     def ask(self, *, skip: bool) -> None:
         """step() was called; it holds from here on what the user may change next.
 

@@ -229,6 +229,8 @@ class StateIO:
             raise EngineError("the loss scaler's state is there in only one of state and optimizer")
         if counter.scaler is not None and scaler is not None:
             counter.scaler.load_state_dict(dict(scaler))
+            if not self._is_delayed:  # saved by a run whose scale follows late
+                counter.scaler.catch_up()
         counter.steps = step
         self._step_tensor.fill_(step)
         for bucket, slot in self._slots():

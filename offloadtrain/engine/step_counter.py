@@ -25,26 +25,55 @@ class StepCounter:
         scales = config.precision == "fp16"
         self.scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
         self.steps = self.tries = self.skipped_in_a_row = 0
-        self._overflowed: bool | None = None
-        """What the loss scale does not know yet of a step that was decided."""
+        self._warmup_steps = config.warmup_steps if config.update == "delayed" else None
+        self._told: tuple[bool | None, bool] | None = None
+        """What the loss scale does not know yet of a step that was decided: whether it overflowed,
+        and whether the scale follows late."""
+        self._undecided: float | None = None
 
     @property
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.scale
 
+    @property
+    def undecided_scale(self) -> float:
+        """The loss scale of the step that is decided next: without a flush, the next step's
+        microbatches may run by then, and `loss_scale` is theirs."""
+        return self.loss_scale if self._undecided is None else self._undecided
+
+    def begin_beside(self) -> None:
+        """The next step's first microbatch is about to run, and the last step is not decided.
+
+        Raises:
+            LossScaleError: see `LossScaler.update`.
+        """
+        self._undecided = self.loss_scale
+        if self.scaler is not None:
+            self.scaler.catch_up()
+
     def decide(self, *, skipped: bool, overflow: bool) -> None:
         """Count a step that the lanes, or `salvage`, will do."""
+        late = self._warmup_steps is not None and self.steps + 1 > self._warmup_steps
         self.tries += 1
         self.steps += not skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         # A step that was skipped without an overflow says nothing about the loss scale.
-        self._overflowed = overflow if overflow or not skipped else None
+        self._told = (overflow if overflow or not skipped else None), late
 
     def update_scale(self) -> None:
-        """Tell the loss scale of the step that was decided last; once."""
-        overflow, self._overflowed = self._overflowed, None
-        if self.scaler is not None and overflow is not None:
-            self.scaler.update(overflow=overflow)
+        """Tell the loss scale of the step that was decided last; once.
+
+        Raises:
+            LossScaleError: see `LossScaler.update`; with the next step under way `begin_beside` of
+                the one behind it, when nothing is sent yet that other stages would wait for.
+        """
+        is_beside = self._undecided is not None
+        scale, self._undecided = self.undecided_scale, None
+        told, self._told = self._told, None
+        if self.scaler is not None and told is not None:
+            self.scaler.ended(told[0], scale, late=told[1])
+            if not is_beside:
+                self.scaler.check()
 
 
 class Reporter:
@@ -84,7 +113,7 @@ class Reporter:
             nonfinite=tuple(norm.nonfinite),
             nonfinite_ranks=() if self._ranks.is_single else tuple(norm.nonfinite.values()),
             clip_coef=decision.coef,
-            loss_scale=counter.loss_scale,
+            loss_scale=counter.undecided_scale,
             micro_steps=micro_steps,
             early_buckets=speculation.buckets,
             speculation_hit=speculation.right,

@@ -118,6 +118,6 @@ def warn_of_skips(report: StepReport) -> None:
         report.named_nonfinite,
         "Are the loss and the inputs finite? A lower learning rate or a longer warm-up may help."
         if report.loss_scale == 1.0
-        else f"The loss scale was {report.loss_scale:g} and is halved by every skip, which is "
+        else f"The loss scale was {report.loss_scale:g} and is halved by such skips, which is "
         "ordinary in the first steps of fp16 and at no other time.",
     )

@@ -1,8 +1,17 @@
-"""Dynamic loss scaling for fp16 gradients."""
+"""Dynamic loss scaling for fp16 gradients.
+
+[Note: A late loss scale]
+With update = "delayed" the loss scale of a step follows from the steps before the one before it, as
+the step's weights do. A pipeline without flushes could not do otherwise: microbatches of step t + 1
+are under way when step t is decided. So every division of a run has the same scales, to the bit.
+What a step says of a scale that is not in use any more is not counted: of two steps in a row that
+overflow at one scale, the first one halves it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from offloadtrain.config.errors import OffloadTrainError
 
@@ -26,6 +35,8 @@ class LossScaler:
         good_steps: steps without overflow since the scale last changed, or the last overflow.
         hysteresis: 1 halves at every overflow, as torch's GradScaler does.
         tolerated: overflows since the scale last grew that have not halved it.
+        waiting: steps that the scale does not follow yet, the oldest first: whether their gradients
+            overflowed, None where they say nothing, and their scale.
     """
 
     scale: float = 2.0**16
@@ -33,6 +44,24 @@ class LossScaler:
     good_steps: int = 0
     hysteresis: int = 1
     tolerated: int = 0
+    waiting: deque[tuple[bool | None, float]] = field(default_factory=deque)
+
+    def ended(self, overflow: bool | None, scale: float, *, late: bool) -> None:
+        """A step of this scale was decided; `late`: the next step's scale follows from the steps
+        before it only, see [Note: A late loss scale].
+
+        Raises:
+            LossScaleError: as `update`.
+        """
+        self.waiting.append((overflow, scale))
+        self.catch_up(1 if late else 0)
+
+    def catch_up(self, left: int = 0) -> None:
+        """Follow all steps that wait but the last ones; raises as `update`."""
+        while len(self.waiting) > left:
+            overflow, scale = self.waiting.popleft()
+            if overflow is not None and scale == self.scale:
+                self.update(overflow=overflow)
 
     def update(self, *, overflow: bool) -> None:
         """Account for one step.
@@ -43,12 +72,8 @@ class LossScaler:
         if overflow:
             if self.tolerated < self.hysteresis - 1:
                 self.tolerated += 1
-            elif self.scale <= SMALLEST:
-                raise LossScaleError(
-                    f"gradients overflow fp16 at the smallest loss scale ({self.scale}): the loss "
-                    "or a weight is not finite, or the model needs precision = 'bf16' or 'fp32'"
-                )
             else:
+                self._require_smaller()
                 self.scale /= 2.0
             self.good_steps = 0
             return
@@ -57,17 +82,38 @@ class LossScaler:
             self.scale = min(2.0 * self.scale, LARGEST)
             self.good_steps = self.tolerated = 0
 
+    def check(self) -> None:
+        """Raises LossScaleError where `catch_up` would."""
+        for overflow, scale in self.waiting:
+            if overflow and scale == self.scale and self.tolerated >= self.hysteresis - 1:
+                self._require_smaller()
+
+    def _require_smaller(self) -> None:
+        if self.scale <= SMALLEST:
+            raise LossScaleError(
+                f"gradients overflow fp16 at the smallest loss scale ({self.scale}): the loss "
+                "or a weight is not finite, or the model needs precision = 'bf16' or 'fp32'"
+            )
+
     def state_dict(self) -> dict[str, float]:
         """Return what changes; `hysteresis` is an option of the run."""
-        return {
+        found = {
             "scale": self.scale,
             "growth_interval": self.growth_interval,
             "good_steps": self.good_steps,
             "tolerated": self.tolerated,
         }
+        told = [(overflow, scale) for overflow, scale in self.waiting if overflow is not None]
+        for overflow, scale in told:  # between steps the last one, if any
+            found |= {"waiting_overflow": float(overflow), "waiting_scale": scale}
+        return found
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.scale = float(state["scale"])
         self.growth_interval = int(state["growth_interval"])
         self.good_steps = int(state["good_steps"])
         self.tolerated = int(state["tolerated"])
+        self.waiting.clear()
+        if "waiting_scale" in state:
+            waiting = bool(state["waiting_overflow"]), float(state["waiting_scale"])
+            self.waiting.append(waiting)

@@ -30,11 +30,6 @@ def resolved(job: Config, machine: Machine) -> Config:
             f"offload.precision = {precision!r}, but {where} does not support it: set "
             f"offload.precision = {' or '.join(machine.precisions)}"
         )
-    if precision == "fp16" and job.offload.precision == "auto" and not job.ranks.flushes:
-        raise PlanError(
-            f"ranks.schedule = {job.ranks.schedule!r} has no loss scaling, and {where} computes in "
-            'fp16: set offload.precision = "fp32" or ranks.schedule = "1f1b"'
-        )
     state = job.offload.state
     if precision not in STATE_PRECISIONS[state]:
         raise PlanError(

@@ -99,10 +99,12 @@ def _are_expert_steps(value: Any) -> bool:
 _OPTIONAL = ("threads", "held_out")
 _COUNTS = ("growth_interval", "good_steps", "tolerated")
 _scaler = _has(scale=_is_number, **dict.fromkeys(_COUNTS, _is_count))
+_WAITING = ("waiting_scale", "waiting_overflow")
 _CHECKS: Mapping[str, Check] = {
     "optimizer": lambda value: (
         _has(step=_is_count, scaler=_or_none(_scaler))(value)
         and value.keys() <= {"step", "scaler", "expert_steps"}
+        and all(_is_number((value["scaler"] or {}).get(key, 0.0)) for key in _WAITING)
         and _are_expert_steps(value.get("expert_steps", {}))
     ),
     "progress": _is_progress,

@@ -267,14 +267,22 @@ def test_the_memory_limit_decides_how_many_blocks_are_speculated_on() -> None:
 
 class DelayedRun(ResidentRun):
     """W(t+1) = W(t) - update(gradient at W(t-1)): what Adam makes of step t is used from step t+2
-    on, behind `warmup` steps without delay; `flush` uses it at once."""
+    on, behind `warmup` steps without delay; `flush` uses it at once. So does the loss scale, which
+    does not count what a step says of a scale that is not in use any more."""
 
     warmup = 0
     waiting = False
+    overflowed = 0.0
+    """The scale of the step before, if it overflowed and the scale does not follow it yet."""
 
     def apply(self, sums: dict[str, Tensor]) -> None:
         self.flush()
+        used, skipped = self.scale, self.skipped
+        late = len(self.norms) - skipped >= self.warmup
         super().apply(sums)
+        if late:
+            self.scale = used / 2 if self.overflowed == used else used
+            self.overflowed = used if self.skipped > skipped else 0.0
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         before = {name: param.detach().clone() for name, param in self.trained.items()}

@@ -63,6 +63,20 @@ def test_random_sequences(count: int) -> None:
     assert ended > count / 100
 
 
+def test_a_late_scale_follows_a_step_later_and_once() -> None:
+    """Of two steps that overflow at one scale the first one halves it; what waits is saved."""
+    scaler, scales = LossScaler(64.0, growth_interval=2), []
+    for overflow in (True, True, False, False, None, False, False, True, False):
+        scales.append(scaler.scale)
+        scaler.ended(overflow, scaler.scale, late=True)
+        other = LossScaler()
+        other.load_state_dict(scaler.state_dict())
+        scaler = other
+    assert scales == [64, 64, 32, 32, 32, 64, 64, 64, 128]
+    scaler.catch_up()
+    assert scaler.scale == 128
+
+
 def test_the_default_is_torch_s_grad_scaler() -> None:
     """Between floor and cap, which torch's has not."""
     draw = random.Random(3)

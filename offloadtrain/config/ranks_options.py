@@ -326,14 +326,6 @@ def expert_contradictions(
                 f"{asked} and ranks.{key} = {value}: ranks that hold different experts hold all "
                 f"else alike, and share its state. Set ranks.expert = 1 or ranks.{key} = {alone}"
             )
-    if offload.zero_stage == 3 or offload.working != "device":
-        streams = f"offload.working = {offload.working!r}"
-        if offload.zero_stage == 3:
-            streams = "offload.zero_stage = 3"
-        yield (
-            f"{asked} and {streams}: weights that are loaded for their use are in shards of all "
-            'ranks, and experts are not. Set offload.zero_stage = 2 and offload.working = "device"'
-        )
     if offload.state not in ("fp32", "split16"):
         yield (
             f"{asked} and offload.state = {offload.state!r}: its scales stand for blocks of "

@@ -25,7 +25,7 @@ Launches of copies and collectives are free, and other lanes do not slow each ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import sqrt
@@ -328,12 +328,13 @@ class Costs:
             for one in spec.buckets
         )
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
-        loaded = self._loaded_bytes(streamed) // spec.ranks
-        trained = sum(one.nbytes for block in streamed for one in block.buckets) // spec.ranks
+        trained = [one for block in streamed for one in block.buckets]
         from_shards = not spec.config.offloads_weights
-        up = crossing if from_shards else crossing - trained + loaded
+        up = crossing
+        if not from_shards:
+            up += self._loaded(streamed, _shard_bytes) - sum(map(_shard_bytes, trained))
         inputs = sum(self.placed.block_inputs) * micro_steps
-        sent = summed + (spec.ranks - 1) * (loaded - trained)
+        sent = summed + self._loaded(streamed, _gathered) - sum(map(_gathered, trained))
         matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
         beside = matrices * MATRIX_BYTES + inputs
         down = sum(
@@ -352,11 +353,11 @@ class Costs:
         down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
         return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))
 
-    def _loaded_bytes(self, streamed: Sequence[BlockSpec]) -> int:
-        """Return the bytes of streamed blocks in forward and backward of every microbatch, except
-        those still in slots."""
-        layers = [block.nbytes for block in streamed if block.repeated]
-        others = [block.nbytes for block in streamed if not block.repeated]
+    def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
+        """Return the bytes for streamed blocks in forward and backward of every microbatch, except
+        those still in slots. `bytes_of`: a bucket that is loaded → what that moves."""
+        layers = [sum(map(bytes_of, block.held)) for block in streamed if block.repeated]
+        others = [sum(map(bytes_of, block.held)) for block in streamed if not block.repeated]
         micro_steps, slots = self.spec.config.grad_accum_steps, self.spec.slots
         loads = max(2 * micro_steps * (len(layers) - slots) + slots, len(layers))
         of_layers = loads * sum(layers) // max(len(layers), 1)
@@ -380,3 +381,12 @@ class Costs:
         if spec.has_snapshot(bucket):
             per_param += traffic(Kind.PUBLISH, bucket)
         return bucket.shard_numel * per_param
+
+
+def _shard_bytes(bucket: BucketSpec) -> int:
+    return bucket.nbytes // bucket.ranks
+
+
+def _gathered(bucket: BucketSpec) -> int:
+    """Return what a rank sends so that all that share the bucket have the whole."""
+    return _shard_bytes(bucket) * (bucket.ranks - 1)

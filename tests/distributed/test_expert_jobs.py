@@ -55,6 +55,7 @@ EXPERTS = {
     "log.to": '["jsonl"]',
 }
 PARTS = {"ranks.expert": 2}
+STAGE_3 = {"offload.zero_stage": 3}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,8 @@ def test_a_job_of_experts_is_near_ranks_that_hold_all(
         ((1, 1), (4, 2), GPT2),
         ((4, 4), (2, 2), {"offload.zero_stage": 1}),
         ((4, 2), (4, 4), {"offload.update": '"delayed"'}),
+        ((4, 2), (2, 2), STAGE_3),
+        ((4, 2), (1, 1), {"offload.working": '"host"'}),
     ],
 )
 def test_a_checkpoint_is_the_same_wherever_experts_are(
@@ -143,6 +146,8 @@ def test_a_run_of_experts_is_verified_and_exported_like_any(
     [
         (2, 2, {"offload.update": '"delayed"', "offload.precision": '"fp16"'}),
         (4, 2, {"offload.activation": '"recompute"'}),
+        (4, 2, STAGE_3),
+        (2, 2, {"offload.working": '"host"'}),
     ],
 )
 def test_a_job_of_experts_goes_on(
@@ -194,6 +199,12 @@ def test_a_job_goes_on_with_experts_elsewhere(
                 (2, 2, BF16 | {"offload.state": '"split16"', "offload.update": '"delayed"'}),
                 (4, 2, {"offload.update": '"speculative"', "offload.activation": '"offload"'}),
                 (2, 2, BF16 | {"offload.state_on": '"device"'}),
+                (4, 2, STAGE_3),
+                (2, 2, STAGE_3 | {"offload.device_slots": 1, "model.num_layers": 4}),
+                (4, 2, STAGE_3 | BF16 | {"offload.state_on": '"device"'}),
+                (4, 2, STAGE_3 | BF16 | {"model.num_layers": 1, "model.d_ff": 512}),
+                (2, 2, BF16 | {"offload.working": '"host"', "offload.update": '"speculative"'}),
+                (4, 2, {"offload.working": '"host"', "offload.activation": '"recompute"'}),
             )
         ),
     ],
@@ -231,8 +242,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks.expert": 0}, "ranks.expert = 0 must be at least 1"),
     ({"ranks.pipeline": 2, "model.num_layers": 4}, "or ranks.pipeline = 1"),
     ({"ranks.shard": 2}, "or ranks.shard = 0"),
-    ({"offload.zero_stage": 3}, "and offload.zero_stage = 3: weights"),
-    ({"offload.working": '"host"'}, "and offload.working = 'host': weights"),
     ({"offload.state": '"int8"', "offload.precision": '"bf16"'}, '"fp32" or "split16"'),
     ({"optim.name": '"lamb"'}, 'set optim.name = "adamw"'),
     ({"train.sample_tokens": 5}, "offloadtrain generate RUN afterwards"),

@@ -38,11 +38,13 @@ def replicas(config: Config, ranks: int) -> int:
             different experts.
     """
     parts, experts = config.ranks.tensor, config.ranks.expert
-    if ranks % experts:
+    together = experts * config.ranks.pipeline
+    if ranks % together and experts > 1:
         many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        of_stage = " of a stage" if config.ranks.pipeline > 1 else ""
         raise ConfigError(
             f"ranks.expert = {experts} and {many}: each group of {experts} ranks holds all "
-            f"experts. Start a multiple of {experts} (--nproc), or set ranks.expert = 1"
+            f"experts{of_stage}. Start a multiple of {together} (--nproc), or set ranks.expert = 1"
         )
     if ranks % (parts * config.ranks.pipeline) and parts > 1:
         raise ConfigError(

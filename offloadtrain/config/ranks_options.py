@@ -29,7 +29,7 @@ class RanksConfig:
         shard: number of ranks that share one copy of the state, as a rule those of a host; each
             such group holds a copy (hybrid sharding). 0: all ranks share one.
         expert: number of ranks that hold different experts of every layer (expert parallel); the
-            ranks must be divisible by it. All ranks divide the batch.
+            ranks, of each stage, must be divisible by it. All of them divide the batch.
     """
 
     pipeline: int = 1
@@ -316,11 +316,7 @@ def expert_contradictions(
             f"{asked} does not divide model.num_experts = {model.num_experts}: each rank holds as "
             "many experts as the others. Set ranks.expert to a divisor of it"
         )
-    for key, value, alone in (
-        ("pipeline", ranks.pipeline, 1),
-        ("tensor", ranks.tensor, 1),
-        ("shard", ranks.shard, 0),
-    ):
+    for key, value, alone in (("tensor", ranks.tensor, 1), ("shard", ranks.shard, 0)):
         if value != alone:
             yield (
                 f"{asked} and ranks.{key} = {value}: ranks that hold different experts hold all "

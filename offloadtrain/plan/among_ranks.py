@@ -113,7 +113,7 @@ class AmongExperts:
     @property
     def hosts(self) -> int:
         """The most hosts that ranks with all experts are on."""
-        groups = self.placed.spec.ranks // self.count
+        groups = self.placed.spec.ranks // self.count * self.placed.config.ranks.pipeline
         return most_hosts(self.count, groups, self.machine.gpus)
 
 

@@ -240,7 +240,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks.expert": 3}, "ranks.expert = 3 does not divide model.num_experts = 4"),
     ({"model.num_experts": 0}, "does not divide model.num_experts = 0"),
     ({"ranks.expert": 0}, "ranks.expert = 0 must be at least 1"),
-    ({"ranks.pipeline": 2, "model.num_layers": 4}, "or ranks.pipeline = 1"),
+    ({"ranks.pipeline": 2, "model.num_layers": 4}, "passes on no load-balancing loss"),
     ({"ranks.shard": 2}, "or ranks.shard = 0"),
     ({"offload.state": '"int8"', "offload.precision": '"bf16"'}, '"fp32" or "split16"'),
     ({"optim.name": '"lamb"'}, 'set optim.name = "adamw"'),

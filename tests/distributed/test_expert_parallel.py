@@ -437,11 +437,11 @@ def test_parts_that_no_checkpoint_can_hold_are_told_at_once(ranks: Run) -> None:
 def test_misuse_is_refused_by_name(ranks: Run) -> None:
     for said in ranks(2, refusals):
         assert "num_experts = 3 cannot be divided among the 2 ranks" in said["divisible"]
-        assert "expert_parallel with a mesh of the axes 'dp'" in said["axes"]
+        assert "mesh has the axes 'dp': experts take 'ep'" in said["axes"]
         assert "has no experts" in said["none"]
         assert "divided already" in said["twice"]
         assert "are divided among 2 ranks, and offload() knows of 1" in said["no mesh"]
         assert "Muon updates whole ones" in said["muon"]
-        assert "'tp', 'ep': experts take 'dp'" in said["tp"]
+        assert "'tp', 'ep': experts take 'ep'" in said["tp"]
         assert "no experts of the model are divided along it: call ot.exp" in said["undivided"]
         assert "expert_parallel after offload()" in said["late"]

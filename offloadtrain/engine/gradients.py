@@ -42,7 +42,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.local_part import is_replicated
+from offloadtrain.engine.local_part import is_divided
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.prefetch_policy import ReduceOrder
@@ -124,7 +124,7 @@ class Gradients:
         self._trained = [block for block in blocks if block.buckets]
         slots = [slot for block in blocks for bucket in block.buckets for slot in bucket.slots]
         self._names = {slot.index: slot.name for slot in slots}
-        self.divided = {slot.index for slot in slots if not is_replicated(slot.param)}
+        self.divided = {slot.index for slot in slots if is_divided(slot.param)}
         """Parameters of which other ranks hold other parts."""
         self._of_experts = [
             (bucket.experts, bucket.used)

@@ -42,7 +42,7 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
         if precision in (*precisions, "auto") and FORMATS[state].keeps_moments(moments)
     )
     own = job.hf is None and job.model.num_experts
-    of_stage = ranks // job.ranks.pipeline
+    of_stage = ranks // (job.ranks.pipeline * job.ranks.tensor)
     return {
         "offload.working": distinct("device", "host", job.offload.working),
         "offload.activation": policies,

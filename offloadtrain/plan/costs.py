@@ -146,7 +146,7 @@ class Costs:
         kernels = kernels_of(model)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
-        exchanged_s = 2 * (self.parts.sum_s + self.experts.exchange_s)
+        exchanged_s = self.parts.sums_of_layer * self.parts.sum_s + 2 * self.experts.exchange_s
         alone = block_seconds(model, seq_len, *where, split)
         layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
         # Whole on every rank.

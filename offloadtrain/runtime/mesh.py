@@ -23,8 +23,9 @@ EXPERT_AXES = ("dp", EXPERTS)
 """Ranks with the same experts, and those that hold different ones. The latter are neighbours: they
 exchange tokens in each layer. Together they share the state of all that every rank holds."""
 
-STAGED_EXPERT_AXES = ("pp", *EXPERT_AXES)
-"""The same in each stage of a pipeline."""
+BESIDE_EXPERTS = ("pp", *EXPERT_AXES, "tp")
+"""The same in each stage of a pipeline, or with parts of attention, whose ranks have the same
+tokens and the same experts."""
 
 HYBRID_AXES = ("dp_replicate", "dp_shard")
 """In the place of "dp": groups that each hold all the state, and the ranks of a group, which share
@@ -91,11 +92,12 @@ class Mesh:
 
         Args:
             shards: ranks that share a copy of the state, which divide the replicas; 0: all.
-            experts: ranks of a stage that hold different experts, without parts or copies.
+            experts: ranks of a stage and part that hold different experts, without copies.
         """
         if experts > 1:
-            sizes = (stages, Ranks().world_size // (stages * experts), experts)
-            made = init_device_mesh(device.type, sizes, mesh_dim_names=STAGED_EXPERT_AXES)
+            same = Ranks().world_size // (stages * experts * parts)
+            sizes = (stages, same, experts, parts)
+            made = init_device_mesh(device.type, sizes, mesh_dim_names=BESIDE_EXPERTS)
             return cls.of(made, device)
         replicas = Ranks().world_size // (stages * parts)
         names: tuple[str, ...] = AXES
@@ -156,12 +158,13 @@ def keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def check_expert_axes(names: Sequence[str]) -> None:
     """Raises ValueError for axes of a mesh that do not go with experts."""
-    ordered = [name for name in STAGED_EXPERT_AXES if name in names]
+    ordered = [name for name in BESIDE_EXPERTS if name in names]
     if EXPERTS not in names or list(names) != ordered:
         raise ValueError(
             f"mesh has the axes {', '.join(map(repr, names)) or 'None'}: experts take 'ep' (ranks "
             "that hold different ones), before it 'dp' (ranks with the same ones; its size may be "
-            "1) and before that 'pp' (stages of a pipeline), and no others, as in "
+            "1) and before that 'pp' (stages of a pipeline), behind it 'tp' (parts of matrices), "
+            "and no others, as in "
             "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'ep'))"
         )
 
@@ -170,7 +173,7 @@ def _with_experts(mesh: DeviceMesh, device: torch.device) -> Ranks | None:
     """Join the two axes of expert parallelism; None if the mesh has no axis of experts.
 
     Raises:
-        ValueError: it has other axes beside it than those of `STAGED_EXPERT_AXES`.
+        ValueError: it has other axes beside it than those of `BESIDE_EXPERTS`.
     """
     names = mesh.mesh_dim_names or ()
     if EXPERTS not in names:

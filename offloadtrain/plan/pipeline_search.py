@@ -1,4 +1,5 @@
-"""The fastest division of a job among ranks: stages, replicas, microbatch and recompute.
+"""The fastest division of a job among ranks: stages, replicas, microbatch and recompute. Experts
+stay divided as the job says, among the ranks of each stage.
 
 Every candidate is planned as any job is: its memory from the spec of each stage, its time from the
 programs of all stages together. Of each number of stages and schedule, those are simulated whose
@@ -199,7 +200,12 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
     """Yield the schedules that the model's layers allow on so many ranks."""
     for schedule in schedules if stages > 1 else ALONE:
         for per_rank in PER_RANK if schedule == INTERLEAVED else (1,):
-            one = RanksConfig(pipeline=stages, schedule=schedule, stages_per_rank=per_rank)
+            one = RanksConfig(
+                pipeline=stages,
+                schedule=schedule,
+                stages_per_rank=per_rank,
+                expert=job.ranks.expert,
+            )
             if not any(contradictions(one, job.model, is_own=job.hf is None, samples=False)):
                 yield one
 

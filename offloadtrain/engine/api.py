@@ -16,6 +16,7 @@ from offloadtrain.engine.agreement import check_same_model, check_same_options
 from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
+    check_compiled,
     check_model,
     check_parts,
     check_rule,
@@ -69,6 +70,7 @@ def offload(
     recompute_blocks: int | None = None,
     offload_saved_above: int = OFFLOAD_SAVED_ABOVE,
     partition_activations: bool = False,
+    compile_blocks: bool = False,
     process_group: Group | None = None,
     mesh: DeviceMesh | Mesh | None = None,
     zero_stage: int = 0,
@@ -177,6 +179,9 @@ def offload(
             the inputs that recompute starts from, on the device ("recompute") or on the host
             ("offload"); they are gathered for backward. Not with sequence parallel, whose inputs
             are divided already.
+        compile_blocks: `torch.compile` the forward of each layer of a list, at its first call.
+            Layers alike share one code. Results differ from uncompiled ones by rounding, and are
+            the same in every placement. Not with tensor or expert parallel.
         process_group: of torch.distributed, whose ranks share the state of this model: each keeps
             and updates its shard. Every one of them calls `offload`, `step` and so on at the same
             point. Default: all ranks where torch.distributed is initialised, else this process
@@ -189,7 +194,7 @@ def offload(
             DTensors (of `parallelize_module`) are divided: each rank offloads its part, and the
             norm counts each part once. Or "dp" and "ep", along which `expert_parallel` has divided
             the experts: all ranks have batches of their own and share the state of what all hold;
-            the ranks of "dp" share that of their experts.
+            the ranks of "dp" share that of their experts. "pp" or "tp" may stand beside these two.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
             weights, gathered for their use; 0: 3 with working = "host", which needs it, else 2. In
             stage 3 modules outside of layers stay whole where sharding them saves no memory: small
@@ -263,6 +268,7 @@ def attach(
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     check_same_model(model, groups, chosen, ranks)
+    check_compiled(model, chosen)
     check_parts(model, rule, ALONE if place is None else place.parts, ranks)
     check_skips(model, chosen, rule, alone=_is_whole(ranks, place, ledger))
     if place is not None:

@@ -69,7 +69,7 @@ def pipeline(
         model: the whole model, the same on every process; best on the meta device, with
             `param_init_fn`, so that only the stage is ever created.
         mesh: with an axis "pp", whose ranks hold the stages in order, and "dp", whose ranks share
-            the state of a stage.
+            the state of a stage. And "ep", if `expert_parallel` has divided the model's experts.
         rule, params, device, param_init_fn: as in `offload`.
         example: the inputs of one microbatch of this rank; only shapes and dtypes count.
         microbatches: of a step, on each replica.

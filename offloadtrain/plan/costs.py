@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import sqrt
+from operator import attrgetter
 
 from offloadtrain.config.model_shape import (
     ModelShape,
@@ -75,6 +76,9 @@ MEASURED_BYTES = 60.0
 """Bytes per parameter that LAMB moves in the cache to measure a tensor: of its 74 bytes of operands
 all but state and gradient, which come from memory. With them the ratio to AdamW's time is 3.6
 (`python -m benchmarks.lamb_speed` measures it)."""
+
+_SHARD, _SENT = attrgetter("shard_bytes"), attrgetter("gathered_bytes")
+"""What a bucket that is loaded moves up, and to other ranks."""
 
 _NEWTON_SCHULZ_STEPS = 5
 """Those of Muon in a job."""
@@ -345,9 +349,9 @@ class Costs:
         from_shards = not spec.config.offloads_weights
         up = crossing
         if not from_shards:
-            up += self._loaded(streamed, _shard_bytes) - sum(map(_shard_bytes, trained))
+            up += self._loaded(streamed, _SHARD) - sum(map(_SHARD, trained))
         inputs = sum(self.placed.block_inputs) * micro_steps
-        sent = summed + self._loaded(streamed, _gathered) - sum(map(_gathered, trained))
+        sent = summed + self._loaded(streamed, _SENT) - sum(map(_SENT, trained))
         matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
         beside = matrices * MATRIX_BYTES + inputs
         down = sum(
@@ -394,12 +398,3 @@ class Costs:
         if spec.has_snapshot(bucket):
             per_param += traffic(Kind.PUBLISH, bucket)
         return bucket.shard_numel * per_param
-
-
-def _shard_bytes(bucket: BucketSpec) -> int:
-    return bucket.nbytes // bucket.ranks
-
-
-def _gathered(bucket: BucketSpec) -> int:
-    """Return what a rank sends so that all that share the bucket have the whole."""
-    return _shard_bytes(bucket) * (bucket.ranks - 1)

@@ -78,7 +78,7 @@ def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
     """Count the shards of this rank that stay on its device."""
     if spec.config.offloads_weights:
         return 0
-    return sum(one.nbytes // one.ranks for block in blocks for one in block.held)
+    return sum(one.shard_bytes for block in blocks for one in block.held)
 
 
 def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:

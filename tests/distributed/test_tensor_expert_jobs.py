@@ -167,7 +167,8 @@ def test_traffic_by_hand(data: Path) -> None:  # noqa: F811
         exchanges = 8 if activation == "keep" else 12
         sent = exchanges * rows * 2 * 32 * 4 // 2 * part.grad_accum_steps
         assert plan.prediction.experts_bytes == sent
-        assert "tensor parallel" in text(plan) and "expert parallel" in text(plan)
+        assert "each rank holds 1/2 of attention's matrices" in text(plan)
+        assert "each rank holds 2 of 4 experts of a layer" in text(plan)
     plain = make(job_of(data, **EXPERTS | PARTS), *find("cpu2"), 2)
     # Routers and norms of layers count once for each part, experts once.
     more = plan.checkpoint_bytes - plain.checkpoint_bytes

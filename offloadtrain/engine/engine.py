@@ -266,6 +266,7 @@ class Engine:
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             warn_of_skips(self.last_step)
+        self.residency.step_ends(finite=math.isfinite(norm.value))
         self.counter.update_scale()
         return self.last_step
 
@@ -345,7 +346,7 @@ class Engine:
             self.residency.reset()
             self._interpreter.cut = None
         self._gradients.drop()
-        # Copies down in flight need no wait: the next step's write the same memory behind them.
+        # Copies down in flight need no wait: the next step's write behind them.
         self._run(self.program.drop(), updates=True)
 
     def synchronize(self) -> None:

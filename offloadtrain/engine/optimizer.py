@@ -109,7 +109,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._handles = hook_parameters(self._engine, self._blocks)
         self._handles += attach_state_dict_hooks(model, self)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
-        watched = next(self._slots())[1].param
+        # One that stays on the device, if any does: see [Note: Absent weights] in `absent_reads`.
+        watched = min(self._slots(), key=lambda held: held[0].streamed)[1].param
         self._grad_readers = GradReaders(watched, config.clip_norm, self._engine)
 
     @property

@@ -274,6 +274,8 @@ def differing(what: str) -> str:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = Chain(3 + (what == "model" and rank))
+    model.embed.weight.requires_grad_(what not in ("frozen", "buffer"))
+    model.register_buffer("scale", torch.ones(()))
     options: dict[str, Any] = {}
     if what == "options" and rank == 1:
         options["state"] = "split16"
@@ -289,6 +291,12 @@ def differing(what: str) -> str:
                 optimizer.param_groups[0]["lr"] = 0.5
             if what == "loaded" and rank == 1:
                 model.load_state_dict({n: x + 1 for n, x in model.state_dict().items()})
+            if what == "buffer":
+                model.load_state_dict(model.state_dict() | {"scale": torch.full((), 1.0 + rank)})
+            if what == "frozen" and rank == 1:
+                with torch.no_grad():
+                    model.embed.weight.add_(1)
+                optimizer.adopt_written_weights()
             if what == "written":
                 optimizer.synchronize()
                 with torch.no_grad():
@@ -314,8 +322,10 @@ def differing(what: str) -> str:
         ("model", "layers.3"),
         ("options", "split16"),
         ("hyperparameters", "step 1: hyperparameters"),
-        ("loaded", "step 1: the weights loaded or written"),
-        ("written", "step 1: the weights loaded or written"),
+        ("loaded", "step 1: 'embed.weight' (and "),
+        ("written", "step 1: 'layers.0.down.weight' was loaded or written"),
+        ("frozen", "step 1: 'embed.weight' was loaded or written"),
+        ("buffer", "step 1: 'scale' was loaded or written"),
         ("skips", "step 1: the skips asked for"),
         ("skips after clipping", "step 1: the skips asked for"),
     ],
@@ -513,3 +523,4 @@ def test_a_call_that_only_one_rank_makes_is_named(own_ranks: Run, tmp_path: Path
     assert "rank 0 has waited" in said
     assert "in master_weights() at" in said
     assert f"{Path(__file__).name}:" in said
+    assert "its last collective was 'all-gather " in said

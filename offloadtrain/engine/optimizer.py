@@ -18,6 +18,7 @@ from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, offloaded, warn_of_local_norm
 from offloadtrain.engine.eager import eager
+from offloadtrain.engine.evaluation_check import check_evaluations
 from offloadtrain.engine.foreign_readers import GradReaders
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
@@ -108,6 +109,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         layers = [part.module for part in partition(model) if part.repeated]
         self._handles = hook_parameters(self._engine, self._blocks)
         self._handles += attach_state_dict_hooks(model, self)
+        if self._engine.residency.streamed and not ranks.is_single:
+            self._handles.append(check_evaluations(model, self._engine.functions, ranks))
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
         # One that stays on the device, if any does: see [Note: Absent weights] in `absent_reads`.
         watched = min(self._slots(), key=lambda held: held[0].streamed)[1].param

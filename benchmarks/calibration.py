@@ -24,6 +24,8 @@ from offloadtrain.plan.device_time import Kernels, block_seconds, head_seconds
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 CHECKS = Path(__file__).with_name("check_cells.json")
+B200 = Path(__file__).with_name("b200_cells.json")
+"""To which one rate of one card is fitted: that of the B200's memory."""
 
 GEFORCE_SHARE = 1.0
 """Rule for a card of GeForce without cells: the data sheet. Its tensor cores run at half their rate

@@ -150,6 +150,10 @@ def report(figures: list[Figure], machine: Machine) -> Iterator[str]:
     yield "Calibration cells: the rates of GPUs and the constants of their time are fitted to these"
     yield ""
     yield from calibration.lines(calibration.load())
+    yield "Cells of the B200: the rate of its memory is fitted to these"
+    yield ""
+    yield from calibration.check_lines(calibration.load(calibration.B200))
+    yield ""
     yield "Check cells: nothing is fitted to these throughputs"
     yield ""
     yield from calibration.check_lines(calibration.load(calibration.CHECKS))

@@ -9,7 +9,7 @@
 
 A test marked `cover(strength)` says what quick must hold in place of pairs: 1, every value of each
 parameter; 0, nothing but the draw. `cover(strength, later)`: also what rest must hold besides;
-`ALL`, every case.
+`ALL`, every case. Of a test marked `slow` as a whole it says the same of rest.
 """
 
 from __future__ import annotations
@@ -72,11 +72,16 @@ def _of_one(name: str, cases: list[pytest.Item], level: Level, seed: int) -> lis
         return cases
     late = [case for case in cases if case.get_closest_marker("slow")]
     cases = [case for case in cases if not case.get_closest_marker("slow")]
+    covered = not cases and bool(late) and late[0].get_closest_marker("cover") is not None
+    if covered:  # slow as a whole: rest holds what quick would hold of it, and no more
+        cases, late = ([], []) if level == "quick" else (late, [])
     quick, later = _covering(cases)
     others = [case for case in cases if case not in quick]
     draw = random.Random(f"{seed} {name}")
     drawn = draw.sample(others, math.ceil(len(others) * DRAWN[level]))
-    return [*quick, *drawn] if level == "quick" else [*late, *(later - quick), *drawn]
+    if level == "quick":
+        return [*quick, *drawn]
+    return [*late, *(quick if covered else ()), *(later - quick), *drawn]
 
 
 def _covering(cases: list[pytest.Item]) -> tuple[set[pytest.Item], set[pytest.Item]]:

@@ -55,6 +55,11 @@ def test_one_is_slow(a): ...
 @SIX
 @FIVE
 def test_slow(a, b): ...
+@pytest.mark.slow
+@SIX
+@FIVE
+@pytest.mark.cover(1)
+def test_slow_values(a, b): ...
 @pytest.mark.long
 @TWO
 def test_long(c): ...
@@ -146,12 +151,14 @@ def test_quick_holds_every_pair_and_draws_a_few_others(suite: list[pytest.Item])
     assert ids(quick, "test_one_is_slow") == {"test_one_is_slow[0]"}
     assert ids(quick, "test_draws") == {"test_draws[0]"}
     assert not ids(quick, "test_slow") and not ids(quick, "test_long")
+    assert not ids(quick, "test_slow_values")
 
 
 def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[pytest.Item]) -> None:
     rest = levels.selected(suite, "rest", 0)
     assert not ids(rest, "test_alone") and not ids(rest, "test_few") and not ids(rest, "test_long")
     assert len(ids(rest, "test_slow")) == 30, "all of them"
+    assert len(ids(rest, "test_slow_values")) == 6 + 3, "every value, and a tenth of the others"
     assert ids(rest, "test_one_is_slow") == {"test_one_is_slow[1]"}
     assert ids(rest, "test_draws") == {"test_draws[0]"}
     assert len(ids(rest, "test_draw")) == 3, "a tenth of thirty"

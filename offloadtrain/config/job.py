@@ -355,6 +355,7 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
     if not own:
         yield from hf_section.contradictions(table, offload)
     yield from ranks_options.interleaved_contradictions(table, offload)
+    yield from ranks_options.compiled_contradictions(table, offload)
     yield from ranks_options.unflushed_contradictions(
         table, offload, rule=rule, on_spike=config.train.on_spike
     )

@@ -82,6 +82,7 @@ class OffloadConfig:
     recompute_blocks: int | Literal["auto"] | None = None
     offload_saved_above: int = OFFLOAD_SAVED_ABOVE
     partition_activations: bool = False
+    compile_blocks: bool = False
     zero_stage: int = 0
     keep_whole: tuple[str, ...] = ()
     reduction: Literal["working", "fp32"] = "working"

@@ -225,6 +225,16 @@ _MATRICES = "it updates matrices on the device, where the next step computes"
 _LOSS = "the loss of a step is known to all stages within the next step"
 
 
+def compiled_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:
+    """Yield a sentence for each division of layers that torch's compiler does not see through."""
+    for key, count in {"tensor": ranks.tensor, "expert": ranks.expert}.items():
+        if offload.compile_blocks and count > 1:
+            yield (
+                f"ranks.{key} = {count} and offload.compile_blocks = true: torch does not compile "
+                "DTensors whose memory moves. Set one of them to its default"
+            )
+
+
 def tensor_contradictions(
     ranks: RanksConfig,
     model: ModelShape,

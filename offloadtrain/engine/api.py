@@ -16,6 +16,7 @@ from offloadtrain.engine.agreement import check_same_model, check_same_options
 from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
+    check_compiled,
     check_experts,
     check_model,
     check_parts,
@@ -70,6 +71,7 @@ def offload(
     recompute_blocks: int | None = None,
     offload_saved_above: int = OFFLOAD_SAVED_ABOVE,
     partition_activations: bool = False,
+    compile_blocks: bool = False,
     process_group: Group | None = None,
     mesh: DeviceMesh | Mesh | None = None,
     zero_stage: int = 0,
@@ -178,6 +180,9 @@ def offload(
             the inputs that recompute starts from, on the device ("recompute") or on the host
             ("offload"); they are gathered for backward. Not with sequence parallel, whose inputs
             are divided already.
+        compile_blocks: `torch.compile` the forward of each layer of a list, at its first call.
+            Layers alike share one code. Results differ from uncompiled ones by rounding, and are
+            the same in every placement. Not with tensor or expert parallel.
         process_group: of torch.distributed, whose ranks share the state of this model: each keeps
             and updates its shard. Every one of them calls `offload`, `step` and so on at the same
             point. Default: all ranks where torch.distributed is initialised, else this process
@@ -264,6 +269,7 @@ def attach(
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
     check_same_model(model, groups, chosen, ranks)
+    check_compiled(model, chosen)
     check_parts(model, rule, ALONE if place is None else place.parts, ranks)
     check_experts(chosen, ranks)
     check_skips(model, chosen, rule, alone=_is_whole(ranks, place, ledger))

@@ -102,6 +102,7 @@ def build(
         lanes,
         residency=residency,
         recomputed=[one.module for one in recomputed_parts(parts, config)],
+        compiled=[part.module for part in parts if part.repeated and config.compile_blocks],
         offloader=_offloader(model, spec, moves),
     )
     engine = Engine(

@@ -215,6 +215,16 @@ def check_experts(config: OffloadConfig, ranks: Ranks) -> None:
         )
 
 
+def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
+    """Raises ModelError if layers are to be compiled that torch's compiler does not see through."""
+    divided = next((name for name, p in model.named_parameters() if is_distributed(p)), None)
+    if config.compile_blocks and divided is not None:
+        raise ModelError(
+            f"compile_blocks=True, and parameter '{divided}' is a DTensor: torch does not compile "
+            "those whose memory moves. Leave compile_blocks out"
+        )
+
+
 def check_parts(model: nn.Module, rule: AnyRule, parts: Ranks, ranks: Ranks) -> None:
     """Raises ModelError for DTensors whose other parts the norm would not see, or whose rule needs
     whole matrices.

@@ -76,7 +76,7 @@ def check(accelerator: Any) -> None:
     if compiler != "NO":
         raise ValueError(
             f"torch_compile (dynamo backend {compiler}) compiles the model as a whole, whose "
-            "weights move between calls: compile its layers (layer.compile()) before offload"
+            "weights move between calls: offload(compile_blocks=True) compiles its layers"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.model.generate import uncompiled
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.loss import cross_entropy
 
@@ -111,7 +112,7 @@ class CausalLm:
         was_training = self.module.training
         self.module.eval()
         try:
-            with _seeded(sampling.seed, tokens_BT.device):
+            with uncompiled(), _seeded(sampling.seed, tokens_BT.device):
                 found = self.module.generate(
                     input_ids=tokens_BT,
                     attention_mask=torch.ones_like(tokens_BT),

@@ -15,8 +15,8 @@ _REFUSED: dict[str, str] = {
     "its file",
     "fsdp": "the engine shards state, gradients and weights itself: offload = dict(zero_stage = 3)",
     "parallelism_config": "data parallelism is what the engine has",
-    "torch_compile": "it compiles the model as a whole, whose weights move between calls: compile "
-    "its layers (layer.compile()) before the trainer is made",
+    "torch_compile": "it compiles the model as a whole, whose weights move between calls: "
+    "offload = dict(compile_blocks = True) compiles its layers",
     "auto_find_batch_size": "a step that ran out of memory cannot be repeated with the same "
     "optimizer: set the batch size",
     "optim_args": "the arguments of another optimizer",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -45,14 +48,23 @@ def generate(
     was_training = model.training
     model.eval()
     try:
-        for _ in range(num_tokens):
-            logits_BV = model(tokens_BT[:, -model.shape.max_seq_len :])[:, -1]
-            logits_BV = logits_BV.float().to(generator.device)
-            next_B1 = _choose(logits_BV, temperature, top_k, top_p, generator)
-            tokens_BT = torch.cat((tokens_BT, next_B1.to(tokens_BT.device)), dim=1)
+        with uncompiled():
+            for _ in range(num_tokens):
+                logits_BV = model(tokens_BT[:, -model.shape.max_seq_len :])[:, -1]
+                logits_BV = logits_BV.float().to(generator.device)
+                next_B1 = _choose(logits_BV, temperature, top_k, top_p, generator)
+                tokens_BT = torch.cat((tokens_BT, next_B1.to(tokens_BT.device)), dim=1)
     finally:
         model.train(was_training)
     return tokens_BT
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Run compiled layers as they were: each token makes a sequence of another length, and the
+    compiler would make code for several of them. Where nobody has imported it, nothing is
+    compiled."""
+    imported = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if imported else nullcontext()
 
 
 def _choose(

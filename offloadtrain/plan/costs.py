@@ -30,11 +30,17 @@ from dataclasses import replace
 from functools import cached_property
 from math import sqrt
 
-from offloadtrain.config.model_shape import ModelShape, again_flops_per_token, flops_per_token
+from offloadtrain.config.model_shape import (
+    ModelShape,
+    again_flops_per_token,
+    block_flops_per_token,
+    flops_per_token,
+)
 from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.device_time import (
     Kernels,
+    Level,
     Seconds,
     again_seconds,
     block_seconds,
@@ -53,9 +59,11 @@ KERNELS = Kernels(rotary_fp32=True)
 """What jobs compute with: eager operations and flash attention."""
 
 
-def kernels_of(model: ModelShape) -> Kernels:
-    """Return what a job of the shipped transformer computes with."""
-    return replace(KERNELS, causal=model.is_causal)
+def kernels_of(model: ModelShape, *, compiled: bool) -> Kernels:
+    """Return what a job of the shipped transformer computes its blocks with. Head and loss are
+    never compiled."""
+    level: Level = "compiled" if compiled else "eager"
+    return replace(KERNELS, causal=model.is_causal, level=level)
 
 
 CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
@@ -143,16 +151,19 @@ class Costs:
             how = self._tokens, self.machine, self._precision, KERNELS
             return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        kernels = kernels_of(model)
+        compiled = self.placed.config.offload.compile_blocks
+        kernels = kernels_of(model, compiled=compiled)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
         exchanged_s = 2 * (self.parts.sum_s + self.experts.exchange_s)
         alone = block_seconds(model, seq_len, *where, split)
         layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
         # Whole on every rank.
-        head = head_seconds(model, *where, kernels) if self._has_head else Seconds(0.0, 0.0)
-        again_s = again_seconds(model, seq_len, *where, split) + self.parts.sum_s
-        again_s += 2 * self.experts.exchange_s
+        eager = kernels_of(model, compiled=False)
+        head = head_seconds(model, *where, eager) if self._has_head else Seconds(0.0, 0.0)
+        # A compiled forward runs again as a whole: its graph is one node.
+        shorter = alone.forward if compiled else again_seconds(model, seq_len, *where, split)
+        again_s = shorter + self.parts.sum_s + 2 * self.experts.exchange_s
         last, found = self.spec.blocks[-1].name, {}
         for block in self.spec.blocks:
             # one layer, whose modules are blocks: its time counts in the last one
@@ -184,7 +195,9 @@ class Costs:
         if self.placed.traced is not None:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        layer = again_flops_per_token(model, seq_len) / self.parts.count
+        compiled = self.placed.config.offload.compile_blocks
+        of_layer = block_flops_per_token if compiled else again_flops_per_token
+        layer = of_layer(model, seq_len) / self.parts.count
         return self._tokens * layer * self.placed.recomputed
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:

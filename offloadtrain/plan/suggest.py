@@ -114,6 +114,8 @@ def single_changes(
         "offload.state_on": distinct("auto", "host"),
         "offload.recompute_blocks": ("auto",) if job.offload.recomputes else (),
         "offload.sums_on": ("host", "device"),
+        # What a trace tells is of eager operations.
+        "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
         "offload.update": ("exact", "speculative", "delayed"),
         "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
     }

@@ -187,7 +187,7 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         stage=stage,
         offload=False,
         recompute=job.offload.recomputes,
-        kernels=kernels_of(job.model),
+        kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
     )
     tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
     rate = tokens / step_times(run, machine, IDEAL).step
@@ -211,7 +211,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         micro_batches=micro_batches,
         stages=gpus,
         recompute=job.offload.recomputes,
-        kernels=kernels_of(job.model),
+        kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
     )
     found = row(schedule, pipe, machine)
     needed = found.weights_bytes + found.state_bytes + found.activation_bytes

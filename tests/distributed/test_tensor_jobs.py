@@ -316,6 +316,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model.num_experts": 2}, "divides no experts"),
     ({"offload.state": '"int8"', "offload.precision": '"bf16"'}, '"fp32" or "split16"'),
     ({"optim.name": '"lamb"'}, 'set optim.name = "adamw"'),
+    ({"offload.compile_blocks": "true"}, "ranks.tensor = 2 and offload.compile_blocks = true"),
     ({"train.sample_tokens": 5}, "offloadtrain generate RUN afterwards"),
 ]
 

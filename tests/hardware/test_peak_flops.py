@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from offloadtrain.hardware.machine import find, shipped
 from offloadtrain.hardware.peak_flops import peak_flops
 
 
@@ -16,6 +17,8 @@ from offloadtrain.hardware.peak_flops import peak_flops
         ("NVIDIA A100 80GB PCIe", 312),
         ("Tesla V100-SXM2-32GB", 125),
         ("NVIDIA GeForce RTX 3090 Ti", 80),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2),
+        ("NVIDIA H20", 148),
         ("NVIDIA L40S", 362),
     ],
 )
@@ -24,8 +27,14 @@ def test_listed(name: str, teraflops: float) -> None:
     assert peak_flops(name, "fp32") is None
 
 
+def test_the_shipped_machines_say_the_same() -> None:
+    found = {name: find(name)[1] for name in shipped() if name not in ("cpu2", "mi300x")}
+    told = {name: peak_flops(machine.gpu, "fp16") for name, machine in found.items()}
+    assert told == {name: machine.peak_tflops * 1e12 for name, machine in found.items()}
+
+
 @pytest.mark.parametrize(
-    "name", ["CPU", "", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A1000"]
+    "name", ["CPU", "", "NVIDIA A10M", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A1000"]
 )
 def test_not_listed(name: str) -> None:
     assert peak_flops(name, "bf16") is None

@@ -301,6 +301,15 @@ def test_throughputs_that_nothing_was_fitted_to() -> None:
     assert calibration.median(unseen) <= 0.08 and abs(calibration.worst(unseen).error) <= 0.15
 
 
+def test_the_memory_of_the_b200_is_fitted_to_its_own_throughputs() -> None:
+    """With the rule for other cards, 0.85 of the data sheet, they would be planned too fast."""
+    cells = calibration.load(calibration.B200)
+    found = calibration.residuals(cells, calibration.SHIPPED)
+    assert len(found) == 3 and abs(calibration.worst(found).error) <= 0.08
+    ruled = [replace(each, machine=replace(each.machine, hbm_gbps=0.85 * 8000)) for each in cells]
+    assert min(each.error for each in calibration.residuals(ruled, calibration.SHIPPED)) > 0.08
+
+
 @pytest.mark.parametrize(("half", "count", "median"), [("study", 65, 0.08), ("held out", 68, 0.12)])
 def test_throughputs_divided_at_random(half: str, count: int, median: float) -> None:
     """What the first halves showed was mended; the others judge it. Four are off, with a reason."""

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.exposure import planned
 from offloadtrain.cli.main import main
+from offloadtrain.plan.costs import Costs
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.times import predict
 from offloadtrain.plan.why import as_json, text, why
@@ -51,3 +52,22 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "demo", "--machine", "cpu2", "--why", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["why"]
     assert set(said) == {"gains_of_twice", "changes"}
+
+
+@pytest.mark.slow
+def test_compiled_layers_take_less_time_and_run_again_as_a_whole() -> None:
+    plan = planned("fp32", 4096, "host")
+    assert plan.job.offload.activation == "recompute"
+
+    def of(**keys: object) -> tuple[float, float]:
+        """Seconds of the first layer's forward and backward."""
+        job = replace(plan.job, offload=replace(plan.job.offload, **keys))
+        costs = Costs(make(job, plan.name, plan.machine).placed, plan.machine)
+        first = next(block.name for block in costs.spec.blocks if block.repeated)
+        return costs.computed[first].forward, costs.computed[first].backward
+
+    eager, compiled = of(), of(compile_blocks=True)
+    kept, compiled_kept = of(activation="keep"), of(activation="keep", compile_blocks=True)
+    assert compiled_kept[0] < kept[0] and compiled_kept[1] < kept[1]
+    assert compiled[1] - compiled_kept[1] == pytest.approx(compiled[0])
+    assert eager[1] - kept[1] < eager[0]  # without its last product

@@ -83,6 +83,11 @@ SKIPS = [
             marks=pytest.mark.slow,
         ),
         (["offload.update=delayed", "offload.working=host", "offload.state=split16"], (4, 3)),
+        pytest.param(
+            ["offload.compile_blocks=true", "offload.working=host", "offload.activation=recompute"],
+            (1, 4, 2),
+            marks=pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of torch
+        ),
         pytest.param(SKIPS, (1, 4, 2), marks=pytest.mark.slow),
         pytest.param([*SKIPS, "offload.state=int8"], (4, 3), marks=pytest.mark.slow),
     ],

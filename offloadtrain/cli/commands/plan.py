@@ -85,10 +85,10 @@ def plan(
         KEY=VALUE ...: values that override the job's.
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
-        v100_32gb, a100_40gb, a100_80gb, h100, h100_pcie, h200, gh200, l40s, a6000, rtx3090,
-        rtx4090, rtx5060ti, rtx5090, rtx_pro6000, mi300x (a plan only: the engine needs CUDA), cpu2.
-        Default: the job's device.machine, else this machine, with the rates of the most similar
-        shipped one.
+        v100_32gb, t4, a10g, l4, a100_40gb, a100_80gb, h100, h100_pcie, h200, gh200, b200, l40s,
+        a6000, rtx2080ti, rtx3060, rtx3090, rtx4060ti, rtx4080, rtx4090, rtx5060ti, rtx5090,
+        rtx_pro6000, mi300x (a plan only: the engine needs CUDA), cpu2. Default: the job's
+        device.machine, else this machine, with the rates of the most similar shipped one.
     gpus
         Number of ranks, one per GPU. They divide the job's batch.
     gpu_memory

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from offloadtrain.engine.autograd.access_tracker import AccessTracker
 from offloadtrain.engine.autograd.hooks import has_ended, watch, watch_inside
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
+from offloadtrain.engine.autograd.replaced_forward import CompiledForward
 from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.saved_tensor_hooks import Chain, SavedTensors
 from offloadtrain.engine.block import Block
@@ -60,11 +61,12 @@ class ForwardHooks:
         *,
         residency: Residency,
         recomputed: Sequence[nn.Module],
+        compiled: Sequence[nn.Module],
         offloader: Offloader | None,
     ) -> None:
         """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
-        whose forward runs again in backward. `offloader`: takes their inputs, or all that is
-        saved for backward."""
+        whose forward runs again in backward. `compiled`: those that torch compiles. `offloader`:
+        takes the inputs of the recomputed ones, or all that is saved for backward."""
         self.on_root: Callable[[], None] = lambda: None
         """Called when a forward of the model begins that is not part of a backward."""
         self.on_blocks: Callable[[Sequence[Block]], None] = lambda blocks: None
@@ -81,6 +83,9 @@ class ForwardHooks:
         self._late_readers: dict[Block, set[nn.Module]] = {}
         self._handles: list[RemovableHandle] = []
         self._tracker: AccessTracker | None = None
+        self._compiled = [CompiledForward(module) for module in compiled]
+        for one in self._compiled:
+            one.put()
         self._tracked = _has_compiled(model)
         self._saved = _saved_tensors(blocks, residency)
         written = Written()
@@ -187,6 +192,8 @@ class ForwardHooks:
             handle.remove()
         for recomputed in self._recomputed.values():
             recomputed.remove()
+        for compiled in self._compiled:
+            compiled.remove()
 
     def _attach(self, entries: Mapping[nn.Module, list[Block]]) -> None:
         without: dict[nn.Module, list[Block]] = {m: [] for m in (self._model, *self._recomputed)}

@@ -14,7 +14,6 @@ backward: a warning says so once.
 from __future__ import annotations
 
 import logging
-import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,12 +22,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.hooks import Watcher
 from offloadtrain.engine.autograd.passthrough import passthrough
+from offloadtrain.engine.autograd.replaced_forward import ReplacedForward
 from offloadtrain.engine.autograd.rewind import BufferChanges, Rewind
 
 _log = logging.getLogger(__name__)
+
+
+class RecomputeError(OffloadTrainError):
+    """A forward cannot run again as it ran."""
 
 
 class _Runs:
@@ -81,23 +86,27 @@ class Written:
             )
 
 
-class Recomputed:
-    """Stands in for `module.forward`; a copy of the module has the forward of its class again."""
+class Recomputed(ReplacedForward):
+    """Stands in for a forward that runs again in backward."""
 
     def __init__(
         self, module: nn.Module, watcher: Callable[[], Watcher | None], written: Written
     ) -> None:
-        self._module = module
+        super().__init__(module)
         self._written = written
         self._watcher = watcher
         self._changes = BufferChanges()
-        self._original: Callable[..., Any] = module.forward
-        # An attribute of the module, such as a compiled forward that the user assigned.
-        self._own = "forward" in module.__dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
+        if self._module._compiled_call_impl is not None:
+            raise RecomputeError(
+                f"a {type(self._module).__name__} that runs again in backward was compiled by "
+                "module.compile(), of which torch's checkpoint would leave nothing: leave that "
+                "out, and give offload(compile_blocks=True), or set module.forward = "
+                "torch.compile(module.forward) before it"
+            )
         modules = list(self._module.modules())
         inputs = Rewind(args, kwargs, modules)
         run = _Runs(self._run, inputs)
@@ -112,23 +121,6 @@ class Recomputed:
         self._written.look(inputs, args, kwargs)
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _forward_of(memo[id(self._module)])
-
-    def __reduce__(self) -> Any:
-        return _forward_of, (self._module,)
-
-    def put(self) -> None:
-        """Replace the module's forward."""
-        self._module.forward = self
-
-    def remove(self) -> None:
-        """Give the module its forward back."""
-        if self._own:
-            self._module.forward = self._original
-        else:
-            del self._module.forward
-
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         watcher = self._watcher()
         if watcher is None:
@@ -139,9 +131,3 @@ class Recomputed:
             return self._original(*args, **kwargs)
         finally:
             watcher.leave(self._module)
-
-
-def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of the module's class. A pickle names this function: it is called for a
-    module whose attributes are not there yet."""
-    return types.MethodType(type(module).forward, module)

@@ -251,8 +251,7 @@ class Engine:
         self.counter.decide(skipped=skipped, overflow=overflow)
         if not skipped:
             self._gradients.count_steps()
-        # Only launches: Adam and uploads run beside the user's code and the next forward, whose
-        # blocks wait for their own upload.
+        # Only launches: Adam and uploads run beside the next forward, whose blocks wait for theirs.
         self._run(self.program.norm_known(order, decision), updates=True)
         self._norm = None
         return decision
@@ -346,7 +345,7 @@ class Engine:
             self.residency.reset()
             self._interpreter.cut = None
         self._gradients.drop()
-        # Copies down in flight need no wait: the next step's write behind them.
+        # Copies down in flight need no wait: the next step's write the same memory behind them.
         self._run(self.program.drop(), updates=True)
 
     def synchronize(self) -> None:

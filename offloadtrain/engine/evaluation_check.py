@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel
+from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.runtime.process_group import RankError, Ranks
 
@@ -49,6 +50,8 @@ def _compare(functions: Functions, ranks: Ranks) -> None:
             )
 
 
-def check_evaluations(model: nn.Module, functions: Functions, ranks: Ranks) -> RemovableHandle:
-    """Compare the ranks behind every forward of the model without gradients."""
-    return model.register_forward_hook(_AfterForward(functions, ranks))
+def check_evaluations(model: nn.Module, engine: Engine, ranks: Ranks) -> list[RemovableHandle]:
+    """Compare the ranks behind every forward without gradients, where forwards gather."""
+    if ranks.is_single or not engine.residency.streamed:
+        return []
+    return [model.register_forward_hook(_AfterForward(engine.functions, ranks))]

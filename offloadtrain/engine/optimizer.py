@@ -109,12 +109,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         layers = [part.module for part in partition(model) if part.repeated]
         self._handles = hook_parameters(self._engine, self._blocks)
         self._handles += attach_state_dict_hooks(model, self)
-        if self._engine.residency.streamed and not ranks.is_single:
-            self._handles.append(check_evaluations(model, self._engine.functions, ranks))
+        self._handles += check_evaluations(model, self._engine, ranks)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
-        # One that stays on the device, if any does: see [Note: Absent weights] in `absent_reads`.
-        watched = min(self._slots(), key=lambda held: held[0].streamed)[1].param
-        self._grad_readers = GradReaders(watched, config.clip_norm, self._engine)
+        self._grad_readers = GradReaders(self._slots(), config.clip_norm, self._engine)
 
     @property
     def config(self) -> OffloadConfig:

@@ -9,7 +9,8 @@
 
 A test marked `cover(strength)` says what quick must hold in place of pairs: 1, every value of each
 parameter; 0, nothing but the draw. `cover(strength, later)`: also what rest must hold besides;
-`ALL`, every case. Of a test marked `slow` as a whole it says the same of rest.
+`ALL`, every case. A test marked `draws(share)` draws so many of its cases for rest, without a
+number all. Of a test marked `slow` as a whole it says the same of rest.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ def selected(items: Sequence[pytest.Item], level: Level, seed: int) -> list[pyte
 
 def _of_one(name: str, cases: list[pytest.Item], level: Level, seed: int) -> list[pytest.Item]:
     cases = [case for case in cases if not case.get_closest_marker("long")]
-    if level == "rest" and cases and cases[0].get_closest_marker("draws"):
-        return cases
+    draw = random.Random(f"{seed} {name}")
+    if level == "rest" and cases and (mark := cases[0].get_closest_marker("draws")):
+        share = mark.args[0] if mark.args else 1.0
+        return draw.sample(cases, math.ceil(len(cases) * share))
     late = [case for case in cases if case.get_closest_marker("slow")]
     cases = [case for case in cases if not case.get_closest_marker("slow")]
     covered = not cases and bool(late) and late[0].get_closest_marker("cover") is not None
@@ -77,7 +80,6 @@ def _of_one(name: str, cases: list[pytest.Item], level: Level, seed: int) -> lis
         cases, late = ([], []) if level == "quick" else (late, [])
     quick, later = _covering(cases)
     others = [case for case in cases if case not in quick]
-    draw = random.Random(f"{seed} {name}")
     drawn = draw.sample(others, math.ceil(len(others) * DRAWN[level]))
     if level == "quick":
         return [*quick, *drawn]

@@ -63,6 +63,11 @@ def test_slow_values(a, b): ...
 @pytest.mark.long
 @TWO
 def test_long(c): ...
+@SIX
+@FIVE
+@pytest.mark.draws(0.3)
+@pytest.mark.cover(0)
+def test_some(a, b): ...
 @pytest.mark.parametrize("a", [0, pytest.param(1, marks=pytest.mark.long)])
 @levels.examples(10)
 @given(n=st.integers())
@@ -161,6 +166,7 @@ def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[py
     assert len(ids(rest, "test_slow_values")) == 6 + 3, "every value, and a tenth of the others"
     assert ids(rest, "test_one_is_slow") == {"test_one_is_slow[1]"}
     assert ids(rest, "test_draws") == {"test_draws[0]"}
+    assert len(ids(rest, "test_some")) == 9, "three tenths of thirty"
     assert len(ids(rest, "test_draw")) == 3, "a tenth of thirty"
     assert len(ids(rest, "test_later")) == 30 and len(rest) == len(set(rest))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -357,6 +359,27 @@ def test_all_compiled_layers_share_one_code(
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     assert counter.frame_count == 1
     assert not [record for record in caplog.records if "recompile_limit" in record.getMessage()]
+
+
+FIRST_STEP = """
+import gc, torch
+import offloadtrain as ot
+gc.disable()
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(3)))
+optimizer = ot.offload(model, device="cpu", activation="recompute")
+optimizer.backward(model(torch.ones(2, 8)).float().mean())
+optimizer.step()
+print(sum(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in gc.get_objects()))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_step_of_a_process_leaves_no_graph() -> None:
+    """Neither to Python's garbage collector: logits are large."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST_STEP], capture_output=True, check=True
+    )
+    assert found.stdout.split() == [b"0"]
 
 
 class Exploding(Chain):

@@ -28,7 +28,7 @@ def test_every_case_is_recorded() -> None:
     assert list(CASES) == list(known())
 
 
-@pytest.mark.draws
+@pytest.mark.draws(0.3)
 @pytest.mark.cover(0)
 @pytest.mark.parametrize("name", ALONE, ids=str)
 def test_the_program_is_the_recorded_one(name: str) -> None:

@@ -13,6 +13,7 @@ backward: a warning says so once.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -92,6 +93,11 @@ class Recomputed(ReplacedForward):
     def __init__(
         self, module: nn.Module, watcher: Callable[[], Watcher | None], written: Written
     ) -> None:
+        # torch's checkpoint reads a setting of the compiler, whose import takes seconds. Inside of
+        # the first forward an error that it catches would keep the forward's frames, and with them
+        # its hidden states and logits, until Python collects garbage.
+        importlib.import_module("torch._dynamo")
+
         super().__init__(module)
         self._written = written
         self._watcher = watcher

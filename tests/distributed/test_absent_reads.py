@@ -65,17 +65,21 @@ READS: list[tuple[Read | None, Read | None]] = [
 ]
 
 
-@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize(
+    "reads", [READS[0], *(pytest.param(some, marks=pytest.mark.slow) for some in READS[1:])]
+)
 def test_the_first_read_is_told(reads: tuple[Read | None, Read | None]) -> None:
     (message,) = told(*reads, working="host")
     assert message.startswith("'layers.") and "more resident_blocks" in message
     assert __file__ in message and "optimizer.synchronize()" in message
 
 
+@pytest.mark.slow
 def test_what_reads_no_values_is_not_told() -> None:
     assert told(asks_for_no_values, asks_for_no_values, working="host") == []
 
 
+@pytest.mark.slow
 def test_a_penalty_that_begins_late_is_told_behind_the_first_skipped_step() -> None:
     calls = []
 

@@ -188,7 +188,9 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
         if rest:
             continue
         for of_job in _orders(job, stages, schedules):
-            for size in (n for n in range(1, own + 1) if own % n == 0 and n & (n - 1) == 0):
+            for size in (
+                1 << power for power in range(own.bit_length()) if own % (1 << power) == 0
+            ):
                 tried = (
                     _divided(job, of_job, size, sequences // size, activation)
                     for activation in ACTIVATIONS

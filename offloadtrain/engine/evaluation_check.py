@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel
+from offloadtrain.engine.eager import eager
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.runtime.process_group import RankError, Ranks
@@ -33,7 +34,7 @@ class _AfterForward(OfOneModel):
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         functions = self._functions()
         if functions is not None and not torch.is_grad_enabled():
-            _compare(functions, self._ranks)
+            eager(_compare)(functions, self._ranks)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]

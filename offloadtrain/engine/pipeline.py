@@ -104,6 +104,11 @@ def pipeline(
     axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
     if not axes.parts.is_single:
         raise PipelineError("mesh has the axes 'pp' and 'tp': a stage holds whole parameters")
+    if axes.stages.is_single and not axes.replicas.is_single:
+        raise PipelineError(
+            "the mesh has one rank along 'pp', or no such axis, and several replicas: there is one "
+            "stage, the whole model. Take offload(model, mesh=mesh)"
+        )
     inputs = example if isinstance(example, tuple) else (example,)
     _check_same(axes.stages, model, inputs, schedule, microbatches, stages_per_rank)
     in_order = None

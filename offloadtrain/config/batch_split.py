@@ -38,11 +38,14 @@ def replicas(config: Config, ranks: int) -> int:
             different experts.
     """
     parts, experts = config.ranks.tensor, config.ranks.expert
-    if ranks % experts:
+    together = experts * parts * config.ranks.pipeline
+    if ranks % together and experts > 1:
         many = f"{ranks} rank{'s' if ranks > 1 else ''}"
+        of_stage = " of a stage" if config.ranks.pipeline > 1 else ""
+        of_stage += " for a part" if parts > 1 else ""
         raise ConfigError(
             f"ranks.expert = {experts} and {many}: each group of {experts} ranks holds all "
-            f"experts. Start a multiple of {experts} (--nproc), or set ranks.expert = 1"
+            f"experts{of_stage}. Start a multiple of {together} (--nproc), or set ranks.expert = 1"
         )
     if ranks % (parts * config.ranks.pipeline) and parts > 1:
         raise ConfigError(
@@ -100,13 +103,15 @@ def held_stages(ranks: RanksConfig, place: int, layers: int) -> tuple[Stage, ...
 
 def part_of(config: Config, rank: int) -> str:
     """Return, for example, "part 1 of 2": what a rank holds of every matrix; or "experts 0 to 3";
-    "" of all of them."""
+    or both; "" of all of them."""
     parts, experts = config.ranks.tensor, config.ranks.expert
+    found = [] if parts == 1 else [f"part {rank % parts + 1} of {parts}"]
     if experts > 1:
         held = config.model.num_experts // experts
-        first = rank % experts * held
-        return f"expert {first}" if held == 1 else f"experts {first} to {first + held - 1}"
-    return "" if parts == 1 else f"part {rank % parts + 1} of {parts}"
+        first = rank // parts % experts * held
+        several = f"experts {first} to {first + held - 1}"
+        found.append(f"expert {first}" if held == 1 else several)
+    return ", ".join(found)
 
 
 def group_of(config: Config, ranks: int, rank: int) -> str:

@@ -24,7 +24,9 @@ HF_KEYS = ("hf", "init", "lora")
 
 def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
     """Return `model.hf` and what goes with it, as written."""
-    for key in toml.field_kinds(ModelShape).keys() & table.keys():
+    for key in ("size", *toml.field_kinds(ModelShape)):
+        if key not in table:
+            continue
         job.problems.append(f"model.{key} is config.json's with model.hf: leave it out")
         del table[key]
     toml.report_unknown(job, table, HF_KEYS, "model")

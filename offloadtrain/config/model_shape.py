@@ -117,7 +117,7 @@ class ModelShape:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartOfShape(ModelShape):
     """What one rank of tensor parallel holds and computes of a shape, its heads and hidden units;
-    or of expert parallel, its experts.
+    or of expert parallel, its experts; of both, its heads and whole experts.
 
     Attributes:
         parts: ranks that hold the parts.
@@ -135,7 +135,8 @@ class PartOfShape(ModelShape):
         given = {key: getattr(shape, key) for key in ModelShape.__dataclass_fields__}
         given["num_heads"] = shape.num_heads // parts
         given["num_kv_heads"] = shape.kv_heads // parts
-        given["d_ff"] = shape.ff_width // parts
+        if not shape.num_experts:  # each part computes its experts whole
+            given["d_ff"] = shape.ff_width // parts
         return cls(**given, parts=parts, expert_parts=expert_parts)
 
     @property

@@ -29,7 +29,7 @@ class RanksConfig:
         shard: number of ranks that share one copy of the state, as a rule those of a host; each
             such group holds a copy (hybrid sharding). 0: all ranks share one.
         expert: number of ranks that hold different experts of every layer (expert parallel); the
-            ranks must be divisible by it. All ranks divide the batch.
+            ranks, of each stage, must be divisible by it. All of them divide the batch.
     """
 
     pipeline: int = 1
@@ -260,10 +260,10 @@ def tensor_contradictions(
             f"{asked} and ranks.pipeline = {ranks.pipeline}: a stage holds whole matrices. Set one "
             "of them to 1"
         )
-    if model.num_experts:
+    if model.num_experts and ranks.expert == 1:
         yield (
-            f"{asked} divides no experts (model.num_experts = {model.num_experts}): set "
-            "ranks.tensor = 1"
+            f"{asked} divides no experts (model.num_experts = {model.num_experts}): divide them by "
+            "ranks.expert, too, or set ranks.tensor = 1"
         )
     yield from _undivided(ranks, model, is_own=is_own)
     if state not in ("fp32", "split16"):
@@ -289,8 +289,9 @@ def _undivided(ranks: RanksConfig, model: ModelShape, *, is_own: bool) -> Iterat
     counts = {
         "model.num_heads": model.num_heads,
         "model.num_kv_heads": model.kv_heads,
-        "model.d_ff": model.ff_width,
     }
+    if not model.num_experts:
+        counts["model.d_ff"] = model.ff_width
     for key, count in counts.items():
         if count % ranks.tensor:
             other = f", or {key} to a multiple" if is_own else ""  # config.json has it otherwise
@@ -322,23 +323,10 @@ def expert_contradictions(
             f"{asked} does not divide model.num_experts = {model.num_experts}: each rank holds as "
             "many experts as the others. Set ranks.expert to a divisor of it"
         )
-    for key, value, alone in (
-        ("pipeline", ranks.pipeline, 1),
-        ("tensor", ranks.tensor, 1),
-        ("shard", ranks.shard, 0),
-    ):
-        if value != alone:
-            yield (
-                f"{asked} and ranks.{key} = {value}: ranks that hold different experts hold all "
-                f"else alike, and share its state. Set ranks.expert = 1 or ranks.{key} = {alone}"
-            )
-    if offload.zero_stage == 3 or offload.working != "device":
-        streams = f"offload.working = {offload.working!r}"
-        if offload.zero_stage == 3:
-            streams = "offload.zero_stage = 3"
+    if ranks.shard:
         yield (
-            f"{asked} and {streams}: weights that are loaded for their use are in shards of all "
-            'ranks, and experts are not. Set offload.zero_stage = 2 and offload.working = "device"'
+            f"{asked} and ranks.shard = {ranks.shard}: ranks that hold different experts hold all "
+            "else alike, and share its state. Set ranks.expert = 1 or ranks.shard = 0"
         )
     if offload.state not in ("fp32", "split16"):
         yield (

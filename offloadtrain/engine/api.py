@@ -17,7 +17,6 @@ from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
     check_compiled,
-    check_experts,
     check_model,
     check_parts,
     check_rule,
@@ -195,7 +194,7 @@ def offload(
             DTensors (of `parallelize_module`) are divided: each rank offloads its part, and the
             norm counts each part once. Or "dp" and "ep", along which `expert_parallel` has divided
             the experts: all ranks have batches of their own and share the state of what all hold;
-            the ranks of "dp" share that of their experts. Not with ZeRO stage 3.
+            the ranks of "dp" share that of their experts. "pp" or "tp" may stand beside these two.
         zero_stage: what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the
             weights, gathered for their use; 0: 3 with working = "host", which needs it, else 2. In
             stage 3 modules outside of layers stay whole where sharding them saves no memory: small
@@ -271,7 +270,6 @@ def attach(
     check_same_model(model, groups, chosen, ranks)
     check_compiled(model, chosen)
     check_parts(model, rule, ALONE if place is None else place.parts, ranks)
-    check_experts(chosen, ranks)
     check_skips(model, chosen, rule, alone=_is_whole(ranks, place, ledger))
     if place is not None:
         check_same_options(chosen, rule, place.stages)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.autograd.absent_reads import AbsentReads, reveal
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import LocalPart
@@ -54,6 +55,7 @@ class Block:
         leaf: see `Part`; in ZeRO stage 3 it can be streamed.
         recomputed: its forward runs again in backward.
         streamed: its weights are loaded into a device slot for their use.
+        reads: told of reads of its parameters while they have no weights.
         source: brings its weights to where compute reads them.
         forwards: the number of its forwards that are running.
         generation: the number of times its weights were replaced. A saved handle with another
@@ -108,6 +110,9 @@ class Block:
         """Its parameters' views without a slot."""
         self._shown: _Views = []
         """Its parameters' views as they were set last."""
+        self.reads: AbsentReads | None = None
+        self._hidden: list[nn.Parameter] = []
+        """Parameters whose reads are told while they have no weights."""
 
     @property
     def quiet(self) -> bool:
@@ -131,6 +136,11 @@ class Block:
             self._weights[memory] = tuple(bucket.working.whole for bucket in self.held)
         return self._weights[memory]
 
+    @property
+    def kept_by(self) -> str:
+        """The option that leaves it on the device."""
+        return "more resident_blocks" if self.repeated else f'keep_whole = ["{self.name}"]'
+
     def use(self) -> None:
         """Compute is about to read the weights."""
         self.source.use(self)
@@ -153,13 +163,27 @@ class Block:
                 lambda bucket, slot: self.placeholder(bucket).expand(slot.shape)
             )
         self._show(self._absent)
+        if self.reads is not None and self.reads.on:
+            self.hide(self.reads)
+
+    def hide(self, reads: AbsentReads) -> None:
+        """Tell of reads of its parameters, which have no weights: [Note: Absent weights]."""
+        slots = [slot for bucket in self.held for slot in bucket.slots]
+        self._hidden += reads.hide([(slot.name, slot.param) for slot in slots], self.kept_by)
 
     def expose_host_weights(self) -> None:
         """Make the parameters of a streamed block without a slot views of the host's copy."""
         # The lanes are empty: no update writes this memory while the user looks at it.
         self._show(self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat)))
 
+    def reveal(self) -> None:
+        """Tell of no reads any more."""
+        reveal(self._hidden)
+        self._hidden.clear()
+
     def _show(self, views: _Views) -> None:
+        if self._hidden:
+            self.reveal()
         # Only the view changes; autograd does not notice. Saved weights are handles for this
         # reason.
         for param, view in views:

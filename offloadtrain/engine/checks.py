@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.config.offload import OffloadConfig, OptionError
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import local
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule, keeps_whole
@@ -202,17 +202,6 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         local(param).untyped_storage().nbytes() < local(param).numel() * param.element_size(),
         "is an expanded view of a smaller storage: make it contiguous",
     )
-
-
-def check_experts(config: OffloadConfig, ranks: Ranks) -> None:
-    """Raises OptionError for options that expert parallelism does not have."""
-    if ranks.of_experts is not ranks and config.streams_among(ranks.size):
-        raise OptionError(
-            f"zero_stage = {config.zero_stage_among(ranks.size)} and working = {config.working!r} "
-            "with a mesh that has an axis 'ep': weights that are loaded for their use are in "
-            "shards of all ranks, and experts are shared by some. Use zero_stage = 1 or 2 and "
-            "working = 'device'"
-        )
 
 
 def check_compiled(model: nn.Module, config: OffloadConfig) -> None:

@@ -254,8 +254,7 @@ class Engine:
         self.counter.decide(skipped=skipped, overflow=overflow)
         if not skipped:
             self._gradients.count_steps()
-        # Only launches: Adam and uploads run beside the user's code and the next forward, whose
-        # blocks wait for their own upload.
+        # Only launches: Adam and uploads run beside the next forward, whose blocks wait for theirs.
         self._run(self.program.norm_known(order, decision), updates=True)
         self._norm = None
         return decision
@@ -269,6 +268,7 @@ class Engine:
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             warn_of_skips(self.last_step)
+        self.residency.step_ends(finite=math.isfinite(norm.value))
         self.counter.update_scale()
         return self.last_step
 

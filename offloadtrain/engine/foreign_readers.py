@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.stage_modules import PipelineError
 from offloadtrain.engine.step_report import Phase
@@ -80,8 +82,12 @@ def _nobody() -> None:
 class GradReaders:
     """Watches one parameter, while the gradients of its step have left for the host."""
 
-    def __init__(self, param: nn.Parameter, clip_norm: float | None, engine: Engine) -> None:
+    def __init__(
+        self, slots: Iterable[tuple[Bucket, Slot]], clip_norm: float | None, engine: Engine
+    ) -> None:
         """A parameter of another class than torch's is not watched. `clip_norm`: the engine's."""
+        # One that stays on the device, if any does: others are watched for reads of their weights.
+        param = min(slots, key=lambda held: held[0].streamed)[1].param
         self._param, self._clip_norm, self._engine = param, clip_norm, engine
         self._told = False
         if type(param) is nn.Parameter:

@@ -18,6 +18,7 @@ from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.disk_arena import DiskArena
+from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Operation, copy
 from offloadtrain.runtime.process_group import ALONE, Ranks
@@ -57,7 +58,8 @@ class Functions:
         self._parts = parts
         self._rules = rules
         self._groups = groups
-        self._digest = self._written = 0
+        self._digest = 0
+        self._written: dict[str, int] = {}
         self._targets: dict[tuple[str, int, Ref], Targets] = {}
         """Bucket, the start of a piece, and its staging → where the gradients go."""
         self._made: dict[Kind, Callable[[Launch], Operation]] = {
@@ -112,13 +114,13 @@ class Functions:
         return digest
 
     def written(self, name: str, values: Tensor) -> None:
-        """A parameter was loaded or written past the engine, with these values."""
+        """A parameter or buffer was loaded or written past the engine, with these values."""
         flat = local(values.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._written = crc32(flat.numpy().data, crc32(name.encode(), self._written))
+        self._written[name] = crc32(flat.numpy().data, self._written.get(name, 0))
 
-    def take_written(self) -> int:
-        """Return the digest of what was loaded or written since the last call."""
-        written, self._written = self._written, 0
+    def take_written(self) -> dict[str, int]:
+        """Return a checksum of each that was loaded or written since the last call."""
+        written, self._written = self._written, {}
         return written
 
     def _gather(self, op: Launch) -> Operation:
@@ -153,6 +155,7 @@ class Functions:
         # By the launching thread, in launch order: ranks compare it with the norm, so that a
         # collective matched with another one is found in the step where it happened.
         self._digest = crc32(op.name.encode(), self._digest)
+        HEARTBEAT.collective_of = op.name
         ranks = self._buckets[op.owner].sharers
         self._lanes.totals.comm_bytes += ranks.sent_bytes(op.writes[0].nbytes)
         return ranks.all_gather if op.kind is Kind.ALL_GATHER else ranks.reduce_scatter

@@ -3,13 +3,13 @@
 [Note: Micro-steps]
 A micro-step is one microbatch's backward. Autograd tells when a parameter's gradient is there, not
 when backward begins or ends. `optimizer.backward(loss)` knows both. With a plain `loss.backward()`
-the first delivery opens the micro-step, and the next forward of the model or `step()` ends it.
-Where another microbatch is due, the forward of a block that has delivered ends it, too: a loss may
-be computed past the model's own call (`model.loss(batch)`). Where backwards follow each other
-without a forward in between, `optimizer.end_micro_step()` must. A gradient not delivered by then is
-zero. A block whose parameters have all delivered is sent at once. If one of them delivers again in
-the same micro-step (reentrant recompute), the later gradient is added to the earlier one, and from
-then on the block is sent only at the end of its micro-steps.
+the first delivery opens the micro-step, or in stage 3 a gather before it, and the next forward of
+the model or `step()` ends it. Where another microbatch is due, the forward of a block that has
+delivered ends it, too: a loss may be computed past the model's own call (`model.loss(batch)`).
+Where backwards follow each other without a forward in between, `optimizer.end_micro_step()` must. A
+gradient not delivered by then is zero. A block whose parameters have all delivered is sent at once.
+If one of them delivers again in the same micro-step (reentrant recompute), the later gradient is
+added to the earlier one, and from then on the block is sent only at the end of its micro-steps.
 
 [Note: Whose turn]
 Several ranks must launch their reduce-scatters in one order, whatever each of them is ready for
@@ -38,11 +38,12 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.local_part import is_replicated
+from offloadtrain.engine.local_part import is_divided
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.prefetch_policy import ReduceOrder
@@ -124,7 +125,7 @@ class Gradients:
         self._trained = [block for block in blocks if block.buckets]
         slots = [slot for block in blocks for bucket in block.buckets for slot in bucket.slots]
         self._names = {slot.index: slot.name for slot in slots}
-        self.divided = {slot.index for slot in slots if not is_replicated(slot.param)}
+        self.divided = {slot.index for slot in slots if is_divided(slot.param)}
         """Parameters of which other ranks hold other parts."""
         self._of_experts = [
             (bucket.experts, bucket.used)
@@ -136,6 +137,8 @@ class Gradients:
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
         self._agreed = ranks.is_single
+        self._foreign_task = -1
+        """A backward that delivers nothing to this model."""
         self.micro_steps = 0
         """Whole micro-steps since the last optimizer step."""
         self.open = False
@@ -189,11 +192,24 @@ class Gradients:
             if not over or (runs_again and not self._deliveries[block].arrived):
                 return
             if not self.open:
-                if not self.expects:
+                if not (self.expects or self._will_deliver()):
                     return
                 self._begin()
             for one in self._turns.ready(number):
                 self._take(self._trained[one])
+
+    def _will_deliver(self) -> bool:
+        """Tell whether the backward in progress is a plain one of this model: it reaches parameters
+        that a forward has read. One of another model through this one's frozen weights does not."""
+        task = torch._C._current_graph_task_id()
+        if task == self._foreign_task:
+            return False
+        read = (block for block in reversed(self._trained) if block.first_clock)
+        params = (slot.param for block in read for bucket in block.buckets for slot in bucket.slots)
+        if any(map(is_reached, params)):
+            return True
+        self._foreign_task = task
+        return False
 
     @property
     def _in_last(self) -> bool:

@@ -114,6 +114,7 @@ class Given:
 
     def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
         """`values`: by the model's own names. Compares them with the parameters as they are."""
+        self.names = frozenset(values)
         self._values: dict[nn.Parameter, list[Tensor]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             value = values.get(name)

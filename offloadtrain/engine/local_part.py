@@ -59,9 +59,11 @@ def sharers(param: Tensor, ranks: Ranks) -> Ranks:
     return ranks.of_experts if holds_experts(param) else ranks
 
 
-def is_replicated(tensor: Any) -> bool:
-    """Tell whether every rank of its mesh holds all of it."""
-    return not is_distributed(tensor) or all(one.is_replicate() for one in tensor.placements)
+def is_divided(tensor: Any) -> bool:
+    """Tell whether ranks of tensor parallel hold parts of it: they all hold the same experts."""
+    if not is_distributed(tensor) or holds_experts(tensor):
+        return False
+    return not all(one.is_replicate() for one in tensor.placements)
 
 
 def rebuilt(like: Any, held: Tensor) -> Tensor:

@@ -196,6 +196,8 @@ class NormMeasure:
         self._gradients, self._functions = gradients, functions
         self._ranks, self._stages, self._parts = ranks, place.stages, place.parts
         self.names = gradients.names
+        self._written: dict[str, int] = {}
+        """What this rank has loaded or written since the step before → checksums."""
         place.stages.join(self)
 
     @property
@@ -248,7 +250,7 @@ class NormMeasure:
 
         def norm() -> Norm:
             measured = receive()
-            _check_alike(measured.told, "rank", _WHAT, step_count)
+            self._check_ranks(self._ranks, measured.told, step_count)
             value = math.sqrt(measured.squares) / (loss_scale * self._ranks.everyone.size)
             return Norm(value, measured.nonfinite)
 
@@ -298,14 +300,22 @@ class NormMeasure:
         if not self._ranks.is_single:
             intent = self._intent([step_count, _digest(coef), float(skip)])
             rows = self._ranks.everyone.all_gather_host(intent)
-            _check_alike(rows, "rank", _WHAT, step_count)
+            self._check_ranks(self._ranks.everyone, rows, step_count)
+
+    def _check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None:
+        """Raises RankError unless all of `ranks` are about to do the same."""
+        # Every rank sees the same rows: all of them exchange the names here, or none.
+        if rows.shape[1] and not bool((rows[:, -1] == rows[0, -1]).all()):
+            _check_written(ranks.gather(self._written), int(step_count) + 1)
+        _check_alike(rows, "rank", _WHAT, step_count)
 
     def _intent(self, intent: Sequence[float]) -> list[float]:
         """Return what must be the same on every data-parallel rank, in the order of `_WHAT`."""
         if self._ranks.is_single:
             return []
         hyperparameters = _digest(self._functions.hyperparameters())
-        written = self._functions.take_written()
+        self._written = self._functions.take_written()
+        written = _digest(sorted(self._written.items()))
         return [*intent, *self.counts, self._functions.take_digest(), hyperparameters, written]
 
 
@@ -318,6 +328,19 @@ _WHAT = (
     "hyperparameters",
     "the weights loaded or written since the last step",
 )
+
+
+def _check_written(of_ranks: Sequence[Mapping[str, int]], step: int) -> None:
+    """Raises RankError for the first name whose checksums differ."""
+    for rank, written in enumerate(of_ranks):
+        apart = dict(set(written.items()) ^ set(of_ranks[0].items()))
+        if apart:
+            more = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
+            raise RankError(
+                f"ranks disagree in step {step}: '{min(apart)}'{more} was loaded or written since "
+                f"the last step, and on rank {rank} not with the values of rank 0. Give every rank "
+                "the same"
+            )
 
 
 def _digest(value: object) -> float:

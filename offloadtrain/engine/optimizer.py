@@ -18,6 +18,7 @@ from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, offloaded, warn_of_local_norm
 from offloadtrain.engine.eager import eager
+from offloadtrain.engine.evaluation_check import check_evaluations
 from offloadtrain.engine.foreign_readers import GradReaders
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
@@ -108,9 +109,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         layers = [part.module for part in partition(model) if part.repeated]
         self._handles = hook_parameters(self._engine, self._blocks)
         self._handles += attach_state_dict_hooks(model, self)
+        self._handles += check_evaluations(model, self._engine, ranks)
         self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
-        watched = next(self._slots())[1].param
-        self._grad_readers = GradReaders(watched, config.clip_norm, self._engine)
+        self._grad_readers = GradReaders(self._slots(), config.clip_norm, self._engine)
 
     @property
     def config(self) -> OffloadConfig:

@@ -69,7 +69,7 @@ def pipeline(
         model: the whole model, the same on every process; best on the meta device, with
             `param_init_fn`, so that only the stage is ever created.
         mesh: with an axis "pp", whose ranks hold the stages in order, and "dp", whose ranks share
-            the state of a stage.
+            the state of a stage. And "ep", if `expert_parallel` has divided the model's experts.
         rule, params, device, param_init_fn: as in `offload`.
         example: the inputs of one microbatch of this rank; only shapes and dtypes count.
         microbatches: of a step, on each replica.
@@ -104,6 +104,11 @@ def pipeline(
     axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
     if not axes.parts.is_single:
         raise PipelineError("mesh has the axes 'pp' and 'tp': a stage holds whole parameters")
+    if axes.stages.is_single and not axes.replicas.is_single:
+        raise PipelineError(
+            "the mesh has one rank along 'pp', or no such axis, and several replicas: there is one "
+            "stage, the whole model. Take offload(model, mesh=mesh)"
+        )
     inputs = example if isinstance(example, tuple) else (example,)
     _check_same(axes.stages, model, inputs, schedule, microbatches, stages_per_rank)
     in_order = None

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from offloadtrain.engine.autograd.absent_reads import AbsentReads
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.interpreter import Interpreter
@@ -47,8 +48,10 @@ class Residency:
         self.on_backward: Callable[[int, bool], None] | None = None
         """Called in front of a use in backward, with the clock that it has come to, and whether a
         forward runs again there."""
+        self.reads = AbsentReads(is_single=self._is_single)
         for block in blocks:
             block.source = self
+            block.reads = self.reads if block.streamed else None
         for bucket in (bucket for block in self.streamed for bucket in block.held):
             bucket.working = memory.in_slot(bucket, program.spec.first_slot(bucket.spec))
 
@@ -146,6 +149,16 @@ class Residency:
         # Launches loads to the slots without a pin, beside what compute and the host still run.
         self.interpreter.run(self._program.pass_begins(self._pinned()))
 
+    def step_ends(self, *, finite: bool) -> None:
+        """A step is over; `finite`: its gradients were."""
+        if not self.streamed:
+            return
+        self.reads.step_ends(finite=finite)
+        # The next one may read what has made them so.
+        for block in () if finite or not self.reads.on else self.streamed:
+            if block.name not in self._program.streaming.slots and block not in self._exposed:
+                block.hide(self.reads)
+
     def reset(self) -> None:
         """The lanes are empty, and no streamed block has a slot any more."""
         self._running.clear()
@@ -173,6 +186,8 @@ class Residency:
     def close(self) -> None:
         """Copy the weights of streamed parameters to host memory of their own. Where the host has a
         shard of them, they are gone."""
+        for block in self.streamed:
+            block.reveal()
         if not self._is_single:
             return
         self.expose_host_weights()

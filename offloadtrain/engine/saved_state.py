@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.local_part import is_divided
 from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
 from offloadtrain.runtime.tensor_parts import PartError, Range, Share
 from offloadtrain.step.operations import Written
@@ -37,7 +38,7 @@ class Parts:
 
     def saves(self, slot: Slot) -> bool:
         """Tell whether this rank saves what it holds of a parameter."""
-        return self.ranks.rank == 0 or self.share(slot).is_part
+        return self.ranks.rank == 0 or is_divided(slot.param)
 
     def held(self, bucket: Bucket, slot: Slot) -> list[Range]:
         """Return the ranges of a parameter that are in this rank's shard of a bucket; one that may

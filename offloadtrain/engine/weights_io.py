@@ -98,13 +98,16 @@ class WeightsIO(StateIO):
         """
         # This thread writes masters, which Adam in flight still uses.
         self.synchronize()
-        given, self._given = self._given, None
+        given = loaded = self._given
+        self._given = None
         written, before = frozenset(self._seal.written()), self._written_before
         if given is not None and not given.new:
             given, written = None, before
         told = None if self.ranks.is_single else self._tell_written
         if adopt_loaded(self._slots(), written, given, self._rules, told):
             self._engine.emit()
+        if told is not None:
+            self._tell_untrained(written, loaded)
         self._seal.renew()
 
     def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:
@@ -113,8 +116,25 @@ class WeightsIO(StateIO):
         if bucket.sharers is self.ranks:
             self._engine.functions.written(slot.name, values)
 
+    def _tell_untrained(self, written: frozenset[nn.Parameter], given: Given | None) -> None:
+        """Of frozen parameters and buffers every rank keeps all: the next step compares them, or
+        ranks would train with different models. Running statistics are each rank's own."""
+        values = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
+        told = [(name, param.data) for name, param in values if param in written]
+        if given is not None:
+            own = {id(x) for m in self.model.modules() if _keeps_statistics(m) for x in m.buffers()}
+            buffers = [(n, x) for n, x in self.model.named_buffers() if id(x) not in own]
+            told += [(name, buffer) for name, buffer in buffers if name in given.names]
+        for name, value in told:
+            self._engine.functions.written(name, value)
+
     @torch.no_grad()
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:
         """Values, by the model's own names, are about to be written into it."""
         self._given = Given(self.model, values)
         self._written_before = frozenset(self._seal.written())
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return norm and bool(module.track_running_stats)

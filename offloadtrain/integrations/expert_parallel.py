@@ -10,13 +10,13 @@ from torch import nn
 
 from offloadtrain.engine.checks import ModelError, offloaded
 from offloadtrain.model.experts import Experts
-from offloadtrain.runtime.mesh import EXPERT_AXES, DeviceMesh, keep_experts
+from offloadtrain.runtime.mesh import DeviceMesh, check_expert_axes, keep_experts
 from offloadtrain.runtime.token_exchange import AllToAll
 
 
 def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Divide the experts of the shipped transformer among ranks, before `offload`, which gets the
-    same mesh.
+    """Divide the experts of the shipped transformer among ranks, before `offload` or `pipeline`,
+    which gets the same mesh.
 
     Its tensors of experts become DTensors, of which this rank keeps its part: experts
     [r · E / R, (r + 1) · E / R) on rank r of the R of axis "ep". Nothing is sent. Every rank then
@@ -24,20 +24,16 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         model: with `model.num_experts` divisible by R; its parameters may be on the meta device.
-        mesh: with the axes "dp", whose ranks hold the same experts, and "ep".
+        mesh: with the axis "ep"; before it may be "dp", whose ranks hold the same experts, and
+            before that "pp", whose ranks hold the stages of a pipeline. Behind it may be "tp",
+            whose ranks have the same tokens, hold the same experts, and compute them alike.
 
     Raises:
         ValueError: the mesh has other axes.
         ModelError: the model has no experts, or R does not divide them, or it is offloaded or
             divided already.
     """
-    names = mesh.mesh_dim_names or ()
-    if names != EXPERT_AXES:
-        raise ValueError(
-            f"expert_parallel with a mesh of the axes {', '.join(map(repr, names)) or 'None'}: it "
-            "takes 'dp' (ranks with the same experts; its size may be 1) and behind it 'ep', as in "
-            "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'ep'))"
-        )
+    check_expert_axes(mesh.mesh_dim_names or ())
     if model in offloaded:
         raise ModelError("expert_parallel after offload(): divide the experts before it")
     found = [one for one in model.modules() if isinstance(one, Experts)]

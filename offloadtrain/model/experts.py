@@ -117,6 +117,8 @@ class Experts(nn.Module):
         """
         if self.exchange is None:
             return self._computed(rows_MD, self.up, self.down, ends_E)
+        if rows_MD.is_meta:  # only the shape is asked for: no rank has a row to send
+            return torch.empty_like(rows_MD)
         counts_RL = self.exchange.counts(_counts(ends_E))
         # Waits for the device: sizes of messages are the host's.
         sent = _counts(ends_E).view(len(counts_RL), -1).sum(1).tolist()
@@ -145,6 +147,9 @@ def grouped_linear(rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tenso
         rows_MD: sorted by expert; the dtype of the weights.
         ends_E: int32, the row behind the last one of each expert.
     """
+    if weight_EUD.is_meta and weight_EUD.dtype is not torch.bfloat16:
+        # Only the shape is asked for, and torch's product knows it of bf16 alone.
+        return rows_MD.new_empty(len(rows_MD), weight_EUD.shape[1])
     if has_grouped_products(weight_EUD):
         return F.grouped_mm(rows_MD, weight_EUD.transpose(1, 2), offs=ends_E)
     return cast(Tensor, _ByExpert.apply(rows_MD, weight_EUD, ends_E))  # type: ignore[no-untyped-call]

@@ -25,12 +25,19 @@ class AmongParts:
         return self.placed.config.ranks.tensor
 
     @property
+    def sums_of_layer(self) -> int:
+        """The sums over the parts in a layer, forward, and as many backward: of attention, and of
+        the MLP unless it has experts, which every part computes whole."""
+        return 1 if self.placed.config.model.num_experts else 2
+
+    @property
     def sums(self) -> int:
-        """The sums over the parts: two forward and two backward in each layer, and one where
-        forward runs again up to the input of its last product."""
+        """The sums over the parts: in each layer forward and backward, and one where forward runs
+        again up to the input of its last product."""
         if self.count == 1:
             return 0
-        return 4 * self.placed.config.model.num_layers + self.placed.recomputed
+        of_layer = 2 * self.sums_of_layer
+        return of_layer * self.placed.config.model.num_layers + self.placed.recomputed
 
     @property
     def sum_bytes(self) -> int:
@@ -106,15 +113,20 @@ class AmongExperts:
         inside = _of_others(self.row_bytes, self.count) / (machine.gpu_link_gbps * 1e9)
         if self.hosts == 1:
             return inside
-        beside = min(self.count, machine.gpus)  # of one group on one host
+        beside = max(min(self.count, machine.gpus // self._apart), 1)  # of one group on one host
         leaving = machine.gpus * self.row_bytes * (self.count - beside) / self.count
         return max(inside, leaving / (machine.node_link_gbps * 1e9))
 
     @property
     def hosts(self) -> int:
         """The most hosts that ranks with all experts are on."""
-        groups = self.placed.spec.ranks // self.count
-        return most_hosts(self.count, groups, self.machine.gpus)
+        groups = self.placed.spec.ranks // self.count * self.placed.config.ranks.pipeline
+        return most_hosts(self.count * self._apart, groups, self.machine.gpus)
+
+    @property
+    def _apart(self) -> int:
+        """From one rank of a group to the next: the parts of matrices lie between."""
+        return self.placed.config.ranks.tensor
 
 
 @dataclass(frozen=True)

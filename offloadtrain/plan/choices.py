@@ -42,13 +42,16 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
         if precision in (*precisions, "auto") and FORMATS[state].keeps_moments(moments)
     )
     own = job.hf is None and job.model.num_experts
+    of_stage = ranks // (job.ranks.pipeline * job.ranks.tensor)
     return {
         "offload.working": distinct("device", "host", job.offload.working),
         "offload.activation": policies,
         "offload.state": tuple(states),
         "offload.state_on": distinct(job.offload.state_on, "host"),
         "ranks.shard": distinct(job.ranks.shard, 0),
-        "ranks.expert": distinct(job.ranks.expert, gcd(job.model.num_experts, ranks) if own else 1),
+        "ranks.expert": distinct(
+            job.ranks.expert, gcd(job.model.num_experts, of_stage) if own else 1
+        ),
         "train.micro_batch": smaller_batches(job),
     }
 

@@ -25,10 +25,11 @@ Launches of copies and collectives are free, and other lanes do not slow each ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import sqrt
+from operator import attrgetter
 
 from offloadtrain.config.model_shape import (
     ModelShape,
@@ -75,6 +76,9 @@ MEASURED_BYTES = 60.0
 """Bytes per parameter that LAMB moves in the cache to measure a tensor: of its 74 bytes of operands
 all but state and gradient, which come from memory. With them the ratio to AdamW's time is 3.6
 (`python -m benchmarks.lamb_speed` measures it)."""
+
+_SHARD, _SENT = attrgetter("shard_bytes"), attrgetter("gathered_bytes")
+"""What a bucket that is loaded moves up, and to other ranks."""
 
 _NEWTON_SCHULZ_STEPS = 5
 """Those of Muon in a job."""
@@ -155,7 +159,7 @@ class Costs:
         kernels = kernels_of(model, compiled=compiled)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
-        exchanged_s = 2 * (self.parts.sum_s + self.experts.exchange_s)
+        exchanged_s = self.parts.sums_of_layer * self.parts.sum_s + 2 * self.experts.exchange_s
         alone = block_seconds(model, seq_len, *where, split)
         layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
         # Whole on every rank.
@@ -341,12 +345,13 @@ class Costs:
             for one in spec.buckets
         )
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
-        loaded = self._loaded_bytes(streamed) // spec.ranks
-        trained = sum(one.nbytes for block in streamed for one in block.buckets) // spec.ranks
+        trained = [one for block in streamed for one in block.buckets]
         from_shards = not spec.config.offloads_weights
-        up = crossing if from_shards else crossing - trained + loaded
+        up = crossing
+        if not from_shards:
+            up += self._loaded(streamed, _SHARD) - sum(map(_SHARD, trained))
         inputs = sum(self.placed.block_inputs) * micro_steps
-        sent = summed + (spec.ranks - 1) * (loaded - trained)
+        sent = summed + self._loaded(streamed, _SENT) - sum(map(_SENT, trained))
         matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
         beside = matrices * MATRIX_BYTES + inputs
         down = sum(
@@ -365,11 +370,11 @@ class Costs:
         down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
         return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))
 
-    def _loaded_bytes(self, streamed: Sequence[BlockSpec]) -> int:
-        """Return the bytes of streamed blocks in forward and backward of every microbatch, except
-        those still in slots."""
-        layers = [block.nbytes for block in streamed if block.repeated]
-        others = [block.nbytes for block in streamed if not block.repeated]
+    def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
+        """Return the bytes for streamed blocks in forward and backward of every microbatch, except
+        those still in slots. `bytes_of`: a bucket that is loaded → what that moves."""
+        layers = [sum(map(bytes_of, block.held)) for block in streamed if block.repeated]
+        others = [sum(map(bytes_of, block.held)) for block in streamed if not block.repeated]
         micro_steps, slots = self.spec.config.grad_accum_steps, self.spec.slots
         loads = max(2 * micro_steps * (len(layers) - slots) + slots, len(layers))
         of_layers = loads * sum(layers) // max(len(layers), 1)

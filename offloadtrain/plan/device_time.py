@@ -295,13 +295,19 @@ class _Block:
         experts take as long as a product of all their rows with one weight, but move the weights of
         all."""
         shape, split, chosen = self.shape, self.kernels.split, chosen_experts(self.shape)
+        of_mlp = self.split_of_mlp
         d, width, kv = shape.d_model, shape.ff_width, shape.kv_heads * shape.head_dim
         up = 2 * width if shape.mlp == "swiglu" else width
         rows = self.tokens * chosen / max(shape.num_experts, 1)  # of each expert
-        mlp = self.product(d, up / split, rows) + self.product(width / split, d, rows)
+        mlp = self.product(d, up / of_mlp, rows) + self.product(width / of_mlp, d, rows)
         router = self.product(d, shape.num_experts) if shape.num_experts else 0.0
         attention = self.product(d, (d + 2 * kv) / split) + self.product(d / split, d)
         return attention + chosen * mlp + router
+
+    @property
+    def split_of_mlp(self) -> int:
+        """GPUs that split the matrices of the MLP: each computes its experts whole."""
+        return 1 if self.shape.num_experts else self.kernels.split
 
     def product(self, rows: float, columns: float, tokens: float = 0.0) -> float:
         how = self.machine, self.precision, self.kernels
@@ -346,7 +352,7 @@ class _Block:
         d, split = shape.d_model, self.kernels.split
         mlp = traffic.swiglu if shape.mlp == "swiglu" else traffic.gelu
         chosen = chosen_experts(shape)
-        count = traffic.hidden[way] * d + mlp[way] * chosen * shape.ff_width / split
+        count = traffic.hidden[way] * d + mlp[way] * chosen * shape.ff_width / self.split_of_mlp
         if shape.bias and way == 1:
             count += self._outputs
         if self.kernels.norm_fp32:

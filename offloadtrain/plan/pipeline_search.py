@@ -1,4 +1,5 @@
-"""The fastest division of a job among ranks: stages, replicas, microbatch and recompute.
+"""The fastest division of a job among ranks: stages, replicas, microbatch and recompute. Experts
+stay divided as the job says, among the ranks of each stage.
 
 Every candidate is planned as any job is: its memory from the spec of each stage, its time from the
 programs of all stages together. Of each number of stages and schedule, those are simulated whose
@@ -187,7 +188,9 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
         if rest:
             continue
         for of_job in _orders(job, stages, schedules):
-            for size in (n for n in range(1, own + 1) if own % n == 0 and n & (n - 1) == 0):
+            for size in (
+                1 << power for power in range(own.bit_length()) if own % (1 << power) == 0
+            ):
                 tried = (
                     _divided(job, of_job, size, sequences // size, activation)
                     for activation in ACTIVATIONS
@@ -199,7 +202,12 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
     """Yield the schedules that the model's layers allow on so many ranks."""
     for schedule in schedules if stages > 1 else ALONE:
         for per_rank in PER_RANK if schedule == INTERLEAVED else (1,):
-            one = RanksConfig(pipeline=stages, schedule=schedule, stages_per_rank=per_rank)
+            one = RanksConfig(
+                pipeline=stages,
+                schedule=schedule,
+                stages_per_rank=per_rank,
+                expert=job.ranks.expert,
+            )
             if not any(contradictions(one, job.model, is_own=job.hf is None, samples=False)):
                 yield one
 

@@ -25,6 +25,7 @@ from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.resolve import resolved
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.times import predict
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.layout import with_second_copies
 from offloadtrain.step.memory import added, disk_owners
 from offloadtrain.step.pipeline_drive import Schedule
@@ -222,14 +223,11 @@ class Plan:
         if part.stage is not None:  # those of every stage
             whole = replace(part, stage=None, model=self.job.model, hf=self.job.hf)
             blocks = blocks_of(whole, spec.ranks)
-        layers = tuple(block for block in blocks if block.repeated)
-        blocks += layers * (self.job.ranks.tensor - 1)
-        ranks = self.placed.spec.ranks
         buckets = [
             bucket
             for block in blocks
             for bucket in block.buckets
-            for _ in range(ranks // bucket.ranks)
+            for _ in range(self._saved_of(block, bucket))
         ]
         trained = sum(
             field.nbytes(bucket.numel, bucket.weight_bytes)
@@ -239,6 +237,14 @@ class Plan:
         in_use = sum(bucket.nbytes for bucket in buckets) if self.placed.spec.is_delayed else 0
         frozen = sum(bucket.nbytes for block in blocks for bucket in block.frozen)
         return trained + in_use + frozen + self.placed.frozen_bytes
+
+    def _saved_of(self, block: BlockSpec, bucket: BucketSpec) -> int:
+        """Count the buckets that stand in a checkpoint for one of this rank: of all experts, which
+        fewer ranks share, or of all parts of matrices."""
+        ranks = self.placed.spec.ranks
+        if bucket.ranks < ranks:
+            return ranks // bucket.ranks
+        return self.job.ranks.tensor if block.repeated else 1
 
     @property
     def spill_bytes(self) -> int:

@@ -259,8 +259,9 @@ def _parts(plan: Plan) -> Iterator[str]:
     parts, found = plan.job.ranks.tensor, plan.prediction
     if parts > 1:
         where = "inside the host" if parts <= plan.machine.gpus else "between hosts"
+        divided = "attention's" if plan.job.model.num_experts else "the layers'"
         yield (
-            f"  tensor parallel: each rank holds 1/{parts} of the layers' matrices; sums over the "
+            f"  tensor parallel: each rank holds 1/{parts} of {divided} matrices; sums over the "
             f"parts send {format_bytes(found.parts_bytes)} per step and rank, "
             f"{format_seconds(found.parts_s)} {where}"
         )

@@ -55,8 +55,6 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
     job = resolved(job, machine)
     rows: list[Point] = []
     stages: tuple[int, ...] = (3,) if job.offload.offloads_weights else (1, 2, 3)
-    if job.ranks.expert > 1:  # stage 3 divides no experts
-        stages = (1, 2)
     linked = [n for n in counts if n <= machine.gpus or machine.node_link_gbps > 0]
     for stage in stages:
         rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])

@@ -48,6 +48,7 @@ class Heartbeat:
         cpu_counts: whether processor time of the training thread is progress.
         held_up: something outside takes its time, which is no hang.
         watched: a watchdog tells of hangs.
+        collective_of: the last collective of weights or gradients that was launched, and its owner.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class Heartbeat:
         self._part_since_s = 0.0
         self.cpu_counts = True
         self.held_up = self.watched = False
+        self.collective_of = ""
         self._beats = 0
         # Keyed by thread: each writes its own key only, so that no count is lost without a lock.
         self._entered: dict[int, int] = {}

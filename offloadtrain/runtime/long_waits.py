@@ -10,21 +10,14 @@ import logging
 import sys
 import threading
 import time
-from pathlib import Path
-from types import FrameType
-
-import torch
 
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.user_code import called_from
 
 _log = logging.getLogger(__name__)
 
 LONG_S = 60.0
 LOOK_EVERY_S = 5.0
-_OURS = f"{Path(__file__).parents[1]}/"
-_TORCHS = f"{Path(torch.__file__).parent}/"
-"""Folders whose frames are not the user's."""
-
 _started = threading.Lock()
 
 
@@ -46,23 +39,20 @@ def _watch(rank: int) -> None:
         elif not told and (waited_s := time.monotonic() - since_s) >= LONG_S:
             told = True
             _log.warning(
-                "rank %d has waited %.0f s for other ranks, %s. Every rank must call backward, "
-                "step, master_weights and so on at the same point and as often, also where its "
-                "loss is not finite or its data has ended: look for a call that only some make",
+                "rank %d has waited %.0f s for other ranks, %s; its last collective was '%s'. "
+                "Every rank must call backward, step, load_state_dict, master_weights and so on at "
+                "the same point and as often, also where its loss is not finite or its data has "
+                "ended: look for a call that only some make. In stage 3 (keep_whole) also for a "
+                "module that only some use",
                 rank,
                 waited_s,
                 _place(),
+                HEARTBEAT.collective_of,
             )
 
 
 def _place() -> str:
     """Name the line of the user's code that the training thread is in."""
-    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-    called = ""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_OURS, _TORCHS)):
-            return f"in {called or 'a call'}() at {file}:{frame.f_lineno}"
-        called = frame.f_code.co_name if file.startswith(_OURS) else called
-        frame = frame.f_back
-    return f"in {called or 'a call'}()"
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    called, line = called_from(frame)
+    return f"in {called or 'a call'}(){' at ' + line if line else ''}"

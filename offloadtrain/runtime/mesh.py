@@ -23,6 +23,10 @@ EXPERT_AXES = ("dp", EXPERTS)
 """Ranks with the same experts, and those that hold different ones. The latter are neighbours: they
 exchange tokens in each layer. Together they share the state of all that every rank holds."""
 
+BESIDE_EXPERTS = ("pp", *EXPERT_AXES, "tp")
+"""The same in each stage of a pipeline, or with parts of attention, whose ranks have the same
+tokens and the same experts."""
+
 HYBRID_AXES = ("dp_replicate", "dp_shard")
 """In the place of "dp": groups that each hold all the state, and the ranks of a group, which share
 it: [Note: Copies] in `runtime.process_group`."""
@@ -38,7 +42,7 @@ class Mesh:
         stages_group: for what stages send each other; None: there is one.
         parts: the ranks that hold the other parts of this rank's DTensors.
         tensor: their axis, for `parallelize_module`; None: there is one part.
-        experts: both axes of expert parallelism; None: each rank holds all experts.
+        experts: all axes, with that of expert parallelism; None: each rank holds all experts.
     """
 
     replicas: Ranks = ALONE
@@ -88,11 +92,13 @@ class Mesh:
 
         Args:
             shards: ranks that share a copy of the state, which divide the replicas; 0: all.
-            experts: ranks that hold different experts, without stages, parts or copies.
+            experts: ranks of a stage and part that hold different experts, without copies.
         """
         if experts > 1:
-            sizes = (Ranks().world_size // experts, experts)
-            return cls.of(init_device_mesh(device.type, sizes, mesh_dim_names=EXPERT_AXES), device)
+            same = Ranks().world_size // (stages * experts * parts)
+            sizes = (stages, same, experts, parts)
+            made = init_device_mesh(device.type, sizes, mesh_dim_names=BESIDE_EXPERTS)
+            return cls.of(made, device)
         replicas = Ranks().world_size // (stages * parts)
         names: tuple[str, ...] = AXES
         shape: tuple[int, ...] = (stages, replicas, parts)
@@ -150,23 +156,34 @@ def keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
         setattr(module, name, nn.Parameter(made, param.requires_grad))
 
 
+def check_expert_axes(names: Sequence[str]) -> None:
+    """Raises ValueError for axes of a mesh that do not go with experts."""
+    ordered = [name for name in BESIDE_EXPERTS if name in names]
+    if EXPERTS not in names or list(names) != ordered:
+        raise ValueError(
+            f"mesh has the axes {', '.join(map(repr, names)) or 'None'}: experts take 'ep' (ranks "
+            "that hold different ones), before it 'dp' (ranks with the same ones; its size may be "
+            "1) and before that 'pp' (stages of a pipeline), behind it 'tp' (parts of matrices), "
+            "and no others, as in "
+            "init_device_mesh('cuda', (2, 4), mesh_dim_names=('dp', 'ep'))"
+        )
+
+
 def _with_experts(mesh: DeviceMesh, device: torch.device) -> Ranks | None:
     """Join the two axes of expert parallelism; None if the mesh has no axis of experts.
 
     Raises:
-        ValueError: it has other axes beside it.
+        ValueError: it has other axes beside it than those of `BESIDE_EXPERTS`.
     """
     names = mesh.mesh_dim_names or ()
     if EXPERTS not in names:
         return None
-    if names != EXPERT_AXES:
-        raise ValueError(
-            f"mesh has the axes {', '.join(map(repr, names))}: experts take 'dp' (ranks with the "
-            "same experts; its size may be 1) and behind it 'ep', and no others"
-        )
+    check_expert_axes(names)
+    same = mesh["dp"].get_group() if "dp" in names else None
     if mesh[EXPERTS].size() == 1:
-        return Ranks(mesh["dp"].get_group(), device)
-    return Ranks.with_experts(mesh.mesh.flatten().tolist(), mesh["dp"].get_group(), device)
+        return Ranks(same, device)
+    of_stage = mesh[EXPERT_AXES] if "dp" in names else mesh[EXPERTS]
+    return Ranks.with_experts(of_stage.mesh.flatten().tolist(), same, device)
 
 
 def _hybrid(mesh: DeviceMesh, device: torch.device) -> Ranks | None:

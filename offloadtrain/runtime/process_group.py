@@ -135,7 +135,7 @@ class Ranks:
         return ranks
 
     @classmethod
-    def with_experts(cls, everyone: list[int], same: Group, device: torch.device) -> Ranks:
+    def with_experts(cls, everyone: list[int], same: Group | None, device: torch.device) -> Ranks:
         """Return the ranks of `everyone`, and those that hold the same experts as this one; see
         [Note: Sharers] in `step.spec`."""
         ranks = cls()

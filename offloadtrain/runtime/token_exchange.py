@@ -19,6 +19,10 @@ class AllToAll:
     def __init__(self, group: Group) -> None:
         self._group = group
 
+    def __deepcopy__(self, _: dict[int, Any]) -> AllToAll:
+        """A copy of a model exchanges with the same ranks; groups cannot be copied."""
+        return self
+
     def counts(self, counts_E: Tensor) -> Tensor:
         """Return what every rank tells this one, (ranks, E / ranks).
 

@@ -89,6 +89,16 @@ class BucketSpec:
         return self.numel * self.weight_bytes
 
     @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's shard of the working weights."""
+        return self.shard_numel * self.weight_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What a rank sends so that all that share it have the whole's working weights."""
+        return self.shard_bytes * (self.ranks - 1)
+
+    @property
     def field_sizes(self) -> list[tuple[int, int]]:
         """(values, bytes of a value) of each field of this rank's state."""
         return [

@@ -71,8 +71,14 @@ def _outside(spec: StepSpec) -> list[BlockSpec]:
 def _bytes_streamed(spec: StepSpec, outside: Sequence[BlockSpec]) -> int:
     """Count what these blocks take on the device if they share a slot."""
     sizes = [block.nbytes for block in outside]
-    shards = 0 if spec.config.offloads_weights else sum(sizes) // spec.ranks
-    return max(sizes, default=0) + shards
+    return max(sizes, default=0) + _shard_bytes(spec, outside)
+
+
+def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
+    """Count the shards of this rank that stay on its device."""
+    if spec.config.offloads_weights:
+        return 0
+    return sum(one.shard_bytes for block in blocks for one in block.held)
 
 
 def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
@@ -101,8 +107,8 @@ def _room(
     # Their frozen weights are where the rest of the model's are, which the limit is not for.
     rest = sum(bucket.nbytes for block in whole for bucket in block.buckets)
     rest += _bytes_streamed(spec, outside) + spec.gradient_bytes
-    if spec.streams and not config.offloads_weights:
-        rest += sum(sizes) // spec.ranks  # the shards
+    if spec.streams:
+        rest += _shard_bytes(spec, repeated)
     rest += spec.matrix_bytes
     if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
         rest += ITEMSIZE["float64"] * spec.num_tensors

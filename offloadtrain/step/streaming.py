@@ -47,7 +47,6 @@ class Streaming:
     ) -> None:
         """`held`: block → all buckets that are loaded with it."""
         self.access_order = AccessOrder()
-        self._is_single = spec.is_single
         self._order = order
         self._held = held
         self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
@@ -175,7 +174,7 @@ class Streaming:
             # load, beside compute of the blocks before: waits for the update that writes its
             # source. On h2d it would queue behind uploads that forward does not need yet.
             self._order.launch(op, fresh=bucket.whole)
-            if not self._is_single:
+            if bucket.spec.ranks > 1:
                 whole = (bucket.whole,)
                 # comm, beside the load of the next bucket: waits for its own load.
                 self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=whole))

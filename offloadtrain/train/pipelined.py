@@ -20,10 +20,12 @@ from offloadtrain.engine.pipeline import pipeline
 from offloadtrain.engine.pipeline_steps import Pipeline
 from offloadtrain.integrations import hf_job
 from offloadtrain.integrations.chunked_loss import chunk_loss
+from offloadtrain.integrations.expert_parallel import expert_parallel
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.runtime.mesh import Mesh
+from offloadtrain.runtime.tensor_parts import keep_part
 from offloadtrain.train.update_rules import decay_groups, update_rule
 
 
@@ -155,7 +157,10 @@ def offload_stage(
     with torch.device("meta"):
         model = Transformer(shape)
     model.chunked_loss = terms
-    init = model.initializer(config.train.seed)
+    if mesh.experts is not None:
+        expert_parallel(model, mesh.experts)
+    keep = None if mesh.experts is None else keep_part
+    init = model.initializer(config.train.seed, keep)
     made = _pipeline(model, config, mesh, device, param_init_fn=init)
     return PipelinedModel(made, held, shape.max_seq_len, shape.vocab_size)
 

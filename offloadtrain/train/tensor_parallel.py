@@ -3,11 +3,13 @@
 Matrices into heads and hidden units are divided by rows of the weight, those out of them by
 columns, so that each half of a block sums once over the parts: forward what it adds to the residual
 stream, backward the gradient of its input. Norms, embedding and head are whole on every rank: all
-parts compute them alike, from the same batch.
+parts compute them alike, from the same batch. So are experts and their router.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import cast
 
 import torch
@@ -25,6 +27,9 @@ from offloadtrain.runtime.tensor_parts import (
 BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
 """Linear layers of a block, by the dimension of their weight that is divided."""
 
+OF_ATTENTION = slice(1)
+"""Those of a block whose MLP are experts, which every part computes whole."""
+
 
 def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """Make the matrices of every block DTensors, of which this rank holds a part.
@@ -34,18 +39,25 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """
     for one in model.blocks:
         block = cast(TransformerBlock, one)
-        divide_linears(block, mesh, BY_ROWS, BY_COLUMNS)
-        for name in BY_COLUMNS:
+        by_rows, by_columns = _divided(block)
+        divide_linears(block, mesh, by_rows, by_columns)
+        for name in by_columns:
             kept_by_columns(cast(nn.Linear, block.get_submodule(name)))
-        attention, mlp = block.attention, cast(Mlp, block.mlp)
+        attention, mlp = block.attention, block.mlp
         heads = (attention.num_heads, attention.kv_heads, attention.kv_heads)
         setattr(attention.qkv, FUSED_ROWS, tuple(count * attention.head_dim for count in heads))
-        if mlp.gated:
+        if isinstance(mlp, Mlp) and mlp.gated:
             rows = mlp.up.weight.shape[0] // 2
             setattr(mlp.up, FUSED_ROWS, (rows, rows))
         attention.num_heads //= mesh.size()
         attention.kv_heads //= mesh.size()
         attention.part = mesh.get_local_rank()
+
+
+def _divided(block: TransformerBlock) -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of a block's linear layers that are divided by rows, and by columns."""
+    which = slice(None) if isinstance(block.mlp, Mlp) else OF_ATTENTION
+    return BY_ROWS[which], BY_COLUMNS[which]
 
 
 def with_fewer_experts(model: Transformer, parts: int) -> None:
@@ -63,7 +75,7 @@ def narrowed(model: Transformer, parts: int) -> None:
     """Make the matrices of every block, on the meta device, as large as a part of them: of the same
     sizes as `divide_matrices`, without any rank but this one."""
     for block in model.blocks if parts > 1 else ():
-        for name in (*BY_ROWS, *BY_COLUMNS):
+        for name in chain(*_divided(cast(TransformerBlock, block))):
             linear = cast(nn.Linear, block.get_submodule(name))
             rows, columns = linear.weight.shape
             by_rows = name in BY_ROWS

@@ -194,14 +194,8 @@ def test_nothing_fits(capsys: Captured) -> None:
     assert "-" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("keys", "stages"),
-    [
-        (["ranks.tensor=2"], {1, 2, 3}),
-        (["ranks.expert=2", "model.num_experts=4"], {1, 2}),
-    ],
-)
-def test_a_sweep_of_divided_jobs(capsys: Captured, keys: list[str], stages: set[int]) -> None:
+@pytest.mark.parametrize("keys", [["ranks.tensor=2"], ["ranks.expert=2", "model.num_experts=4"]])
+def test_a_sweep_of_divided_jobs(capsys: Captured, keys: list[str]) -> None:
     """From the fewest GPUs that can be divided so; of others it says why not."""
     changes = [part for key in (*keys, "train.sample_tokens=0") for part in ("--set", key)]
     assert (
@@ -210,7 +204,7 @@ def test_a_sweep_of_divided_jobs(capsys: Captured, keys: list[str], stages: set[
     )
     points = json.loads(capsys.readouterr().out)["points"]
     ours = [point for point in points if point["system"] == "offloadtrain"]
-    assert {point["stage"] for point in ours} == stages
+    assert {point["stage"] for point in ours} == {1, 2, 3}
     alone, *others = (point["problem"] for point in ours if point["stage"] == 1)
     assert re.match(rf"{keys[0].replace('=', ' = ')} and 1 rank", alone) and others == ["", ""]
 

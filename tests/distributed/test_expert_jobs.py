@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.process_group import Ranks, all_to_all_single
+from offloadtrain.step.memory import device_bytes
 from offloadtrain.train import dry_run
 from offloadtrain.train.build import assemble
 from offloadtrain.train.losses import loss_of
@@ -55,6 +57,7 @@ EXPERTS = {
     "log.to": '["jsonl"]',
 }
 PARTS = {"ranks.expert": 2}
+STAGE_3 = {"offload.zero_stage": 3}
 
 
 @pytest.mark.parametrize(
@@ -98,6 +101,8 @@ def test_a_job_of_experts_is_near_ranks_that_hold_all(
         ((1, 1), (4, 2), GPT2),
         ((4, 4), (2, 2), {"offload.zero_stage": 1}),
         ((4, 2), (4, 4), {"offload.update": '"delayed"'}),
+        ((4, 2), (2, 2), STAGE_3),
+        ((4, 2), (1, 1), {"offload.working": '"host"'}),
     ],
 )
 def test_a_checkpoint_is_the_same_wherever_experts_are(
@@ -143,6 +148,8 @@ def test_a_run_of_experts_is_verified_and_exported_like_any(
     [
         (2, 2, {"offload.update": '"delayed"', "offload.precision": '"fp16"'}),
         (4, 2, {"offload.activation": '"recompute"'}),
+        (4, 2, STAGE_3),
+        (2, 2, {"offload.working": '"host"'}),
     ],
 )
 def test_a_job_of_experts_goes_on(
@@ -194,6 +201,12 @@ def test_a_job_goes_on_with_experts_elsewhere(
                 (2, 2, BF16 | {"offload.state": '"split16"', "offload.update": '"delayed"'}),
                 (4, 2, {"offload.update": '"speculative"', "offload.activation": '"offload"'}),
                 (2, 2, BF16 | {"offload.state_on": '"device"'}),
+                (4, 2, STAGE_3),
+                (2, 2, STAGE_3 | {"offload.device_slots": 1, "model.num_layers": 4}),
+                (4, 2, STAGE_3 | BF16 | {"offload.state_on": '"device"'}),
+                (4, 2, STAGE_3 | BF16 | {"model.num_layers": 1, "model.d_ff": 512}),
+                (2, 2, BF16 | {"offload.working": '"host"', "offload.update": '"speculative"'}),
+                (4, 2, {"offload.working": '"host"', "offload.activation": '"recompute"'}),
             )
         ),
     ],
@@ -225,14 +238,27 @@ def test_each_rank_holds_and_sends_what_was_planned(
     assert plan.ranks == size
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_experts_count_in_a_limit_of_the_device(data: Path, size: int) -> None:  # noqa: F811
+    """What fits beside them stays, and no more; stage 3, every 2 of the ranks with all experts."""
+    chosen = EXPERTS | PARTS | STAGE_3 | {"model.num_layers": 8, "model.d_ff": 512}
+    free = make(job_of(data, **chosen), *find("cpu2"), size)
+    least, resident = sum(free.engine_device.values()), []
+    for more in range(0, 12 << 20, 512 << 10):
+        limit = {"offload.device_memory_limit": f'"{least + more} B"'}
+        spec = make(job_of(data, **chosen | limit), *find("cpu2"), size).placed.spec
+        assert device_bytes(spec) <= least + more
+        resident.append(8 - len([name for name in spec.streamed if name.startswith("blocks")]))
+    assert resident == sorted(resident) and resident[0] == 0 and resident[-1] == 8
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks.expert": 3}, "ranks.expert = 3 does not divide model.num_experts = 4"),
     ({"model.num_experts": 0}, "does not divide model.num_experts = 0"),
     ({"ranks.expert": 0}, "ranks.expert = 0 must be at least 1"),
-    ({"ranks.pipeline": 2, "model.num_layers": 4}, "or ranks.pipeline = 1"),
+    ({"ranks.pipeline": 2, "model.num_layers": 4}, "passes on no load-balancing loss"),
     ({"ranks.shard": 2}, "or ranks.shard = 0"),
-    ({"offload.zero_stage": 3}, "and offload.zero_stage = 3: weights"),
-    ({"offload.working": '"host"'}, "and offload.working = 'host': weights"),
     ({"offload.state": '"int8"', "offload.precision": '"bf16"'}, '"fp32" or "split16"'),
     ({"optim.name": '"lamb"'}, 'set optim.name = "adamw"'),
     ({"train.sample_tokens": 5}, "offloadtrain generate RUN afterwards"),
@@ -320,14 +346,28 @@ def test_state_that_fills_a_device_leaves_room_for_more_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_a_search_of_pipelines_divides_no_experts(
+def test_a_search_divides_the_experts_of_each_stage(
     data: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """As the job does: stages of fewer ranks than hold all experts are none."""
     path = data / "job.toml"
-    path.write_text(jobs.dump(job_of(data, **EXPERTS | PARTS)))
-    assert main(["plan", str(path), "--gpus", "2", "--machine", "cpu2", "--search"]) == 2
-    assert "Set ranks.expert = 1" in capsys.readouterr().err
+    deep = {"model.num_layers": 8, "model.router_aux_loss_coef": 0.0, "train.grad_accum_steps": 8}
+    untied = {"model.tie_embeddings": "false", "offload.activation": '"keep"'}
+    job = job_of(data, **EXPERTS | PARTS | deep | untied)
+    path.write_text(jobs.dump(job))
+    command = ["plan", str(path), "--gpus", "4", "--machine", "cpu2", "--search"]
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 4), (2, 2)}
+    for row in rows:
+        keys = dict(one.split("=") for one in row["keys"].split())
+        plan = make(job_of(data, **EXPERTS | PARTS | deep | untied | keys), *find("cpu2"), 4)
+        assert sum(plan.device.values()) == row["device_bytes"]
+        assert {bucket.ranks for bucket in plan.placed.spec.buckets} == {
+            row["replicas"],
+            row["replicas"] // 2,
+        }
 
 
 @pytest.mark.slow

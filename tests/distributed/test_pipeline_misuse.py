@@ -216,6 +216,18 @@ def test_a_parameter_of_two_stages_is_told(ranks: Run) -> None:
         assert "parameter '0.weight' is in stages 0 and 1" in said
 
 
+def one_stage() -> str:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    model, example = nn.Sequential(*layers(4)), torch.ones(1, 4)
+    return told(lambda: ot.pipeline(model, mesh, example=example, microbatches=2, device="cpu"))
+
+
+@pytest.mark.slow
+def test_a_single_stage_is_refused(ranks: Run) -> None:
+    for said in ranks(2, one_stage):
+        assert re.match("PipelineError: the mesh has one rank along 'pp'", said), said
+
+
 @pytest.mark.slow
 def test_axes_have_names(ranks: Run) -> None:
     assert "mesh has an axis 'x'" in ranks(1, other_axis)[0]

@@ -214,6 +214,12 @@ def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
         assert again.prediction.tokens_per_s == pytest.approx(16 * 16 * 2 / one.seconds)
 
 
+@pytest.mark.slow
+def test_the_search_ends_for_any_number_of_sequences() -> None:
+    (found,) = search(pipeline(1, 3 * 10**12), "test", FREE, 1)[:1]
+    assert found.plan.job.train.global_batch_tokens == 0 and found.seconds > 0
+
+
 def test_the_search_tries_several_stages_on_a_rank() -> None:
     """Where nothing but compute takes time, they have the smaller bubble."""
     found = {one.order: one for one in search(pipeline(1, 16), "test", FREE, 2) if one.stages == 2}

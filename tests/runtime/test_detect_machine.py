@@ -50,7 +50,7 @@ def test_bf16_without_instructions_is_slow(monkeypatch: pytest.MonkeyPatch) -> N
         ("NVIDIA A100-PCIE-40GB", "a100_40gb"),
         ("Tesla V100-SXM2-32GB", "dgx2"),
         ("Tesla V100-PCIE-16GB", "v100_32gb"),
-        ("NVIDIA GeForce RTX 4080", "rtx4090"),
+        ("NVIDIA GeForce RTX 4080 SUPER", "rtx4080"),
         ("NVIDIA GeForce RTX 5090 Laptop GPU", "rtx5090"),
         ("Some Accelerator", "a100_40gb"),
     ],

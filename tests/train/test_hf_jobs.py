@@ -107,6 +107,7 @@ def test_a_job_loads_back_equal(tmp_path: Path) -> None:
     [
         ("model.hf=nowhere", "model.hf = 'nowhere' has no config.json"),
         ("model.init=zeros", "model.init = 'zeros' must be one of weights, random"),
+        ("model.size=debug", r"model.size is config.json's with model.hf"),
         ("model.num_layers=3", r"model.num_layers is config.json's with model.hf"),
         ("model.lora=8", "model.lora = 8 must be a table"),
         ("model.lora={r = 0}", "model.lora.r = 0 must be at least 1"),

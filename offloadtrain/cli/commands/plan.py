@@ -298,11 +298,6 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
             f"--search and ranks.tensor = {config.ranks.tensor}: it divides layers, and a stage "
             "holds whole matrices. Set ranks.tensor = 1"
         )
-    if config.ranks.expert > 1:
-        raise ConfigError(
-            f"--search and ranks.expert = {config.ranks.expert}: the stages that it tries hold all "
-            "experts of their layers. Set ranks.expert = 1"
-        )
     if config.ranks.shard:
         raise ConfigError(
             f"--search and ranks.shard = {config.ranks.shard}: the replicas of a stage that it "

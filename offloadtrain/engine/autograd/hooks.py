@@ -138,3 +138,13 @@ def watch_inside(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
     """Call `enter_inside` before each forward of the module, and `leave` after it if that says
     so."""
     return [module.register_forward_pre_hook(_EnterInside(watcher), prepend=True)]
+
+
+def is_reached(param: nn.Parameter) -> bool:
+    """Tell whether the backward in progress will accumulate into a parameter."""
+    try:
+        node = torch.autograd.graph.get_gradient_edge(param).node
+        return bool(torch._C._will_engine_execute_node(node))
+    # torch.autograd.grad() of the parameter, which returns the gradient and delivers none.
+    except RuntimeError:
+        return False

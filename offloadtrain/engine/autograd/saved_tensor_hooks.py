@@ -193,11 +193,10 @@ class SavedTensors:
 
 
 def _raise_absent(block: Block, _: Tensor) -> NoReturn:
-    keep = f'keep_whole = ["{block.name}"]'
     raise StreamError(
         f"weights of block '{block.name}' are read outside its forward, while they are on the "
         "host, or in shards: only modules that are called can be streamed. Leave this one on the "
-        f"device: {'more resident_blocks' if block.repeated else keep}"
+        f"device: {block.kept_by}"
     )
 
 

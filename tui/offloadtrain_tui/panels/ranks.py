@@ -86,9 +86,9 @@ def stage_of(view: View) -> str:
 
 def part_of(view: View) -> str:
     """Return, for example, "part 1 of 2": what the rank holds of every matrix; or "experts 0 to 3";
-    "" of all of it."""
+    or both; "" of all of it."""
     found = view.start.plan.get("part") if view.start else None
-    return clean(found, 30) if isinstance(found, str) else ""
+    return clean(found, 40) if isinstance(found, str) else ""
 
 
 def group_of(view: View) -> str:

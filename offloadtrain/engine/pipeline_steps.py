@@ -3,6 +3,7 @@ optimizers."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -195,6 +196,8 @@ class UnflushedPipeline(Pipeline):
         self._step = self.optimizers[0].split_step()
         self._last: Callable[[], Tensor] | None = None
         """Waits for the losses of the last step."""
+        self._is_broken = False
+        """A run was left by an exception."""
         self._unflushed = Unflushed(
             replace(self._specs[0], micro_step=self._step.micro_step),
             microbatches=self._microbatches,
@@ -215,7 +218,9 @@ class UnflushedPipeline(Pipeline):
         self._check_batch((*inputs, *([] if target is None else [target])))
         self._step.run_begins()
         self._losses, self._divide = [], divide
+        self._is_broken = True
         self._unflushed.run(inputs, target, more)
+        self._is_broken = False
         own = torch.stack(self._losses).float().cpu() if self._losses else None
         before, self._last = self._last, self._send_losses(own)
         # The last stage has sent these before it sent the gradients that this stage has received.
@@ -240,6 +245,15 @@ class UnflushedPipeline(Pipeline):
         self._step.drain(newest=newest)
         last, self._last = self._last, None
         return self._received(last)
+
+    def close(self) -> None:
+        # Other stages have sent what this one would receive in its next run: they would wait for it
+        # for ever. Behind an exception they may have sent less, and nobody can say what.
+        if self._last is not None and not self._is_broken and sys.exc_info()[0] is None:
+            if not self._step.is_asked:
+                self.step(skip=True)
+            self.drain()
+        super().close()
 
     def before_forward(self, number: int) -> None:
         if number == 0:

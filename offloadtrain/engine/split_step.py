@@ -57,6 +57,11 @@ class SplitStep:
         self._in_flight: deque[int] = deque()
         """For each microbatch between forward and backward, the version of its weights."""
 
+    @property
+    def is_asked(self) -> bool:
+        """step() was called for the last microbatches."""
+        return self._asked is not None
+
     def require_asked(self, what: str) -> None:
         """Raises EngineError if step() was not called for the last microbatches."""
         if self._engine.guard.in_flight and self._asked is None:

@@ -258,3 +258,21 @@ def test_what_does_not_compose_is_refused_by_name(ranks: Run) -> None:
     for told in ranks(2, all_refused, 2):
         for message, (_, what) in zip(told, BAD, strict=True):
             assert what in message
+
+
+def closed_in_flight(precision: str, steps: bool) -> bool:
+    pipeline = made(dist.get_world_size(), precision=precision, clip_norm=0.3)
+    for number, (tokens, targets) in enumerate(batches(1)):
+        pipeline.run(tokens, target=targets)
+        if not steps and number == 1:
+            break
+        pipeline.step()
+    pipeline.close()
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "steps"), [("bf16", True), ("bf16", False), ("fp16", True)])
+def test_a_close_with_a_step_in_flight_ends(ranks: Run, precision: str, steps: bool) -> None:
+    """It ends the step first: other stages would wait for its gradients and squares."""
+    assert ranks(2, closed_in_flight, precision, steps) == [True] * 2

@@ -136,7 +136,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.slow  # the code generator
+generates = pytest.mark.skipif(
+    " " in torch.__file__, reason="torch's commands of the C++ compiler end at a path's space"
+)
+
+
+@generates
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_generated_code_has_the_same_bits_in_every_placement(shape: ModelShape) -> None:
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from offloadtrain.train import rng
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.trainer import Trainer
+from tests.numerics.test_compiled_blocks import generates
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
 
@@ -86,7 +87,7 @@ SKIPS = [
         pytest.param(
             ["offload.compile_blocks=true", "offload.working=host", "offload.activation=recompute"],
             (1, 4, 2),
-            marks=pytest.mark.filterwarnings("ignore"),  # torch's compiler warns of torch
+            marks=[pytest.mark.filterwarnings("ignore"), generates],  # torch warns of torch
         ),
         pytest.param(SKIPS, (1, 4, 2), marks=pytest.mark.slow),
         pytest.param([*SKIPS, "offload.state=int8"], (4, 3), marks=pytest.mark.slow),

@@ -323,6 +323,7 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
     asked = [f"activation = {config.activation!r}"] * config.recomputes
     # Ranks divide the weights of other modules, too.
     asked += [f"working = {config.working!r}"] * (config.offloads_weights and ranks.is_single)
+    asked += ["compile_blocks = True"] * config.compile_blocks
     if asked:
         _log.warning(
             "%s: without effect, as %s has no list of layers (an nn.ModuleList or nn.Sequential "

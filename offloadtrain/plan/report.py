@@ -149,6 +149,12 @@ def _head(plan: Plan) -> str:
     if job.offload.recompute_blocks is not None:
         again = f"{plan.placed.recomputed} of {plan.placed.repeated} blocks"
         lines.append(f"the forward of {again} runs again, the others keep their activations")
+    if job.offload.compile_blocks:
+        timed = "fused" if plan.placed.traced is None else "uncompiled"
+        lines.append(
+            f"layers are compiled: timed as {timed} operations; the bytes that they keep are "
+            "planned as those of uncompiled ones, which is more"
+        )
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
         where = places[config.offload.working]

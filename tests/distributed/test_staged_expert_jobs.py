@@ -13,13 +13,14 @@ from offloadtrain.config.batch_split import explain, replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.choices import choices_of
-from offloadtrain.plan.plan import PROCESS, make
+from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import text
 from offloadtrain.train import dry_run
 from tests.distributed.conftest import Run
 from tests.distributed.test_expert_jobs import EXPERTS, STAGE_3
 from tests.distributed.test_jobs import CONSTANT, data, job_of, trained  # noqa: F401
 from tests.distributed.test_pipeline_jobs import DEEP, assert_same_run, figures
+from tests.distributed.test_tensor_expert_jobs import assert_as_planned
 from tests.distributed.test_tensor_jobs import (
     BF16,
     assert_comes_back,
@@ -37,7 +38,6 @@ INTERLEAVED = {
     "model.num_layers": 8,
 }
 ALONE = {"ranks.pipeline": 1, "ranks.schedule": '"1f1b"', "ranks.stages_per_rank": 1}
-OF_TORCH = {("device", owner) for owner in ("activations", "logits and loss", "gradients")}
 
 
 @pytest.mark.slow
@@ -65,15 +65,8 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
     assert_same_run(tmp_path / "whole", tmp_path / "staged", 4)
     assert_same_state(tmp_path / "whole", tmp_path / "staged")
     assert {found["val"] for found in staged} == {plain[0]["val"]}
-    for rank, found in enumerate(staged):
-        planned = {
-            (tier, owner): value
-            for tier, owners in found["planned"].items()
-            for owner, value in owners.items()
-            if (tier, owner) not in OF_TORCH | {("host", PROCESS)} and value
-        }
-        held = {where: n for where, n in found["held"].items() if n and where not in OF_TORCH}
-        assert planned == held, rank
+    for found in staged:
+        assert_as_planned(found)
 
 
 @pytest.mark.slow

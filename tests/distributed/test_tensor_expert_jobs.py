@@ -34,6 +34,17 @@ BOTH = EXPERTS | PARTS | {"ranks.tensor": 2}
 OF_TORCH = {("device", owner) for owner in ("activations", "logits and loss", "gradients")}
 
 
+def assert_as_planned(found: dict[str, Any]) -> None:
+    """What a rank holds, by tier and owner, without what torch has."""
+    planned = {
+        (tier, owner): value
+        for tier, owners in found["planned"].items()
+        for owner, value in owners.items()
+        if (tier, owner) not in OF_TORCH | {("host", PROCESS)} and value
+    }
+    assert planned == {at: n for at, n in found["held"].items() if n and at not in OF_TORCH}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, GPT2])
 def test_a_job_in_parts_is_near_one_without(
@@ -118,14 +129,7 @@ def test_each_rank_holds_and_sends_what_was_planned(
     chosen = BOTH | changes | {"train.steps": 2, "train.eval_every": 0}
     plan = make(job_of(data, **chosen), *find("cpu2"), 4)
     for found in ranks(4, trained, tmp_path / "run", data, **chosen):
-        planned = {
-            (tier, owner): value
-            for tier, owners in found["planned"].items()
-            for owner, value in owners.items()
-            if (tier, owner) not in OF_TORCH | {("host", PROCESS)} and value
-        }
-        held = {where: n for where, n in found["held"].items() if n and where not in OF_TORCH}
-        assert planned == held
+        assert_as_planned(found)
     assert "as planned" in dry_run.check(plan)
 
 

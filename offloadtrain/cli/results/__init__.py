@@ -1,4 +1,8 @@
-"""Tables and plots from results files of `python -m benchmarks.gpu` alone."""
+"""Tables and plots from results files of `python -m benchmarks.gpu` alone.
+
+Nothing is measured here, and nothing of a job is known; where no file has a figure, that is said.
+Start at `read.py`, then `tables.py`.
+"""
 
 from offloadtrain.cli.results.goals import GOALS, Goal
 from offloadtrain.cli.results.read import Curve, Pair, ResultsError, ResultsFile, Steps, read

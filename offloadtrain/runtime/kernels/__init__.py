@@ -2,7 +2,8 @@
 
 Every backend gives the same bits, whatever the instruction set and the number of threads. All
 tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written. If
-the first one is on a GPU, all are, and torch does the work (`on_device`).
+the first one is on a GPU, all are, and torch does the work (`on_device`). Start at `update` below,
+then `native.py`; `selection.py` picks the backend.
 
 [Note: The norm]
 A gradient's global norm has one definition on device, host and ranks: the sum of squares of a

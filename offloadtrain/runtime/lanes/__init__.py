@@ -1,4 +1,8 @@
-"""The lanes of a step (`step.operations.Lane`) and the order between them."""
+"""The lanes of a step (`step.operations.Lane`) and the order between them.
+
+One interface, `base.py`: streams and native threads on CUDA, threads or none on the CPU, any legal
+order by a seed, a recorder. No lane knows what it runs. Start at `base.Lanes`, then `cuda.py`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,1 +1,5 @@
-"""The widgets of the screens."""
+"""The widgets of the screens.
+
+They draw what they are given, in the cells that they have, and know no run. Start at `drawn.py`,
+then `chart.py`.
+"""

@@ -84,7 +84,7 @@ def shards(config: Config, ranks: int) -> int:
 
 def of_stage(config: Config, index: int) -> Config:
     """Return the part of a job that is one stage of its pipeline: a model of fewer layers."""
-    stage = Stage.of(index, config.ranks.stages, config.model.num_layers)
+    stage = config.ranks.stage(index, config.model.num_layers)
     hf = None if config.hf is None else config.hf.of_stage(stage)
     model = replace(config.model, num_layers=stage.layers)
     return replace(config, stage=stage, model=model, hf=hf)
@@ -98,7 +98,7 @@ def held_stages(ranks: RanksConfig, place: int, layers: int) -> tuple[Stage, ...
         layers: of the whole model.
     """
     numbers = range(place, ranks.stages, ranks.pipeline)
-    return tuple(Stage.of(number, ranks.stages, layers) for number in numbers)
+    return tuple(ranks.stage(number, layers) for number in numbers)
 
 
 def part_of(config: Config, rank: int) -> str:
@@ -130,7 +130,8 @@ def _stage_of(config: Config, ranks: int, rank: int) -> str:
     processes, stages = config.ranks.pipeline, config.ranks.stages
     if stages == 1:
         return ""
-    return numbers_of(held_stages(config.ranks, rank // (ranks // processes), stages))
+    numbers = range(rank // (ranks // processes), stages, processes)
+    return numbers_of([Stage.of(number, (1,) * stages) for number in numbers])
 
 
 def roles(config: Config, ranks: int) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal
 
 from offloadtrain.config.model_shape import ModelShape
@@ -24,6 +25,8 @@ class RanksConfig:
             `offload.update = "delayed"`; "interleaved" is 1f1b over `stages_per_rank` stages.
         stages_per_rank: stages that each rank holds with "interleaved": the first of all ranks come
             first, then the second ones.
+        layers_per_stage: number of layers of each stage, in order; (): the same, as far as they
+            divide. "auto", for jobs: as the plan balances what the stages compute, the head too.
         tensor: number of parts that the matrices of every layer are divided into (tensor parallel);
             the ranks must be divisible by it, and those of one part divide the batch.
         shard: number of ranks that share one copy of the state, as a rule those of a host; each
@@ -35,6 +38,7 @@ class RanksConfig:
     pipeline: int = 1
     schedule: Literal["1f1b", "gpipe", "2bw", "interleaved"] = "1f1b"
     stages_per_rank: int = 1
+    layers_per_stage: tuple[int, ...] | Literal["auto"] = ()
     tensor: int = 1
     shard: int = 0
     expert: int = 1
@@ -43,6 +47,16 @@ class RanksConfig:
     def stages(self) -> int:
         """All stages of the pipeline."""
         return 1 if self.pipeline == 1 else self.pipeline * self.stages_per_rank
+
+    def stage(self, index: int, layers: int) -> Stage:
+        """Return a stage of a model of so many layers."""
+        return Stage.of(index, self.given_layers or evenly(layers, self.stages))
+
+    @property
+    def given_layers(self) -> tuple[int, ...]:
+        """`layers_per_stage` behind a plan, which has decided "auto"."""
+        assert self.layers_per_stage != "auto"
+        return self.layers_per_stage
 
     @property
     def flushes(self) -> bool:
@@ -65,10 +79,10 @@ class Stage:
     layers: int
 
     @classmethod
-    def of(cls, index: int, count: int, layers: int) -> Stage:
-        """Return a stage of a model of so many layers, which are divided evenly."""
-        first, end = (layers * number // count for number in (index, index + 1))
-        return cls(index, count, first, end - first)
+    def of(cls, index: int, layers_per_stage: Sequence[int]) -> Stage:
+        """Return one of the stages of so many layers each."""
+        first = sum(layers_per_stage[:index])
+        return cls(index, len(layers_per_stage), first, layers_per_stage[index])
 
     @property
     def is_first(self) -> bool:
@@ -88,6 +102,12 @@ class Stage:
     def kept(self, schedule: str) -> tuple[int, int]:
         """Return the versions of its working weights and the sums of its gradients."""
         return kept_without_flush(self.index, self.count) if schedule == NO_FLUSH else (1, 1)
+
+
+def evenly(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage, the same as far as they divide."""
+    bounds = [layers * number // stages for number in range(stages + 1)]
+    return tuple(end - first for first, end in pairwise(bounds))
 
 
 def numbers_of(stages: Sequence[Stage]) -> str:
@@ -126,8 +146,14 @@ def contradictions(
         samples: text is generated at the end.
     """
     if ranks.pipeline == 1:
+        if ranks.layers_per_stage:
+            yield (
+                f"ranks.layers_per_stage = {shown(ranks.layers_per_stage)} is for the stages of a "
+                "pipeline: set ranks.pipeline, or leave it out"
+            )
         return
     asked = f"ranks.pipeline = {ranks.pipeline}"
+    yield from _wrong_layers(ranks, model)
     if adapters:
         yield f"{asked} and model.lora: a pipeline divides no adapters. Leave one of them out"
     if (ranks.schedule == INTERLEAVED) != (ranks.stages_per_rank > 1):
@@ -156,6 +182,24 @@ def contradictions(
             f"{asked} and train.sample_tokens: no process holds the whole model. Set "
             "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
         )
+
+
+def _wrong_layers(ranks: RanksConfig, model: ModelShape) -> Iterator[str]:
+    """Yield what is wrong with the layers that each stage is given."""
+    each = ranks.layers_per_stage
+    if not each or each == "auto":
+        return
+    asked = f"ranks.layers_per_stage = {shown(each)}"
+    remedy = f'give each of the {ranks.stages} stages its number, or set "auto"'
+    if len(each) != ranks.stages:
+        yield f"{asked} has {len(each)} numbers for {ranks.stages} stages: {remedy}"
+    elif sum(each) != model.num_layers:
+        yield (
+            f"{asked} are {sum(each)} layers, and the model has {model.num_layers}: numbers that "
+            f'add up to {model.num_layers}, or "auto"'
+        )
+    elif min(each) < 2:
+        yield f"{asked}: each stage needs 2 layers"
 
 
 def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:

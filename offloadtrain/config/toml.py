@@ -262,8 +262,9 @@ def _one_of(choices: tuple[str, ...], value: Any) -> Any:
 
 def _tuple_of(kinds: tuple[Any, ...], value: Any) -> Any:
     if kinds[1:] == (...,):
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ValueError("a list of strings")
+        of = int if kinds[0] is int else str  # or a choice of strings
+        if not isinstance(value, list) or not all(type(item) is of for item in value):
+            raise ValueError("a list of " + ("whole numbers" if of is int else "strings"))
         kinds = kinds[:1] * len(value)
     if not isinstance(value, list) or len(value) != len(kinds):
         raise ValueError(f"a list of {len(kinds)} numbers")

@@ -46,6 +46,7 @@ def pipeline(
     loss_fn: LossFn | None = None,
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
+    layers_per_stage: Sequence[int] = (),
     params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     device: str | torch.device = "auto",
     config: OffloadConfig | None = None,
@@ -59,8 +60,9 @@ def pipeline(
     None, and missing from lists of layers. Its forward must pass its first argument on where they
     are None; a `Sequential` does. Causal language models of transformers need not: see [Note:
     Stages of a decoder] in `decoder_stages`; their last stage returns logits, or the loss where
-    `run` gets `labels=`. Each stage gets as many layers as any other, the first one also
-    what is registered before the layers, the last one what is registered behind them.
+    `run` gets `labels=`. Each stage gets as many layers as any other, unless `layers_per_stage`
+    says otherwise, the first one also what is registered before the layers, the last one what is
+    registered behind them.
 
     A step has the bits of one process with the same microbatches: gradients are summed microbatch
     by microbatch, the norm is that of the whole model, and all stages clip and skip together.
@@ -78,6 +80,8 @@ def pipeline(
         schedule: "gpipe": all forwards, then all backwards; "1f1b": fewer microbatches in flight
             (PipeDream-Flush); "interleaved": 1F1B over `stages_per_rank` stages in each process,
             which makes the bubble shorter; "2bw": no flush between steps, see below.
+        layers_per_stage: the number of layers of each stage, in order: fewer on the last one make
+            up for a large head. (): the same, as far as they divide.
         init_in_order: `param_init_fn` may draw from one generator, so that it is called for the
             modules of other stages, too, each of which is then dropped. False: what it fills
             depends on nothing before it, and it is called for this stage's only.
@@ -110,12 +114,13 @@ def pipeline(
             "stage, the whole model. Take offload(model, mesh=mesh)"
         )
     inputs = example if isinstance(example, tuple) else (example,)
-    _check_same(axes.stages, model, inputs, schedule, microbatches, stages_per_rank)
+    each = [*layers_per_stage]
+    _check_same(axes.stages, model, inputs, [schedule, microbatches, stages_per_rank, each])
     in_order = None
     if param_init_fn is not None and init_in_order:
         in_order = InitInOrder(model, param_init_fn)
     numbers = {param: number for number, param in enumerate(model.parameters())}
-    modules = _own_stages(model, axes, stages_per_rank, chosen)
+    modules = _own_stages(model, axes, stages_per_rank, each, chosen)
     shapes = _shapes(modules, axes.stages, inputs, chosen)
     stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
     groups = None if params is None else list(params)
@@ -202,11 +207,11 @@ def _kept_twice(place: StagePlace) -> StagePlace:
 
 
 def _check_same(
-    stages: Ranks, model: nn.Module, inputs: Sequence[Tensor], *numbers: str | int
+    stages: Ranks, model: nn.Module, inputs: Sequence[Tensor], schedule: list[Any]
 ) -> None:
     """Raises RankError unless all stages are cut out of one model, for one schedule."""
     shapes = [(name, list(param.shape)) for name, param in model.named_parameters()]
-    told = {"example": _described(inputs), "schedule": numbers, "model": shapes}
+    told = {"example": _described(inputs), "schedule": schedule, "model": shapes}
     remedy = (
         "every process passes the whole model, the same example and the same schedule to pipeline()"
     )
@@ -217,12 +222,13 @@ def _own_stages(
     model: nn.Module,
     axes: Mesh,
     per_rank: int,
+    layers_per_stage: Sequence[int],
     config: OffloadConfig,
 ) -> list[nn.Module]:
     """Cut this process's stages out of the model; all but the last one are copies that share its
     parameters."""
     count = axes.stages.size * per_rank
-    of_stages = divide(model, count)
+    of_stages = divide(model, count, layers_per_stage)
     check_alone(of_stages, config, axes.replicas.size)
     if is_of_transformers(model):
         check_stages(model, of_stages)

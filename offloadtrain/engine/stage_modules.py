@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.config.ranks_options import Stage
+from offloadtrain.config.ranks_options import evenly
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.checks import keeps_fp32
 from offloadtrain.engine.load_weights import ParamInit, materialise
@@ -41,11 +41,15 @@ def is_stage(model: nn.Module) -> bool:
     return any(isinstance(module, StandIn) for module in model.modules())
 
 
-def divide(model: nn.Module, stages: int) -> list[list[Part]]:
+def divide(model: nn.Module, stages: int, layers_per_stage: Sequence[int] = ()) -> list[list[Part]]:
     """Return the parts of each stage.
 
+    Args:
+        layers_per_stage: (): the same number, as far as they divide.
+
     Raises:
-        PipelineError: there are too few layers, or two stages would hold one parameter.
+        PipelineError: there are too few layers, or other numbers than they add up to, or two stages
+            would hold one parameter.
     """
     parts = partition(model)
     layers = [number for number, part in enumerate(parts) if part.repeated]
@@ -55,8 +59,13 @@ def divide(model: nn.Module, stages: int) -> list[list[Part]]:
             "ModuleList or Sequential, and each stage needs one. Take fewer stages"
         )
     _check_nesting(parts)
-    firsts = [Stage.of(index, stages, len(layers)).first_layer for index in range(1, stages)]
-    bounds = [0, *(layers[first] for first in firsts), len(parts)]
+    each = tuple(layers_per_stage) or evenly(len(layers), stages)
+    if len(each) != stages or sum(each) != len(layers) or min(each) < 1:
+        raise PipelineError(
+            f"layers_per_stage = {list(each)} for {stages} stages and {len(layers)} layers: give "
+            f"each stage a number above 0, that add up to {len(layers)}"
+        )
+    bounds = [0, *(layers[sum(each[:index])] for index in range(1, stages)), len(parts)]
     found = [parts[lo:hi] for lo, hi in pairwise(bounds)]
     _check_tied(found)
     return found

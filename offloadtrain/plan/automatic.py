@@ -1,4 +1,5 @@
-"""What a job leaves to its plan: "auto" of `offload.recompute_blocks` and `offload.state_on`."""
+"""What a job leaves to its plan: "auto" of `ranks.layers_per_stage`, `offload.recompute_blocks` and
+`offload.state_on`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Protocol
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import StateOn
+from offloadtrain.config.ranks_options import evenly
 from offloadtrain.plan.prediction import Prediction
 
 FULL = 0.95
@@ -24,13 +26,20 @@ class Planned(Protocol):
     def share_that_fits(self) -> float: ...
     @property
     def prediction(self) -> Prediction: ...
+    @property
+    def fits(self) -> bool: ...
+    @property
+    def balanced_layers(self) -> tuple[int, ...]: ...
 
 
 def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    """Return the job with both keys decided: the fewest layers recomputed that fit, and then as
-    much state on the device. Where both are open, of three numbers of layers the fastest: what is
-    kept on the device takes room from state, and which of them is waited for is the step's to say.
+    """Return the job with all keys decided: the layers of each stage, the fewest layers recomputed
+    that fit, and then as much state on the device. Where both of these are open, of three numbers
+    of layers the fastest: what is kept on the device takes room from state, and which of them is
+    waited for is the step's to say.
     """
+    if job.ranks.layers_per_stage == "auto":
+        job = _with_balanced_stages(job, planned)
     if job.offload.recompute_blocks != "auto":
         return _with_state_that_fits(job, planned)
     on_host = with_state_on(job, 0.0) if job.offload.state_on == "auto" else job
@@ -41,6 +50,24 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
     numbers = sorted({fewest, (fewest + len(layers)) // 2, len(layers)})
     tried = [_with_state_that_fits(_with_recompute(job, n), planned) for n in numbers]
     return max(tried, key=lambda one: planned(one).prediction.tokens_per_s)
+
+
+def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> Config:
+    """Return the job with stages that take about as long as each other, if they fit. Tried with the
+    least memory for what else is open."""
+
+    def with_layers(one: Config, each: tuple[int, ...]) -> Config:
+        return replace(one, ranks=replace(one.ranks, layers_per_stage=each))
+
+    least = with_state_on(job, 0.0) if job.offload.state_on == "auto" else job
+    if job.offload.recompute_blocks == "auto":
+        least = _with_recompute(least, _num_layers(job))
+    even = planned(with_layers(least, ()))
+    balanced = even.balanced_layers
+    if balanced == evenly(sum(balanced), len(balanced)):
+        return with_layers(job, ())
+    fits = planned(with_layers(least, balanced)).fits or not even.fits
+    return with_layers(job, balanced if fits else ())
 
 
 def with_state_on(job: Config, share: float) -> Config:

@@ -89,9 +89,11 @@ class Found:
         again = f" offload.recompute_blocks={offload.recompute_blocks}"
         each = config.ranks.stages_per_rank
         per_rank = f"ranks.stages_per_rank={each} " if each > 1 else ""
+        layers = ",".join(map(str, config.ranks.layers_per_stage))
+        uneven = f"ranks.layers_per_stage=[{layers}] " if layers else ""
         return (
             f"ranks.pipeline={self.stages} ranks.schedule={config.ranks.schedule} "
-            f"{per_rank}"
+            f"{per_rank}{uneven}"
             f"train.micro_batch={config.train.micro_batch} "
             f"train.grad_accum_steps={config.train.grad_accum_steps} "
             f"train.global_batch_tokens=0 offload.activation={offload.activation}"
@@ -164,6 +166,7 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
         {
             "stages": one.stages,
             "stages_per_rank": one.plan.job.ranks.stages_per_rank,
+            "layers_per_stage": list(one.plan.job.ranks.layers_per_stage),
             "replicas": one.plan.placed.spec.ranks,
             "schedule": one.schedule,
             "micro_batch": one.micro_batch,
@@ -206,6 +209,7 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
                 pipeline=stages,
                 schedule=schedule,
                 stages_per_rank=per_rank,
+                layers_per_stage="auto" if stages > 1 else (),
                 expert=job.ranks.expert,
             )
             if not any(contradictions(one, job.model, is_own=job.hf is None, samples=False)):

@@ -24,6 +24,7 @@ from offloadtrain.plan.placement import Placement, place
 from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.resolve import resolved
 from offloadtrain.plan.save_cost import SaveCost, save_cost
+from offloadtrain.plan.stage_balance import balanced
 from offloadtrain.plan.times import predict
 from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.layout import with_second_copies
@@ -323,6 +324,11 @@ class Plan:
         beside = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
         beside += self._more_experts_bytes
         return state_share.most(self.placed, int(self.device_room * FULL) - beside)
+
+    @property
+    def balanced_layers(self) -> tuple[int, ...]:
+        """The layers of each stage of a pipeline with which all take about as long."""
+        return balanced(self.stages, self.machine)
 
     @property
     def missing_bytes(self) -> int:

@@ -234,8 +234,8 @@ def _stages(plan: Plan) -> Iterator[str]:
         return
     for number, busy in enumerate(times.compute_s):
         line = (
-            f"  stage {number + 1}: computes {format_seconds(busy)}, bubble "
-            f"{100 * times.bubbles[number % times.ranks]:.0f} %"
+            f"  stage {number + 1} ({plan.stages[number].repeated} layers): computes "
+            f"{format_seconds(busy)}, bubble {100 * times.bubbles[number % times.ranks]:.0f} %"
         )
         if number < len(times.links):
             link = times.links[number]

@@ -114,6 +114,7 @@ def single_changes(
         "offload.state_on": distinct("auto", "host"),
         "offload.recompute_blocks": ("auto",) if job.offload.recomputes else (),
         "offload.sums_on": ("host", "device"),
+        "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
         # What a trace tells is of eager operations.
         "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
         "offload.update": ("exact", "speculative", "delayed"),
@@ -187,10 +188,11 @@ def settled(
     if job.device.placement == "auto":
         found = automatic(resolved(job, machine), name, machine, ranks, trace)
         job = _consistent(job, found.keys)
-    asked = job.offload.recompute_blocks, job.offload.state_on
+    asked = job.offload.recompute_blocks, job.offload.state_on, job.ranks.layers_per_stage
     if "auto" not in asked:
         return job
     plan = make(job, name, machine, ranks, trace)
+    job = replace(job, ranks=plan.job.ranks)
     if job.offload.recompute_blocks == "auto":
         offload = replace(job.offload, recompute_blocks=plan.job.offload.recompute_blocks)
         job = replace(job, offload=offload)

@@ -295,9 +295,11 @@ def _planned(
         machine = _rates_of(rates, machine)
     machine = replace(machine, gpus=rank_info.local_size)
     trace = needed_trace(config, machine, ranks.size)
-    options = asdict(settled(config, name, machine, ranks.size, trace).offload)
-    # By rank 0's memory.
-    chosen = replace(config, offload=OffloadConfig(**ranks.broadcast_object(options)))
+    own = settled(config, name, machine, ranks.size, trace)
+    # By rank 0's memory and rates.
+    options, each = ranks.broadcast_object([asdict(own.offload), own.ranks.layers_per_stage])
+    stages = replace(config.ranks, layers_per_stage=tuple(each))
+    chosen = replace(config, offload=OffloadConfig(**options), ranks=stages)
     found = make(chosen, name, machine, ranks.size, trace, mesh.stages.rank)
     if problems := found.certain_problems:
         raise PlanError(

@@ -131,7 +131,7 @@ def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
     if stage is None:
         return model, 0
     numbers = {param: number for number, param in enumerate(model.parameters())}
-    cut_stage(model, divide(model, stage.count), stage.index)
+    cut_stage(model, divide(model, stage.count, plan.job.ranks.given_layers), stage.index)
     return model, min(numbers[param] for param in model.parameters())
 
 

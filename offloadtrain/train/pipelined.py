@@ -202,6 +202,7 @@ def _pipeline(
         microbatches=config.train.grad_accum_steps,
         schedule=config.ranks.schedule,
         stages_per_rank=config.ranks.stages_per_rank,
+        layers_per_stage=config.ranks.given_layers,
         params=decay_groups(model, config),
         device=device,
         config=config.offload,

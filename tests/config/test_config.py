@@ -346,7 +346,8 @@ UNKNOWN_KEYS = [
     (
         "ranks.zero_stage",
         "; did you mean offload.zero_stage? "
-        "(known in [ranks]: pipeline, schedule, stages_per_rank, tensor, shard, expert)",
+        "(known in [ranks]: pipeline, schedule, stages_per_rank, layers_per_stage, tensor, "
+        "shard, expert)",
     ),
     (
         "optim.delay_warmup_steps",

@@ -167,11 +167,12 @@ def piped(
 
 def assert_same(ranks: Run, size: int, replicas: int, *args: Any, **options: Any) -> None:
     groups = options.get("groups", False)
-    plain = {key: value for key, value in options.items() if key not in ("schedule", "proof")}
+    of_stages_only = ("schedule", "proof", "layers_per_stage")
+    plain = {key: value for key, value in options.items() if key not in of_stages_only}
     whole = ranks(replicas, one_process, **plain)
-    of_stages = ranks(size, piped, size // replicas, *args, **options)
+    stages = ranks(size, piped, size // replicas, *args, **options)
     together: dict[str, Any] = {}
-    for rank, found in enumerate(of_stages):
+    for rank, found in enumerate(stages):
         assert found["steps"] == whole[rank % replicas]["steps"], f"rank {rank}, groups {groups}"
         assert not found["faults"]
         together |= found["masters"]
@@ -190,7 +191,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"precision": "fp16", "clip_norm": 0.3}),
     (2, 1, {"working": "host", "activation": "recompute", "schedule": "gpipe"}),
     (2, 1, {"update": "speculative", "clip_norm": 0.3, "schedule": "interleaved"}),
-    (2, 1, {"update": "delayed", "clip_norm": 0.3}),
+    (2, 1, {"update": "delayed", "clip_norm": 0.3, "layers_per_stage": (6, 2)}),
     (4, 1, {"clip_norm": 0.3, "state": "split16"}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 2}),
     (2, 1, {"clip_norm": 0.3, "experts": 4, "activation": "recompute"}),
@@ -202,6 +203,7 @@ MORE: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"activation": "offload_saved", "offload_saved_above": 0}),
     (2, 1, {"skip_nonfinite": False}),
     (4, 1, {"precision": "fp16", "schedule": "interleaved"}),
+    (2, 1, {"clip_norm": 0.3, "schedule": "interleaved", "layers_per_stage": (1, 3, 3, 1)}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 3, "working": "host"}),
 ]
 

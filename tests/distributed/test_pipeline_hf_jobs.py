@@ -16,6 +16,7 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
+from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.events import log_lines, schema
 from offloadtrain.hardware.machine import find
 from offloadtrain.integrations.deferred import DeferredWeights
@@ -134,12 +135,14 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
 def test_the_layout_of_each_stage_is_the_planned_one(tmp_path: Path) -> None:
     write_text(tmp_path)
     name, machine = find("cpu2")
-    for kind in ("Llama", "Gemma2", "GPT2"):
-        job = described(hf_job(tmp_path, kind, **STAGES))
+    for kind, each in (("Llama", "[2,3]"), ("Gemma2", '"auto"'), ("GPT2", "[3,2]")):
+        saved(tmp_path, kind, num_hidden_layers=5)
+        uneven = STAGES | {"ranks.layers_per_stage": each}
+        job = described(hf_job(tmp_path, kind, **uneven))
         for stage in range(2):
             plan = make(job, name, machine, 2, stage=stage)
             assert "as planned" in dry_run.check(plan)
-        whole = make(replace(job, ranks=replace(job.ranks, pipeline=1)), name, machine, 1)
+        whole = make(replace(job, ranks=RanksConfig()), name, machine, 1)
         assert plan.checkpoint_bytes == whole.checkpoint_bytes
 
 

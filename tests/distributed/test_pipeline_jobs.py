@@ -97,6 +97,31 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
 
 
 @pytest.mark.slow
+def test_stages_of_different_sizes_are_the_same_run(
+    ranks: Run,
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+) -> None:
+    """Balanced by the plan: of 5 layers, the stage with the head has 2. The second half of the run
+    is in stages as they are by default, of 2 and 3."""
+    five = DEEP | {"model.num_layers": 5, "optim.schedule": '"constant"'}
+    five |= {"train.checkpoint_every": 6}
+    ranks(1, trained, tmp_path / "whole", data, **five)
+    for auto, steps in ((True, 6), (False, 12)):
+        stages = STAGES | ({"ranks.layers_per_stage": '"auto"'} if auto else {})
+        stages |= {"train.steps": steps}
+        staged = ranks(2, trained, tmp_path / "run", data, resume=not auto, **five, **stages)
+        for rank, found in enumerate(staged):
+            for tier, owners in found["planned"].items():
+                held = found["held"].get((tier, "weights"), 0)
+                assert owners.get("weights", 0) == held, (rank, tier)
+    assert_same_run(tmp_path / "whole", tmp_path / "run", 2)
+    log = log_lines.read(tmp_path / "run/events/rank001.jsonl")
+    plans = [r.event.plan["stage"] for r in log if isinstance(r.event, schema.RunStarted)]
+    assert plans == [f"stage 2 of 2 (layers {first} to 4, head)" for first in (3, 2)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.long)]
 )

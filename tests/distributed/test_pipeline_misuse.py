@@ -108,6 +108,8 @@ def refused(**options: Any) -> str:
         ({"microbatches": 1}, "PipelineError: schedule '1f1b': Number of microbatches"),
         ({"grad_accum_steps": 3}, "ValueError: grad_accum_steps = 3 and microbatches = 4"),
         ({"microbatches": [4, 8]}, "RankError: stage 1 and stage 0 differ in schedule"),
+        ({"layers_per_stage": [(3, 1), (1, 3)]}, "RankError: stage 1 .* differ in schedule"),
+        ({"layers_per_stage": (3, 2)}, "PipelineError: layers_per_stage = .* and 4 layers: give"),
         ({"clip_norm": [1.0, 2.0]}, r"RankError: stage 1 .* differ in options: .*clip_norm"),
         (
             {"schedule": "interleaved", "stages_per_rank": 2, "activation": "recompute"},

@@ -1,0 +1,67 @@
+"""The layers of each stage of a pipeline, so that all stages compute for about as long.
+
+The last stage has the head beside its layers: of a model with a large vocabulary it takes as long
+as several of them, and as every stage waits for the slowest, the last one gets fewer layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TypeAlias
+
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.costs import Costs
+from offloadtrain.plan.placement import Placement
+
+LEAST = 2
+"""Layers of a stage."""
+
+_Division: TypeAlias = tuple[int, int, tuple[int, ...]]
+"""(the longest stage, the sum of squares, layers of each): of two, the smaller one is better."""
+
+
+def balanced(stages: Sequence[Placement], machine: Machine) -> tuple[int, ...]:
+    """Return the number of layers of each stage.
+
+    Args:
+        stages: of a pipeline with the layers divided in any way.
+    """
+    before, layers, behind = 0, list[int](), 0
+    for stage in stages:
+        computed = Costs(stage, machine).computed
+        for block in stage.spec.blocks:
+            seconds = computed[block.name].forward + computed[block.name].backward
+            taken = round(1e9 * seconds)  # layers that are alike take exactly as long
+            if block.repeated:
+                layers.append(taken)
+            elif layers:
+                behind += taken
+            else:
+                before += taken
+    return divided(layers, before, behind, len(stages))
+
+
+def divided(layers: Sequence[int], before: int, behind: int, stages: int) -> tuple[int, ...]:
+    """Divide layers so that the stage that takes longest takes least; of several such divisions,
+    the one whose stages differ least, and then with fewer layers on the first stages, which hold
+    the activations of more microbatches.
+
+    Args:
+        layers: nanoseconds of each.
+        before, behind: nanoseconds of the first stage before its layers, of the last behind them.
+    """
+    ends = [0, *accumulate(layers)]
+    beside = [before, *[0] * (stages - 2), behind]
+    best: dict[int, _Division] = {0: (0, 0, ())}
+    """Of the first stages: where they end → their best division."""
+    for stage in range(stages):
+        found: dict[int, _Division] = {}
+        most = len(layers) - LEAST * (stages - 1 - stage)
+        for first, (longest, squares, each) in best.items():
+            for end in range(first + LEAST, most + 1):
+                taken = ends[end] - ends[first] + beside[stage]
+                one = (max(longest, taken), squares + taken**2, (*each, end - first))
+                found[end] = min(found.get(end, one), one)
+        best = found
+    return best[len(layers)][2]

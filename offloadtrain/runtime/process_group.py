@@ -181,6 +181,12 @@ class Ranks:
         return self.size == 1
 
     @property
+    def world_rank(self) -> int:
+        """The number of this process among all, including ranks outside the group."""
+        known = dist.is_available() and dist.is_initialized()
+        return dist.get_rank() if known else self.rank
+
+    @property
     def world_size(self) -> int:
         """The world size, including ranks outside the group."""
         known = dist.is_available() and dist.is_initialized()

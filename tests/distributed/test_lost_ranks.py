@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import offloadtrain as ot
 from tests.distributed.conftest import Run
 from tests.distributed.pool import RankFailedError
+from tests.numerics.models import Chain, batches
 
 FAILS_AT = 6
 """The microbatch, of 4 in each step."""
@@ -117,3 +118,36 @@ def test_a_stage_that_fails_is_named_by_the_others(
         assert "has lost another rank: rank " in told[rank]
         assert f"rank {failing} (stage {failing + 1} " in told[rank]
         assert told[rank].endswith("has raised ValueError: the real cause")
+
+
+class Headless(Chain):
+    """Rank 1 stops in front of the head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        return x if dist.get_rank() == 1 else self.head(x)
+
+
+def run_headless() -> None:
+    model = Headless()
+    optimizer = ot.offload(model, device="cpu", working="host")
+    for tokens in batches(2):
+        optimizer.backward(model(tokens).float().square().mean())
+        optimizer.step()
+
+
+def headless_end(folder: Path) -> None:
+    ends(folder, run_headless)
+
+
+@pytest.mark.slow
+def test_a_head_that_one_rank_alone_uses_is_named(own_ranks: Run, tmp_path: Path) -> None:
+    """Gloo ends rank 0 itself, which gets messages of another size than it gathers."""
+    with pytest.raises(RankFailedError):
+        own_ranks(2, headless_end, tmp_path)
+    told = Path(tmp_path, "1").read_text().splitlines()[-1]
+    assert "RankError: rank 1, in '" in told and "', has lost another rank" in told
+    assert "has not used 'head.weight' so far" in told and 'keep_whole = ["head"]' in told

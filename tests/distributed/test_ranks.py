@@ -560,3 +560,26 @@ def test_the_state_of_another_rank_is_refused(ranks: Run, tmp_path: Path) -> Non
     assert "this process is rank 0 of 1" in alone and "as many ranks, each its own" in alone
     # Of one process: whole tensors, of which any number of ranks take their shards.
     assert ranks(2, saves_or_loads, str(one), 0) == ["loaded"] * 2
+
+
+def groups_of_some(uneven: bool) -> int:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[dist.get_rank() // 2]
+    if uneven and dist.get_rank() in (0, 2):
+        dist.new_group([0, 2], use_local_synchronization=True)
+    models = [Chain() for _ in range(4)]
+    whole = offloaded(models[0])
+    optimizers = [offloaded(models[1], process_group=half)]
+    whole.close()
+    optimizers += [offloaded(model, process_group=half) for model in models[2:]]
+    for model, optimizer in zip(models[1:], optimizers, strict=True):
+        train(optimizer, model, batches(1))
+        optimizer.close()
+    return len(optimizers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uneven", [False, True])
+def test_groups_of_some_ranks_have_names_of_their_own(own_ranks: Run, uneven: bool) -> None:
+    """torch's depend on the groups that each process holds, which may be more or fewer."""
+    assert own_ranks(4, groups_of_some, uneven) == [3] * 4

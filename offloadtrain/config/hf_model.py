@@ -86,6 +86,7 @@ class PartShape:
     params: tuple[ParamShape, ...]
     repeated: bool = False
     leaf: bool = False
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ class Block:
         repeated: one of several alike that are used one after the other: it can be streamed.
         leaf: see `Part`; in ZeRO stage 3 it can be streamed.
         recomputed: its forward runs again in backward.
+        then: see `BlockSpec`.
         streamed: its weights are loaded into a device slot for their use.
         reads: told of reads of its parameters while they have no weights.
         source: brings its weights to where compute reads them.
@@ -87,6 +88,7 @@ class Block:
         self.repeated = repeated
         self.recomputed = recomputed
         self.leaf = leaf
+        self.then: tuple[str, ...] = ()
         self.streamed = False
         self.source: Source
         self.forwards = 0

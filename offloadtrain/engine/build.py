@@ -188,7 +188,7 @@ def lay_out(
 
 def _spec_of(block: Block) -> BlockSpec:
     trained, frozen = (tuple(b.spec for b in some) for some in (block.buckets, block.frozen))
-    kind = block.repeated, block.leaf, block.recomputed
+    kind = block.repeated, block.leaf, block.recomputed, block.then
     return BlockSpec(block.name, trained, frozen, *kind)
 
 
@@ -263,6 +263,8 @@ def make_blocks(
             block = Block(label, part.module, buckets, lanes, frozen=frozen, **kind)
             blocks.append(block)
             owner.update((p, block) for _, p in (*owned, *still))
+        if blocks:
+            blocks[-1].then += tuple(name or root for name in part.tied)
     _check_names([bucket.name for block in blocks for bucket in block.held])
     entries = {
         part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))

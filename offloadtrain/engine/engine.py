@@ -149,7 +149,9 @@ class Engine:
         try:
             yield
         except BaseException:
-            self.drop_gradients()
+            # Not with other microbatches in flight: nothing but close() follows.
+            if not self.guard.in_flight:
+                self.drop_gradients()
             raise
         finally:
             self._in_explicit_backward = self._gradients.expects = False

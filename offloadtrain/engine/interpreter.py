@@ -13,6 +13,8 @@ from offloadtrain.engine.salvage import Call, UpdateJournal
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
+from offloadtrain.runtime.lost_ranks import is_of_exchange
+from offloadtrain.runtime.process_group import RankError
 from offloadtrain.step.operations import (
     Enter,
     Flip,
@@ -43,6 +45,7 @@ class Residents(Protocol):
     def renew(self, block: str, by: int) -> None: ...
     def swap(self, bucket: str) -> None: ...
     def flip(self, bucket: str) -> None: ...
+    def lost(self, exchange: str) -> str: ...
 
 
 class Interpreter:
@@ -92,6 +95,7 @@ class Interpreter:
 
         Raises:
             CutShortError: earlier operations were cut short.
+            RankError: an exchange has failed.
         """
         self.require_whole()
         todo = iter(operations)
@@ -137,7 +141,12 @@ class Interpreter:
             progress, call = self._lanes.host_progress(), partial(_call, function, reads, writes)
             self.journal.launches(op, call, progress, decided=self._updating)
         HEARTBEAT.beat()
-        self._lanes.launch(op.lane, op.name, function, reads, writes)
+        try:
+            self._lanes.launch(op.lane, op.name, function, reads, writes)
+        except RuntimeError as error:
+            if not is_of_exchange(error):
+                raise
+            raise RankError(self._residents.lost(op.name)) from error
 
     def _swap(self, bucket: str) -> None:
         self.journal.swapped(bucket)

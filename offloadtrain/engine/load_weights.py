@@ -58,13 +58,17 @@ def adopt_weights(
     full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
     on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
     sizes = [sum(param.nbytes for _, param in part.parameters) for part in parts]
+    agreed: set[nn.Parameter] = set()
     for number, part in enumerate(parts):
         HEARTBEAT.advance("reading weights", sum(sizes[:number]), sum(sizes))
         for module in part.module.modules() if part.repeated else (part.module,):
             materialise(module, param_init_fn)
-        _agree_on([p for _, p in part.parameters if not holds_experts(p)], ranks.everyone)
+        # Tied ones are those of an earlier part, which may have left the device.
+        new = [p for _, p in part.parameters if p not in agreed]
+        agreed.update(new)
+        _agree_on([p for p in new if not holds_experts(p)], ranks.everyone)
         # Ranks with other experts have others: those with the same ones agree.
-        _agree_on([p for _, p in part.parameters if holds_experts(p)], ranks.of_experts)
+        _agree_on([p for p in new if holds_experts(p)], ranks.of_experts)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rules[bucket.group], device)

@@ -297,13 +297,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._split is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's, plus "scaler" (None without loss scaling) and "seed" of the rounding.
-        Values are views of host memory, not copies: the next step changes them."""
+        """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding and
+        "held_by". Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
         self.synchronize()
         # Some wrappers replace the entries of `state` by copies on a device.
         self._fill_state()
-        kept = {"scaler": self.scaler_state(), "seed": self._engine.functions.seed}
+        kept: dict[str, Any] = {"scaler": self.scaler_state(), "held_by": self._held_by}
+        kept["seed"] = self._engine.functions.seed
         return eager(torch.optim.Optimizer.state_dict)(self) | kept
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -314,10 +315,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         taken too: the masters stay, so load the model's weights as well, in any order.
 
         Raises:
-            EngineError: if groups, shapes or step counts do not fit this optimizer.
+            EngineError: if groups, shapes, step counts or ranks do not fit this optimizer.
         """
         # This thread writes the state next, which Adam and uploads in flight still use.
         self.synchronize()
+        state.check_held_by(state_dict, self._held_by)
         held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         step, of_experts = state.load_dict(state_dict, self.param_groups, held, self._rules)
         self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)

@@ -8,7 +8,7 @@ that owns parameters directly (embeddings, final norm, head) is a part of its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -26,6 +26,7 @@ class Part:
             has no parameters of its own: a module that has some may read its children's without a
             call, as `nn.MultiheadAttention` does. A `ParameterList` has no forward: its holder
             reads it.
+        tied: names of earlier parts that refer to some of the same parameters.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Part:
     parameters: tuple[tuple[str, nn.Parameter], ...]
     repeated: bool = False
     leaf: bool = False
+    tied: tuple[str, ...] = ()
 
 
 def partition(model: nn.Module) -> list[Part]:
@@ -40,7 +42,14 @@ def partition(model: nn.Module) -> list[Part]:
     by_module: dict[nn.Module, Part] = {}
     for part in _walk("", model):
         by_module.setdefault(part.module, part)
-    return list(by_module.values())
+    first: dict[nn.Parameter, str] = {}
+    return [replace(part, tied=_tied(part, first)) for part in by_module.values()]
+
+
+def _tied(part: Part, first: dict[nn.Parameter, str]) -> tuple[str, ...]:
+    """`first`: parameter → the first part that refers to it; those of the part are added."""
+    holders = [first.setdefault(param, part.name) for _, param in part.parameters]
+    return tuple(name for name in dict.fromkeys(holders) if name != part.name)
 
 
 def _walk(name: str, module: nn.Module, *, called: bool = False) -> Iterator[Part]:

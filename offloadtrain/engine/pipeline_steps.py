@@ -15,6 +15,7 @@ from offloadtrain.engine.norm import Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.stage_modules import PipelineError
 from offloadtrain.engine.stage_optimizers import StageModules, StageOptimizers
+from offloadtrain.runtime.lost_ranks import telling
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.pipeline_schedule import (
     Forward,
@@ -88,6 +89,13 @@ class Pipeline:
             raise PipelineError(f"schedule {kind!r}: {error}") from error
 
     @property
+    def _who(self) -> str:
+        """This process, for messages."""
+        count = self.stages.size * len(self.indices)
+        own = " and ".join(str(index + 1) for index in self.indices)
+        return f"rank {self.stages.world_rank} (stage {own} of {count})"
+
+    @property
     def optimizer(self) -> OffloadOptimizer | StageOptimizers:
         """Those of this process's stages, as one."""
         return self._optimizer
@@ -119,20 +127,24 @@ class Pipeline:
             (microbatches,) fp32 on the host: their losses, on every stage.
 
         Raises:
-            PipelineError: a batch that cannot be divided into the microbatches.
+            PipelineError: a batch that cannot be divided into the microbatches; or an exception has
+                left microbatches of earlier runs in flight.
+            RankError: another stage has failed: which, and why.
             EngineError, GradientError: as `OffloadOptimizer.backward`.
         """
         self._check_batch((*inputs, *([] if target is None else [target])))
         self._losses, self._divide = [], divide
-        self._training.run(inputs, target, more)
-        return self._of_last_stage(self._microbatches)
+        with telling(self._who):
+            self._training.run(inputs, target, more)
+            return self._of_last_stage(self._microbatches)
 
     @torch.no_grad()
     def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
         """Run one microbatch forward; returns its loss, fp32 on the host, on every stage."""
         self._losses = []
-        self._forward.run(inputs, target, more)
-        return self._of_last_stage(1)[0]
+        with telling(self._who):
+            self._forward.run(inputs, target, more)
+            return self._of_last_stage(1)[0]
 
     def step(self, *, skip: bool = False) -> None:
         """Update every stage of this process; all processes call it. See `OffloadOptimizer.step`.
@@ -140,7 +152,8 @@ class Pipeline:
         Raises:
             RankError: stages disagree about the step.
         """
-        self.optimizer.step(skip=skip)
+        with telling(self._who):
+            self.optimizer.step(skip=skip)
 
     def drain(self, *, newest: bool = True) -> Tensor | None:
         """End what is in flight between two runs; only `schedule="2bw"` leaves anything. All
@@ -216,10 +229,12 @@ class UnflushedPipeline(Pipeline):
         **more: Any,
     ) -> Tensor:
         self._check_batch((*inputs, *([] if target is None else [target])))
+        self._require_whole()
         self._step.run_begins()
         self._losses, self._divide = [], divide
         self._is_broken = True
-        self._unflushed.run(inputs, target, more)
+        with telling(self._who):
+            self._unflushed.run(inputs, target, more)
         self._is_broken = False
         own = torch.stack(self._losses).float().cpu() if self._losses else None
         before, self._last = self._last, self._send_losses(own)
@@ -240,9 +255,11 @@ class UnflushedPipeline(Pipeline):
     def drain(self, *, newest: bool = True) -> Tensor | None:
         if self._last is None:
             return None
+        self._require_whole()
         self._step.require_asked("drain()")
-        self._unflushed.drain()
-        self._step.drain(newest=newest)
+        with telling(self._who):
+            self._unflushed.drain()
+            self._step.drain(newest=newest)
         last, self._last = self._last, None
         return self._received(last)
 
@@ -254,6 +271,13 @@ class UnflushedPipeline(Pipeline):
                 self.step(skip=True)
             self.drain()
         super().close()
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise PipelineError(
+                "an exception has left run() with microbatches in flight, which other stages wait "
+                "for: end every process, and go on from a checkpoint"
+            )
 
     def before_forward(self, number: int) -> None:
         if number == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.memory_map import MemoryMap
+from offloadtrain.runtime.lost_ranks import lost
+from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.step.program import Program
 from offloadtrain.step.streaming import StreamError
 
@@ -74,6 +77,21 @@ class Residency:
         raise StreamError(f"a tensor lies in the slot of '{name}' and in none of its buckets")
 
     # Calls of the engine.
+
+    def lost(self, exchange: str) -> str:
+        """Return the message of an exchange among ranks that has failed: what is wrong most often,
+        which Gloo may tell of by ending the other process, is a module that only some ranks use."""
+        told = lost(f"rank {ALONE.world_rank}, in '{exchange}',")
+        if not (unused := self._program.streaming.unused):
+            return told
+        weights = (
+            slot.name for name in unused for b in self._blocks[name].held for slot in b.slots
+        )
+        return (
+            f"{told}. This pass of this rank has not used {', '.join(map(repr, weights))} so far. "
+            "In ZeRO stage 3 all ranks use the same modules in the same order; for modules outside "
+            f"of layers that only some use set keep_whole = {json.dumps(unused)}"
+        )
 
     def use(self, block: Block) -> None:
         """Compute is about to read the block."""

@@ -34,6 +34,24 @@ def _own_storage(piece: Tensor) -> Tensor:
     return torch.from_numpy(piece.view(torch.uint8).numpy()).view(piece.dtype)
 
 
+def check_held_by(state_dict: Mapping[str, Any], own: Mapping[str, tuple[int, int]]) -> None:
+    """Raises EngineError for the state of another rank, whose shards may have the same sizes."""
+    given = {name: tuple(at) for name, at in state_dict.get("held_by", {}).items()}
+    if all(count == 1 for _, count in given.values()) or given == own:
+        return  # whole tensors, which any rank takes its shard of; torch's own, too
+    several = [name for name in own if given.get(name, own[name])[1] > 1 or own[name][1] > 1]
+    their, this = (
+        " and ".join("{} {} of {}".format(name, *held.get(name, own[name])) for name in several)
+        for held in (given, own)
+    )
+    raise EngineError(
+        f"the state is that of {their} (counted from 0), and this process is {this}. The "
+        "state_dict() of a rank holds its shards only: load it on as many ranks, each its own. "
+        "Weights that any number of ranks can load: dict(optimizer.master_weights()), which all "
+        "ranks call. The checkpoints of jobs fit any number of ranks"
+    )
+
+
 def load_dict(
     state_dict: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],

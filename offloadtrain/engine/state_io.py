@@ -55,6 +55,12 @@ class StateIO:
         """Yield the entries of `state` without their steps."""
         raise NotImplementedError
 
+    @property
+    def _held_by(self) -> dict[str, tuple[int, int]]:
+        """Number and count of the ranks that share the state, and of those that hold parts."""
+        both = {"rank": self.ranks, "part": self._part_ranks}
+        return {name: (some.rank, some.size) for name, some in both.items()}
+
     @cached_property
     def parts(self) -> Parts:
         """Where what this rank holds of DTensors is in the whole.

@@ -45,12 +45,14 @@ from offloadtrain.plan.device_time import (
     Seconds,
     again_seconds,
     block_seconds,
+    by_reading,
     head_seconds,
     traced_seconds,
 )
 from offloadtrain.plan.disk import DISK_LANES, disk_load
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.block_spec import BlockSpec, BucketSpec, MatrixSpec
+from offloadtrain.step.drive import loads_outside
 from offloadtrain.step.formats import ADAM_MOMENTS
 from offloadtrain.step.operations import Kind, Launch
 from offloadtrain.step.spec import MATRIX_BYTES
@@ -129,11 +131,9 @@ class Costs:
                 return op.writes[0].nbytes / self.bus(self.machine.h2d_gbps)
             case Kind.ACTIVATION_DOWN | Kind.MATRIX_DOWN:
                 return op.writes[0].nbytes / self.bus(self.machine.d2h_gbps)
-            case Kind.KEEP_INPUT | Kind.FETCH_PART:
-                return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.GATHER_INPUT:
                 return self.parts.gather_s(op.writes[0].nbytes)
-            case Kind.COPY:
+            case Kind.COPY | Kind.KEEP_INPUT | Kind.FETCH_PART:
                 return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
             case Kind.ORTHOGONALIZE:
                 # The matrix that begins there, of the first rank's shard.
@@ -150,10 +150,11 @@ class Costs:
 
     @cached_property
     def computed(self) -> dict[str, Seconds]:
-        """Block → seconds of its forward and backward; the head's are the last block's."""
+        """Reading → seconds of forward and backward; the head's are the last one's."""
         if (traced := self.placed.traced) is not None:
             how = self._tokens, self.machine, self._precision, KERNELS
-            return {name: traced_seconds(cost, *how) for name, cost in traced.blocks.items()}
+            times = {name: traced_seconds(one, *how) for name, one in traced.blocks.items()}
+            return by_reading(self.spec.blocks, times)
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         compiled = self.placed.config.offload.compile_blocks
         kernels = kernels_of(model, compiled=compiled)
@@ -176,7 +177,7 @@ class Costs:
             again = again_s if block.recomputed else 0.0
             backward = layers * layer.backward + (block.name == last) * head.backward
             found[block.name] = Seconds(forward, backward + again)
-        return found
+        return by_reading(self.spec.blocks, found)
 
     @property
     def flops(self) -> float:
@@ -373,14 +374,12 @@ class Costs:
     def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
         """Return the bytes for streamed blocks in forward and backward of every microbatch, except
         those still in slots. `bytes_of`: a bucket that is loaded → what that moves."""
-        layers = [sum(map(bytes_of, block.held)) for block in streamed if block.repeated]
-        others = [sum(map(bytes_of, block.held)) for block in streamed if not block.repeated]
-        micro_steps, slots = self.spec.config.grad_accum_steps, self.spec.slots
-        loads = max(2 * micro_steps * (len(layers) - slots) + slots, len(layers))
+        size_of = {one.name: sum(map(bytes_of, one.held)) for one in streamed}
+        layers = [size_of[block.name] for block in streamed if block.repeated]
+        slots, passes = self.spec.slots, 2 * self.spec.config.grad_accum_steps
+        loads = max(passes * (len(layers) - slots) + slots, len(layers))
         of_layers = loads * sum(layers) // max(len(layers), 1)
-        # In one slot: the first is not read in backward, the last is still there.
-        once = others[0] + others[-1] if others else 0
-        return of_layers + micro_steps * (2 * sum(others) - once)
+        return of_layers + sum(size_of[at] * n for at, n in loads_outside(self.spec).items())
 
     @property
     def dram_bytes(self) -> float:

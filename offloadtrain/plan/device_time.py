@@ -21,6 +21,7 @@ the residuals: docs/validation.md.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
@@ -29,6 +30,7 @@ from offloadtrain.config.model_shape import ModelShape, chosen_experts
 from offloadtrain.config.offload import PRECISIONS, Precision
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.microbatch import AttentionKind, BlockCost, Work
+from offloadtrain.step.block_spec import BlockSpec, readings_of
 from offloadtrain.step.formats import ITEMSIZE
 
 Level = Literal["eager", "compiled", "fused"]
@@ -372,3 +374,14 @@ class _Block:
                 each += _AUTOCAST_SCORES[self.kernels.level][way]
             count += each * shape.num_heads * self.seq_len / split + traffic.heads[way] * d / split
         return count
+
+
+def by_reading(blocks: Sequence[BlockSpec], found: Mapping[str, Seconds]) -> dict[str, Seconds]:
+    """Return what each reading takes, by its owner. What the last block takes, the head's time with
+    it, runs behind the last reading: a tied head waits for its weights."""
+    nothing, last = Seconds(0.0, 0.0), blocks[-1].name
+    readings = readings_of(blocks)
+    times = {one.owner: found.get(one.owner, nothing) for one in readings}
+    if (at := readings[-1]).again:
+        times[at.owner], times[last] = times[last], nothing
+    return times

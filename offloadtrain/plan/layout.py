@@ -67,8 +67,13 @@ def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
     """Return all blocks in forward order."""
     parts = parts_of(config)
     again = config.offload.recomputed_of([part.name for part in parts if part.repeated])
-    found = (_block(one, config, ranks, recomputed=one.name in again) for one in parts)
-    return tuple(block for block in found if block.held)
+    found: list[BlockSpec] = []
+    for part in parts:
+        block = _block(part, config, ranks, recomputed=part.name in again)
+        found += [block] if block.held else []
+        if part.tied and found:
+            found[-1] = replace(found[-1], then=found[-1].then + part.tied)
+    return tuple(found)
 
 
 def _block(part: PartShape, config: Config, ranks: int, *, recomputed: bool) -> BlockSpec:
@@ -149,7 +154,9 @@ def _layers(shape: ModelShape, numbers: Sequence[int]) -> Iterator[PartShape]:
 
 def _end(shape: ModelShape) -> Iterator[PartShape]:
     yield PartShape("norm", _named("norm", _norm(shape)), leaf=True)
-    if not shape.tie_embeddings:
+    if shape.tie_embeddings:
+        yield PartShape("head", (), leaf=True, tied=("embedding",))
+    else:
         weight = ParamShape("head.weight", (shape.vocab_size, shape.d_model))
         yield PartShape("head", (weight,), leaf=True)
 

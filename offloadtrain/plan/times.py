@@ -65,6 +65,7 @@ def _alike(spec: StepSpec) -> bool:
             block.name in spec.streamed,
             block.name in spec.second_copies,
             block.recomputed,
+            block.then,
             tuple(replace(bucket, name="") for bucket in block.held),
         )
         for block in layers

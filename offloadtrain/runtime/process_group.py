@@ -18,6 +18,12 @@ Collectives are matched by their order. They run on one lane, and every rank lau
 order (`step.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process group,
 so that they never interfere.
 
+[Note: Names of groups]
+torch names a group of some ranks after these ranks and the number of groups that its process holds.
+Members with different numbers would wait for each other for ever, and a live group's name comes
+again once another group was destroyed. So the members agree on a number, larger than any before
+among them, and hold as many groups while they make theirs.
+
 [Note: No pickles]
 torch's object collectives unpickle what arrives, and a pickle can run code. Ranks therefore
 exchange tensors and JSON only: what arrives can be wrong, but it is never executed.
@@ -27,7 +33,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,15 +103,15 @@ class Ranks:
             return
         self.rank, self.size = members.index(dist.get_rank()), len(members)
         on_gpu = device is not None and device.type == "cuda"
-        # Other ranks need not call this for a subgroup. A subgroup's name is derived from its
-        # ranks and the live groups: keep it, or the next one would reuse its addresses.
         self._of_some = self.size < dist.get_world_size()
         for backend in ("nccl" if on_gpu else "gloo", "gloo"):
-            made = dist.new_group(
-                members,
-                backend=backend,
-                use_local_synchronization=self._of_some,
-            )
+            # Other ranks need not call this for a subgroup.
+            with _named_alike(members) if self._of_some else nullcontext():
+                made = dist.new_group(
+                    members,
+                    backend=backend,
+                    use_local_synchronization=self._of_some,
+                )
             assert isinstance(made, Group)  # this process is one of them
             self._groups.append(made)
             if backend == "gloo":  # a rank may close before others connect: meet first
@@ -179,6 +186,12 @@ class Ranks:
     @property
     def is_single(self) -> bool:
         return self.size == 1
+
+    @property
+    def world_rank(self) -> int:
+        """The number of this process among all, including ranks outside the group."""
+        known = dist.is_available() and dist.is_initialized()
+        return dist.get_rank() if known else self.rank
 
     @property
     def world_size(self) -> int:
@@ -316,6 +329,28 @@ class Ranks:
         """
         if not dist.is_initialized():
             self.close()
+
+
+_named: dict[tuple[int, ...], list[int]] = {}
+"""Members of groups of some ranks → the number in the name of each group."""
+
+
+@contextmanager
+def _named_alike(members: Sequence[int]) -> Iterator[None]:
+    """A group is made inside; see [Note: Names of groups]."""
+    names, held = _named.setdefault(tuple(members), []), dist.distributed_c10d._world.pg_names
+    store, key = dist.distributed_c10d._get_default_store(), f"group {members} {len(names)}"
+    store.set(f"{key} {dist.get_rank()}", str(max(len(held), *(one + 1 for one in names), 0)))
+    with HEARTBEAT.collective():  # waits for the other members
+        names.append(max(int(store.get(f"{key} {other}")) for other in members))
+    alone, own = [], [dist.get_rank()]
+    while len(held) < names[-1]:
+        alone.append(dist.new_group(own, backend="gloo", use_local_synchronization=True))
+    try:
+        yield
+    finally:
+        for group in alone:
+            dist.destroy_process_group(group)
 
 
 def _encoded(value: Any) -> Tensor:

@@ -35,5 +35,6 @@ def parts_of_module(
             )
             for name, p in own
         )
-        found.append(PartShape(part.name or "root", tuple(params), part.repeated, part.leaf))
+        tied = tuple(name or "root" for name in part.tied)
+        found.append(PartShape(part.name or "root", tuple(params), part.repeated, part.leaf, tied))
     return tuple(found)

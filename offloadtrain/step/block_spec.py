@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -112,6 +113,22 @@ class BucketSpec:
         return [one for one in self.matrices if first <= one.offset < first + self.shard_numel]
 
 
+class Reading(NamedTuple):
+    """A block's place in a forward.
+
+    Attributes:
+        again: the block has had its own place; a module that is tied to it reads it once more.
+    """
+
+    block: str
+    again: bool = False
+
+    @property
+    def owner(self) -> str:
+        """What the launches of its forward and backward work on."""
+        return f"{self.block} (tied)" if self.again else self.block
+
+
 @dataclass(frozen=True)
 class BlockSpec:
     """Parameters that move together: those that one module's forward uses as one.
@@ -122,6 +139,7 @@ class BlockSpec:
         repeated: one of several alike that are used one after the other: it can be streamed.
         leaf: a module outside of lists that has no children: in ZeRO stage 3 it can be streamed.
         recomputed: its forward runs again in backward.
+        then: blocks before it that modules behind it read once more (tied weights).
     """
 
     name: str
@@ -130,6 +148,7 @@ class BlockSpec:
     repeated: bool = False
     leaf: bool = False
     recomputed: bool = False
+    then: tuple[str, ...] = ()
 
     @property
     def held(self) -> tuple[BucketSpec, ...]:
@@ -140,3 +159,14 @@ class BlockSpec:
     def nbytes(self) -> int:
         """Device memory of the working weights; every bucket starts on 256 bytes."""
         return sum(bucket.nbytes for bucket in self.held)
+
+
+def readings_of(blocks: Sequence[BlockSpec]) -> tuple[Reading, ...]:
+    """Return what a forward reads, in order."""
+    names = {block.name for block in blocks}  # some layers may be left out
+    return tuple(
+        reading
+        for block in blocks
+        for reading in (Reading(block.name), *(Reading(name, again=True) for name in block.then))
+        if reading.block in names
+    )

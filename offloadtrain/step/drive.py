@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
 from itertools import count, takewhile
 
-from offloadtrain.step.block_spec import BlockSpec
+from offloadtrain.step.block_spec import Reading, readings_of
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.operations import Kind, Operations
 from offloadtrain.step.program import Program
@@ -15,7 +16,7 @@ from offloadtrain.step.spec import StepSpec
 def steps(
     program: Program, num_steps: int, input_bytes: int = 0, *, saved: Container[int] = ()
 ) -> Operations:
-    """Return the operations of the first steps: blocks in the spec's order, a gradient for every
+    """Return the operations of the first steps: blocks in their order, a gradient for every
     parameter, no step skipped, nothing clipped, all speculation right.
 
     Args:
@@ -28,12 +29,12 @@ def steps(
     """
     micro_steps = program.spec.config.grad_accum_steps
     done: Operations = []
-    inputs = Inputs(program, input_bytes)
+    inputs, readings = Inputs(program, input_bytes), readings_of(program.spec.blocks)
     for step in range(1, num_steps + 1):
         for micro_step in range(micro_steps):
             last = micro_step + 1 == micro_steps
-            done += _forward(program, inputs)
-            done += _backward(program, inputs, step, last=last)
+            done += _forward(program, readings, inputs)
+            done += _backward(program, readings, inputs, step, last=last)
             if step == 1 and micro_step == 0 and not program.spec.is_single:
                 done += program.first_sums()
         done += program.norm() + program.computes(Kind.DECIDE, "")
@@ -46,24 +47,29 @@ def steps(
     return done
 
 
-def _forward(program: Program, inputs: Inputs) -> Operations:
+def _forward(program: Program, readings: Sequence[Reading], inputs: Inputs) -> Operations:
     done = program.pass_begins()
-    for block in program.spec.blocks:
-        done += program.use(block.name)
-        done += inputs.save(block)
-        done += program.computes(Kind.FORWARD, block.name)
+    for reading in readings:
+        done += program.use(reading.block)
+        done += inputs.save(reading)
+        done += program.computes(Kind.FORWARD, reading.block, owner=reading.owner)
     return done
 
 
-def _backward(program: Program, inputs: Inputs, step: int, *, last: bool) -> Operations:
+def _backward(
+    program: Program, readings: Sequence[Reading], inputs: Inputs, step: int, *, last: bool
+) -> Operations:
     done: Operations = []
+    blocks = {block.name: block for block in program.spec.blocks}
     unread = unread_in_backward(program.spec)
-    for block in reversed(program.spec.blocks):
-        reads = block.name not in unread
+    for reading in reversed(readings):
+        block, reads = blocks[reading.block], reading not in unread
         done += program.use(block.name, [block.name]) if reads else []
-        done += inputs.need(block)
-        done += program.computes(Kind.BACKWARD, block.name, reads=reads)
-        done += inputs.drop(block)
+        done += inputs.need(reading)
+        done += program.computes(Kind.BACKWARD, block.name, reads=reads, owner=reading.owner)
+        done += inputs.drop(reading)
+        if reading.again:
+            continue  # a tied weight has its whole gradient behind its first reading's backward
         delivered = {bucket.name: True for bucket in block.buckets}
         done += program.grads_ready(block.name, delivered, last=last)
         # As the engine does: the first backward shows which blocks deliver as expected.
@@ -74,14 +80,29 @@ def _backward(program: Program, inputs: Inputs, step: int, *, last: bool) -> Ope
     return done
 
 
-def unread_in_backward(spec: StepSpec) -> frozenset[str]:
-    """Return the streamed blocks before the layers, whose backward reads no weights: their inputs
-    are data, which gets no gradient."""
+def loads_outside(spec: StepSpec) -> Counter[str]:
+    """Return block → how often the slot outside of layers is loaded with it in a step of many."""
+    outside = {one.name for one in spec.blocks if one.name in spec.streamed and not one.repeated}
+    unread, readings = unread_in_backward(spec), readings_of(spec.blocks)
+    passes = [*readings, *(one for one in reversed(readings) if one not in unread)]
+    used = [one.block for one in passes if one.block in outside]
+    found = Counter[str]()
+    # A step begins with new weights, a later microbatch with those that the one before has left.
+    for times, there in ((1, ""), (spec.config.grad_accum_steps - 1, "".join(used[-1:]))):
+        for name in used:
+            found[name] += times if name != there else 0
+            there = name
+    return found
+
+
+def unread_in_backward(spec: StepSpec) -> frozenset[Reading]:
+    """Return the readings of streamed blocks before the layers whose backward reads no weights:
+    their inputs are data, which gets no gradient."""
     ahead = takewhile(lambda block: block.leaf, spec.blocks)
     tables = [block.name for block in ahead]
     # Without a list of layers the modules of the only one are leaves, too.
     tables = tables if any(block.repeated for block in spec.blocks) else tables[:1]
-    return spec.streamed.intersection(tables)
+    return frozenset(Reading(name) for name in spec.streamed.intersection(tables))
 
 
 class Inputs:
@@ -92,27 +113,25 @@ class Inputs:
         self._program = program
         self._nbytes = nbytes if program.spec.moves_inputs else 0
         self._numbers = numbers or count()
-        self._saved: dict[str, int] = {}
+        self._saved: dict[Reading, int] = {}
         has_layers = any(block.repeated for block in program.spec.blocks)
         all_saved = program.spec.config.activation == "offload_saved"
         self._moved = {
-            block.name
+            Reading(block.name)
             for block in program.spec.blocks
             if block.recomputed or (all_saved and (block.repeated or not has_layers))
         }
 
-    def save(self, block: BlockSpec) -> Operations:
-        if not (self._nbytes and block.name in self._moved):
+    def save(self, one: Reading) -> Operations:
+        if not (self._nbytes and one in self._moved):
             return []
-        self._saved[block.name] = next(self._numbers)
-        return self._program.activation_saved(self._saved[block.name], self._nbytes, "uint8")
+        self._saved[one] = next(self._numbers)
+        return self._program.activation_saved(self._saved[one], self._nbytes, "uint8")
 
-    def need(self, block: BlockSpec) -> Operations:
-        if block.name not in self._saved:
-            return []
-        return self._program.activation_needed(self._saved[block.name])
+    def need(self, one: Reading) -> Operations:
+        return self._program.activation_needed(self._saved[one]) if one in self._saved else []
 
-    def drop(self, block: BlockSpec) -> Operations:
-        if block.name not in self._saved:
+    def drop(self, one: Reading) -> Operations:
+        if one not in self._saved:
             return []
-        return self._program.activation_dropped(self._saved.pop(block.name))
+        return self._program.activation_dropped(self._saved.pop(one))

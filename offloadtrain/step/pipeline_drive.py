@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from offloadtrain.step.block_spec import Reading, readings_of
 from offloadtrain.step.drive import Inputs, unread_in_backward
 from offloadtrain.step.modes import Decision
 from offloadtrain.step.operations import Kind, Launch, Operations
@@ -160,6 +161,8 @@ class Driven:
         self._numbers = iter(range(1 << 60))
         self.launches = 0
         self._micro_steps = program.spec.config.grad_accum_steps
+        self._blocks = {block.name: block for block in program.spec.blocks}
+        self._readings = readings_of(program.spec.blocks)
         self._unread = unread_in_backward(program.spec)
         self._versions: dict[int, int] = {}
         """Microbatch between forward and backward → the weights that its forward has read."""
@@ -174,7 +177,7 @@ class Driven:
                 self._backward(turn.number, marks)
             case "squares":
                 self._add(self._program.norm())
-                self._compute(Kind.DECIDE, SQUARES, marks)
+                self._compute(Kind.DECIDE, Reading(SQUARES), marks)
                 if not self._flushes:
                     self._program.sum_ends()
             case "decide":
@@ -187,10 +190,10 @@ class Driven:
         self._add(self._program.pass_begins())
         self._versions[number] = self._program.version
         inputs = self._inputs[number] = Inputs(self._program, self._input_bytes, self._numbers)
-        for block in self._program.spec.blocks:
-            self._add(self._program.use(block.name))
-            self._add(inputs.save(block))
-            self._compute(Kind.FORWARD, block.name, marks)
+        for reading in self._readings:
+            self._add(self._program.use(reading.block))
+            self._add(inputs.save(reading))
+            self._compute(Kind.FORWARD, reading, marks)
 
     def _backward(self, number: int, marks: list[int]) -> None:
         step, own = divmod(number, self._micro_steps)
@@ -198,13 +201,15 @@ class Driven:
         is_old = self._versions.pop(number) != self._program.version
         if is_old:
             self._add(self._program.turn(back=True))
-        for block in reversed(self._program.spec.blocks):
-            reads = block.name not in self._unread
+        for reading in reversed(self._readings):
+            block, reads = self._blocks[reading.block], reading not in self._unread
             if reads:
                 self._add(self._program.use(block.name, [block.name]))
-            self._add(inputs.need(block))
-            self._compute(Kind.BACKWARD, block.name, marks, reads=reads)
-            self._add(inputs.drop(block))
+            self._add(inputs.need(reading))
+            self._compute(Kind.BACKWARD, reading, marks, reads=reads)
+            self._add(inputs.drop(reading))
+            if reading.again:
+                continue
             delivered = {bucket.name: True for bucket in block.buckets}
             self._add(self._program.grads_ready(block.name, delivered, last=last))
             if last and step > 0:
@@ -217,15 +222,15 @@ class Driven:
             self._add(self._program.first_sums())
 
     def _decide(self, step: int, marks: list[int]) -> None:
-        self._compute(Kind.DECIDE, "", marks)
+        self._compute(Kind.DECIDE, Reading(""), marks)
         names = [block.name for block in self._program.spec.blocks]
         self._add(self._program.norm_known(names, Decision(step + 1)))
         if self._flushes:
             self._program.step_ends()
         self._add(self._program.pass_begins())
 
-    def _compute(self, kind: Kind, block: str, marks: list[int], *, reads: bool = True) -> None:
-        self._add(self._program.computes(kind, block, reads=reads))
+    def _compute(self, kind: Kind, one: Reading, marks: list[int], *, reads: bool = True) -> None:
+        self._add(self._program.computes(kind, one.block, reads=reads, owner=one.owner))
         marks.append(self.launches - 1)
 
     def _add(self, operations: Operations) -> None:

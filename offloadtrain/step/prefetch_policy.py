@@ -31,6 +31,11 @@ class AccessOrder:
         return bool(self.missed) and self._seen[: len(self._order)] != self._order
 
     @property
+    def seen(self) -> Sequence[int]:
+        """The uses of this pass so far."""
+        return self._seen
+
+    @property
     def future(self) -> Sequence[int]:
         """The uses that are still to come; empty where nothing is known."""
         return self._order[self._next :]

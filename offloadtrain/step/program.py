@@ -115,16 +115,19 @@ class Program:
             self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
         return self._order.take()
 
-    def computes(self, kind: Kind, block: str, *, reads: bool = True) -> Operations:
+    def computes(
+        self, kind: Kind, block: str, *, reads: bool = True, owner: str = ""
+    ) -> Operations:
         """Launch the user's own work, where a program is driven without a model.
 
         Args:
             reads: of the block's weights.
+            owner: see `Reading`; "": the block.
         """
         held = self._held.get(block, ()) if reads else ()
         # Compute, where a real run has the user's kernels: uploads wait for these reads.
         refs = tuple(bucket.whole for bucket in held)
-        self._order.launch(Launch(kind, Lane.COMPUTE, block, refs), late=True)
+        self._order.launch(Launch(kind, Lane.COMPUTE, owner or block, refs), late=True)
         return self._order.take()
 
     def activation_saved(self, number: int, numel: int, dtype: str) -> Operations:

@@ -74,6 +74,12 @@ class Streaming:
         """Blocks that have a slot."""
         return [block for block in self.slots if block is not None]
 
+    @property
+    def unused(self) -> list[str]:
+        """Streamed blocks outside of layers that this pass has not used yet."""
+        seen = {self._blocks[number] for number in self.access_order.seen}
+        return [name for name in self._blocks if name in self._outside - seen]
+
     def use(self, block: str, pinned: Collection[str]) -> None:
         """Compute is about to read the block: load it if it has no slot, then load ahead.
 

@@ -156,10 +156,9 @@ class Trainer:
         try:
             self.optimizer.step(skip=bool(spike))
         except LossScaleError as error:
+            named = self._named_nonfinite
             self.saving.save(self.progress)  # of the previous step: an overflow changes nothing
-            last = self.optimizer.last_step
-            named = last.named_nonfinite if last else "no parameter"
-            raise LossScaleError(f"{error}. Not finite: the gradients of {named}") from error
+            raise LossScaleError(f"{error}. {named}") from error
         clock.lap("optimizer")
         report = self.optimizer.last_step
         assert report is not None
@@ -170,6 +169,12 @@ class Trainer:
             self.saving.roll_back(spike, self.progress)
             self._emergency.step_ended()
         return not report.skipped, told
+
+    @property
+    def _named_nonfinite(self) -> str:
+        """A sentence on the last step that was decided."""
+        last = self.optimizer.last_step
+        return f"Not finite: the gradients of {last.named_nonfinite if last else 'no parameter'}"
 
     def _count(
         self, report: StepReport, clock: StepClock, told: StepStats, lr: float, spike: str = ""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from offloadtrain.config.job import Config
 from offloadtrain.engine.pipeline_steps import Pipeline
+from offloadtrain.optim import LossScaleError
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.losses import loss_divisor, of_step, to_device
@@ -73,7 +74,15 @@ class UnflushedTrainer(Trainer):
         clock, told = StepClock(), _NOTHING
         if self._asked is None:
             self._log.before_step(self.optimizer)
-        losses, divides = self._run(clock)
+        try:
+            losses, divides = self._run(clock)
+        except LossScaleError as error:
+            # On every stage, before a microbatch of this step is sent: the one in flight can end.
+            assert self._asked is not None
+            named = self._named_nonfinite
+            self._end(self._asked)
+            self.saving.save(self.progress)
+            raise LossScaleError(f"{error}. {named}") from error
         if self._asked is not None:
             told = self._ended(self._asked, losses)
             self._log.before_step(self.optimizer)
@@ -85,12 +94,18 @@ class UnflushedTrainer(Trainer):
         self._asked = asked = _Asked(clock, lr, divides, self._ranks.send_host(row))
         if not self._flush_is_due(told):
             return False, told
+        told = self._end(asked)
+        assert self.optimizer.last_step is not None
+        return not self.optimizer.last_step.skipped, told
+
+    def _end(self, asked: _Asked) -> StepStats:
+        """End the step in flight, and keep the delay."""
         HEARTBEAT.enter(f"end of step {self.progress.step + 1}")
         left = self._pipeline.drain(newest=False)
-        clock.lap("backward")
-        assert left is not None and self.optimizer.last_step is not None
-        told, self._asked = self._ended(asked, left), None
-        return not self.optimizer.last_step.skipped, told
+        asked.clock.lap("backward")
+        assert left is not None
+        self._asked = None
+        return self._ended(asked, left)
 
     def _run(self, clock: StepClock) -> tuple[Tensor, bool]:
         """Run the microbatches of a step; return the losses of the step before, and whether this

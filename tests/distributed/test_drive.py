@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import own_batches
+from tests.numerics.models import VOCAB, WIDTH, Layer
 from tests.step.test_drive import STEPS, compared
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -34,3 +37,33 @@ def test_every_rank_does_what_its_program_says(
     ranks: Run, mode: str, accum: int, place: str
 ) -> None:
     assert ranks(2, differs, mode, accum, PLACES[place]) == ["", ""]
+
+
+class TiedTables(nn.Module):
+    """Two tables that share a slot, and a head that reads the first of them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.positions = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(5))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def differs_tied(mode: str, accum: int, options: dict[str, Any]) -> str:
+    return compared(mode, accum, options, own_batches(STEPS * accum), made=TiedTables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "accum"), [("exact", 2), ("early", 1), ("delayed", 1)])
+@pytest.mark.parametrize("place", ["stage 3, device", "stage 3, host"])
+def test_tied_weights_are_read_at_both_ends(ranks: Run, mode: str, accum: int, place: str) -> None:
+    assert ranks(2, differs_tied, mode, accum, PLACES[place]) == ["", ""]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import GradientError, ModelError
+from offloadtrain.engine import EngineError, GradientError, ModelError
 from offloadtrain.runtime import long_waits
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
@@ -525,3 +525,61 @@ def test_a_call_that_only_one_rank_makes_is_named(own_ranks: Run, tmp_path: Path
     assert "in master_weights() at" in said
     assert f"{Path(__file__).name}:" in said
     assert "its last collective was 'all-gather " in said
+
+
+def saves_or_loads(path: str, place: int | None) -> str:
+    """Save each rank's state (None), or load that of the rank so many places behind."""
+    model = Chain()
+    optimizer = offloaded(model)
+    try:
+        if place is None:
+            train(optimizer, model, batches(1))
+            torch.save(optimizer.state_dict(), f"{path}/{optimizer.ranks.rank}")
+            return ""
+        saved = len(list(Path(path).iterdir()))
+        optimizer.load_state_dict(torch.load(f"{path}/{(optimizer.ranks.rank + place) % saved}"))
+    except EngineError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return "loaded"
+
+
+@pytest.mark.slow
+def test_the_state_of_another_rank_is_refused(ranks: Run, tmp_path: Path) -> None:
+    """Its shards may have the sizes of this one's."""
+    two, one = tmp_path / "two", tmp_path / "one"
+    for folder, size in ((two, 2), (one, 1)):
+        folder.mkdir()
+        ranks(size, saves_or_loads, str(folder), None)
+    assert ranks(2, saves_or_loads, str(two), 0) == ["loaded"] * 2
+    for rank, told in enumerate(ranks(2, saves_or_loads, str(two), 1)):
+        assert f"is that of rank {1 - rank} of 2 (counted" in told
+    (alone,) = ranks(1, saves_or_loads, str(two), 1)
+    assert "is that of rank 1 of 2 (counted" in alone
+    assert "this process is rank 0 of 1" in alone and "as many ranks, each its own" in alone
+    # Of one process: whole tensors, of which any number of ranks take their shards.
+    assert ranks(2, saves_or_loads, str(one), 0) == ["loaded"] * 2
+
+
+def groups_of_some(uneven: bool) -> int:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[dist.get_rank() // 2]
+    if uneven and dist.get_rank() in (0, 2):
+        dist.new_group([0, 2], use_local_synchronization=True)
+    models = [Chain() for _ in range(4)]
+    whole = offloaded(models[0])
+    optimizers = [offloaded(models[1], process_group=half)]
+    whole.close()
+    optimizers += [offloaded(model, process_group=half) for model in models[2:]]
+    for model, optimizer in zip(models[1:], optimizers, strict=True):
+        train(optimizer, model, batches(1))
+        optimizer.close()
+    return len(optimizers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uneven", [False, True])
+def test_groups_of_some_ranks_have_names_of_their_own(own_ranks: Run, uneven: bool) -> None:
+    """torch's depend on the groups that each process holds, which may be more or fewer."""
+    assert own_ranks(4, groups_of_some, uneven) == [3] * 4

@@ -12,6 +12,7 @@ import pytest
 
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaleError, LossScaler
+from offloadtrain.train.saved_run import open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.test_jobs import CONSTANT, data, trained  # noqa: F401
 from tests.distributed.test_pipeline import Told, one_process
@@ -24,6 +25,7 @@ from tests.distributed.test_unflushed_jobs import (
     assert_same_state,
     evaluations,
     events,
+    spoilt,
 )
 
 SCALE = 2.0**24
@@ -153,3 +155,33 @@ def test_overflows_at_the_smallest_scale_are_told_on_all_stages(ranks: Run) -> N
     told = ranks(2, fast, overflowing, 2)
     assert {number for number, _ in told} == {3}
     assert all("gradients overflow fp16" in text for _, text in told)
+
+
+def ended_by_overflow(folder: Path, data: Path, bad: set[int], **changes: Any) -> str:  # noqa: F811
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offloadtrain.optim.loss_scaler.SMALLEST", 2.0**16)
+        with pytest.raises(LossScaleError) as told:
+            spoilt(lambda: trained(folder, data, **changes), bad)
+    return str(told.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bad", [{6, 7}, pytest.param({6}, marks=pytest.mark.long)], ids=["two", "one"]
+)
+def test_a_job_that_overflows_at_the_smallest_scale_ends_with_a_checkpoint(
+    ranks: Run,
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+    bad: set[int],
+) -> None:
+    chosen = DELAYED | {"offload.precision": '"fp16"'}
+    (alone,) = ranks(1, ended_by_overflow, tmp_path / "whole", data, bad, **chosen)
+    told = ranks(2, ended_by_overflow, tmp_path / "staged", data, bad, **chosen | STAGES)
+    assert "smallest loss scale" in alone and "Not finite: the gradients of '" in alone
+    assert told == [alone] * 2
+    whole, staged = (open_saved(tmp_path / name).found for name in ("whole", "staged"))
+    # One step more is under way in stages, which is ended; here it counts, or is skipped as well.
+    assert staged.step - whole.step == len({6, 7} - bad) and whole.step == 6
+    if len(bad) == 2:
+        assert_same_state(tmp_path / "whole", tmp_path / "staged")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
@@ -63,11 +64,16 @@ def driven(optimizer: ot.OffloadOptimizer) -> Lanes:
 
 
 def compared(
-    mode: str, accum: int, options: dict[str, Any], stream: list[Any], rule: Any = None
+    mode: str,
+    accum: int,
+    options: dict[str, Any],
+    stream: list[Any],
+    rule: Any = None,
+    made: Callable[[], nn.Module] = lambda: Chain(5),
 ) -> str:
     """How the two differ: empty where they do not."""
     torch.manual_seed(0)
-    model, lanes = Chain(5), RecordingLanes(SequentialLanes())
+    model, lanes = made(), RecordingLanes(SequentialLanes())
     with on_lanes(lanes):
         optimizer = ot.offload(
             model, rule, device="cpu", grad_accum_steps=accum, **OPTIONS[mode], **options

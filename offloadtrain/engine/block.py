@@ -66,6 +66,7 @@ class Block:
             began.
         first_clock: that of the first one since the last micro-step whose graph backward may run; 0
             if there was none.
+        in_order: see `InFlight`.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
@@ -96,6 +97,7 @@ class Block:
         self.generation = 0
         self.versions = 1
         self.clock = self.first_clock = 0
+        self.in_order = False
         self._lanes = lanes
         self._readings: dict[int, int] = {}
         """Generation → the graphs that hold saved views of its weights."""

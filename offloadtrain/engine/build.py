@@ -83,12 +83,12 @@ def build(
     block_inputs = BlockInputs(device)
     memory_map = laid.named(blocks, block_inputs)
     program = Program(spec, ranks.rank, place.parts.rank)
-    functions = Functions(
-        blocks, lanes, ranks, rules, groups, disk, seed=config.seed, parts=place.parts
-    )
+    shared = blocks, lanes, ranks, rules, groups, disk
+    functions = Functions(*shared, seed=config.seed, parts=place.parts)
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
-    gradients = Gradients(blocks, program, interpreter, functions, ranks=ranks, norms=laid.norms)
+    sources = blocks, program, interpreter, functions, ranks, laid.norms
+    gradients = Gradients(*sources, in_order=place.in_order)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, ranks, param_init_fn)

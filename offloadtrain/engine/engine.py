@@ -60,7 +60,7 @@ class Engine:
         self._ranks = ranks
         self._forward_order: list[Block] | None = None
         self._forward_hooks = forward_hooks
-        forward_hooks.on_root = gradients.end_micro_step
+        forward_hooks.on_root = gradients.root_begins
         forward_hooks.on_blocks = gradients.forward_begins
         if not ranks.is_single:
             residency.on_backward = gradients.backward_is_at
@@ -217,7 +217,7 @@ class Engine:
         # Waits for the host's last norm of this stage, and not for any other stage.
         norm = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
         self._sent = norm, self._gradients.micro_steps
-        self._gradients.drop()
+        self._gradients.drop(in_flight=False)
         self.program.sum_ends()
 
     def decide(self, *, skip: bool = False) -> StepReport:

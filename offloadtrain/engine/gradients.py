@@ -38,10 +38,10 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.runtime.lanes import Buffer
@@ -107,12 +107,13 @@ class Gradients:
         program: Program,
         interpreter: Interpreter,
         functions: Functions,
-        *,
         ranks: Ranks,
         norms: Mapping[Tier, Buffer],
+        *,
+        in_order: bool,
     ) -> None:
         """`norms`: of each tier that measures, (number of parameters,) fp64: the sum of squares of
-        each parameter that was measured there, in this rank's shards."""
+        each parameter that was measured there, in this rank's shards. `in_order`: of `InFlight`."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
@@ -137,7 +138,7 @@ class Gradients:
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
         self._agreed = ranks.is_single
-        self._foreign_task = -1
+        self._in_flight = InFlight(blocks, in_order=in_order)
         """A backward that delivers nothing to this model."""
         self.micro_steps = 0
         """Whole micro-steps since the last optimizer step."""
@@ -176,40 +177,34 @@ class Gradients:
             self._take(one)
         return (GradStatus.COMPLETE, due) if due and self._in_last else (GradStatus.PART, [])
 
-    def backward_is_at(self, clock: int, runs_again: bool) -> None:
+    def root_begins(self) -> None:
+        """A forward of the model begins that is not part of a backward."""
+        self.end_micro_step()
+        self._in_flight.forward_begins()
+
+    def backward_is_at(self, clock: int, again: Block | None) -> None:
         """Backward is about to use a block whose forward began at `clock`: send what it has passed,
         see [Note: Before a gather].
 
         Args:
-            runs_again: a forward is about to run again; that of blocks without a gradient may be
-                next.
+            again: that block, if its forward is about to run again; that of blocks without a
+                gradient may be next.
         """
+        clock = clock if again is None else self._in_flight.clocks(again)[1]
         while (number := self._turns.awaited) is not None:
             block = self._trained[number]
             # One that no forward of this rank has entered stays on the device: others are gathered
             # by every rank.
-            over = block.first_clock > clock or not (block.first_clock or block.streamed)
-            if not over or (runs_again and not self._deliveries[block].arrived):
+            first, _ = self._in_flight.clocks(block)
+            over = first > clock or not (first or block.streamed)
+            if not over or (again is not None and not self._deliveries[block].arrived):
                 return
             if not self.open:
-                if not (self.expects or self._will_deliver()):
+                if not (self.expects or self._in_flight.will_deliver(self._trained)):
                     return
                 self._begin()
             for one in self._turns.ready(number):
                 self._take(self._trained[one])
-
-    def _will_deliver(self) -> bool:
-        """Tell whether the backward in progress is a plain one of this model: it reaches parameters
-        that a forward has read. One of another model through this one's frozen weights does not."""
-        task = torch._C._current_graph_task_id()
-        if task == self._foreign_task:
-            return False
-        read = (block for block in reversed(self._trained) if block.first_clock)
-        params = (slot.param for block in read for bucket in block.buckets for slot in bucket.slots)
-        if any(map(is_reached, params)):
-            return True
-        self._foreign_task = task
-        return False
 
     @property
     def _in_last(self) -> bool:
@@ -241,6 +236,7 @@ class Gradients:
         for block in self._blocks:
             block.end_backward()
         self._reset_deliveries()
+        self._in_flight.backward_ends()
         self.open = False
         self.micro_steps += 1
 
@@ -249,8 +245,8 @@ class Gradients:
         """The names of the model's parameters, in order; "" for one that is not trained."""
         return [self._names.get(index, "") for index in range(self._count)]
 
-    def drop(self) -> None:
-        """Forget every gradient since the last step."""
+    def drop(self, *, in_flight: bool = True) -> None:
+        """Forget every gradient since the last step; `in_flight`: no backward is to come."""
         # Gradients not sent down go back to the allocator, in the order of compute.
         self._functions.delivered = {}
         for block in self._blocks:
@@ -258,6 +254,8 @@ class Gradients:
             for slot in (slot for bucket in block.buckets for slot in bucket.slots):
                 slot.param.grad = None
         self._reset_deliveries()
+        if in_flight:
+            self._in_flight.drop()
         self.open = False
         self.micro_steps = 0
 
@@ -362,9 +360,8 @@ class Gradients:
         self._turns.agree([number for number in order if not late[number]])
 
     def _reset_deliveries(self) -> None:
-        for block, delivery in self._deliveries.items():
+        for delivery in self._deliveries.values():
             delivery.arrived, delivery.left = 0, False
-            block.first_clock = 0
         self._turns.restart()
 
     def _take(self, block: Block) -> None:

@@ -175,12 +175,14 @@ class StagePlace:
         parts: the ranks that hold the other parts of its DTensors.
         kept: versions of its working weights, see [Note: Two versions] in `step.two_versions`, and
             sums of its gradients: two, where a step is decided after the next one's have begun.
+        in_order: each backward is that of the oldest forward without one.
     """
 
     stages: Stages
     first: int = 0
     parts: Ranks = ALONE
     kept: tuple[int, int] = (1, 1)
+    in_order: bool = False
 
 
 class NormMeasure:

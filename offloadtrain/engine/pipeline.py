@@ -128,7 +128,8 @@ def pipeline(
         if in_order is not None:
             in_order.follow(module)
         own = _own_groups(groups, module)
-        place = StagePlace(stages, min(numbers[param] for param in module.parameters()))
+        first = min(numbers[param] for param in module.parameters())
+        place = StagePlace(stages, first, in_order=True)
         if schedule == NO_FLUSH:
             place = _kept_twice(place)
         optimizers.append(

@@ -48,9 +48,9 @@ class Residency:
         """The block used last: in its slot, waited for, and the blocks after it are on their
         way."""
         self._told = False
-        self.on_backward: Callable[[int, bool], None] | None = None
-        """Called in front of a use in backward, with the clock that it has come to, and whether a
-        forward runs again there."""
+        self.on_backward: Callable[[int, Block | None], None] | None = None
+        """Called in front of a use in backward, with the clock that it has come to, and the block
+        whose forward runs again there."""
         self.reads = AbsentReads(is_single=self._is_single)
         for block in blocks:
             block.source = self
@@ -106,7 +106,7 @@ class Residency:
             del self._running[task]
         # Before the loads: the other ranks run their all-gathers behind the same reduce-scatters.
         if self.on_backward is not None and now >= 0:
-            self.on_backward(block.clock, True)
+            self.on_backward(block.clock, block)
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
         self.interpreter.run(self._program.use(block.name, self._pinned()))
         self._latest = block
@@ -145,7 +145,7 @@ class Residency:
             return
         if block is not self._latest:
             if self.on_backward is not None and not self._unpacking:
-                self.on_backward(clock, False)
+                self.on_backward(clock, None)
             self.use(block)
 
     def restart(self) -> None:

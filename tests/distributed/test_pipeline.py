@@ -194,6 +194,7 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"update": "delayed", "clip_norm": 0.3, "layers_per_stage": (6, 2)}),
     (4, 1, {"clip_norm": 0.3, "state": "split16"}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 2}),
+    (4, 2, {"clip_norm": 0.3, "zero_stage": 3}),
     (2, 1, {"clip_norm": 0.3, "experts": 4, "activation": "recompute"}),
 ]
 MORE: list[tuple[int, int, dict[str, Any]]] = [

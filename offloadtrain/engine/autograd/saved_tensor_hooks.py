@@ -147,7 +147,9 @@ class SavedTensors:
         self._clock += 1
         for block in blocks:
             block.clock = block.clock if again else self._clock
-            if not block.first_clock and torch.is_grad_enabled():
+            # In order, the last forward is another one than that which runs again.
+            counts = torch.is_grad_enabled() and not (again and block.in_order)
+            if counts and not block.first_clock:
                 block.first_clock = block.clock
         self._set_within(tuple(block for block in saved if block.streamed) or outside)
         return outside

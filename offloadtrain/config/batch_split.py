@@ -47,10 +47,12 @@ def replicas(config: Config, ranks: int) -> int:
             f"ranks.expert = {experts} and {many}: each group of {experts} ranks holds all "
             f"experts{of_stage}. Start a multiple of {together} (--nproc), or set ranks.expert = 1"
         )
-    if ranks % (parts * config.ranks.pipeline) and parts > 1:
+    if ranks % together and parts > 1:
+        of_stage = " of each stage" if config.ranks.pipeline > 1 else ""
         raise ConfigError(
             f"ranks.tensor = {parts} and {ranks} ranks: the ranks of all parts read one batch, and "
-            f"each part needs one. Start a multiple of {parts} (--nproc), or set ranks.tensor = 1"
+            f"each part{of_stage} needs one. Start a multiple of {together} (--nproc), or set "
+            "ranks.tensor = 1"
         )
     count, rest = divmod(ranks // parts, config.ranks.pipeline)
     if rest or not count:
@@ -215,14 +217,16 @@ def explain(job: Config, part: Config, ranks: int) -> str:
         who += f" with {held}"
     if not job.ranks.flushes:
         who += f" ({job.ranks.schedule}: no flush between steps)"
-    if parts > 1:
+    if parts > 1 and stages > 1:
+        who += f", every {parts} of which divide its matrices (tensor parallel),"
+    elif parts > 1:
         groups = ranks // parts
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"
     if (size := shards(job, ranks)) < replicas(job, ranks):
         who += f", every {size} of which hold a copy of the state,"
     if (experts := job.ranks.expert) > 1:
         who += f", every {experts} of which hold all experts,"
-    verb = "shares" if ranks == parts else "share"
+    verb = "shares" if ranks == parts and stages == 1 else "share"
     return (
         f"{who} {verb} {before.micro_batch * before.grad_accum_steps} sequences per step: "
         f"train.micro_batch {before.micro_batch} -> {after.micro_batch}, "

@@ -177,6 +177,11 @@ def contradictions(
             f"{asked} passes on no load-balancing loss of experts (model.num_experts = "
             f"{model.num_experts}): set model.router_aux_loss_coef = 0"
         )
+    if ranks.tensor > 1 and ranks.expert > 1:
+        yield (
+            f"{asked}, ranks.tensor = {ranks.tensor} and ranks.expert = {ranks.expert}: a stage "
+            "divides matrices or experts. Set one of the three to 1"
+        )
     if samples:
         yield (
             f"{asked} and train.sample_tokens: no process holds the whole model. Set "
@@ -299,11 +304,6 @@ def tensor_contradictions(
     asked = f"ranks.tensor = {ranks.tensor}"
     if adapters:
         yield f"{asked} and model.lora: the parts of matrices divide no adapters. Leave one out"
-    if ranks.pipeline > 1:
-        yield (
-            f"{asked} and ranks.pipeline = {ranks.pipeline}: a stage holds whole matrices. Set one "
-            "of them to 1"
-        )
     if model.num_experts and ranks.expert == 1:
         yield (
             f"{asked} divides no experts (model.num_experts = {model.num_experts}): divide them by "

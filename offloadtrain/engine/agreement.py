@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.norm import Stages
+from offloadtrain.engine.norm import StagePlace
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import RankError, Ranks
 
@@ -56,11 +56,15 @@ def check_same_model(
     check_alike(ranks.everyone, {"model": shapes, "groups": grouped, "options": options}, "rank")
 
 
-def check_same_options(config: OffloadConfig, rule: AnyRule, stages: Stages) -> None:
-    """Raises RankError unless all stages have the same options and rule; their parameters
-    differ."""
-    options = _options(config, but=_OF_ONE_STAGE) | {"rule": type(rule).__name__}
-    check_alike(stages.ranks, {"options": options}, "stage")
+def check_same_options(config: OffloadConfig, rule: AnyRule, place: StagePlace) -> None:
+    """Raises RankError unless all stages, and all parts of this one, have the same options and
+    rule; their parameters differ."""
+    for ranks, each, but in (
+        (place.stages.ranks, "stage", _OF_ONE_STAGE),
+        (place.parts, "part", _OF_ONE_HOST),
+    ):
+        options = _options(config, but=but) | {"rule": type(rule).__name__}
+        check_alike(ranks, {"options": options}, each)
 
 
 def _options(config: OffloadConfig, *, but: Sequence[str]) -> dict[str, str]:

@@ -272,7 +272,7 @@ def attach(
     check_parts(model, rule, ALONE if place is None else place.parts, ranks)
     check_skips(model, chosen, rule, alone=_is_whole(ranks, place, ledger))
     if place is not None:
-        check_same_options(chosen, rule, place.stages)
+        check_same_options(chosen, rule, place)
     if place is None or place.stages.ranks.is_single:
         warn_of_no_layers(model, chosen, ranks)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)

@@ -279,10 +279,13 @@ class NormMeasure:
     def _of_all_parts(self, own: Measured, intent: Sequence[float]) -> Measured:
         """Add the squares of the other parts of DTensors, in the order of ranks; what every rank
         holds whole counts once, as the first rank has it."""
+        # Of what all parts hold whole, a rate of one part's own would make several weights.
+        hyperparameters = _digest(self._functions.hyperparameters())
+        same = [*intent, *self.counts, hyperparameters]
         # Waits for the same backward on the other ranks.
-        rows = self._parts.all_gather_host([*intent, *self.counts, *own.of_parameter])
-        told = len(intent) + len(self.counts)
-        _check_alike(rows[:, :told], "part", (*_OF_ALL, *_OF_STAGES), intent[0])
+        rows = self._parts.all_gather_host([*same, *own.of_parameter])
+        told = len(same)
+        _check_alike(rows[:, :told], "part", (*_OF_ALL, *_OF_STAGES, _HYPER), intent[0])
         divided, sums, nonfinite = self._gradients.divided, [], dict(own.nonfinite)
         for index, values in enumerate(rows[:, told:].T.tolist()):
             total = 0.0
@@ -323,11 +326,12 @@ class NormMeasure:
 
 _OF_ALL = ("the step count", "clip_grad_norm_", "the skips asked for")
 _OF_STAGES = ("the number of backwards",)
+_HYPER = "hyperparameters"
 _WHAT = (
     *_OF_ALL,
     *_OF_STAGES,
     "the collectives",
-    "hyperparameters",
+    _HYPER,
     "the weights loaded or written since the last step",
 )
 

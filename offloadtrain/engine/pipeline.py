@@ -71,7 +71,9 @@ def pipeline(
         model: the whole model, the same on every process; best on the meta device, with
             `param_init_fn`, so that only the stage is ever created.
         mesh: with an axis "pp", whose ranks hold the stages in order, and "dp", whose ranks share
-            the state of a stage. And "ep", if `expert_parallel` has divided the model's experts.
+            the state of a stage. And "tp", if `parallelize_module` has divided the model's
+            matrices along it, before this call; or "ep", if `expert_parallel` has divided its
+            experts.
         rule, params, device, param_init_fn: as in `offload`.
         example: the inputs of one microbatch of this rank; only shapes and dtypes count.
         microbatches: of a step, on each replica.
@@ -106,16 +108,10 @@ def pipeline(
         chosen = _delayed(chosen, rule)
     on = resolve_device(device, chosen.precision)
     axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
-    if not axes.parts.is_single:
-        raise PipelineError("mesh has the axes 'pp' and 'tp': a stage holds whole parameters")
-    if axes.stages.is_single and not axes.replicas.is_single:
-        raise PipelineError(
-            "the mesh has one rank along 'pp', or no such axis, and several replicas: there is one "
-            "stage, the whole model. Take offload(model, mesh=mesh)"
-        )
+    _check_axes(axes)
     inputs = example if isinstance(example, tuple) else (example,)
     each = [*layers_per_stage]
-    _check_same(axes.stages, model, inputs, [schedule, microbatches, stages_per_rank, each])
+    _check_same(axes, model, inputs, [schedule, microbatches, stages_per_rank, each])
     in_order = None
     if param_init_fn is not None and init_in_order:
         in_order = InitInOrder(model, param_init_fn)
@@ -129,7 +125,7 @@ def pipeline(
             in_order.follow(module)
         own = _own_groups(groups, module)
         first = min(numbers[param] for param in module.parameters())
-        place = StagePlace(stages, first, in_order=True)
+        place = StagePlace(stages, first, axes.parts, in_order=True)
         if schedule == NO_FLUSH:
             place = _kept_twice(place)
         optimizers.append(
@@ -144,6 +140,20 @@ def pipeline(
 
 def _output(output: Tensor, _: Tensor) -> Tensor:
     return output
+
+
+def _check_axes(axes: Mesh) -> None:
+    if axes.experts is not None and not axes.parts.is_single:
+        raise PipelineError(
+            "mesh has the axes 'pp', 'ep' and 'tp': stages of a pipeline divide experts or "
+            "matrices. Leave out one of 'ep' and 'tp'"
+        )
+    if axes.stages.is_single and not (axes.replicas.is_single and axes.parts.is_single):
+        several = "parts" if axes.replicas.is_single else "replicas"
+        raise PipelineError(
+            f"the mesh has one rank along 'pp', or no such axis, and several {several}: there is "
+            "one stage, the whole model. Take offload(model, mesh=mesh)"
+        )
 
 
 def _check_schedule(
@@ -208,15 +218,17 @@ def _kept_twice(place: StagePlace) -> StagePlace:
 
 
 def _check_same(
-    stages: Ranks, model: nn.Module, inputs: Sequence[Tensor], schedule: list[Any]
+    axes: Mesh, model: nn.Module, inputs: Sequence[Tensor], schedule: list[Any]
 ) -> None:
-    """Raises RankError unless all stages are cut out of one model, for one schedule."""
+    """Raises RankError unless all stages, and the parts of each, are cut out of one model, for one
+    schedule."""
     shapes = [(name, list(param.shape)) for name, param in model.named_parameters()]
     told = {"example": _described(inputs), "schedule": schedule, "model": shapes}
     remedy = (
         "every process passes the whole model, the same example and the same schedule to pipeline()"
     )
-    check_alike(stages, told, "stage", remedy)
+    check_alike(axes.stages, told, "stage", remedy)
+    check_alike(axes.parts, told, "part", remedy)
 
 
 def _own_stages(

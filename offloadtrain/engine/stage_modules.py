@@ -24,8 +24,10 @@ from offloadtrain.config.ranks_options import evenly
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.checks import keeps_fp32
 from offloadtrain.engine.load_weights import ParamInit, materialise
+from offloadtrain.engine.local_part import local, rebuilt
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.tensor_parts import is_distributed
 
 
 class PipelineError(OffloadTrainError):
@@ -187,7 +189,9 @@ def _output_of_twin(
     twins: dict[int, object] = {id(one): _without_values(one, device) for one in stage.buffers()}
     for param in stage.parameters():
         narrow = param.is_floating_point() and param not in full
-        twin_of = _without_values(param, device, dtype if narrow else None)
+        twin_of = _without_values(local(param), device, dtype if narrow else None)
+        # A plan of tensor parallel has hooks that take its products for those of DTensors.
+        twin_of = rebuilt(param, twin_of) if is_distributed(param) else twin_of
         twins[id(param)] = nn.Parameter(twin_of, False)
     twin: nn.Module = copy.deepcopy(stage, twins)
     layers = [part.module for part in partition(twin) if part.repeated]

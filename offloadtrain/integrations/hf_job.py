@@ -17,17 +17,16 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
 from offloadtrain.engine.decoder_probe import check_stages
-from offloadtrain.engine.stage_modules import divide
+from offloadtrain.engine.stage_modules import divide as divide_layers
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
-from offloadtrain.integrations.tensor_plan import check_plan, divided_dims
-from offloadtrain.integrations.tensor_plan import divide as divide_matrices
+from offloadtrain.integrations.tensor_plan import check_plan, divide, divided_dims
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
-from offloadtrain.runtime.mesh import Mesh
+from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.sizing.parts import parts_of_module
 from offloadtrain.sizing.tracer import Tracer
 
@@ -62,7 +61,7 @@ def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfMod
 def _check_stages(model: Any, hf: HfModel, stages: int, layers: int) -> None:
     asked = f"ranks.pipeline with model.hf = {hf.hf!r}"
     try:
-        check_stages(model, divide(model, stages))
+        check_stages(model, divide_layers(model, stages))
     except PipelineError as error:
         raise ConfigError(f"{asked}: {error}") from None
     if (found := sum(part.repeated for part in hf.parts or ())) != layers:
@@ -189,7 +188,7 @@ def build(
 
     if mesh is not None and mesh.tensor is not None:
         lm, weights = whole_model(hf, seed=seed, terms=terms, isolated=isolated)
-        divide_matrices(lm.module, mesh.tensor)
+        divide_matrices(lm.module, mesh.tensor, weights)
         optimizer = _offload_part(lm.module, weights, rule, groups, config, device, mesh)
         if terms is not None:
             chunk_loss(lm.module, **asdict(terms))
@@ -244,6 +243,18 @@ def whole_model(
     return CausalLm.of(model.train(), chunked=terms is not None), weights
 
 
+def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | None) -> None:
+    """Make the matrices of `whole_model` DTensors, of which this rank keeps its part.
+
+    Args:
+        mesh: its only axis are the ranks that hold the parts.
+        weights: what fills the model; None: it has its weights.
+    """
+    divide(model, mesh)
+    if weights is not None:
+        weights.follow()
+
+
 def _offload_part(
     model: Any,
     weights: DeferredWeights | None,
@@ -256,7 +267,6 @@ def _offload_part(
     given: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
     if weights is None:
         return offload(model, rule, mesh=mesh, **given)
-    weights.follow()
     optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **given)
     weights.close()
     return optimizer

@@ -1,5 +1,5 @@
 """The fastest division of a job among ranks: stages, replicas, microbatch and recompute. Experts
-stay divided as the job says, among the ranks of each stage.
+and matrices stay divided as the job says, among the ranks of each stage.
 
 Every candidate is planned as any job is: its memory from the spec of each stage, its time from the
 programs of all stages together. Of each number of stages and schedule, those are simulated whose
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from offloadtrain.config.batch_split import replicas
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import (
@@ -114,7 +115,10 @@ def search(
 
     Raises:
         PlanError: the machine cannot run the job whatever its memory.
+        ConfigError: the ranks cannot be divided into the job's parts of matrices or experts.
     """
+    kept = RanksConfig(tensor=job.ranks.tensor, expert=job.ranks.expert)
+    replicas(replace(job, ranks=kept), ranks)
     groups: dict[tuple[int, Schedule], list[Found]] = {}
     for division in _divisions(job, ranks, schedules):
         planned = (_planned(one, name, machine, ranks) for one in division)
@@ -186,8 +190,9 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
     """Yield each division as jobs of the same tokens per step, the fastest first: all activations
     are kept, as few layers as fit are recomputed, or these from inputs on the host."""
     sequences = job.train.micro_batch * job.train.grad_accum_steps
-    for stages in (n for n in range(1, ranks + 1) if ranks % n == 0):
-        own, rest = divmod(sequences, ranks // stages)
+    groups = ranks // job.ranks.tensor
+    for stages in (n for n in range(1, groups + 1) if groups % n == 0):
+        own, rest = divmod(sequences, groups // stages)
         if rest:
             continue
         for of_job in _orders(job, stages, schedules):
@@ -210,6 +215,7 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
                 schedule=schedule,
                 stages_per_rank=per_rank,
                 layers_per_stage="auto" if stages > 1 else (),
+                tensor=job.ranks.tensor,
                 expert=job.ranks.expert,
             )
             if not any(contradictions(one, job.model, is_own=job.hf is None, samples=False)):

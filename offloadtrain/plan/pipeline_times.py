@@ -144,14 +144,15 @@ def least_seconds(stages: Sequence[Placement], machine: Machine, schedule: Sched
 
 def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:
     """Return the links between neighbours: ranks of a stage have numbers one after the other, and
-    fill the hosts; those that cross between two hosts share what links these."""
-    replicas = stages[0].spec.replicas
+    fill the hosts; those that cross between two hosts share what links these. Each part of matrices
+    sends the whole activation to the same part of the next stage."""
+    width = stages[0].spec.replicas * stages[0].config.ranks.tensor
     tokens = stages[0].config.train.micro_batch * stages[0].config.data.seq_len
     nbytes = tokens * stages[0].config.model.d_model * stages[0].weight_bytes
     found, ranks = [], len(stages) // stages[0].config.ranks.stages_per_rank
     for stage in range(len(stages) - 1):
-        ends = stage % ranks * replicas, (stage + 1) % ranks * replicas
-        numbers = [(ends[0] + one, ends[1] + one) for one in range(replicas)]
+        ends = stage % ranks * width, (stage + 1) % ranks * width
+        numbers = [(ends[0] + one, ends[1] + one) for one in range(width)]
         pairs = [(rank // machine.gpus, other // machine.gpus) for rank, other in numbers]
         crossing = [pair for pair in pairs if pair[0] != pair[1]]
         gbps = machine.gpu_link_gbps

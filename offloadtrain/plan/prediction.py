@@ -10,7 +10,7 @@ from offloadtrain.step.simulate import bound
 
 _SUMS = (
     *("seconds", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),
-    *("copies_bytes", "copies_s", "experts_bytes", "experts_s"),
+    *("copies_bytes", "copies_s", "parts_bytes", "parts_s", "experts_bytes", "experts_s"),
 )
 
 

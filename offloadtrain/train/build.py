@@ -17,7 +17,6 @@ from offloadtrain.data.tokens import Progress, TokenFile
 from offloadtrain.engine import AnyOptimizer, OffloadOptimizer, offload
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
-from offloadtrain.integrations.expert_parallel import expert_parallel
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.placement import PlanError
@@ -28,10 +27,9 @@ from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
-from offloadtrain.runtime.tensor_parts import keep_part
 from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.resume import ResumedSettings
-from offloadtrain.train.tensor_parallel import divide_matrices
+from offloadtrain.train.tensor_parallel import divided, initializer
 from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
 from offloadtrain.train.torch_setup import set_up_torch
 from offloadtrain.train.update_rules import decay_groups, update_rule
@@ -212,13 +210,8 @@ def _offloaded(
             mesh=None if mesh.is_plain else mesh,
         )
         return found, optimizer, None
-    with torch.device("meta"):  # `offload` creates it block by block: there is never a second copy
-        model = Transformer(shape)
+    model = divided(shape, mesh)
     model.chunked_loss = terms
-    if mesh.tensor is not None:
-        divide_matrices(model, mesh.tensor)
-    if mesh.experts is not None:
-        expert_parallel(model, mesh.experts)
     return OwnModel(model), offload_job(model, config, device, mesh), None
 
 
@@ -239,14 +232,13 @@ def offload_job(
     Args:
         mesh: of the ranks; None: all of them are replicas.
     """
-    in_parts = mesh is not None and (mesh.tensor is not None or mesh.experts is not None)
     return offload(
         model,
         update_rule(config),
         params=decay_groups(model, config),
         device=device,
         config=config.offload,
-        param_init_fn=model.initializer(config.train.seed, keep_part if in_parts else None),
+        param_init_fn=initializer(model, config.train.seed, mesh or Mesh()),
         mesh=None if mesh is None or mesh.is_plain else mesh,
     )
 

@@ -20,12 +20,11 @@ from offloadtrain.engine.pipeline import pipeline
 from offloadtrain.engine.pipeline_steps import Pipeline
 from offloadtrain.integrations import hf_job
 from offloadtrain.integrations.chunked_loss import chunk_loss
-from offloadtrain.integrations.expert_parallel import expert_parallel
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.loss import cross_entropy
-from offloadtrain.model.transformer import LossTerms, Transformer
+from offloadtrain.model.transformer import LossTerms
 from offloadtrain.runtime.mesh import Mesh
-from offloadtrain.runtime.tensor_parts import keep_part
+from offloadtrain.train.tensor_parallel import divided, initializer
 from offloadtrain.train.update_rules import decay_groups, update_rule
 
 
@@ -154,13 +153,9 @@ def offload_stage(
     held = held_stages(config.ranks, config.stage.index, shape.num_layers)
     if config.hf is not None:
         return _of_transformers(config, held, terms, mesh, device)
-    with torch.device("meta"):
-        model = Transformer(shape)
+    model = divided(shape, mesh)
     model.chunked_loss = terms
-    if mesh.experts is not None:
-        expert_parallel(model, mesh.experts)
-    keep = None if mesh.experts is None else keep_part
-    init = model.initializer(config.train.seed, keep)
+    init = initializer(model, config.train.seed, mesh)
     made = _pipeline(model, config, mesh, device, param_init_fn=init)
     return PipelinedModel(made, held, shape.max_seq_len, shape.vocab_size)
 
@@ -177,6 +172,8 @@ def _of_transformers(
     lm, weights = hf_job.whole_model(
         config.hf, seed=config.train.seed, terms=terms, isolated=isolated
     )
+    if mesh.tensor is not None:
+        hf_job.divide_matrices(lm.module, mesh.tensor, weights)
     sizes, loss = (lm.max_seq_len, lm.vocab_size), _CausalLoss()
     more: dict[str, Any] = {"loss_fn": loss}
     if weights is not None:

@@ -8,19 +8,22 @@ parts compute them alike, from the same batch. So are experts and their router.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import cast
 
 import torch
 from torch import nn
 
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.integrations.expert_parallel import expert_parallel
 from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
-from offloadtrain.runtime.mesh import DeviceMesh, divide_linears
+from offloadtrain.runtime.mesh import DeviceMesh, Mesh, divide_linears
 from offloadtrain.runtime.tensor_parts import (
     AS_LARGE_AS_EXPERTS,
     FUSED_ROWS,
+    keep_part,
     kept_by_columns,
 )
 
@@ -31,6 +34,23 @@ OF_ATTENTION = slice(1)
 """Those of a block whose MLP are experts, which every part computes whole."""
 
 
+def divided(shape: ModelShape, mesh: Mesh) -> Transformer:
+    """Return the transformer on the meta device, of which this rank holds its part."""
+    with torch.device("meta"):  # created block by block: there is never a second copy
+        model = Transformer(shape)
+    if mesh.tensor is not None:
+        divide_matrices(model, mesh.tensor)
+    if mesh.experts is not None:
+        expert_parallel(model, mesh.experts)
+    return model
+
+
+def initializer(model: Transformer, seed: int, mesh: Mesh) -> Callable[[nn.Module], None]:
+    """Return what fills a module with this rank's part of the first weights of the whole model."""
+    in_parts = mesh.tensor is not None or mesh.experts is not None
+    return model.initializer(seed, keep_part if in_parts else None)
+
+
 def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """Make the matrices of every block DTensors, of which this rank holds a part.
 
@@ -39,7 +59,7 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """
     for one in model.blocks:
         block = cast(TransformerBlock, one)
-        by_rows, by_columns = _divided(block)
+        by_rows, by_columns = _linears(block)
         divide_linears(block, mesh, by_rows, by_columns)
         for name in by_columns:
             kept_by_columns(cast(nn.Linear, block.get_submodule(name)))
@@ -54,7 +74,7 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
         attention.part = mesh.get_local_rank()
 
 
-def _divided(block: TransformerBlock) -> tuple[Sequence[str], Sequence[str]]:
+def _linears(block: TransformerBlock) -> tuple[Sequence[str], Sequence[str]]:
     """Return the names of a block's linear layers that are divided by rows, and by columns."""
     which = slice(None) if isinstance(block.mlp, Mlp) else OF_ATTENTION
     return BY_ROWS[which], BY_COLUMNS[which]
@@ -75,7 +95,7 @@ def narrowed(model: Transformer, parts: int) -> None:
     """Make the matrices of every block, on the meta device, as large as a part of them: of the same
     sizes as `divide_matrices`, without any rank but this one."""
     for block in model.blocks if parts > 1 else ():
-        for name in chain(*_divided(cast(TransformerBlock, block))):
+        for name in chain(*_linears(cast(TransformerBlock, block))):
             linear = cast(nn.Linear, block.get_submodule(name))
             rows, columns = linear.weight.shape
             by_rows = name in BY_ROWS

@@ -258,7 +258,6 @@ def test_a_job_in_parts_goes_on(
     [
         ("Llama", {}, {"model.lora": "{r = 2}"}, "the parts of matrices divide no adapters"),
         ("Llama", {}, {"ranks.tensor": 4}, "does not divide model.num_kv_heads = 2"),
-        ("Llama", {}, {"ranks.pipeline": 2}, "Set one of them to 1"),
         ("Llama", {"attention_dropout": 0.1}, {}, "drop the same places in the heads of all"),
         ("Phi3", {}, {}, "has 'layers.*.self_attn.qkv_proj' = 'colwise_gather_output'"),
         ("Mixtral", {"num_local_experts": 2}, {}, "'layers.*.mlp.experts.gate_up_proj'"),

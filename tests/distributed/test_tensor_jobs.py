@@ -312,7 +312,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ranks.tensor": 4}, "does not divide model.num_kv_heads = 2"),
     ({"model.d_ff": 65}, "does not divide model.d_ff = 65"),
     ({"ranks.tensor": 0}, "ranks.tensor = 0 must be at least 1"),
-    ({"ranks.pipeline": 2, "model.num_layers": 4}, "Set one of them to 1"),
     ({"model.num_experts": 2}, "divides no experts"),
     ({"offload.state": '"int8"', "offload.precision": '"bf16"'}, '"fp32" or "split16"'),
     ({"optim.name": '"lamb"'}, 'set optim.name = "adamw"'),
@@ -364,17 +363,6 @@ def test_traffic_among_parts_by_hand(data: Path) -> None:  # noqa: F811
         assert 0 < plan.prediction.parts_s < plan.prediction.busy_s["compute"]
         assert "tensor parallel: each rank holds 1/2" in text(plan)
     assert make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2).prediction.parts_bytes == 0
-
-
-@pytest.mark.slow
-def test_a_search_of_pipelines_divides_no_matrices(
-    data: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = data / "job.toml"
-    path.write_text(jobs.dump(job_of(data, **WIDE | PARTS)))
-    assert main(["plan", str(path), "--gpus", "2", "--machine", "cpu2", "--search"]) == 2
-    assert "whole matrices. Set ranks.tensor = 1" in capsys.readouterr().err
 
 
 def test_a_part_that_is_no_range_is_refused() -> None:

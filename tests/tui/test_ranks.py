@@ -58,6 +58,9 @@ def test_parts_of_matrices_and_experts_are_shown() -> None:
     table = rank_table([rank(number, "", 550.0, part=part) for number, part in enumerate(parts)])
     assert table.columns == (*RANKS, "holds")
     assert [row[-1] for row in table.rows] == parts
+    of_stage = rank_table([rank(3, STAGES[1], 550.0, part="part 2 of 2")])
+    assert of_stage.columns == (*RANKS, "bubble", "stage", "holds")
+    assert of_stage.rows[0][-2:] == (STAGES[1], "part 2 of 2")
 
 
 def test_groups_that_share_a_copy_of_the_state_are_shown() -> None:

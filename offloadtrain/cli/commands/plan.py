@@ -111,6 +111,7 @@ def plan(
     search
         With --gpus N: print the fastest divisions of the job's step into stages of a pipeline,
         replicas, microbatches and recompute, each simulated stage by stage and link by link.
+        Matrices and experts stay divided as the job says (ranks.tensor, ranks.expert).
     sweep
         gpus=1,2,4,...: plan the job for each number of GPUs, each GPU with the whole batch of the
         job, with the optimizer state on the hosts (ZeRO stages 1 to 3) and on the GPUs (0 to 3).
@@ -293,11 +294,6 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
 
     if config.hf is not None:
         raise ConfigError("--search divides the shipped transformer only: leave out model.hf")
-    if config.ranks.tensor > 1:
-        raise ConfigError(
-            f"--search and ranks.tensor = {config.ranks.tensor}: it divides layers, and a stage "
-            "holds whole matrices. Set ranks.tensor = 1"
-        )
     if config.ranks.shard:
         raise ConfigError(
             f"--search and ranks.shard = {config.ranks.shard}: the replicas of a stage that it "

@@ -267,7 +267,10 @@ _NONE_EXACT = "its first steps are delayed, too"
 _RESIDENT = "both versions of the weights stay on the device, whole"
 _ONE_TIER = "all state is on the host, or all on the device"
 _MATRICES = "it updates matrices on the device, where the next step computes"
-_LOSS = "the loss of a step is known to all stages within the next step"
+_LOSS = (
+    "the update of a step is asked for before its loss is there on the last stage, and to wait for "
+    "that would be the flush that this schedule leaves out"
+)
 
 
 def compiled_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:

@@ -13,8 +13,7 @@ from offloadtrain.engine.salvage import Call, UpdateJournal
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
-from offloadtrain.runtime.lost_ranks import is_of_exchange
-from offloadtrain.runtime.process_group import RankError
+from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
 from offloadtrain.step.operations import (
     Enter,
     Flip,
@@ -95,7 +94,7 @@ class Interpreter:
 
         Raises:
             CutShortError: earlier operations were cut short.
-            RankError: an exchange has failed.
+            LostRankError: an exchange has failed.
         """
         self.require_whole()
         todo = iter(operations)
@@ -146,7 +145,7 @@ class Interpreter:
         except RuntimeError as error:
             if not is_of_exchange(error):
                 raise
-            raise RankError(self._residents.lost(op.name)) from error
+            raise LostRankError(self._residents.lost(op.name)) from error
 
     def _swap(self, bucket: str) -> None:
         self.journal.swapped(bucket)

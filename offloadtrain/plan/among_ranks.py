@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
+from offloadtrain.config.model_shape import chosen_experts, mlp_params
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.spec import StepSpec
@@ -23,6 +24,17 @@ class AmongParts:
     @property
     def count(self) -> int:
         return self.placed.config.ranks.tensor
+
+    @property
+    def flops_again(self) -> float:
+        """FLOPs per token, in a layer's forward, of the router and the experts, which every part
+        computes whole: those beyond its share."""
+        shape = self.placed.config.model
+        if not shape.num_experts:
+            return 0.0
+        router = shape.num_experts * shape.d_model
+        expert = (mlp_params(shape) - router) / shape.num_experts
+        return 2.0 * (router + chosen_experts(shape) * expert) * (1 - 1 / self.count)
 
     @property
     def sums_of_layer(self) -> int:

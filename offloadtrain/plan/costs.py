@@ -196,14 +196,15 @@ class Costs:
 
     @property
     def recomputed_flops(self) -> float:
-        """The recompute FLOPs of a microbatch."""
+        """Those of recompute, and of experts, which each part of matrices computes for itself."""
         if self.placed.traced is not None:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         compiled = self.placed.config.offload.compile_blocks
         of_layer = block_flops_per_token if compiled else again_flops_per_token
-        layer = of_layer(model, seq_len) / self.parts.count
-        return self._tokens * layer * self.placed.recomputed
+        beside = self.parts.flops_again
+        layer = of_layer(model, seq_len) / self.parts.count + beside
+        return self._tokens * (layer * self.placed.recomputed + 3 * beside * model.num_layers)
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
         machine, weight = self.machine, bucket.weight_bytes
@@ -243,8 +244,7 @@ class Costs:
         return max(by_memory, by_arithmetic) / passes
 
     def _measured_s(self, kind: Kind, numel: int) -> float:
-        """The time of a kernel of the CPU that may be bound by its arithmetic; 0 where none was
-        measured."""
+        """The time of a kernel that the CPU's arithmetic may bound; 0 where none was measured."""
         machine = self.machine
         rates = {Kind.NORM: machine.norm_gparams, Kind.ACCUMULATE: machine.accumulate_gparams}
         rate = rates.get(kind, 0.0) * 1e9 / self._sharers
@@ -365,8 +365,7 @@ class Costs:
 
     @property
     def least_moving_s(self) -> float:
-        """What the bytes of a step take on the busiest of the bus, down or up, and the host's
-        memory."""
+        """What a step's bytes take on the busiest of the bus, either way, and the host's memory."""
         down, up, _ = self.moved_bytes
         down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
         return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))

@@ -26,7 +26,6 @@ from offloadtrain.plan.resolve import resolved
 from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.stage_balance import balanced
 from offloadtrain.plan.times import predict
-from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.layout import with_second_copies
 from offloadtrain.step.memory import added, disk_owners
 from offloadtrain.step.pipeline_drive import Schedule
@@ -217,18 +216,19 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint of all ranks, but for buffers: experts of all ranks. What the parts
-        of matrices have in common is saved once, but for what lies between them in the layers."""
+        """Bytes of a checkpoint of all ranks, but for buffers: every stage, the experts of all
+        ranks, and once what the parts of matrices have in common."""
         spec, part = self.placed.spec, self.placed.config
         blocks = spec.blocks
-        if part.stage is not None:  # those of every stage
-            whole = replace(part, stage=None, model=self.job.model, hf=self.job.hf)
+        if part.stage is not None or part.ranks.tensor > 1:
+            one = replace(part.ranks, tensor=1)
+            whole = replace(part, stage=None, model=self.job.model, hf=self.job.hf, ranks=one)
             blocks = blocks_of(whole, spec.ranks)
         buckets = [
             bucket
             for block in blocks
             for bucket in block.buckets
-            for _ in range(self._saved_of(block, bucket))
+            for _ in range(spec.ranks // bucket.ranks)  # fewer ranks share some of all experts
         ]
         trained = sum(
             field.nbytes(bucket.numel, bucket.weight_bytes)
@@ -238,14 +238,6 @@ class Plan:
         in_use = sum(bucket.nbytes for bucket in buckets) if self.placed.spec.is_delayed else 0
         frozen = sum(bucket.nbytes for block in blocks for bucket in block.frozen)
         return trained + in_use + frozen + self.placed.frozen_bytes
-
-    def _saved_of(self, block: BlockSpec, bucket: BucketSpec) -> int:
-        """Count the buckets that stand in a checkpoint for one of this rank: of all experts, which
-        fewer ranks share, or of all parts of matrices."""
-        ranks = self.placed.spec.ranks
-        if bucket.ranks < ranks:
-            return ranks // bucket.ranks
-        return self.job.ranks.tensor if block.repeated else 1
 
     @property
     def spill_bytes(self) -> int:

@@ -14,6 +14,11 @@ import torch.distributed as dist
 
 from offloadtrain.runtime.process_group import RankError
 
+
+class LostRankError(RankError):
+    """An exchange has failed, as another rank has ended."""
+
+
 _FAILED = "offloadtrain: a rank's own code has failed"
 
 
@@ -42,13 +47,13 @@ def telling(who: str) -> Iterator[None]:
         who: this rank, for messages of others.
 
     Raises:
-        RankError: an exchange has failed.
+        LostRankError: an exchange has failed.
     """
     try:
         yield
     except Exception as error:
         if is_of_exchange(error):
-            raise RankError(lost(who)) from error
+            raise LostRankError(lost(who)) from error
         with suppress(Exception):
             store = dist.distributed_c10d._get_default_store()
             store.set(_FAILED, f"{who} has raised {type(error).__name__}: {error}")

@@ -17,6 +17,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.failure_detector import FailureDetector, RankInfo, say_stopped_early
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.lost_ranks import LostRankError
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.rendezvous import attempt_store, connect, disconnect
 from offloadtrain.runtime.watchdog import Watchdog
@@ -139,7 +140,7 @@ class DistributedRun:
         if isinstance(error, StoppedEarlyError):
             self._failures.stop_early(str(error))
             self._leave("" if self.rank_info.rank else told_early(error), self._code_of(error))
-        known = isinstance(error, OffloadTrainError)
+        known = isinstance(error, OffloadTrainError) and not isinstance(error, LostRankError)
         # A collective without its peer has no story of its own.
         if not known and (cause := self._failures.cause()) is not None:
             error, known = RankError(_blamed(cause)), True

@@ -114,7 +114,7 @@ def test_a_stage_that_fails_is_named_by_the_others(
     told = [Path(tmp_path, str(rank)).read_text().splitlines()[-1] for rank in range(size)]
     assert told[failing] == "ValueError: the real cause"
     for rank in set(range(size)) - {failing}:
-        assert told[rank].startswith("offloadtrain.runtime.process_group.RankError: rank ")
+        assert told[rank].startswith("offloadtrain.runtime.lost_ranks.LostRankError: rank ")
         assert "has lost another rank: rank " in told[rank]
         assert f"rank {failing} (stage {failing + 1} " in told[rank]
         assert told[rank].endswith("has raised ValueError: the real cause")
@@ -149,5 +149,5 @@ def test_a_head_that_one_rank_alone_uses_is_named(own_ranks: Run, tmp_path: Path
     with pytest.raises(RankFailedError):
         own_ranks(2, headless_end, tmp_path)
     told = Path(tmp_path, "1").read_text().splitlines()[-1]
-    assert "RankError: rank 1, in '" in told and "', has lost another rank" in told
+    assert "LostRankError: rank 1, in '" in told and "', has lost another rank" in told
     assert "has not used 'head.weight' so far" in told and 'keep_whole = ["head"]' in told

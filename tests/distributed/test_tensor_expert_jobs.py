@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 from offloadtrain.cli.main import main
 from offloadtrain.config.batch_split import replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.among_ranks import AmongParts
 from offloadtrain.plan.choices import choices_of
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import text
 from offloadtrain.train import dry_run
+from offloadtrain.train.saved_run import open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.test_expert_jobs import EXPERTS, PARTS, STAGE_3, planned_share
 from tests.distributed.test_jobs import CONSTANT, close, data, job_of, trained  # noqa: F401
@@ -173,10 +176,24 @@ def test_traffic_by_hand(data: Path) -> None:  # noqa: F811
         assert plan.prediction.experts_bytes == sent
         assert "each rank holds 1/2 of attention's matrices" in text(plan)
         assert "each rank holds 2 of 4 experts of a layer" in text(plan)
-    plain = make(job_of(data, **EXPERTS | PARTS), *find("cpu2"), 2)
-    # Routers and norms of layers count once for each part, experts once.
-    more = plan.checkpoint_bytes - plain.checkpoint_bytes
-    assert 0 <= more < 0.02 * plain.checkpoint_bytes
+        # Each part computes all experts of its tokens: so many FLOPs are none of the model's.
+        model, layers = job.model, job.model.num_layers
+        chosen = 2.0 * model.d_model * (4 + model.experts_per_token * 3 * model.ff_width)
+        layer = flops_per_token(replace(model, vocab_size=0), 32) / layers / 3
+        again = 3 * chosen / 2 + (0 if activation == "keep" else (layer - chosen) / 2 + chosen)
+        useful = flops_per_token(replace(model, vocab_size=0), 32) / 2 + 6 * 256 * model.d_model
+        found = plan.prediction.hardware_tflops / plan.prediction.tflops
+        assert found == pytest.approx(1 + layers * again / useful)
+
+
+@pytest.mark.slow
+def test_what_parts_have_in_common_is_saved_once(ranks: Run, data: Path, tmp_path: Path) -> None:  # noqa: F811
+    ranks(4, trained, tmp_path / "run", data, **BOTH)
+    entries = open_saved(tmp_path / "run").found.manifest.entries
+    saved = sum(4 * (one.hi - one.lo) for one in entries)
+    whole = make(job_of(data, **EXPERTS | PARTS), *find("cpu2"), 2).checkpoint_bytes
+    assert make(job_of(data, **BOTH), *find("cpu2"), 4).checkpoint_bytes == whole
+    assert saved <= whole < 1.02 * saved  # the ends of buffers
 
 
 @pytest.mark.slow

@@ -64,8 +64,8 @@ class Block:
         versions: the number of generations whose weights are on the device.
         clock: the time, in forwards of modules, at which its last forward outside of a backward
             began.
-        first_clock: that of the first one since the last micro-step whose graph backward may run; 0
-            if there was none.
+        first_clocks: beginning of each pass of the model whose backward is to come → the clock of
+            the block's first forward in it. In a pipeline several are on their way.
         expected: number of trainable parameters, each of which delivers a gradient per backward.
     """
 
@@ -95,7 +95,8 @@ class Block:
         self.expected = sum(len(bucket.slots) for bucket in buckets)
         self.generation = 0
         self.versions = 1
-        self.clock = self.first_clock = 0
+        self.clock = 0
+        self.first_clocks: dict[int, int] = {}
         self._lanes = lanes
         self._readings: dict[int, int] = {}
         """Generation → the graphs that hold saved views of its weights."""
@@ -212,6 +213,21 @@ class Block:
             nan = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
             self._placeholders[bucket] = nan
         return self._placeholders[bucket]
+
+    def is_passed(self, clock: int) -> bool:
+        """Tell whether no gradient is to come where backward has come to this time."""
+        first = 0
+        # Of the pass that this backward belongs to; forwards of later ones may be over.
+        for began, own in self.first_clocks.items():
+            first = own if began <= clock else first
+        # One that no forward of this rank has entered stays on the device: others are gathered by
+        # every rank.
+        return first > clock or not (first or self.streamed)
+
+    def backward_is_over(self, clock: int) -> None:
+        """Forget the pass whose backward came to this time, and those before; 0: all."""
+        for began in [one for one in self.first_clocks if not clock or one <= clock]:
+            del self.first_clocks[began]
 
     # [Note: Backward spans]
     # Autograd reads a block's weights from the first unpacking of a saved handle until the last

@@ -73,8 +73,7 @@ class Engine:
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._sent: tuple[Callable[[], Norm], int] | None = None
-        """Of a step whose squares are on their way to other stages: what waits for its norm, and
-        its number of micro-steps."""
+        """Of a step whose squares are on their way: what waits for its norm; its micro-steps."""
         self.salvaged = self.delay_goes_on = False
         """`delay_goes_on`: without a flush, the next step's forwards do not use the newest weights
         yet, though no microbatch is in flight."""
@@ -156,6 +155,7 @@ class Engine:
         finally:
             self._in_explicit_backward = self._gradients.expects = False
         self._gradients.end_micro_step()
+        self.residency.backward_is_over()
 
     def end_micro_step(self) -> None:
         """The backward of one microbatch is over."""

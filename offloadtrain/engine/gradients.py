@@ -137,8 +137,8 @@ class Gradients:
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
         self._agreed = ranks.is_single
-        self._foreign_task = -1
-        """A backward that delivers nothing to this model."""
+        self._foreign_task, self._at = -1, 0
+        """A backward that delivers nothing to this model; the clock that this one has come to."""
         self.micro_steps = 0
         """Whole micro-steps since the last optimizer step."""
         self.open = False
@@ -184,12 +184,10 @@ class Gradients:
             runs_again: a forward is about to run again; that of blocks without a gradient may be
                 next.
         """
+        self._at = max(self._at, clock)
         while (number := self._turns.awaited) is not None:
             block = self._trained[number]
-            # One that no forward of this rank has entered stays on the device: others are gathered
-            # by every rank.
-            over = block.first_clock > clock or not (block.first_clock or block.streamed)
-            if not over or (runs_again and not self._deliveries[block].arrived):
+            if not block.is_passed(clock) or (runs_again and not self._deliveries[block].arrived):
                 return
             if not self.open:
                 if not (self.expects or self._will_deliver()):
@@ -204,7 +202,7 @@ class Gradients:
         task = torch._C._current_graph_task_id()
         if task == self._foreign_task:
             return False
-        read = (block for block in reversed(self._trained) if block.first_clock)
+        read = (block for block in reversed(self._trained) if block.first_clocks)
         params = (slot.param for block in read for bucket in block.buckets for slot in bucket.slots)
         if any(map(is_reached, params)):
             return True
@@ -364,7 +362,9 @@ class Gradients:
     def _reset_deliveries(self) -> None:
         for block, delivery in self._deliveries.items():
             delivery.arrived, delivery.left = 0, False
-            block.first_clock = 0
+            if self.open:
+                block.backward_is_over(self._at)
+        self._at = 0
         self._turns.restart()
 
     def _take(self, block: Block) -> None:

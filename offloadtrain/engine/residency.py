@@ -148,6 +148,10 @@ class Residency:
                 self.on_backward(clock, False)
             self.use(block)
 
+    def backward_is_over(self) -> None:
+        """No backward runs: the next one needs the slots, also where no forward comes first."""
+        self._running.clear()
+
     def restart(self) -> None:
         """A micro-step is over and its weights may have changed: load ahead for the next one."""
         self._running.clear()

@@ -209,6 +209,7 @@ class ForwardHooks:
         # A plain backward before this forward has left its micro-step open: its last blocks are
         # sent before compute gets more work.
         self.on_root()
+        self._saved.pass_begins()
         if isinstance(self._offloader, SavedOffloader):
             self._offloader.begin()
         for block in self._residency.streamed:

@@ -68,6 +68,8 @@ class SavedTensors:
         self.within: tuple[Block, ...] = ()
         self._clock = 0
         """Counts forwards of modules: what is saved later has a higher number."""
+        self._began = 1
+        """The clock at which the last pass of the model began."""
         self._readings: dict[Block, Reading] = {}
         """Those of the running forward: all that it saves shares them."""
         self._readings_within: tuple[Reading, ...] | None = None
@@ -147,10 +149,14 @@ class SavedTensors:
         self._clock += 1
         for block in blocks:
             block.clock = block.clock if again else self._clock
-            if not block.first_clock and torch.is_grad_enabled():
-                block.first_clock = block.clock
+            if torch.is_grad_enabled():
+                block.first_clocks.setdefault(self._began, block.clock)
         self._set_within(tuple(block for block in saved if block.streamed) or outside)
         return outside
+
+    def pass_begins(self) -> None:
+        """A forward of the model begins that is not part of a backward."""
+        self._began = self._clock + 1
 
     def leave(self, outside: tuple[Block, ...]) -> None:
         """The forward is over; `outside`: what `enter` returned."""

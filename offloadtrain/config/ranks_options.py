@@ -250,8 +250,7 @@ def unflushed_contradictions(
     on_one_tier = offload.state_on in ("host", "device")
     for key, value, goes, instead, why in (
         ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
-        ("offload.working", offload.working, not offload.offloads_weights, "device", _RESIDENT),
-        ("offload.zero_stage", offload.zero_stage, offload.zero_stage != 3, 2, _RESIDENT),
+        ("offload.working", offload.working, offload.working != "disk", "host", _IN_MEMORY),
         ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
         ("optim.name", rule, rule != "muon", "adamw", _MATRICES),
         ("train.on_spike", on_spike, on_spike == "report", "report", _LOSS),
@@ -264,7 +263,7 @@ def unflushed_contradictions(
 
 
 _NONE_EXACT = "its first steps are delayed, too"
-_RESIDENT = "both versions of the weights stay on the device, whole"
+_IN_MEMORY = "both versions of the weights are in memory"
 _ONE_TIER = "all state is on the host, or all on the device"
 _MATRICES = "it updates matrices on the device, where the next step computes"
 _LOSS = (

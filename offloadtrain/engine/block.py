@@ -234,7 +234,7 @@ class Block:
         Raises:
             StaleGraphError: if they were replaced since the graph was built.
         """
-        if generation <= self.generation - self.versions:
+        if abs(self.generation - generation) >= self.versions:
             raise StaleGraphError(
                 f"backward reached block '{self.name}' through a graph that was built before the "
                 f"last optimizer step ({self.generation - generation} update(s) ago): its weights "

@@ -104,10 +104,13 @@ class Bucket:
         spill: host, bytes: what a save copies of the state, until it is written.
         sum: device: the fp32 sum over microbatches, where `gradient` on the host gets a copy of it.
         weight_files: the weights of a block that is streamed from the disk, where they are not in
-            its state: views of the mapped file, the version that loads read first.
+            its state: views of the mapped file.
         streamed: its block's weights are loaded into a device slot for their use.
         other_working: device: a second version of `working`; see [Note: Two versions] in
             `step.two_versions`.
+        other_device_shard: device: the same of `device_shard`.
+        loads_in_turn: of a streamed block, two versions of which are kept.
+        version: of two versions, the one that loads read.
         other_gradient: a second sum beside `gradient`, for the next step.
         used: device: a byte for each of its `experts`, whose numbers and steps are there.
     """
@@ -132,6 +135,9 @@ class Bucket:
     weight_files: tuple[Buffer, ...] = ()
     streamed: bool = False
     other_working: Buffer | None = None
+    other_device_shard: Buffer | None = None
+    loads_in_turn: bool = False
+    version: int = 0
     other_gradient: Buffer | None = None
     used: Buffer | None = None
     experts: Experts | None = None
@@ -187,13 +193,15 @@ class Bucket:
     @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
-        on_disk = self.weight_files[0] if self.weight_files else None
-        buffer = self.device_shard or on_disk or self.snapshot or self.pending
+        shards = [self.device_shard, self.other_device_shard]
+        on_host = [self.snapshot, self.pending]
         # The working weights may be in the state, which frozen parameters have not.
-        if buffer is None and self.format.holds_weight:
-            buffer = self.state[0]
-        assert buffer is not None
-        return buffer
+        state = self.state[:1] if self.format.holds_weight else ()
+        # Two versions are in the order of `step.places`.
+        found = [*shards, *(state if self.loads_in_turn else ()), *on_host, *state]
+        if self.weight_files:
+            return self.weight_files[self.version]
+        return [buffer for buffer in found if buffer is not None][self.version]
 
     @property
     def in_use(self) -> Tensor:

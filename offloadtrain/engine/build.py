@@ -180,9 +180,12 @@ def lay_out(
         # Frozen weights of a block that stays on the device are no bucket: they never move.
         if block.name not in spec.streamed:
             block.frozen = ()
-        block.streamed, block.versions = block.name in spec.streamed, spec.weight_versions
+        block.streamed = block.name in spec.streamed
+        # A slot holds one version: a backward of the other begins with a load of it.
+        block.versions = 1 if block.streamed else spec.weight_versions
         for bucket in block.held:
             bucket.streamed = spec.is_streamed(bucket.spec)
+            bucket.loads_in_turn = spec.loads_in_turn(bucket.spec)
     return spec
 
 

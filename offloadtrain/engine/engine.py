@@ -73,17 +73,14 @@ class Engine:
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._sent: tuple[Callable[[], Norm], int] | None = None
-        """Of a step whose squares are on their way to other stages: what waits for its norm, and
-        its number of micro-steps."""
+        """Of a step whose squares are on their way: what waits for its norm; its micro-steps."""
         self.salvaged = self.delay_goes_on = False
-        """`delay_goes_on`: without a flush, the next step's forwards do not use the newest weights
-        yet, though no microbatch is in flight."""
+        """`delay_goes_on`: nothing is in flight, and the next step's forwards use older weights."""
         self.warns_of_skips = True
 
     @property
     def forward_order(self) -> list[Block]:
-        """The order in which weights go up; among ranks, that of rank 0's first forward. Its first
-        use is a collective then."""
+        """The order in which weights go up: rank 0's, among ranks, whose first use agrees on it."""
         if self._ranks.is_single:
             return self._forward_hooks.forward_order
         if self._forward_order is None:
@@ -156,6 +153,7 @@ class Engine:
         finally:
             self._in_explicit_backward = self._gradients.expects = False
         self._gradients.end_micro_step()
+        self.residency.backward_is_over()
 
     def end_micro_step(self) -> None:
         """The backward of one microbatch is over."""
@@ -237,6 +235,11 @@ class Engine:
     def show_newest(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
         self._run(self.program.flush(), updates=True)
+
+    def part(self) -> None:
+        """The caller will set the state, and apart from it the weights that forward uses; waits."""
+        self._run(self.program.part(), updates=True)
+        self._drain()
 
     def turn(self, *, back: bool) -> None:
         """Parameters become the weights before the newest ones, or the newest ones again."""

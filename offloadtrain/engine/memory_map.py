@@ -26,6 +26,11 @@ _ATTRIBUTES = {
     Memory.USED: "used",
 }
 
+_OTHERS = {
+    Memory.DEVICE_SHARD: "other_device_shard",
+    Memory.GRADIENT: "other_gradient",
+}
+
 _BY_SLOT = (Memory.WEIGHT_SLOT, Memory.NEW_WEIGHTS)
 """Host slots that a ref names by number; its bucket's dtype is its own."""
 
@@ -107,7 +112,6 @@ class MemoryMap(dict[Ref, Range]):
         self._inputs = inputs
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
-        self._weight_files = {b.name: b.weight_files for b in self._buckets.values()}
         self._versions = {b.name: b.versions for b in self._buckets.values() if not b.streamed}
         self._offsets = dict(_offsets(blocks))
         self._made: dict[Ref, Buffer] = {}
@@ -151,15 +155,14 @@ class MemoryMap(dict[Ref, Range]):
             whole = self._disk_slots[ref.memory][ref.copy][: bucket.gradient.flat.nbytes]
             return Buffer(f"slot {ref.copy}: {bucket.gradient.name}", whole.view(_dtype(ref)))
         if ref.memory is Memory.WEIGHT_FILE:
-            return self._weight_files[bucket.name][ref.copy]
+            return bucket.weight_files[ref.copy]
         if ref.memory is Memory.STATE or ref.memory is Memory.STATE_FILE:
             return self._copies[bucket.name][ref.copy][ref.field]
         if ref.memory is Memory.WORKING:
             if bucket.streamed:
                 return self._slice(bucket, ref.copy)
             return self._versions[bucket.name][ref.copy]
-        other = ref.memory is Memory.GRADIENT and ref.copy == 1
-        found = bucket.other_gradient if other else getattr(bucket, _ATTRIBUTES[ref.memory])
+        found = getattr(bucket, (_OTHERS if ref.copy else _ATTRIBUTES)[ref.memory])
         assert isinstance(found, Buffer)
         # Matrices that are updated lie where their gradient was, in a dtype of their own; copied
         # fields of the state lie one behind the other in bytes.

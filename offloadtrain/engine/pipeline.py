@@ -93,8 +93,9 @@ def pipeline(
     bubble. The update is that of `update="delayed"` of one process, bit for bit. `run` returns the
     losses of the step before, NaN at first; `optimizers[0].last_step` is the last step that was
     decided. `drain()` ends what is in flight, and is needed before weights or state are read.
-    Stages but the last hold a second version of their weights on the device, stages but the first a
-    second sum of gradients on the host. It needs at least as many microbatches as stages.
+    Stages but the last hold a second version of their weights on the device, of streamed blocks on
+    the host; stages but the first a second sum of gradients on the host. It needs at least as many
+    microbatches as stages.
 
     Raises:
         PipelineError: a model that cannot be cut so, or numbers that the schedule cannot divide.
@@ -196,8 +197,7 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
     refused = {
         f"update = {chosen.update!r}": chosen.update not in ("exact", "delayed"),
         f"warmup_steps = {chosen.warmup_steps}": chosen.warmup_steps > 0,
-        f"working = {chosen.working!r}": chosen.offloads_weights,
-        "zero_stage = 3": chosen.zero_stage == 3,
+        f"working = {chosen.working!r}": chosen.working == "disk",
         f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),
         type(rule).__name__: isinstance(rule, MatrixRule),
     }
@@ -205,8 +205,8 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
         if found:
             raise PipelineError(
                 f"schedule = '2bw' does not go with {what}: it updates as update = 'delayed' does "
-                "from the first step on, and keeps two versions of resident weights. Take "
-                "schedule = '1f1b', or leave this out"
+                "from the first step on, and keeps two versions of the weights on the device or "
+                "the host. Take schedule = '1f1b', or leave this out"
             )
     return replace(chosen, update="delayed").checked()
 

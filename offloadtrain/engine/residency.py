@@ -148,6 +148,10 @@ class Residency:
                 self.on_backward(clock, None)
             self.use(block)
 
+    def backward_is_over(self) -> None:
+        """No backward runs: the next one needs the slots, also where no forward comes first."""
+        self._running.clear()
+
     def restart(self) -> None:
         """A micro-step is over and its weights may have changed: load ahead for the next one."""
         self._running.clear()
@@ -246,9 +250,8 @@ class Residency:
         swapped.state, swapped.other = swapped.other, swapped.state
 
     def flip(self, bucket: str) -> None:
-        """The other version of a bucket's weights on the disk is the one that loads read."""
-        flipped = self._buckets[bucket]
-        flipped.weight_files = flipped.weight_files[::-1]
+        """The other version of a bucket's weights is the one that loads read."""
+        self._buckets[bucket].version ^= 1
 
     def _pinned(self) -> list[str]:
         return [block.name for block in self.resident if self.pinned(block)]

@@ -16,8 +16,9 @@ those of step t - 1 as ever. So no later step has other bits, and a checkpoint h
 `update="delayed"` of one process does: the state, and the weights in use.
 
 A microbatch in flight when the next step begins has read the version of the weights before it.
-Saved weights are views of that version. What its backward runs again (recompute, the engine's or a
-user's) reads parameters: they are views of that version, too, while such a backward runs.
+Saved weights are views of that version, or handles that load it again. What its backward runs again
+(recompute, the engine's or a user's) reads parameters: they are views of that version, too, while
+such a backward runs.
 """
 
 from __future__ import annotations

@@ -393,6 +393,6 @@ class Costs:
         if spec.norm_tier(bucket) is Tier.HOST:
             sums = spec.config.grad_accum_steps * traffic(Kind.ACCUMULATE, bucket)
             per_param += sums if spec.accumulates else traffic(Kind.NORM, bucket)
-        if spec.has_snapshot(bucket):
+        if spec.has_snapshot(bucket) and (bucket.format.holds_weight or spec.weight_versions == 1):
             per_param += traffic(Kind.PUBLISH, bucket)
         return bucket.shard_numel * per_param

@@ -40,6 +40,7 @@ class Role(StrEnum):
     SNAPSHOT = "snapshot"
     WORKING = "working"
     DEVICE_SHARD = "device_shard"
+    OTHER_DEVICE_SHARD = "other_device_shard"
     SPILL = "spill"
     SUM = "sum"
     OTHER_WORKING = "other_working"
@@ -246,6 +247,9 @@ def weight_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     for bucket in (bucket for block in spec.blocks for bucket in block.held):
         if spec.loads_from_shard(bucket):
             yield _shard("weight shards", bucket, bucket.dtype, Role.DEVICE_SHARD, "shard")
+        if spec.loads_from_shard(bucket) and spec.loads_in_turn(bucket):
+            other, owner = Role.OTHER_DEVICE_SHARD, "weight shards"
+            yield _shard(owner, bucket, bucket.dtype, other, "other shard")
 
 
 def _working(bucket: BucketSpec, role: Role) -> MemoryRequest:

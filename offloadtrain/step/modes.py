@@ -122,6 +122,9 @@ class Exact:
         (`back`), or the newest again."""
         raise UpdateError("there is one version of the weights")
 
+    def part(self, order: Sequence[BlockRefs]) -> None:
+        """The caller is about to set weights in use that are not those of the state."""
+
     def hold(self, order: Sequence[BlockRefs]) -> None:
         """In mode "delayed": masters that were loaded wait as they did when they were saved."""
         raise UpdateError("new weights wait in update mode 'delayed' only")

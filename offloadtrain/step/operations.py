@@ -378,7 +378,7 @@ class Swap(NamedTuple):
 
 
 class Flip(NamedTuple):
-    """The other version of a bucket's weights on the disk becomes the one that loads read."""
+    """The other version of a streamed bucket's weights becomes the one that loads read."""
 
     bucket: str
 

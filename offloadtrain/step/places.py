@@ -28,6 +28,8 @@ class BucketRefs:
         gradient_file: it there.
         loads_from_disk: its weights are streamed from a file.
         beside: new weights go to the other version of the working weights.
+        version: of two versions of the weights, the one that compute, or its loads, read.
+        is_streamed: its weights are loaded for their use.
         matrices: those in this rank's shard, as elements of it.
         slot: for a streamed bucket, the device slot that its block has, or had last.
         touched: a gradient of the step in progress is in its memory.
@@ -97,10 +99,12 @@ class BucketRefs:
             for ref in [self.state_copies[0][part.field]]
         )
         self.snapshot = self._of(Memory.SNAPSHOT)
+        self.is_streamed = step.is_streamed(spec)
+        self.loads_in_turn = step.loads_in_turn(spec)
+        self._sources = self._kept_apart()
         file = self._of(Memory.WEIGHT_FILE)
         self._weight_files = [file._replace(copy=one) for one in range(step.weight_files(spec))]
-        self._version = 0
-        self._device_shard = self._of(Memory.DEVICE_SHARD)
+        self.version = 0
         slots = range(max(len(step.slot_bytes), step.weight_versions))
         self.beside = False
         self._whole = [self._working(0, spec.numel, slot) for slot in slots]
@@ -109,34 +113,48 @@ class BucketRefs:
     @property
     def whole(self) -> Ref:
         """Its working weights on the device, as compute reads them."""
-        return self._whole[self.slot]
+        return self._whole[self._place]
 
     @property
     def shard(self) -> Ref:
         """This rank's shard of its working weights."""
-        return self._shard[self.slot]
+        return self._shard[self._place]
+
+    @property
+    def _place(self) -> int:
+        return self.slot if self.is_streamed else self.version
 
     @property
     def newest(self) -> Ref:
         """Its working weights on the device, where new ones are brought to."""
-        return self._whole[self._newest_slot]
+        return self._whole[self._newest]
 
     @property
     def upload_target(self) -> Ref:
         """The device memory that new weights are brought to."""
-        return self._device_shard if self.loads_from_shard else self._shard[self._newest_slot]
+        return (self._sources if self.loads_from_shard else self._shard)[self._newest]
 
     @property
-    def _newest_slot(self) -> int:
-        return 1 - self.slot if self.beside else self.slot
+    def _newest(self) -> int:
+        # An update in place leaves them in the state, whatever loads have read.
+        if self.loads_in_turn and self._sources[0].memory is Memory.STATE:
+            return 0
+        return 1 - self.version if self.beside else self.version
 
-    def show_newest(self) -> None:
-        """Compute reads the new weights from here on."""
-        self.slot, self.beside = self._newest_slot, False
+    @property
+    def uses_state(self) -> bool:
+        """Of two versions, loads read the one in the state, which the next update overwrites."""
+        return self.loads_in_turn and self.load_source.memory is Memory.STATE
+
+    def show_newest(self) -> bool:
+        """Compute, or its loads, read the new weights from here on; returns whether these are in
+        another place."""
+        before, self.version, self.beside = self.version, self._newest, False
+        return self.version != before
 
     def turn(self) -> None:
-        """Compute reads the other of two versions from here on."""
-        self.slot = 1 - self.slot
+        """Compute, or its loads, read the other of two versions from here on."""
+        self.version = 1 - self.version
 
     @property
     def gradient(self) -> Ref:
@@ -167,13 +185,13 @@ class BucketRefs:
     @property
     def new_weight_file(self) -> Ref | None:
         """Where new weights are written; None where they go with the state, or to no disk."""
-        return self._weight_files[self._version - 1] if self._weight_files else None
+        return self._weight_files[self.version - 1] if self._weight_files else None
 
     def flip_weight_file(self) -> bool:
         """Let loads read what was written last; returns False where they do so anyway."""
         if len(self._weight_files) < 2:
             return False
-        self._version = 1 - self._version
+        self.turn()
         return True
 
     @property
@@ -214,6 +232,8 @@ class BucketRefs:
     def waiting(self, *, other: bool = False) -> Ref | None:
         """Return where new weights wait for their upload, or where they are used if they need not
         wait; None for a slot of host staging."""
+        if self.loads_in_turn and self.loads_from_host:
+            return self._sources[self._newest]
         if self.has_pending:
             return self._of(Memory.PENDING)
         if self.spec.format.holds_weight:
@@ -231,22 +251,30 @@ class BucketRefs:
         return self.load_source if self.is_streamed else self.shard
 
     @property
-    def is_streamed(self) -> bool:
-        return self.loads_from_host or self.loads_from_disk or self.loads_from_shard
-
-    @property
     def load_source(self) -> Ref:
         """The memory that loads of a streamed bucket read."""
-        if self.loads_from_shard:
-            return self._device_shard
         if self.loads_from_disk:
             files = self._weight_files
-            return files[self._version] if files else self.state_file[0]
-        if self.has_snapshot:
-            return self.snapshot
+            return files[self.version] if files else self.state_file[0]
+        if self._sources:
+            return self._sources[self.version]
         source = self.waiting()
         assert source is not None
         return source
+
+    def _kept_apart(self) -> tuple[Ref, ...]:
+        """Return the memory that loads read, version by version; nothing where that is what an
+        update writes. Of two versions on the host one is in the state, if that holds weights."""
+        if self.loads_from_shard:
+            shards = [self._of(Memory.DEVICE_SHARD)._replace(copy=copy) for copy in range(2)]
+            return tuple(shards[: 1 + self.loads_in_turn])
+        if not (self.loads_from_host and self.has_snapshot):
+            return ()
+        if not self.loads_in_turn:
+            return (self.snapshot,)
+        if self.spec.format.holds_weight:
+            return self.state()[0], self.snapshot
+        return self.snapshot, self._of(Memory.PENDING)
 
     def _of(self, memory: Memory) -> Ref:
         return Ref(memory, self.name, 0, 0, self.spec.shard_numel, self.spec.dtype)

@@ -278,6 +278,12 @@ class Program:
         self._updates.emit([self._block(name) for name in self._trained])
         return self._order.take()
 
+    def part(self) -> Operations:
+        """In mode "delayed", behind `flush`: the caller will set state and, apart from it, the
+        weights that forward uses."""
+        self._mode.part([self._block(name) for name in self._trained])
+        return self._order.take()
+
     def delay_set(self) -> Operations:
         """In mode "delayed", behind `flush`: the state was loaded, and older weights where forward
         uses them. The masters go up behind the next backward."""

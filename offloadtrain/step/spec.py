@@ -61,7 +61,7 @@ class StepSpec:
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
-        weight_versions: of weights on the device; two: see [Note: Two versions] in `two_versions`.
+        weight_versions: of weights in use; two: see [Note: Two versions] in `two_versions`.
         gradient_sums: of each bucket; two, where the next step's gradients arrive before a step is
             decided.
     """
@@ -242,6 +242,10 @@ class StepSpec:
         in_state = bucket.format.holds_weight and self.is_trained(bucket)
         return in_state and bucket.state_tier is Tier.HOST and not self.updates_in_backward
 
+    def loads_in_turn(self, bucket: BucketSpec) -> bool:
+        """True for a streamed bucket of which two versions are kept, which loads read in turn."""
+        return self.weight_versions > 1 and self.is_streamed(bucket) and self.is_trained(bucket)
+
     def loads_from_host(self, bucket: BucketSpec) -> bool:
         """True for a bucket that is streamed from the host."""
         return self.weight_tier(bucket) is Tier.HOST
@@ -278,12 +282,8 @@ class StepSpec:
     def has_new_weight_slot(self, bucket: BucketSpec) -> bool:
         """New weights go to the disk out of a slot: neither the state nor the memory of the
         gradient, which is wider, holds them."""
-        return (
-            self.loads_from_disk(bucket)
-            and self.is_trained(bucket)
-            and self.holds_sum(bucket)
-            and not bucket.format.holds_weight
-        )
+        written = self.loads_from_disk(bucket) and self.is_trained(bucket)
+        return written and self.holds_sum(bucket) and not bucket.format.holds_weight
 
     def has_snapshot(self, bucket: BucketSpec) -> bool:
         """True if loads read a snapshot of the forward's weights: the memory that an update writes

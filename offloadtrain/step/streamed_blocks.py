@@ -26,7 +26,7 @@ from fnmatch import fnmatchcase
 from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.config.offload import OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.block_spec import BlockSpec
+from offloadtrain.step.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.formats import ITEMSIZE
 from offloadtrain.step.spec import StepSpec
 from offloadtrain.step.tiers import Tier
@@ -64,7 +64,7 @@ def _outside(spec: StepSpec) -> list[BlockSpec]:
     able = [one for one in spec.blocks if one.leaf and not one.repeated and one.name not in kept]
     largest = max((block.nbytes for block in able), default=0)
     shared = [block for block in able if block.nbytes >= largest * SMALL_SHARE]
-    whole = sum(block.nbytes for block in shared)
+    whole = sum(_held_bytes(spec, block) for block in shared)
     return shared if _bytes_streamed(spec, shared) < whole else []
 
 
@@ -78,7 +78,17 @@ def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
     """Count the shards of this rank that stay on its device."""
     if spec.config.offloads_weights:
         return 0
-    return sum(one.shard_bytes for block in blocks for one in block.held)
+    shards = (one for block in blocks for one in block.held)
+    return sum(one.shard_bytes * _versions(spec, one) for one in shards)
+
+
+def _held_bytes(spec: StepSpec, block: BlockSpec) -> int:
+    """Count what a block takes that stays on the device."""
+    return sum(one.nbytes * _versions(spec, one) for one in block.held)
+
+
+def _versions(spec: StepSpec, bucket: BucketSpec) -> int:
+    return spec.weight_versions if spec.is_trained(bucket) else 1
 
 
 def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
@@ -102,10 +112,10 @@ def _room(
     spec: StepSpec, repeated: Sequence[BlockSpec], outside: Sequence[BlockSpec], limit: int
 ) -> int:
     """Count the repeated blocks that can stay on the device."""
-    config, sizes = spec.config, [block.nbytes for block in repeated]
+    config, sizes = spec.config, [_held_bytes(spec, block) for block in repeated]
     whole = [one for one in spec.blocks if one not in repeated and one not in outside]
     # Their frozen weights are where the rest of the model's are, which the limit is not for.
-    rest = sum(bucket.nbytes for block in whole for bucket in block.buckets)
+    rest = sum(one.nbytes for block in whole for one in block.buckets) * spec.weight_versions
     rest += _bytes_streamed(spec, outside) + spec.gradient_bytes
     if spec.streams:
         rest += _shard_bytes(spec, repeated)
@@ -113,7 +123,7 @@ def _room(
     if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
         rest += ITEMSIZE["float64"] * spec.num_tensors
     rest += sum(bucket.experts for bucket in spec.buckets)  # a byte for each: used or not
-    least = rest + config.device_slots * max(sizes, default=0)
+    least = rest + config.device_slots * max((block.nbytes for block in repeated), default=0)
     if least > limit and rest + sum(sizes) > limit:
         keys = ", or set working = 'host'"
         if config.offloads_weights:

@@ -1,4 +1,4 @@
-"""Update mode "delayed" with two versions of the weights on the device.
+"""Update mode "delayed" with two versions of the weights.
 
 [Note: Two versions]
 A pipeline without flushes (PipeDream-2BW) begins the forwards of step t+1 before the backwards of
@@ -10,6 +10,15 @@ views of changes later, when the first forward of step t+1 begins (`flush`). Gra
 the memory that they were built with. The last stage has no microbatch in flight then and needs one
 version, as Delayed does. A backward of step t behind that forward may run forwards again
 (recompute): `turn` gives it the version that they have read.
+
+Of a streamed block both versions are where its loads read them, on the host or as shards on the
+device, and a slot holds one of them at a time: what is in a slot when compute turns to the other
+version is dropped, and the next use loads that one. So a graph in flight keeps no memory of the
+weights that it was built with; its backward, for which compute has turned back, loads them again.
+On the host the versions are the two memories that Delayed has as well. Adam writes new weights into
+the one that no load reads, behind the last load of what it held. A state that holds the weights
+itself is one of the two: before Adam changes it in place, the weights in use are copied to the
+other (`keep`), and loads read them there.
 """
 
 from __future__ import annotations
@@ -34,6 +43,8 @@ class TwoVersions(Exact):
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         if not decision.skipped:
             for bucket in (bucket for _, buckets in order for bucket in buckets):
+                # All of them before the first update: a load waits for its block's copy only.
+                self._updates.keep(bucket)
                 bucket.beside = True
             # These uploads wait for compute so far, the last readers of the version before among
             # it, and run beside what compute is given from here on.
@@ -41,6 +52,10 @@ class TwoVersions(Exact):
             self._updates.is_over(order)
             self._hidden = order
         return Speculation()
+
+    def part(self, order: Sequence[BlockRefs]) -> None:
+        for bucket in (bucket for _, buckets in order for bucket in buckets):
+            self._updates.keep(bucket)
 
     def hold(self, order: Sequence[BlockRefs]) -> None:
         self._updates.hold_beside(order)

@@ -151,25 +151,46 @@ class UpdatePath:
             # A slot still holds the old weights: the next use must load the new ones.
             self._streaming.drop(block)
 
+    def keep(self, bucket: BucketRefs) -> None:
+        """The state is about to change: loads read the weights in use elsewhere from here on."""
+        if bucket.uses_state:
+            # Host, beside forward: waits for loads in flight of the version before; the next loads
+            # of the block wait for it.
+            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, bucket.snapshot)
+            self._turn(bucket)
+
     def show(self, blocks: Sequence[BlockRefs]) -> None:
         """Let compute read the other version of these blocks' weights, which is the newest."""
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            bucket.show_newest()
+            self._show_newest(bucket)
         # The next use waits for the uploads; graphs keep the version that they were built with.
         self._enter(blocks, 1)
 
     def turn(self, blocks: Sequence[BlockRefs], *, back: bool) -> None:
         """Let compute read the version before of weights that were shown last, or these again."""
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            bucket.turn()
+            self._turn(bucket)
         # No upload is on its way to either version: the step whose backwards read the one before is
         # not decided. Compute has waited for both.
         self._enter(blocks, -1 if back else 1)
 
     def _enter(self, blocks: Iterable[BlockRefs], by: int) -> None:
-        for block, buckets in blocks:
-            if buckets:
-                self._order.operations += [Enter(block, buckets[0].slot), Renew(block, by)]
+        for block, buckets in (one for one in blocks if one[1]):
+            if self._streaming.streams(block):
+                # A slot holds the version that was loaded: the next use loads the other.
+                self._streaming.drop(block)
+            else:
+                self._order.operations.append(Enter(block, buckets[0].version))
+            self._order.operations.append(Renew(block, by))
+
+    def _turn(self, bucket: BucketRefs) -> None:
+        bucket.turn()
+        if bucket.is_streamed:
+            self._order.operations.append(Flip(bucket.name))
+
+    def _show_newest(self, bucket: BucketRefs) -> None:
+        if bucket.show_newest() and bucket.is_streamed:
+            self._order.operations.append(Flip(bucket.name))
 
     def emit(self, blocks: Sequence[BlockRefs]) -> None:
         """Upload the masters as they are: after they were set or loaded."""
@@ -226,8 +247,12 @@ class UpdatePath:
             return
         if bucket.loads_from_host:
             # Host, behind its Adam: waits for loads in flight of the old snapshot. Without a
-            # snapshot, loads read the staged weights themselves and wait for Adam.
-            if bucket.has_snapshot:
+            # snapshot, or with two versions, loads read the staged weights themselves and wait for
+            # Adam.
+            if bucket.loads_in_turn:
+                if not bucket.beside:
+                    self._show_newest(bucket)
+            elif bucket.has_snapshot:
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, bucket.snapshot)
             return
         if bucket.on_device:

@@ -195,17 +195,18 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
     (4, 1, {"clip_norm": 0.3, "state": "split16"}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 2}),
     (4, 2, {"clip_norm": 0.3, "zero_stage": 3}),
+    (4, 2, {"clip_norm": 0.3, "zero_stage": 3, "working": "host"}),
     (2, 1, {"clip_norm": 0.3, "experts": 4, "activation": "recompute"}),
 ]
 MORE: list[tuple[int, int, dict[str, Any]]] = [
     (2, 1, {"precision": "fp32", "groups": True, "state_on": "device"}),
     (2, 1, {"activation": "offload", "working": "host", "device_slots": 1}),
+    (2, 1, {"working": "host", "device_slots": 1, "schedule": "gpipe"}),
     (2, 1, {"activation": "offload", "recompute_blocks": 1}),
     (2, 1, {"activation": "offload_saved", "offload_saved_above": 0}),
     (2, 1, {"skip_nonfinite": False}),
     (4, 1, {"precision": "fp16", "schedule": "interleaved"}),
     (2, 1, {"clip_norm": 0.3, "schedule": "interleaved", "layers_per_stage": (1, 3, 3, 1)}),
-    (4, 2, {"clip_norm": 0.3, "zero_stage": 3, "working": "host"}),
 ]
 
 

@@ -55,7 +55,7 @@ def assert_late(scales: list[float], skipped: list[bool]) -> None:
     ("size", "replicas", "options"),
     [
         (2, 1, {"clip_norm": 0.3, "lanes": "proof"}),
-        (4, 1, {"lanes": "threads", "synchronized": 5, "skipped": 3}),
+        (4, 1, {"lanes": "threads", "synchronized": 5, "skipped": 3, "working": "host"}),
         (4, 2, {"paused": 4, "loss_scale_hysteresis": 2, "activation": "recompute"}),
         pytest.param(4, 1, {"paused": 1, "clip_norm": 0.3}, marks=pytest.mark.long),
         pytest.param(2, 1, {"synchronized": 1, "state_on": "device"}, marks=pytest.mark.long),

@@ -180,6 +180,17 @@ def test_without_a_flush_weights_are_there_twice_but_on_the_last_stage() -> None
 
 
 @pytest.mark.slow
+def test_the_search_tries_streamed_weights_without_a_flush() -> None:
+    config = pipeline(1, 16)
+    config = replace(config, offload=replace(config.offload, working="host"))
+    found = search(config, "test", A100, 2, ("1f1b", "2bw"))
+    (without,) = [one for one in found if one.schedule == "2bw"]
+    first, last = without.plan.stages
+    assert first.spec.weight_versions == 2 and last.spec.weight_versions == 1
+    assert make(without.plan.job, "test", A100, 2).prediction.seconds == without.seconds
+
+
+@pytest.mark.slow
 def test_what_bounds_a_step_of_stages_is_asked_of_all_of_them() -> None:
     """Twice as fast a part saves at most half of the step, and links that take no time nothing."""
     gains = why(planned(2, 8, "1f1b", replace(A100, gpu_link_gbps=1e9))).gains

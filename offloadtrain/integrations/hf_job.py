@@ -52,7 +52,7 @@ def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfMod
     dims: dict[str, int] = {}
     if ranks.tensor > 1:
         check_plan(model, ranks.tensor)
-        dims = divided_dims(model)
+        dims = divided_dims(model, ranks.tensor)
     found = replace(hf, parts=parts_of_module(model, dims))
     if ranks.stages > 1:
         _check_stages(model, found, ranks.stages, layers)

@@ -17,12 +17,9 @@ from torch import nn
 
 from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
-from offloadtrain.runtime.mesh import DeviceMesh, divide_linears
-from offloadtrain.runtime.tensor_parts import (
-    AS_LARGE_AS_EXPERTS,
-    FUSED_ROWS,
-    kept_by_columns,
-)
+from offloadtrain.runtime.mesh import DeviceMesh
+from offloadtrain.runtime.tensor_parts import AS_LARGE_AS_EXPERTS, FUSED_ROWS
+from offloadtrain.runtime.tensor_styles import divide_linear
 
 BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
 """Linear layers of a block, by the dimension of their weight that is divided."""
@@ -39,19 +36,21 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """
     for one in model.blocks:
         block = cast(TransformerBlock, one)
-        by_rows, by_columns = _divided(block)
-        divide_linears(block, mesh, by_rows, by_columns)
-        for name in by_columns:
-            kept_by_columns(cast(nn.Linear, block.get_submodule(name)))
         attention, mlp = block.attention, block.mlp
         heads = (attention.num_heads, attention.kv_heads, attention.kv_heads)
-        setattr(attention.qkv, FUSED_ROWS, tuple(count * attention.head_dim for count in heads))
+        _fuse(attention.qkv, *(count * attention.head_dim for count in heads))
         if isinstance(mlp, Mlp) and mlp.gated:
             rows = mlp.up.weight.shape[0] // 2
-            setattr(mlp.up, FUSED_ROWS, (rows, rows))
+            _fuse(mlp.up, rows, rows)
+        for name in chain(*_divided(block)):
+            divide_linear(block.get_submodule(name), mesh, outputs=name in BY_ROWS)
         attention.num_heads //= mesh.size()
         attention.kv_heads //= mesh.size()
         attention.part = mesh.get_local_rank()
+
+
+def _fuse(linear: nn.Module, *rows: int) -> None:
+    setattr(linear, FUSED_ROWS, dict.fromkeys(("weight", "bias"), rows))
 
 
 def _divided(block: TransformerBlock) -> tuple[Sequence[str], Sequence[str]]:

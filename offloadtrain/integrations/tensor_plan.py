@@ -27,12 +27,14 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.engine.partition import partition
 from offloadtrain.integrations.tensor_trial import problem_of
 from offloadtrain.runtime.mesh import DeviceMesh
-from offloadtrain.runtime.tensor_parts import FUSED_ROWS, divide_parameter
+from offloadtrain.runtime.tensor_parts import FUSED_ROWS
 from offloadtrain.runtime.tensor_styles import (
     divide_linear,
+    divide_parameter,
     divided_dim,
     norm_each_head,
     run_with_parts,
+    stand_alone,
     sum_last_backward,
     sum_over_parts,
 )
@@ -179,7 +181,10 @@ def divided_dims(model: Any, parts: int) -> dict[str, int]:
 
 def narrowed(model: Any, parts: int) -> None:
     """Make the parameters of a model on the meta device as large as a part of them: of the sizes of
-    `divide`, without any rank but this one."""
+    `divide`, without any rank but this one. What is gathered, or cut, has its sizes, too."""
+    for one in _entries(model, parts) if parts > 1 else ():
+        if one.kind in _LINEAR and not one.param:
+            stand_alone(one.module, parts, *_LINEAR[one.kind])
     for name, dim in divided_dims(model, parts).items() if parts > 1 else ():
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)

@@ -148,44 +148,6 @@ def fused_rows_of(module: nn.Module, name: str) -> Sequence[int]:
     return rows
 
 
-def divide_parameter(module: nn.Module, name: str, mesh: Any, dim: int | None) -> None:
-    """Make a parameter a DTensor along a mesh of one axis; this rank takes its part of what it has,
-    and sends nothing. Its memory has the order of [Note: Parts of matrices].
-
-    Args:
-        dim: the dimension that is divided; None: each rank keeps all of it.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    whole, placed = getattr(module, name), Replicate() if dim is None else Shard(dim)
-    sizes, stride = list(whole.shape), whole.stride()
-    if dim is not None:
-        sizes[dim] //= mesh.size()
-        stride = _slowest(whole.shape, dim)
-    held = torch.empty_strided(
-        *(sizes, stride if dim is None else _slowest(sizes, dim)),
-        dtype=whole.dtype,
-        device=whole.device,
-    )
-    made = DTensor.from_local(
-        *(held, mesh, [placed]), run_check=False, shape=whole.shape, stride=stride
-    )
-    setattr(module, name, nn.Parameter(made, whole.requires_grad))
-    if not held.is_meta:
-        with torch.no_grad():
-            keep_part(module, name, whole)
-
-
-def _slowest(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
-    """Return the strides of memory in which a dimension varies slowest, but for that of experts."""
-    first = [0] if len(sizes) > 2 and dim else []
-    order = [*first, dim, *(axis for axis in range(len(sizes)) if axis not in (*first, dim))]
-    stride, step = [0] * len(sizes), 1
-    for axis in reversed(order):
-        stride[axis], step = step, step * sizes[axis]
-    return tuple(stride)
-
-
 def kept_by_columns(module: nn.Linear) -> None:
     """Keep a DTensor weight that is divided by columns column by column: the same values."""
     weight: Any = module.weight

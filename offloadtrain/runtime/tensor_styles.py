@@ -7,14 +7,16 @@ each part adds to the gradient of an input.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from offloadtrain.runtime.tensor_parts import divide_parameter, is_distributed
+from offloadtrain.runtime.mesh import DeviceMesh
+from offloadtrain.runtime.tensor_parts import is_distributed, keep_part
 
-if TYPE_CHECKING:  # it takes a second to import, which others do not need
-    from torch.distributed.device_mesh import DeviceMesh
+# DTensor takes a second to import, which others do not need: functions here do it.
 
 
 def divided_dim(linear: nn.Module, *, outputs: bool) -> int:
@@ -23,6 +25,44 @@ def divided_dim(linear: nn.Module, *, outputs: bool) -> int:
     GPT-2's `Conv1D` is a linear layer whose weight is (inputs, outputs).
     """
     return int(outputs != isinstance(linear, nn.Linear))
+
+
+def divide_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | None) -> None:
+    """Make a parameter a DTensor along a mesh of one axis; this rank takes its part of what it has,
+    and sends nothing. Its memory has the order of [Note: Parts of matrices].
+
+    Args:
+        dim: the dimension that is divided; None: each rank keeps all of it.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole, placed = getattr(module, name), Replicate() if dim is None else Shard(dim)
+    sizes, stride = list(whole.shape), whole.stride()
+    if dim is not None:
+        sizes[dim] //= mesh.size()
+        stride = _slowest(whole.shape, dim)
+    held = torch.empty_strided(
+        *(sizes, stride if dim is None else _slowest(sizes, dim)),
+        dtype=whole.dtype,
+        device=whole.device,
+    )
+    made = DTensor.from_local(
+        *(held, mesh, [placed]), run_check=False, shape=whole.shape, stride=stride
+    )
+    setattr(module, name, nn.Parameter(made, whole.requires_grad))
+    if not held.is_meta:
+        with torch.no_grad():
+            keep_part(module, name, whole)
+
+
+def _slowest(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
+    """Return the strides of memory in which a dimension varies slowest, but for that of experts."""
+    first = [0] if len(sizes) > 2 and dim else []
+    order = [*first, dim, *(axis for axis in range(len(sizes)) if axis not in (*first, dim))]
+    stride, step = [0] * len(sizes), 1
+    for axis in reversed(order):
+        stride[axis], step = step, step * sizes[axis]
+    return tuple(stride)
 
 
 def divide_linear(
@@ -57,6 +97,24 @@ def divide_linear(
 
     linear.register_forward_pre_hook(into)
     linear.register_forward_hook(out_of)
+
+
+def stand_alone(linear: Any, parts: int, outputs: bool, whole: bool) -> None:
+    """Give a linear layer without values, and without other ranks, the sizes that it has among
+    them: outputs gathered, or inputs cut."""
+
+    def into(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args[0].chunk(parts, -1)[0], *args[1:]
+
+    def out_of(_: nn.Module, args: object, output: Tensor) -> Tensor:
+        return torch.cat([output] * parts, dim=-1)
+
+    if outputs and hasattr(linear, "nf"):  # of a Conv1D, which views its outputs by it
+        linear.nf //= parts
+    if whole and outputs:
+        linear.register_forward_hook(out_of)
+    elif whole:
+        linear.register_forward_pre_hook(into)
 
 
 def norm_each_head(norm: nn.Module, mesh: DeviceMesh) -> None:
@@ -112,7 +170,6 @@ def sum_over_parts(module: nn.Module, mesh: DeviceMesh, *, inputs: bool) -> None
 def sum_last_backward(module: nn.Module, mesh: DeviceMesh, width: int) -> None:
     """Sum the gradient of the last elements of a module's output over the parts: each hands them to
     its own heads (the rotary keys of multi-head latent attention)."""
-    import torch
 
     def out_of(_: nn.Module, args: object, output: Tensor) -> Tensor:
         before, last = output.split([output.shape[-1] - width, width], dim=-1)

@@ -209,8 +209,7 @@ def test_the_plan_is_of_a_part(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its estimates are by the shape, half of whose matrices each rank has; a trace would be of the
-    whole model."""
+    """It is traced, with half of each matrix."""
     write_text(tmp_path)
     path, busy = tmp_path / "job.toml", []
     for parts in (1, 2):

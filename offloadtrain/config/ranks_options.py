@@ -248,6 +248,7 @@ def unflushed_contradictions(
         ("offload.working", offload.working, not offload.offloads_weights, "device", _RESIDENT),
         ("offload.zero_stage", offload.zero_stage, offload.zero_stage != 3, 2, _RESIDENT),
         ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
+        ("offload.skip_unused", [*offload.skip_unused], not offload.skip_unused, [], _USED),
         ("optim.name", rule, rule != "muon", "adamw", _MATRICES),
         ("train.on_spike", on_spike, on_spike == "report", "report", _LOSS),
     ):
@@ -261,6 +262,7 @@ def unflushed_contradictions(
 _NONE_EXACT = "its first steps are delayed, too"
 _RESIDENT = "both versions of the weights stay on the device, whole"
 _ONE_TIER = "all state is on the host, or all on the device"
+_USED = "which experts a step has used would be read when the next one has marked some"
 _MATRICES = "it updates matrices on the device, where the next step computes"
 _LOSS = "the loss of a step is known to all stages within the next step"
 

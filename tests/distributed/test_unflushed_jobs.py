@@ -368,6 +368,10 @@ def test_a_killed_stage_comes_back_to_the_same_bits(
     [
         ({"offload.update": '"exact"'}, "and offload.update = 'exact': .* Set it, or"),
         ({"offload.warmup_steps": 2}, "Set offload.warmup_steps = 0, or"),
+        pytest.param(
+            *({"offload.skip_unused": '["*.norm*"]'}, r"Set offload.skip_unused = \[\], or"),
+            marks=pytest.mark.slow,
+        ),
         ({"offload.working": '"host"'}, "Set offload.working = 'device', or"),
         ({"offload.zero_stage": 3}, "Set offload.zero_stage = 2, or"),
         ({"offload.state_on": '"disk"'}, "Set offload.state_on = 'host', or"),

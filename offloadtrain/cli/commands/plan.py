@@ -222,6 +222,8 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     config = described(config)
     trace, of_rank = tracer_of(config, machine, ranks), shared(resolved(config, machine), ranks)
     stages = range(config.ranks.stages) if config.ranks.pipeline > 1 else ()
+    # Whether stages can be traced does not depend on their numbers of layers.
+    of_rank = replace(of_rank, ranks=replace(of_rank.ranks, layers_per_stage=()))
     try:
         for one in [of_stage(of_rank, number) for number in stages] or [of_rank]:
             trace(one)

@@ -334,11 +334,12 @@ def hybrid(code: str) -> bool:
 
 def test_the_python_of_ranks(ranks: Run) -> None:  # noqa: F811
     copies, alone, flushed, of_decoders, overlapped, *divided = python_of("ranks.md")
-    parts, of_transformers, of_experts = divided
+    parts, of_transformers, of_any_plan, of_experts = divided
     assert ranks(4, hybrid, copies) == [True] * 4
     assert ranks(4, sharded, alone) == [True] * 4
     assert ranks(4, pipelines, flushed, overlapped) == [[4, 4]] * 4
     assert ranks(4, pipelines_of_transformers, of_decoders) == [4] * 4
     assert ranks(4, tensor_parallel, parts) == [True] * 4
-    assert ranks(4, tensor_parallel_of_transformers, of_transformers) == [True] * 4
+    for code in (of_transformers, of_any_plan):
+        assert ranks(4, tensor_parallel_of_transformers, code) == [True] * 4
     assert ranks(4, expert_parallel, of_experts) == [True] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from offloadtrain.config import toml
@@ -15,8 +14,6 @@ from offloadtrain.config.hf_model import (
     shape_of,
 )
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.config.ranks_options import RanksConfig
 
 HF_KEYS = ("hf", "init", "lora")
 """Keys of the section; those of the model's shape are config.json's."""
@@ -53,16 +50,3 @@ def looked_at(
     except (OSError, ValueError) as error:
         job.problems.append(f"model.hf = {toml.shown(hf.hf)} {error}")
         return hf, None
-
-
-def contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:
-    """Yield a sentence for each thing that ranks which divide such a model cannot do."""
-    if offload.recompute_blocks != "auto":
-        return
-    for key, count in (("pipeline", ranks.pipeline), ("tensor", ranks.tensor)):
-        if count > 1:
-            yield (
-                f'ranks.{key} = {count} and offload.recompute_blocks = "auto": what the layers of '
-                "model.hf keep is known from a trace of the whole model. Set a number, or leave it "
-                "out"
-            )

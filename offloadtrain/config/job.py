@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 from offloadtrain.config import (
     command_hooks,
     data_options,
-    hf_section,
     optim_options,
     ranks_options,
     rules,
@@ -352,8 +351,6 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
     yield from ranks_options.contradictions(
         table, model, is_own=own, samples=samples, adapters=adapters
     )
-    if not own:
-        yield from hf_section.contradictions(table, offload)
     yield from ranks_options.interleaved_contradictions(table, offload)
     yield from ranks_options.compiled_contradictions(table, offload)
     yield from ranks_options.unflushed_contradictions(

@@ -252,6 +252,7 @@ def unflushed_contradictions(
         ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
         ("offload.working", offload.working, offload.working != "disk", "host", _IN_MEMORY),
         ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
+        ("offload.skip_unused", [*offload.skip_unused], not offload.skip_unused, [], _USED),
         ("optim.name", rule, rule != "muon", "adamw", _MATRICES),
         ("train.on_spike", on_spike, on_spike == "report", "report", _LOSS),
     ):
@@ -265,6 +266,7 @@ def unflushed_contradictions(
 _NONE_EXACT = "its first steps are delayed, too"
 _IN_MEMORY = "both versions of the weights are in memory"
 _ONE_TIER = "all state is on the host, or all on the device"
+_USED = "which experts a step has used would be read when the next one has marked some"
 _MATRICES = "it updates matrices on the device, where the next step computes"
 _LOSS = (
     "the update of a step is asked for before its loss is there on the last stage, and to wait for "

@@ -270,7 +270,8 @@ def attach(
     check_same_model(model, groups, chosen, ranks)
     check_compiled(model, chosen)
     check_parts(model, rule, ALONE if place is None else place.parts, ranks)
-    check_skips(model, chosen, rule, alone=_is_whole(ranks, place, ledger))
+    whole = ledger is None and (place is None or place.stages.ranks.is_single)
+    check_skips(model, chosen, rule, whole=whole)
     if place is not None:
         check_same_options(chosen, rule, place)
     if place is None or place.stages.ranks.is_single:
@@ -282,13 +283,6 @@ def attach(
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()
     return optimizer
-
-
-def _is_whole(ranks: Ranks, place: StagePlace | None, ledger: Ledger | None) -> bool:
-    """Return whether every rank holds the whole model, or shards of all of it."""
-    if ledger is not None or ranks.of_experts is not ranks:
-        return False
-    return place is None or (place.stages.ranks.is_single and place.parts.is_single)
 
 
 def _check_scratch(config: OffloadConfig) -> None:

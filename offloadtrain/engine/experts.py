@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Protocol
 
 import torch
@@ -13,12 +14,18 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig, OptionError
+from offloadtrain.engine.local_part import local
 from offloadtrain.optim import AnyRule, keeps_whole
 from offloadtrain.runtime.kernels import BLOCK, Layout
-from offloadtrain.step.skipping import experts_in, skips
+from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import Share
+from offloadtrain.step.skipping import STACKED_AXES, experts_in, skips
 
 _UPDATES_KEPT = 4
 """Updates that a native queue may still have before it: the next step's weights need this one's."""
+
+OTHERS = -1
+"""Steps of an expert that another rank holds."""
 
 
 class SkipError(OffloadTrainError, ValueError):
@@ -36,6 +43,15 @@ class Slot(Protocol):
     def offset(self) -> int: ...
     @property
     def numel(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Marks(Protocol):
+    """Memory of marks, a byte per expert; see `lanes.Buffer`."""
+
+    @property
+    def flat(self) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -104,7 +120,7 @@ class Experts:
         """
         grads = {slot: grad for slot, grad in delivered}
         for slot, first, count in self._slots:
-            if count > 1 and slot in grads:
+            if slot in grads and _is_stacked(slot, count):
                 # NaN counts as a gradient, and -0.0 does not.
                 marks = grads[slot].flatten(1).any(1)
                 used[first : first + count].logical_or_(marks)
@@ -114,7 +130,8 @@ class Experts:
         if first:
             self.delivered.clear()
         here = {slot for slot, _ in delivered}
-        self.delivered |= {at for slot, at, count in self._slots if count == 1 and slot in here}
+        own = ((slot, at) for slot, at, count in self._slots if not _is_stacked(slot, count))
+        self.delivered |= {at for slot, at in own if slot in here}
 
     def advance(self) -> None:
         """Count a step that is decided and not skipped."""
@@ -150,6 +167,34 @@ class Experts:
                     yield first + number, slot, begin, end
 
 
+def agree_on_used(of_experts: Sequence[tuple[Experts, Marks]], among: Sequence[Ranks]) -> None:
+    """Tell each bucket which of its experts got a gradient, here or on another rank.
+
+    Args:
+        among: the ranks that hold the same experts, or parts of them. Tokens of others have come
+            here.
+    """
+    # The marks are written: the program's last operations have waited for them.
+    marks = torch.cat([used.flat for _, used in of_experts]).cpu()
+    first = 0
+    for experts, _ in of_experts:
+        marks[[first + number for number in experts.delivered]] = 1
+        first += len(experts)
+    for ranks in among:
+        if not ranks.is_single:
+            # Waits for the same backward on these ranks.
+            marks = ranks.all_gather_host(marks.tolist()).amax(0)
+    for experts, _ in of_experts:
+        experts.used = (marks[: len(experts)] != 0).tolist()
+        marks = marks[len(experts) :]
+
+
+def _is_stacked(slot: Slot, count: int) -> bool:
+    """Tell whether its gradient is there whether an expert is used or not: also where ranks that
+    hold different experts leave it one."""
+    return count > 1 or len(slot.shape) >= STACKED_AXES
+
+
 def gaps(runs: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
     """Return what of [0, numel) is in none of the runs, which ascend."""
     edges = [0, *(edge for run in runs for edge in run), numel]
@@ -158,35 +203,31 @@ def gaps(runs: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
 
 
 def skipped_in(model: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
-    """Return each trained parameter that `skip_unused` names → the number of experts in it."""
+    """Return each trained parameter that `skip_unused` names → the number of experts in it, or in
+    this rank's part of it."""
     if not patterns:
         return {}
     named = ((n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel())
-    return experts_in({n: tuple(p.shape) for n, p in named if skips(n, patterns)})
+    return experts_in({n: tuple(local(p).shape) for n, p in named if skips(n, patterns)})
 
 
-def check_skips(model: nn.Module, config: OffloadConfig, rule: AnyRule, *, alone: bool) -> None:
+def check_skips(model: nn.Module, config: OffloadConfig, rule: AnyRule, *, whole: bool) -> None:
     """Raises SkipError, OptionError where experts cannot be skipped.
 
     Args:
-        alone: every rank holds the whole model, or shards of all of it.
+        whole: it is no stage, whose names may be those of another.
     """
     patterns = config.skip_unused
     if not patterns:
         return
-    if not alone:
-        raise OptionError(
-            f"skip_unused = {list(patterns)} with a mesh that has an axis 'pp', 'tp' or 'ep', or "
-            "in a pipeline: the steps of each expert would be in several places. Leave it out, or "
-            "offload with data parallelism alone"
-        )
     if keeps_whole(rule):
         raise OptionError(
             f"skip_unused = {list(patterns)} and {type(rule).__name__}: it updates whole tensors, "
             "and skipping updates parts of them. Leave it out, or use ot.AdamW"
         )
-    _check_names(model, patterns)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if whole:
+        check_names(model, patterns)
+    shapes = {name: local(p).shape for name, p in model.named_parameters()}
     for name, count in skipped_in(model, patterns).items():
         if count > 1 and shapes[name][1:].numel() % BLOCK:
             raise SkipError(
@@ -196,7 +237,8 @@ def check_skips(model: nn.Module, config: OffloadConfig, rule: AnyRule, *, alone
             )
 
 
-def _check_names(model: nn.Module, patterns: Sequence[str]) -> None:
+def check_names(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Raises SkipError for a pattern of `skip_unused` that fits no parameter."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad and p.numel()]
     for pattern in patterns:
         if not any(skips(name, [pattern]) for name in trained):
@@ -206,13 +248,22 @@ def _check_names(model: nn.Module, patterns: Sequence[str]) -> None:
             )
 
 
-def load_steps(experts: Experts, slot: Slot, steps: float | Sequence[float] | Tensor) -> None:
+def load_steps(
+    experts: Experts, slot: Slot, share: Share, steps: float | Sequence[float] | Tensor
+) -> None:
     """Set the steps of a parameter's experts; one number stands for all.
+
+    Args:
+        share: what this rank holds of the parameter; `steps` are those of all its experts, or of
+            the own ones.
 
     Raises:
         SkipError: another number of experts.
     """
     own, given = experts.steps_of(slot), torch.as_tensor(steps, dtype=torch.float32)
+    first, total = _held(own, share)
+    if given.numel() == total:
+        given = given.reshape(-1)[first : first + own.numel()]
     if given.numel() not in (1, own.numel()):
         raise SkipError(
             f"'{slot.name}' holds {own.numel()} experts, and the state has the steps of "
@@ -221,7 +272,34 @@ def load_steps(experts: Experts, slot: Slot, steps: float | Sequence[float] | Te
     own.copy_(given.reshape(own.shape) if given.numel() == own.numel() else given.reshape(()))
 
 
-def steps_by_name(experts: Mapping[str, tuple[Experts, Slot]]) -> dict[str, list[int]]:
-    """Return parameter → the steps of its experts, for a checkpoint."""
-    found = {name: one.steps_of(slot).reshape(-1) for name, (one, slot) in experts.items()}
-    return {name: [int(step) for step in steps.tolist()] for name, steps in found.items()}
+def steps_by_name(
+    experts: Mapping[str, tuple[Experts, Slot, Share]],
+) -> dict[str, list[int]]:
+    """Return parameter → the steps of its experts; `OTHERS` for one that another rank holds."""
+    found: dict[str, list[int]] = {}
+    for name, (one, slot, share) in experts.items():
+        own = one.steps_of(slot)
+        first, total = _held(own, share)
+        found[name] = [OTHERS] * total
+        found[name][first : first + own.numel()] = [int(x) for x in own.reshape(-1).tolist()]
+    return found
+
+
+def merged_steps(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Return the steps of all experts from those that each rank, or stage, tells, for a
+    checkpoint."""
+    found: dict[str, list[int]] = {}
+    for told in of_ranks:
+        for name, steps in told.items():
+            known = found.get(name, steps)
+            found[name] = [max(pair) for pair in zip(known, steps, strict=True)]
+    return found
+
+
+def _held(own: Tensor, share: Share) -> tuple[int, int]:
+    """Return the number of the first expert that this rank holds of a parameter, and how many it
+    has."""
+    total = share.shape[0] if own.ndim or len(share.shape) >= STACKED_AXES else 1
+    if own.numel() == total:
+        return 0, total
+    return share.ranges[0].at * total // prod(share.shape), total

@@ -33,6 +33,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -40,12 +41,13 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
+from offloadtrain.engine.experts import Experts, agree_on_used
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.runtime.lanes import Buffer
-from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.prefetch_policy import ReduceOrder
 from offloadtrain.step.program import Program
 from offloadtrain.step.tiers import Tier
@@ -128,12 +130,12 @@ class Gradients:
         self._names = {slot.index: slot.name for slot in slots}
         self.divided = {slot.index for slot in slots if is_divided(slot.param)}
         """Parameters of which other ranks hold other parts."""
-        self._of_experts = [
-            (bucket.experts, bucket.used)
-            for block in blocks
-            for bucket in block.buckets
-            if bucket.experts is not None and bucket.used is not None
-        ]
+        self._of_experts: dict[Ranks, list[tuple[Experts, Buffer]]] = {}
+        """Ranks that share them → experts, and the marks of the used ones."""
+        for bucket in (bucket for block in blocks for bucket in block.buckets):
+            if bucket.experts is not None and bucket.used is not None:
+                own = self._of_experts.setdefault(bucket.sharers, [])
+                own.append((bucket.experts, bucket.used))
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
@@ -259,7 +261,7 @@ class Gradients:
         self.open = False
         self.micro_steps = 0
 
-    def measure(self, beside: Sequence[float] = ()) -> Measured:
+    def measure(self, beside: Sequence[float] = (), parts: Ranks = ALONE) -> Measured:
         """Measure the gradient of the step; waits for the last norm, and for every rank's.
 
         Each parameter's sum runs over fixed segments (see `kernels`); ranks are added in order,
@@ -268,12 +270,13 @@ class Gradients:
 
         Args:
             beside: numbers that every rank sends to the others in the same exchange.
+            parts: the ranks that hold the other parts of DTensors.
         """
         # The only wait of the training thread in a step. The norms of early blocks ran beside
         # backward; what is exposed is the way down of the last one.
         self._interpreter.run(self._program.norm())
-        if self._of_experts:
-            self._agree_on_used()
+        for ranks, of_experts in self._of_experts.items():
+            agree_on_used(of_experts, (ranks.everyone, parts))
         squares = self._squares()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
@@ -290,22 +293,8 @@ class Gradients:
 
     def count_steps(self) -> None:
         """The step is not skipped: the experts that it updates have made one more."""
-        for experts, _ in self._of_experts:
+        for experts, _ in chain.from_iterable(self._of_experts.values()):
             experts.advance()
-
-    def _agree_on_used(self) -> None:
-        """Tell each bucket which of its experts got a gradient, here or on another rank."""
-        # The marks are written: the program's last operations have waited for them.
-        marks = torch.cat([used.flat for _, used in self._of_experts]).cpu()
-        first = 0
-        for experts, _ in self._of_experts:
-            marks[[first + number for number in experts.delivered]] = 1
-            first += len(experts)
-        if not self._ranks.everyone.is_single:
-            marks = self._ranks.everyone.all_gather_host(marks.tolist()).amax(0)
-        for experts, _ in self._of_experts:
-            experts.used = (marks[: len(experts)] != 0).tolist()
-            marks = marks[len(experts) :]
 
     def _squares(self) -> Tensor:
         """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""

@@ -266,7 +266,7 @@ class NormMeasure:
     def own(self, intent: Sequence[float]) -> Measured:
         """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()
-        own = self._gradients.measure(self._intent(intent))
+        own = self._gradients.measure(self._intent(intent), self._parts)
         copies = self._ranks.copies
         if not copies.is_single:
             # This shard's ranks of all groups hold copies of it, which must be decided on alike and

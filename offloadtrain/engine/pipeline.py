@@ -18,6 +18,7 @@ from offloadtrain.engine.checks import check_arguments
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.decoder_probe import check_stages
 from offloadtrain.engine.decoder_stages import check_dtype, cut_stage, is_of_transformers
+from offloadtrain.engine.experts import check_names
 from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.pipeline_steps import Pipeline, UnflushedPipeline
@@ -113,6 +114,7 @@ def pipeline(
     inputs = example if isinstance(example, tuple) else (example,)
     each = [*layers_per_stage]
     _check_same(axes, model, inputs, [schedule, microbatches, stages_per_rank, each])
+    check_names(model, chosen.skip_unused)
     in_order = None
     if param_init_fn is not None and init_in_order:
         in_order = InitInOrder(model, param_init_fn)
@@ -199,6 +201,7 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
         f"warmup_steps = {chosen.warmup_steps}": chosen.warmup_steps > 0,
         f"working = {chosen.working!r}": chosen.working == "disk",
         f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),
+        f"skip_unused = {list(chosen.skip_unused)}": bool(chosen.skip_unused),
         type(rule).__name__: isinstance(rule, MatrixRule),
     }
     for what, found in refused.items():

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from offloadtrain.engine.experts import merged_steps
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.engine.step_report import StepReport
@@ -153,7 +154,7 @@ class StageOptimizers:
 
     @property
     def expert_steps(self) -> dict[str, list[int]]:
-        return {}  # stages skip no experts
+        return merged_steps(one.expert_steps for one in self._each)
 
     def finish_load(self, **state: Any) -> None:
         for one in self._each:

@@ -145,9 +145,9 @@ class StateIO:
     @property
     def expert_steps(self) -> dict[str, list[int]]:
         """Parameter → steps of each of its experts, of those that are skipped where they are
-        unused; the same on every rank."""
-        skipped = {s.name: (b.experts, s) for b, s in self._slots() if b.experts is not None}
-        return steps_by_name(skipped)
+        unused; `experts.OTHERS` for experts of other ranks."""
+        held = [(s, b.experts) for b, s in self._slots() if b.experts is not None]
+        return steps_by_name({s.name: (own, s, self.parts.share(s)) for s, own in held})
 
     def own_states(self) -> dict[str, list[OwnState]]:
         """Return what this rank holds of every parameter of `extents`, to be read or overwritten;
@@ -242,7 +242,8 @@ class StateIO:
         self._step_tensor.fill_(step)
         for bucket, slot in self._slots():
             if bucket.experts is not None:
-                load_steps(bucket.experts, slot, (expert_steps or {}).get(slot.name, step))
+                steps = (expert_steps or {}).get(slot.name, step)
+                load_steps(bucket.experts, slot, self.parts.share(slot), steps)
         # Waits: parameters hold the loaded weights when this returns.
         self._engine.emit(delayed=delayed)
         # Frozen parameters may have been loaded too.

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.hf_model import HfModel, Lora
-from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
@@ -28,7 +27,6 @@ from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
 from offloadtrain.sizing.parts import parts_of_module
-from offloadtrain.sizing.tracer import Tracer
 
 AUTO_CLASS = "AutoModelForCausalLM"
 RANKS = RanksConfig()
@@ -51,7 +49,7 @@ def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfMod
     dims: dict[str, int] = {}
     if ranks.tensor > 1:
         check_plan(model, ranks.tensor)
-        dims = divided_dims(model)
+        dims = divided_dims(model, ranks.tensor)
     found = replace(hf, parts=parts_of_module(model, dims))
     if ranks.stages > 1:
         _check_stages(model, found, ranks.stages, layers)
@@ -71,28 +69,6 @@ def _check_stages(model: Any, hf: HfModel, stages: int, layers: int) -> None:
 def described_model(hf: HfModel) -> Any:
     """Return the model on the meta device."""
     return empty_model(_config(hf.folder), hf.lora)
-
-
-def tracer(config: Config, *, on_cpu: bool) -> Tracer:
-    """Return what tells a plan what a microbatch of the job's model takes; see `sizing`."""
-    assert config.hf is not None
-    model = described_model(config.hf).train()
-    packed = config.data.packing == "isolated"
-    size = config.train.micro_batch
-    return Tracer(model, _traced_loss, size, on_cpu=on_cpu, packed=packed)
-
-
-def _traced_loss(model: Any, config: Config) -> Tensor:
-    """The loss that the job will train with, over tokens without values."""
-    train = config.train
-    if train.chunked_loss:
-        chunk_loss(model, **asdict(LossTerms(train.label_smoothing, train.z_loss)))
-    size = (train.micro_batch, config.data.seq_len)
-    # Each its own: what is saved of one memory is saved once.
-    tokens, targets, places = (torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3))
-    isolated = config.data.packing == "isolated"
-    lm = CausalLm.of(model, chunked=train.chunked_loss)
-    return lm.loss(tokens, targets, positions_BT=places if isolated else None)
 
 
 def _config(folder: Path) -> Any:

@@ -26,9 +26,10 @@ _CHOICE_BYTES = 3 * 8 + 2 * 4
 
 def activations(placed: Placement, *, on_cpu: bool) -> Activations:
     """Return the larger of two moments: the backward of the loss, and of the last layer. A trace
-    has looked at all moments."""
+    has looked at all moments of one microbatch."""
     if placed.traced is not None:
-        return placed.traced.activations
+        found = placed.traced.activations
+        return replace(found, saved=found.saved * placed.in_flight)
     in_backward, stage = _in_backward(placed, on_cpu), placed.config.stage
     if stage is not None and not stage.is_last:
         return in_backward

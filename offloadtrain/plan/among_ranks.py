@@ -9,7 +9,9 @@ from math import ceil
 
 from offloadtrain.config.model_shape import chosen_experts, mlp_params
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.device_time import Seconds
 from offloadtrain.plan.placement import Placement
+from offloadtrain.step.block_spec import BlockSpec
 from offloadtrain.step.spec import StepSpec
 
 
@@ -54,7 +56,7 @@ class AmongParts:
     @property
     def sum_bytes(self) -> int:
         """What a rank sends in one of them, a ring."""
-        return 2 * _of_others(self.placed.input_bytes, self.count)
+        return 2 * _of_others(self.placed.hidden_bytes, self.count)
 
     @property
     def sum_s(self) -> float:
@@ -66,8 +68,14 @@ class AmongParts:
         keeps one."""
         sent = self.sums * self.sum_bytes
         if self.placed.spec.input_parts > 1:
-            sent += self.placed.recomputed * _of_others(self.placed.input_bytes, self.count)
+            sent += self.placed.recomputed * _of_others(self.placed.hidden_bytes, self.count)
         return sent
+
+    def added(self, alone: Seconds, block: BlockSpec) -> Seconds:
+        """Return the seconds of a block on a rank, with those of the sums over the parts."""
+        summed_s = self.sums_of_layer * self.sum_s if block.repeated else 0.0
+        again_s = self.sum_s if block.recomputed else 0.0
+        return Seconds(alone.forward + summed_s, alone.backward + summed_s + again_s)
 
     def gather_s(self, nbytes: int) -> float:
         """Return the seconds in which the parts of a tensor of so many bytes are gathered."""

@@ -153,18 +153,18 @@ class Costs:
         """Reading → seconds of forward and backward; the head's are the last one's."""
         if (traced := self.placed.traced) is not None:
             how = self._tokens, self.machine, self._precision, KERNELS
-            times = {name: traced_seconds(one, *how) for name, one in traced.blocks.items()}
+            named = ((block, traced.blocks[block.name]) for block in self.spec.blocks)
+            times = {b.name: self.parts.added(traced_seconds(c, *how), b) for b, c in named}
             return by_reading(self.spec.blocks, times)
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         compiled = self.placed.config.offload.compile_blocks
         kernels = kernels_of(model, compiled=compiled)
         where = self._tokens, self.machine, self._precision
         split = replace(kernels, split=self.parts.count)
-        exchanged_s = self.parts.sums_of_layer * self.parts.sum_s + 2 * self.experts.exchange_s
         alone = block_seconds(model, seq_len, *where, split)
+        exchanged_s = self.parts.sums_of_layer * self.parts.sum_s + 2 * self.experts.exchange_s
         layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
-        # Whole on every rank.
-        eager = kernels_of(model, compiled=False)
+        eager = kernels_of(model, compiled=False)  # whole on every rank
         head = head_seconds(model, *where, eager) if self._has_head else Seconds(0.0, 0.0)
         # A compiled forward runs again as a whole: its graph is one node.
         shorter = alone.forward if compiled else again_seconds(model, seq_len, *where, split)

@@ -73,16 +73,18 @@ class Placement:
         if self.config.offload.activation not in ("offload", "offload_saved"):
             return ()
         if self.traced is not None:
-            return self.traced.block_inputs
+            return tuple(map(self._of_part, self.traced.block_inputs)) * self.in_flight
         return self._kept_inputs
 
     @property
     def _kept_inputs(self) -> tuple[int, ...]:
-        """Bytes of the parts of inputs that this rank keeps: all of one that the parts do not
-        divide."""
-        rest = self.input_bytes // self.weight_bytes % self.spec.input_parts
-        own = self.input_bytes // (1 if rest else self.spec.input_parts)
-        return (own,) * self.recomputed * self.in_flight
+        """Bytes of the parts of inputs that this rank keeps."""
+        return (self._of_part(self.hidden_bytes),) * self.recomputed * self.in_flight
+
+    def _of_part(self, nbytes: int) -> int:
+        """Return what this rank keeps of an input: all of one that the parts do not divide."""
+        rest = nbytes // self.weight_bytes % self.spec.input_parts
+        return nbytes // (1 if rest else self.spec.input_parts)
 
     @property
     def input_bytes(self) -> int:
@@ -90,6 +92,11 @@ class Placement:
         if self.traced is not None:
             moving = self.recomputed or self.repeated or len(self.spec.blocks)
             return sum(self.traced.block_inputs) // moving
+        return self.hidden_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states of a microbatch, as one layer passes them to the next."""
         tokens = self.config.train.micro_batch * self.config.data.seq_len
         return tokens * self.config.model.d_model * self.weight_bytes
 

@@ -372,7 +372,8 @@ def _placed(
     if job.ranks.pipeline == 1:
         return Plan(job, name, machine, place(part, count, trace=trace, copies=copies))
     numbers, ranks = range(job.ranks.stages), job.ranks.pipeline
-    placed = [place(of_stage(part, one), count, copies=copies) for one in numbers]
+    stages = (of_stage(part, one) for one in numbers)
+    placed = [place(one, count, trace=trace, copies=copies) for one in stages]
     plans = [
         Plan(job, name, machine, placed[one], tuple(placed[one + ranks :: ranks]))
         for one in range(ranks)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from offloadtrain.runtime.process_group import ALONE, Group, Ranks
 from offloadtrain.runtime.tensor_parts import EXPERTS
 
-__all__ = ["AXES", "DeviceMesh", "Mesh", "divide_linears"]
+__all__ = ["AXES", "DeviceMesh", "Mesh"]
 
 AXES = ("pp", "dp", "tp")
 """Stages of a pipeline, replicas, and parts of matrices. The last varies fastest: what exchanges
@@ -111,38 +111,6 @@ class Mesh:
         """All ranks hold the whole model and share one copy of its state."""
         whole = self.stages.is_single and self.tensor is None and self.experts is None
         return whole and self.replicas.copies.is_single
-
-
-def divide_linears(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    by_rows: Sequence[str],
-    by_columns: Sequence[str],
-    per_head: Sequence[str] = (),
-) -> None:
-    """Make the weights of linear layers DTensors along a mesh of one axis; each rank takes its part
-    of what it has, and sends nothing.
-
-    Args:
-        by_rows: names of those whose outputs are divided.
-        by_columns: of those whose inputs are; their outputs are sums over the parts.
-        per_head: of norms over the last dimension whose inputs are divided along another: the
-            gradients of their weights are sums over the parts.
-    """
-    # Takes a second to import, which others do not need.
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in by_rows}
-    plan |= {name: RowwiseParallel() for name in by_columns}
-    # Which dimension it takes for the divided one does not matter: the norm is over the last.
-    plan |= {name: SequenceParallel(use_local_output=True) for name in per_head}
-    parallelize_module(module, mesh, plan, src_data_rank=None)
 
 
 def keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:

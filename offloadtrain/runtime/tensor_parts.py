@@ -6,7 +6,8 @@ of the whole in the order of memory if that dimension varies slowest there. So a
 divided by columns is kept column by column (`kept_by_columns`): a checkpoint then names every part
 by one range of elements, as it does the shards of ranks, and any mesh can read it. A matrix may be
 several ones below each other (queries, keys and values; gate and value of an MLP): each of them is
-divided, and a part is as many ranges. Its module says so by `fused_rows`, the rows of each.
+divided, and a part is as many ranges. Its module says so by `fused_rows`, the rows of each. So do
+the matrices of experts, a tensor of three axes: each is divided alike, and has its own ranges.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 from offloadtrain.config.errors import OffloadTrainError
 
 FUSED_ROWS = "fused_rows"
-"""Attribute of a module whose matrix is several ones below each other: the rows of each."""
+"""Attribute of a module: name of a parameter that is several ones behind each other along the
+divided dimension → the rows of each."""
 
 
 EXPERTS = "ep"
@@ -99,25 +101,27 @@ def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
         PartError: it is divided in another way than [Note: Parts of matrices] says.
     """
     shape, stride = tuple(param.shape), tuple(param.stride())
-    divided = [one.dim for one in param.placements if not one.is_replicate()]
+    divided = [one.dim % len(shape) for one in param.placements if not one.is_replicate()]
     if not divided:
         return Share(shape, stride, (Range(0, 0, math.prod(shape)),))
     dim, parts = divided[0], param.device_mesh.size()
-    rows = tuple(fused_rows) if fused_rows and dim == 0 else (shape[dim],)
-    slowest = all(stride[dim] >= other for other in stride)
-    if len(param.placements) > 1 or not slowest or any(count % parts for count in rows):
+    rows = tuple(fused_rows) or (shape[dim],)
+    outer = [axis for axis, other in enumerate(stride) if other > stride[dim]]
+    named = outer in ([], [0] if len(shape) > 2 else [])  # [0]: experts, with ranges of their own
+    if len(param.placements) > 1 or not named or any(count % parts for count in rows):
         raise PartError(
             f"'{name}' {list(shape)} is divided into {parts} parts along dimension {dim} of the "
             f"memory order {stride}, so that a part is not a few ranges of it: a checkpoint cannot "
             "name it. Divide a dimension that the parts divide evenly and that varies slowest in "
             "memory (runtime.tensor_parts.kept_by_columns)"
         )
-    return Share(shape, stride, tuple(_ranges(rows, stride[dim], param, parts)))
+    matrices, own = math.prod(shape[axis] for axis in outer), param.device_mesh.get_local_rank()
+    return Share(shape, stride, tuple(_ranges(rows * matrices, stride[dim], own, parts)))
 
 
-def _ranges(rows: Sequence[int], width: int, param: Any, parts: int) -> Iterator[Range]:
+def _ranges(rows: Sequence[int], width: int, own: int, parts: int) -> Iterator[Range]:
     """Yield the range of each matrix; `width`: elements of a row."""
-    own, above, at = param.device_mesh.get_local_rank(), 0, 0
+    above, at = 0, 0
     for count in rows:
         each = count // parts
         yield Range(at, (above + own * each) * width, each * width)
@@ -134,8 +138,14 @@ def shares_of(model: nn.Module) -> dict[nn.Parameter, Share]:
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(prefix, recurse=False):
             if is_distributed(param):
-                found[param] = share_of(name, param, getattr(module, FUSED_ROWS, ()))
+                found[param] = share_of(name, param, fused_rows_of(module, name))
     return found
+
+
+def fused_rows_of(module: nn.Module, name: str) -> Sequence[int]:
+    """Return the rows of each matrix that a parameter is made of, by its (qualified) name."""
+    rows: Sequence[int] = getattr(module, FUSED_ROWS, {}).get(name.rpartition(".")[2], ())
+    return rows
 
 
 def kept_by_columns(module: nn.Linear) -> None:
@@ -163,6 +173,6 @@ def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:
     if not is_distributed(weight):
         weight.copy_(whole)
         return
-    share = share_of(name, weight, getattr(module, FUSED_ROWS, ()))
+    share = share_of(name, weight, fused_rows_of(module, name))
     held: Tensor = weight._local_tensor
     held.as_strided((held.numel(),), (1,)).copy_(share.of(whole))

@@ -9,6 +9,9 @@ not all zeros, in any microbatch on any rank. Compute marks the used ones before
 gathered (`Kind.MARK`), and `step()` reads the marks with the norm. So the operations of a step do
 not depend on its data: the update of a bucket is one launch, which leaves out parts of its memory.
 
+Those ranks agree that share the experts: tokens of others have come to them. So do those that hold
+parts of the same experts, as a part of a gradient may be zeros where another one is not.
+
 Whether an expert is used is known when the last microbatch has come on every rank. These buckets
 are therefore updated in step() in every update mode. A second copy of the state would have to be
 filled for unused experts, too, which is the traffic that is to be saved.

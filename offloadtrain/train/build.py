@@ -288,10 +288,13 @@ def _planned(
     machine = replace(machine, gpus=rank_info.local_size)
     trace = needed_trace(config, machine, ranks.size)
     own = settled(config, name, machine, ranks.size, trace)
-    # By rank 0's memory and rates.
+    # By rank 0's memory and rates. What is sent has no tuples.
     options, each = ranks.broadcast_object([asdict(own.offload), own.ranks.layers_per_stage])
+    same: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+    }
     stages = replace(config.ranks, layers_per_stage=tuple(each))
-    chosen = replace(config, offload=OffloadConfig(**options), ranks=stages)
+    chosen = replace(config, offload=OffloadConfig(**same), ranks=stages)
     found = make(chosen, name, machine, ranks.size, trace, mesh.stages.rank)
     if problems := found.certain_problems:
         raise PlanError(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offloadtrain.config.batch_split import shared
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.microbatch import Trace
 from offloadtrain.plan.resolve import resolved
@@ -28,7 +28,7 @@ def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
     return tracer_of(job, machine, ranks) if needed else None
 
 
-def tracer_of(job: Config, machine: Machine, ranks: int) -> Tracer:
+def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
     """Return what traces a microbatch of one rank; nothing is traced yet.
 
     Raises:
@@ -37,7 +37,7 @@ def tracer_of(job: Config, machine: Machine, ranks: int) -> Tracer:
     """
     of_rank = shared(resolved(job, machine), ranks)
     if of_rank.hf is not None:
-        return hf_job.tracer(of_rank, on_cpu=machine.on_cpu)
+        return HfTrace(of_rank, machine.on_cpu)
     with torch.device("meta"):
         model = Transformer(of_rank.model).train()
     return Tracer(model, _traced_loss, of_rank.train.micro_batch, on_cpu=machine.on_cpu)

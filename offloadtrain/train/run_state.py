@@ -16,6 +16,7 @@ from offloadtrain.config.hf_model import identity_of, read_config
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.toml import field_kinds
+from offloadtrain.engine.experts import merged_steps
 from offloadtrain.train import rng
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
@@ -61,7 +62,7 @@ class RunState:
                 "step": progress.step,
                 "scaler": self._optimizer.scaler_state(),
                 # Only where experts are skipped: earlier versions know no such key.
-                **({"expert_steps": steps} if (steps := self._optimizer.expert_steps) else {}),
+                **({"expert_steps": steps} if (steps := self._expert_steps()) else {}),
             },
             "progress": asdict(progress),
             "data": at.data,
@@ -77,6 +78,13 @@ class RunState:
             "tokenizer_name": self._tokens.tokenizer,
             "hf_config": self._hf_config,
         }
+
+    def _expert_steps(self) -> dict[str, list[int]]:
+        """Return the steps of all experts, of those that are skipped where they are unused. Where
+        there are any, a collective: ranks may hold different ones."""
+        if not self._config.offload.skip_unused:
+            return {}
+        return merged_steps(self._ranks.gather(self._optimizer.expert_steps))
 
     def _held_out(self) -> str | None:
         """Return the hash of the validation tokens."""

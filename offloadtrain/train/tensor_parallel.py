@@ -19,13 +19,9 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.integrations.expert_parallel import expert_parallel
 from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
-from offloadtrain.runtime.mesh import DeviceMesh, Mesh, divide_linears
-from offloadtrain.runtime.tensor_parts import (
-    AS_LARGE_AS_EXPERTS,
-    FUSED_ROWS,
-    keep_part,
-    kept_by_columns,
-)
+from offloadtrain.runtime.mesh import DeviceMesh, Mesh
+from offloadtrain.runtime.tensor_parts import AS_LARGE_AS_EXPERTS, FUSED_ROWS, keep_part
+from offloadtrain.runtime.tensor_styles import divide_linear
 
 BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
 """Linear layers of a block, by the dimension of their weight that is divided."""
@@ -59,22 +55,24 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     """
     for one in model.blocks:
         block = cast(TransformerBlock, one)
-        by_rows, by_columns = _linears(block)
-        divide_linears(block, mesh, by_rows, by_columns)
-        for name in by_columns:
-            kept_by_columns(cast(nn.Linear, block.get_submodule(name)))
         attention, mlp = block.attention, block.mlp
         heads = (attention.num_heads, attention.kv_heads, attention.kv_heads)
-        setattr(attention.qkv, FUSED_ROWS, tuple(count * attention.head_dim for count in heads))
+        _fuse(attention.qkv, *(count * attention.head_dim for count in heads))
         if isinstance(mlp, Mlp) and mlp.gated:
             rows = mlp.up.weight.shape[0] // 2
-            setattr(mlp.up, FUSED_ROWS, (rows, rows))
+            _fuse(mlp.up, rows, rows)
+        for name in chain(*_divided(block)):
+            divide_linear(block.get_submodule(name), mesh, outputs=name in BY_ROWS)
         attention.num_heads //= mesh.size()
         attention.kv_heads //= mesh.size()
         attention.part = mesh.get_local_rank()
 
 
-def _linears(block: TransformerBlock) -> tuple[Sequence[str], Sequence[str]]:
+def _fuse(linear: nn.Module, *rows: int) -> None:
+    setattr(linear, FUSED_ROWS, dict.fromkeys(("weight", "bias"), rows))
+
+
+def _divided(block: TransformerBlock) -> tuple[Sequence[str], Sequence[str]]:
     """Return the names of a block's linear layers that are divided by rows, and by columns."""
     which = slice(None) if isinstance(block.mlp, Mlp) else OF_ATTENTION
     return BY_ROWS[which], BY_COLUMNS[which]
@@ -95,7 +93,7 @@ def narrowed(model: Transformer, parts: int) -> None:
     """Make the matrices of every block, on the meta device, as large as a part of them: of the same
     sizes as `divide_matrices`, without any rank but this one."""
     for block in model.blocks if parts > 1 else ():
-        for name in chain(*_linears(cast(TransformerBlock, block))):
+        for name in chain(*_divided(cast(TransformerBlock, block))):
             linear = cast(nn.Linear, block.get_submodule(name))
             rows, columns = linear.weight.shape
             by_rows = name in BY_ROWS

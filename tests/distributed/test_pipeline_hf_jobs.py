@@ -202,11 +202,6 @@ def test_a_job_goes_on_in_other_stages(
         ({"num_hidden_layers": 3}, {}, "each stage needs 2 layers; set it to at most 1"),
         ({"tie_word_embeddings": True}, {}, "config.json tie_word_embeddings = false"),
         ({}, {"train.sample_tokens": 5}, "no process holds the whole model"),
-        (
-            {},
-            {"offload.activation": '"recompute"', "offload.recompute_blocks": '"auto"'},
-            "known from a trace of the whole model",
-        ),
     ],
 )
 def test_jobs_that_cannot_be_divided(

@@ -376,15 +376,19 @@ def test_a_part_that_is_no_range_is_refused() -> None:
             return 1
 
     class Divided:
-        def __init__(self, stride: tuple[int, int], dim: int) -> None:
-            self.shape, self.device_mesh, self.placements = (6, 4), Mesh(), [Shard(dim)]
+        def __init__(self, stride: tuple[int, ...], dim: int) -> None:
+            sizes = (6, 4) if len(stride) == 2 else (2, 6, 4)
+            self.shape, self.device_mesh, self.placements = sizes, Mesh(), [Shard(dim)]
             self.stride = lambda: stride
 
     assert share_of("w", Divided((4, 1), 0)).ranges == (Range(0, 12, 12),)
     assert share_of("w", Divided((1, 6), 1)).ranges == (Range(0, 12, 12),)
     rows = share_of("w", Divided((4, 1), 0), (4, 2)).ranges
     assert rows == (Range(0, 8, 8), Range(8, 20, 4))
-    for given in (Divided((4, 1), 1), Divided((1, 6), 0)):
+    experts = share_of("w", Divided((24, 4, 1), 1), (4, 2)).ranges
+    assert experts == (Range(0, 8, 8), Range(8, 20, 4), Range(12, 32, 8), Range(20, 44, 4))
+    assert share_of("w", Divided((24, 1, 6), -1)).ranges == (Range(0, 12, 12), Range(12, 36, 12))
+    for given in (Divided((4, 1), 1), Divided((1, 6), 0), Divided((24, 4, 1), 2)):
         with pytest.raises(PartError, match="varies slowest in memory"):
             share_of("w", given)
 

@@ -377,6 +377,10 @@ def test_a_killed_stage_comes_back_to_the_same_bits(
         ({"offload.update": '"exact"'}, "and offload.update = 'exact': .* Set it, or"),
         ({"offload.warmup_steps": 2}, "Set offload.warmup_steps = 0, or"),
         ({"offload.working": '"disk"'}, "Set offload.working = 'host', or"),
+        pytest.param(
+            *({"offload.skip_unused": '["*.norm*"]'}, r"Set offload.skip_unused = \[\], or"),
+            marks=pytest.mark.slow,
+        ),
         ({"offload.state_on": '"disk"'}, "Set offload.state_on = 'host', or"),
         ({"offload.state_on": '"auto"'}, "Set offload.state_on = 'host', or"),
         ({"optim.name": '"muon"'}, "Set optim.name = 'adamw', or"),

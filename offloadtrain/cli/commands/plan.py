@@ -212,21 +212,22 @@ def _job(job: str, hf: str, overrides: tuple[str, ...]) -> Config:
 
 def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
     """Return the job with every parameter of its model known, and the trace of a microbatch. A
-    model that cannot be traced is planned by its shape, which is said once; so is one that ranks
-    divide, as a trace is of the whole."""
+    model that cannot be traced is planned by its shape, which is said once."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
-    from offloadtrain.config.batch_split import shared
+    from offloadtrain.config.batch_split import of_stage, shared
     from offloadtrain.plan.resolve import resolved
     from offloadtrain.sizing.trace_step import TraceError
     from offloadtrain.train.build import described
     from offloadtrain.train.job_trace import tracer_of
 
     config = described(config)
-    if config.hf is not None and max(config.ranks.pipeline, config.ranks.tensor) > 1:
-        return config, None
-    trace = tracer_of(config, machine, ranks)
+    trace, of_rank = tracer_of(config, machine, ranks), shared(resolved(config, machine), ranks)
+    stages = range(config.ranks.stages) if config.ranks.pipeline > 1 else ()
+    # Whether stages can be traced does not depend on their numbers of layers.
+    of_rank = replace(of_rank, ranks=replace(of_rank.ranks, layers_per_stage=()))
     try:
-        trace(shared(resolved(config, machine), ranks))
+        for one in [of_stage(of_rank, number) for number in stages] or [of_rank]:
+            trace(one)
     except TraceError as error:
         if config.offload.activation == "offload_saved":
             raise  # its shape does not tell what moves

@@ -1,0 +1,101 @@
+"""The trace of a microbatch of `model.hf`: of the whole model, of a part of its matrices, or of a
+stage of a pipeline, as one rank computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.config.job import Config
+from offloadtrain.config.ranks_options import Stage
+from offloadtrain.engine.decoder_stages import cut_stage
+from offloadtrain.engine.stage_modules import divide
+from offloadtrain.integrations import tensor_plan
+from offloadtrain.integrations.causal_lm import CausalLm
+from offloadtrain.integrations.chunked_loss import chunk_loss
+from offloadtrain.integrations.hf_job import described_model
+from offloadtrain.model.loss import cross_entropy
+from offloadtrain.model.transformer import LossTerms
+from offloadtrain.plan.microbatch import TracedStep
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.sizing.tracer import Tracer
+
+
+@dataclass(slots=True)
+class HfTrace:
+    """A `plan.microbatch.Trace` of the job's model, with a tracer for each stage of a pipeline.
+
+    Attributes:
+        job: the rank's part of it; `micro_batch` is the size that was asked for.
+    """
+
+    job: Config
+    on_cpu: bool
+    _of_stage: dict[Stage | None, Tracer] = field(default_factory=dict)
+
+    def __call__(self, config: Config) -> TracedStep:
+        """Return what a microbatch of this job takes; raises as `trace_step`."""
+        stage = config.stage  # stages of other numbers of layers are others
+        if stage not in self._of_stage:
+            self._of_stage[stage] = self._tracer(stage, config.ranks.given_layers)
+        return self._of_stage[stage](config)
+
+    def _tracer(self, stage: Stage | None, layers_per_stage: Sequence[int]) -> Tracer:
+        assert self.job.hf is not None
+        model = described_model(self.job.hf).train()
+        tensor_plan.narrowed(model, self.job.ranks.tensor)
+        loss: Callable[[Any, Config], Tensor] = _loss
+        if stage is not None:
+            cut_stage(model, divide(model, stage.count, layers_per_stage), stage.index)
+            loss = _loss_of_stage
+        packed, size = self.job.data.packing == "isolated", self.job.train.micro_batch
+        return Tracer(model, loss, size, on_cpu=self.on_cpu, packed=packed)
+
+
+def _given(config: Config) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return tokens, targets and positions without values. Each its own: what is saved of one
+    memory is saved once."""
+    size = (config.train.micro_batch, config.data.seq_len)
+    tokens, targets, places = (torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3))
+    return tokens, targets, places if config.data.packing == "isolated" else None
+
+
+def _chunk(model: Any, config: Config) -> None:
+    chunk_loss(model, **asdict(LossTerms(config.train.label_smoothing, config.train.z_loss)))
+
+
+def _loss(model: Any, config: Config) -> Tensor:
+    """The loss that the job will train with."""
+    if config.train.chunked_loss:
+        _chunk(model, config)
+    tokens, targets, places = _given(config)
+    return CausalLm.of(model, chunked=config.train.chunked_loss).loss(
+        tokens, targets, positions_BT=places
+    )
+
+
+def _loss_of_stage(model: Any, config: Config) -> Tensor:
+    """The same of a stage, as `train.pipelined` calls it: of one without the head the sum of its
+    hidden states, whose gradients are those that the next stage sends, of no size to speak of."""
+    tokens, targets, places = _given(config)
+    stage, train, given = config.stage, config.train, tokens
+    assert stage is not None
+    if not stage.is_first:
+        dtype, width = PRECISIONS[config.offload.precision], config.model.d_model
+        sizes = (*tokens.shape, width)
+        given = torch.empty(sizes, dtype=dtype, device="cpu", requires_grad=True)
+    more: dict[str, Any] = {} if places is None else {"position_ids": places}
+    if not stage.is_last:
+        hidden: Tensor = model(given, **more)
+        return hidden.sum()
+    if train.chunked_loss:
+        _chunk(model, config)
+        count = targets.numel()
+        more |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
+        loss: Tensor = model(given, **more)
+        return loss
+    return cross_entropy(model(given, **more).flatten(0, 1), targets.flatten(), None)

@@ -1,0 +1,122 @@
+"""The trace of a model of transformers that ranks divide, and what a plan decides by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offloadtrain.config.batch_split import of_stage, shared
+from offloadtrain.config.job import Config
+from offloadtrain.hardware.machine import find
+from offloadtrain.plan.automatic import FULL
+from offloadtrain.plan.microbatch import TracedStep
+from offloadtrain.plan.plan import make
+from offloadtrain.plan.resolve import resolved
+from offloadtrain.train.build import described
+from offloadtrain.train.job_trace import needed_trace, tracer_of
+from tests.distributed.conftest import Run
+from tests.distributed.test_jobs import data  # noqa: F401
+from tests.distributed.test_pipeline_hf_jobs import hf_job, saved, trained_hf
+from tests.distributed.test_pipeline_jobs import figures
+from tests.train.small_job import write_text
+
+pytest.importorskip("transformers")
+
+AGAIN = {"offload.activation": '"recompute"', "offload.recompute_blocks": '"auto"'}
+TENSOR, PIPELINE = {"ranks.tensor": 2}, {"ranks.pipeline": 2}
+
+
+def traced(folder: Path, kind: str, **changes: Any) -> list[TracedStep]:
+    """Of each stage; of one process, or a part, of itself."""
+    _, machine = find("cpu2")
+    job = described(hf_job(folder, kind, **changes))
+    ranks = job.ranks.pipeline * job.ranks.tensor
+    trace, of_rank = tracer_of(job, machine, ranks), shared(resolved(job, machine), ranks)
+    if job.ranks.pipeline == 1:
+        return [trace(of_rank)]
+    return [trace(of_stage(of_rank, number)) for number in range(job.ranks.stages)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"train.chunked_loss": "true"}])
+def test_stages_compute_what_the_whole_does(tmp_path: Path, more: dict[str, Any]) -> None:
+    """The same blocks with the same work, and saved activations that add up."""
+    write_text(tmp_path)
+    saved(tmp_path, "Qwen3")
+    (whole,) = traced(tmp_path, "Qwen3", **more)
+    first, last = traced(tmp_path, "Qwen3", **PIPELINE, **more)
+    assert [*first.blocks, *last.blocks] == [*whole.blocks]
+    layers = [name for name in whole.blocks if "layers" in name]
+    for name, cost in (first.blocks | last.blocks).items():
+        expected = whole.blocks[name]
+        if name in layers:
+            assert cost.forward.products == expected.forward.products, name
+            assert cost.backward.products == expected.backward.products, name
+    assert first.flops + last.flops == pytest.approx(whole.flops, rel=1e-9)
+    of_layers = first.activations.saved + last.activations.saved
+    assert of_layers == pytest.approx(whole.activations.saved, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Qwen3", "Phi3"])
+def test_a_part_computes_half_of_the_products(tmp_path: Path, kind: str) -> None:
+    """Of the weights of layers; head and embedding are whole. What is gathered is kept whole."""
+    write_text(tmp_path)
+    saved(tmp_path, kind)
+    (whole,), (part,) = traced(tmp_path, kind), traced(tmp_path, kind, **TENSOR)
+
+    def flops(step: TracedStep, layer: bool) -> float:
+        costs = [cost for name, cost in step.blocks.items() if ("layers" in name) == layer]
+        return sum(sum(one.forward.products.values()) for one in costs)
+
+    assert flops(part, False) == flops(whole, False)
+    assert flops(part, True) == pytest.approx(flops(whole, True) / 2, rel=1e-9)
+    share = part.activations.saved / whole.activations.saved
+    assert 0.5 < share < (0.85 if kind == "Qwen3" else 1.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks", "counts"),
+    [("Qwen3", TENSOR, (0, 2, 4)), ("Phi3", TENSOR, (1,)), ("Qwen3", PIPELINE, (0, 1, 2))],
+)
+def test_how_many_layers_run_again(
+    tmp_path: Path, kind: str, ranks: dict[str, Any], counts: tuple[int, ...]
+) -> None:
+    """Of each number of layers with a device that just holds it; of a stage the layers of each."""
+    write_text(tmp_path)
+    saved(tmp_path, kind)
+    changes = AGAIN | {"train.micro_batch": 8, "device.kind": '"auto"'} | ranks
+    open_ = described(hf_job(tmp_path, kind, **changes))
+    name, machine = find("rtx4090")
+    trace = needed_trace(open_, machine, 2)
+    assert trace is not None
+    for count in counts:
+        given = with_blocks(open_, count)
+        used = sum(make(given, name, machine, 2, trace).device.values())
+        room = int(used / FULL) + 1024 + machine.gpu_reserved_bytes
+        tight = replace(machine, gpu_memory=f"{room / 1024:.0f} KiB")
+        assert make(open_, name, tight, 2, trace).job.offload.recompute_blocks == count
+
+
+def with_blocks(job: Config, count: int) -> Config:
+    return replace(job, offload=replace(job.offload, recompute_blocks=count))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+def test_a_job_that_leaves_it_to_the_plan(
+    ranks: Run,
+    tmp_path: Path,
+    data: Path,  # noqa: F811
+    ranks_: dict[str, Any],
+) -> None:
+    """It trains, with the figures of a job that keeps everything, as this machine has room."""
+    saved(data, "Qwen3")
+    steps = {"train.steps": 3, "train.eval_every": 0, "optim.warmup_steps": 0}
+    ranks(2, trained_hf, tmp_path / "kept", data, "Qwen3", **steps, **ranks_)
+    ranks(2, trained_hf, tmp_path / "auto", data, "Qwen3", **AGAIN, **steps, **ranks_)
+    assert figures(tmp_path / "auto") == figures(tmp_path / "kept")

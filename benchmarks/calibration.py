@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from offloadtrain.config.model_shape import ModelShape, block_flops_per_token, num_params
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.device_time import Kernels, block_seconds, head_seconds
+from offloadtrain.plan.costs.device_time import Kernels, block_seconds, head_seconds
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 CHECKS = Path(__file__).with_name("check_cells.json")

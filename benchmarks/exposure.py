@@ -15,10 +15,10 @@ from pathlib import Path
 from offloadtrain.config.job import Config, load
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.suggest import settled
+from offloadtrain.plan.search.suggest import settled
 from offloadtrain.plan.times import compute_seconds
-from offloadtrain.step.state_tiers import device_share
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.spec.state_tiers import device_share
+from offloadtrain.step.spec.tiers import Tier
 
 JOB = Path(__file__).parent.parent / "examples" / "gpt_13b_32gb.toml"
 STATES = ("fp32", "split16", "int8")

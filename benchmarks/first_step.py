@@ -41,8 +41,8 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.telemetry import probe
 from offloadtrain.integrations.export import write_configuration, write_weights
 from offloadtrain.runtime.arena import Arena, Ledger
-from offloadtrain.step.memory import MemoryRequest
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.spec.tiers import Tier
 
 STATES = ("int8", "split16")
 LAYERS, WIDTH, INNER, VOCABULARY = 22, 2048, 5632, 32000

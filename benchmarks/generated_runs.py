@@ -28,8 +28,8 @@ from offloadtrain.hardware.machine import find
 from offloadtrain.hardware.memory_sampler import Window, thinned
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.runtime.lanes import Interval
+from offloadtrain.train.log.records import plan_facts, step_record
 from offloadtrain.train.progress import Progress, StepClock, StepStats
-from offloadtrain.train.records import plan_facts, step_record
 from offloadtrain.train.run_folder import RunFolder
 
 BEGIN_S = 1_795_000_000.0

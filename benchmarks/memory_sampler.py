@@ -22,7 +22,7 @@ from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.device_memory import AllocatorCounters
-from offloadtrain.train.run_memory import gpu_uuid
+from offloadtrain.train.log.run_memory import gpu_uuid
 
 
 def thread_cpu_s(thread: int) -> float:

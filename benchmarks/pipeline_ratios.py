@@ -23,7 +23,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.plan import make
-from offloadtrain.step.pipeline_drive import Schedule
+from offloadtrain.step.proof.pipeline_drive import Schedule
 
 STAGES, REPLICAS, TOKENS = 8, 8, 512
 FLUSH_EVERY = 4

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         StepReport,
         offload,
     )
-    from offloadtrain.engine.pipeline import pipeline
-    from offloadtrain.engine.pipeline_steps import Pipeline
+    from offloadtrain.engine.pipeline.pipeline import pipeline
+    from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
     from offloadtrain.integrations.expert_parallel import expert_parallel
     from offloadtrain.integrations.pretrained import from_pretrained, save_pretrained
     from offloadtrain.optim import (
@@ -57,7 +57,7 @@ _HOMES = {
     "OffloadConfig": "offloadtrain.config.offload",
     "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.config.errors",
-    "Pipeline": "offloadtrain.engine.pipeline_steps",
+    "Pipeline": "offloadtrain.engine.pipeline.pipeline_steps",
     "PipelineError": "offloadtrain.engine",
     "SGD": "offloadtrain.optim",
     "StaleGraphError": "offloadtrain.engine",
@@ -66,7 +66,7 @@ _HOMES = {
     "from_pretrained": "offloadtrain.integrations.pretrained",
     "UpdateRule": "offloadtrain.optim",
     "offload": "offloadtrain.engine",
-    "pipeline": "offloadtrain.engine.pipeline",
+    "pipeline": "offloadtrain.engine.pipeline.pipeline",
     "plan_model": "offloadtrain.sizing.plan_model",
     "save_pretrained": "offloadtrain.integrations.pretrained",
     "watch": "offloadtrain_tui.notebook",  # by name: the trainer never imports the monitor

@@ -8,7 +8,7 @@ import torch
 
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Operation, Range
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 
 class LosingLanes(RecordingLanes):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.cli.main import main
 from offloadtrain.engine import ModelError
-from offloadtrain.plan import largest
-from offloadtrain.plan.published_models import MODELS
+from offloadtrain.plan.search import largest
+from offloadtrain.plan.search.published_models import MODELS
 from offloadtrain.train.trainer import Trainer
 from tests.small_buffers import small_doctor
 
@@ -302,7 +302,7 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_the_check_of_paths_sees_what_is_not_there() -> None:
-    text = "`step/formats.py` `formats.py` `step/gone.py` `tests/gone/` `control/` `my.toml` `a.b`"
+    text = "`a.b` `step/spec/formats.py` `step/gone.py` `tests/gone/` `control/` `my.toml`"
     assert missing_paths(text) == ["step/gone.py", "tests/gone/"]
 
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.step import measure
 from offloadtrain.config.model_shape import SIZES
-from offloadtrain.plan.largest import largest
+from offloadtrain.plan.search.largest import largest
 from offloadtrain.runtime.detect_machine import here
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, OffloadConfig, OptionError
 from offloadtrain.config.toml import shown
-from offloadtrain.engine.agreement import check_same_model, check_same_options
-from offloadtrain.engine.checks import (
+from offloadtrain.engine.checks.agreement import check_same_model, check_same_options
+from offloadtrain.engine.checks.model_checks import (
     ModelError,
     check_arguments,
     check_compiled,
@@ -25,10 +25,10 @@ from offloadtrain.engine.checks import (
 )
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.experts import check_skips
-from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
+from offloadtrain.engine.state.load_weights import ParamInit
 from offloadtrain.optim import AdamW, AnyRule
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.lanes import lanes_for

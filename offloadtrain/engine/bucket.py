@@ -16,9 +16,9 @@ from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.step.block_spec import BucketSpec, MatrixSpec
-from offloadtrain.step.bucket_layout import padded, placed
-from offloadtrain.step.formats import StateFormat, format_for
+from offloadtrain.step.spec.block_spec import BucketSpec, MatrixSpec
+from offloadtrain.step.spec.bucket_layout import padded, placed
+from offloadtrain.step.spec.formats import StateFormat, format_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +107,7 @@ class Bucket:
             its state: views of the mapped file.
         streamed: its block's weights are loaded into a device slot for their use.
         other_working: device: a second version of `working`; see [Note: Two versions] in
-            `step.two_versions`.
+            `step.program.two_versions`.
         other_device_shard: device: the same of `device_shard`.
         loads_in_turn: of a streamed block, two versions of which are kept.
         version: of two versions, the one that loads read.
@@ -197,7 +197,7 @@ class Bucket:
         on_host = [self.snapshot, self.pending]
         # The working weights may be in the state, which frozen parameters have not.
         state = self.state[:1] if self.format.holds_weight else ()
-        # Two versions are in the order of `step.places`.
+        # Two versions are in the order of `step.program.places`.
         found = [*shards, *(state if self.loads_in_turn else ()), *on_host, *state]
         if self.weight_files:
             return self.weight_files[self.version]

@@ -11,7 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.allocation import (
+from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
+from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
+from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, pack
+from offloadtrain.engine.checks.model_checks import ModelError, keeps_fp32
+from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.experts import skipped_in
+from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.gradients import Gradients
+from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.local_part import sharers
+from offloadtrain.engine.memory.allocation import (
     DeviceMemory,
     check_room,
     map_disk,
@@ -19,23 +31,11 @@ from offloadtrain.engine.allocation import (
     map_state,
     map_weights,
 )
-from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
-from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
-from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
-from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, pack
-from offloadtrain.engine.checks import ModelError, keeps_fp32
-from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.experts import skipped_in
-from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.load_weights import ParamInit, adopt_weights, view_weights
-from offloadtrain.engine.local_part import sharers
-from offloadtrain.engine.memory_map import BlockInputs, MemoryMap, Staging
+from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Staging
 from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
+from offloadtrain.engine.state.load_weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.arena import Arena, Ledger
@@ -43,13 +43,13 @@ from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Buffer, Lanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step import layout, memory
-from offloadtrain.step.block_spec import BlockSpec
-from offloadtrain.step.memory import MemoryRequest, disk_slot_requests, slot_requests
-from offloadtrain.step.operations import Memory
-from offloadtrain.step.program import Program
-from offloadtrain.step.spec import StepSpec
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.program.operations import Memory
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.spec import layout, memory
+from offloadtrain.step.spec.block_spec import BlockSpec
+from offloadtrain.step.spec.memory import MemoryRequest, disk_slot_requests, slot_requests
+from offloadtrain.step.spec.step_spec import StepSpec
+from offloadtrain.step.spec.tiers import Tier
 
 
 def build(

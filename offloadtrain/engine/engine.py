@@ -1,6 +1,6 @@
 """The engine: a step from the first forward hook to the last upload, over any module tree.
 
-The order of operations is the program's: [Note: The program] in `step.program`.
+The order of operations is the program's: [Note: The program] in `step.program.program`.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import torch
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
+from offloadtrain.engine.checks.phase_guard import PhaseGuard
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
-from offloadtrain.engine.phase_guard import PhaseGuard
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.salvage import require_on_host
-from offloadtrain.engine.saved_state import StateWriter
+from offloadtrain.engine.state.salvage import require_on_host
+from offloadtrain.engine.state.saved_state import StateWriter
 from offloadtrain.engine.step_counter import Reporter, StepCounter
 from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.modes import Decision
-from offloadtrain.step.program import Program
+from offloadtrain.step.program.modes import Decision
+from offloadtrain.step.program.program import Program
 
 
 class Engine:
@@ -279,8 +279,8 @@ class Engine:
 
     def salvage(self, failure: BaseException) -> None:
         """After a failure of the device: make the state on the host that of `step_count`, without
-        touching the device; see [Note: Salvage] in `engine.salvage`. Only reading the state and
-        closing make sense afterwards.
+        touching the device; see [Note: Salvage] in `engine.state.salvage`. Only reading the state
+        and closing make sense afterwards.
 
         Raises:
             SalvageError: the state is between two steps, or not on the host.

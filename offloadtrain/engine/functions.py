@@ -14,7 +14,7 @@ from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.expert_functions import adam_of_used, mark_used, upload_used
 from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
 from offloadtrain.engine.local_part import local
-from offloadtrain.engine.saved_state import StateWriter
+from offloadtrain.engine.state.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.disk_arena import DiskArena
@@ -22,7 +22,7 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Lanes, Operation, copy
 from offloadtrain.runtime.process_group import ALONE, Ranks
-from offloadtrain.step.operations import Kind, Lane, Launch, Ref
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref
 
 
 class Functions:
@@ -202,7 +202,7 @@ class Functions:
         return KernelCalls(measure, keeps=True)
 
     def _norm_gathered(self, op: Launch) -> Operation:
-        """See [Note: Measured in the gather] in `step.gradients`."""
+        """See [Note: Measured in the gather] in `step.program.gradients`."""
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
         silent: set[int] = set()
         if len(delivered) < len(bucket.slots):

@@ -48,9 +48,9 @@ from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
-from offloadtrain.step.prefetch_policy import ReduceOrder
-from offloadtrain.step.program import Program
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.program.prefetch_policy import ReduceOrder
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.spec.tiers import Tier
 
 
 class GradientError(OffloadTrainError):

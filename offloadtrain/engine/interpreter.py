@@ -8,13 +8,13 @@ from typing import Protocol
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.memory_map import MemoryMap
-from offloadtrain.engine.salvage import Call, UpdateJournal
+from offloadtrain.engine.memory.memory_map import MemoryMap
+from offloadtrain.engine.state.salvage import Call, UpdateJournal
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
-from offloadtrain.step.operations import (
+from offloadtrain.step.program.operations import (
     Enter,
     Flip,
     Free,
@@ -54,7 +54,7 @@ class Interpreter:
         cut: the exception that cut operations short. The program assumes that all of them ran, so
             nothing more runs until the step is given up and both restart from memory at rest.
         torn: weights or state may be between two steps then: a restart is impossible.
-        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.salvage`.
+        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.state.salvage`.
     """
 
     def __init__(

@@ -173,7 +173,8 @@ class StagePlace:
         first: the number of its first parameter in the whole model, by which stochastic rounding
             draws.
         parts: the ranks that hold the other parts of its DTensors.
-        kept: versions of its working weights, see [Note: Two versions] in `step.two_versions`, and
+        kept: versions of its working weights, see [Note: Two versions] in
+        `step.program.two_versions`, and
             sums of its gradients: two, where a step is decided after the next one's have begun.
         in_order: each backward is that of the oldest forward without one.
     """

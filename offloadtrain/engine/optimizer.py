@@ -11,25 +11,25 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine import state
 from offloadtrain.engine.accelerate import Prepared
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, offloaded, warn_of_local_norm
+from offloadtrain.engine.checks.evaluation_check import check_evaluations
+from offloadtrain.engine.checks.foreign_readers import GradReaders
+from offloadtrain.engine.checks.model_checks import ModelError, offloaded, warn_of_local_norm
+from offloadtrain.engine.checks.parameter_guard import ParameterGuard
 from offloadtrain.engine.eager import eager
-from offloadtrain.engine.evaluation_check import check_evaluations
-from offloadtrain.engine.foreign_readers import GradReaders
-from offloadtrain.engine.load_weights import ParamInit
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
-from offloadtrain.engine.parameter_guard import ParameterGuard
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.split_step import SplitStep
-from offloadtrain.engine.state_dict_hooks import attach_state_dict_hooks
+from offloadtrain.engine.state import parameter_state as state
+from offloadtrain.engine.state.load_weights import ParamInit
+from offloadtrain.engine.state.state_dict_hooks import attach_state_dict_hooks
+from offloadtrain.engine.state.weights_io import WeightsIO
 from offloadtrain.engine.step_report import Phase, StepReport
-from offloadtrain.engine.weights_io import WeightsIO
 from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena

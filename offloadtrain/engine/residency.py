@@ -14,11 +14,11 @@ from offloadtrain.engine.autograd.absent_reads import AbsentReads
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory_map import MemoryMap
+from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.runtime.lost_ranks import lost
 from offloadtrain.runtime.process_group import ALONE
-from offloadtrain.step.program import Program
-from offloadtrain.step.streaming import StreamError
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.program.streaming import StreamError
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Residency:
     """Reports uses to the program, and carries out its slot changes.
 
-    Pins: see [Note: Streaming] in `step.streaming`.
+    Pins: see [Note: Streaming] in `step.program.streaming`.
     """
 
     interpreter: Interpreter

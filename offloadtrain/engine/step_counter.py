@@ -8,7 +8,7 @@ from offloadtrain.engine.step_report import StepReport
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Interval, Lanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.modes import Decision, Speculation
+from offloadtrain.step.program.modes import Decision, Speculation
 
 
 class StepCounter:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from offloadtrain.engine.checks import ModelError, offloaded
+from offloadtrain.engine.checks.model_checks import ModelError, offloaded
 from offloadtrain.model.experts import Experts
 from offloadtrain.runtime.mesh import DeviceMesh, check_expert_axes, keep_experts
 from offloadtrain.runtime.token_exchange import AllToAll

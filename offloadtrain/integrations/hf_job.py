@@ -15,8 +15,8 @@ from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
-from offloadtrain.engine.decoder_probe import check_stages
-from offloadtrain.engine.stage_modules import divide as divide_layers
+from offloadtrain.engine.pipeline.decoder_probe import check_stages
+from offloadtrain.engine.pipeline.stage_modules import divide as divide_layers
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss

@@ -12,22 +12,23 @@ from torch import Tensor
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Stage
-from offloadtrain.engine.decoder_stages import cut_stage
-from offloadtrain.engine.stage_modules import divide
+from offloadtrain.engine.pipeline.decoder_stages import cut_stage
+from offloadtrain.engine.pipeline.stage_modules import divide
 from offloadtrain.integrations import tensor_plan
 from offloadtrain.integrations.causal_lm import CausalLm
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.hf_job import described_model
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms
-from offloadtrain.plan.microbatch import TracedStep
+from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.sizing.tracer import Tracer
 
 
 @dataclass(slots=True)
 class HfTrace:
-    """A `plan.microbatch.Trace` of the job's model, with a tracer for each stage of a pipeline.
+    """A `plan.costs.microbatch.Trace` of the job's model, with a tracer for each stage of a
+    pipeline.
 
     Attributes:
         job: the rank's part of it; `micro_batch` is the size that was asked for.

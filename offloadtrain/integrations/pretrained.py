@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
-from offloadtrain.engine.stage_modules import is_stage
+from offloadtrain.engine.pipeline.stage_modules import is_stage
 from offloadtrain.integrations.adapters import (
     attach,
     bare,

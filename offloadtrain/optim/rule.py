@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.formats import StateFormat
+from offloadtrain.step.spec.formats import StateFormat
 
 
 class Rule(Protocol):
@@ -115,7 +115,7 @@ class MatrixRule(CodecRule, ABC):
     update; all other parameters have another rule.
 
     Parameter groups say which is whose: see `group_key`. A bucket of matrices is
-    updated by three operations ([Note: Matrices] in `step/updates.py`).
+    updated by three operations ([Note: Matrices] in `step/program/updates.py`).
 
     Attributes:
         group_key: the key of a group that is True for matrices of this rule.

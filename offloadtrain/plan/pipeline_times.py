@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.costs import Costs
+from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.times import with_micro_steps
-from offloadtrain.step.operations import Lane
-from offloadtrain.step.pipeline_drive import (
+from offloadtrain.step.program.operations import Lane
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.pipeline_drive import (
     Driven,
     OfStage,
     Schedule,
@@ -27,8 +28,7 @@ from offloadtrain.step.pipeline_drive import (
     Turn,
     rank_order,
 )
-from offloadtrain.step.program import Program
-from offloadtrain.step.simulate import Timed, timed
+from offloadtrain.step.proof.simulate import Timed, timed
 
 OTHER_STAGES = "other stages"
 """In place of a lane: what the device waits for."""

@@ -9,13 +9,13 @@ from math import prod
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
+from offloadtrain.plan.costs.microbatch import Trace, TracedStep
 from offloadtrain.plan.layout import blocks_of, needs_of, num_tensors, parts_of, working_dtype
-from offloadtrain.plan.microbatch import Trace, TracedStep
-from offloadtrain.step import layout, memory
-from offloadtrain.step.formats import ITEMSIZE
-from offloadtrain.step.memory import MemoryRequest
-from offloadtrain.step.pipeline_drive import in_flight
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.proof.pipeline_drive import in_flight
+from offloadtrain.step.spec import layout, memory
+from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class PlanError(OffloadTrainError):

@@ -14,22 +14,22 @@ from offloadtrain.config.ranks_options import names_of
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
-from offloadtrain.plan.activations import activations, together
 from offloadtrain.plan.automatic import FULL, decided
-from offloadtrain.plan.disk import Wear, wear
+from offloadtrain.plan.costs.activations import activations, together
+from offloadtrain.plan.costs.disk import Wear, wear
+from offloadtrain.plan.costs.microbatch import Activations, Trace
+from offloadtrain.plan.costs.save_cost import SaveCost, save_cost
 from offloadtrain.plan.layout import blocks_of
-from offloadtrain.plan.microbatch import Activations, Trace
 from offloadtrain.plan.pipeline_times import PipelineTimes, as_part_of, pipeline_times
 from offloadtrain.plan.placement import Placement, place
 from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.resolve import resolved
-from offloadtrain.plan.save_cost import SaveCost, save_cost
 from offloadtrain.plan.stage_balance import balanced
 from offloadtrain.plan.times import predict
-from offloadtrain.step.layout import with_second_copies
-from offloadtrain.step.memory import added, disk_owners
-from offloadtrain.step.pipeline_drive import Schedule
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.proof.pipeline_drive import Schedule
+from offloadtrain.step.spec.layout import with_second_copies
+from offloadtrain.step.spec.memory import added, disk_owners
+from offloadtrain.step.spec.tiers import Tier
 
 PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20

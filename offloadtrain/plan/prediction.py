@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from offloadtrain.plan.disk import DiskLoad
-from offloadtrain.step.simulate import bound
+from offloadtrain.plan.costs.disk import DiskLoad
+from offloadtrain.step.proof.simulate import bound
 
 _SUMS = (
     *("seconds", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),

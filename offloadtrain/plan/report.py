@@ -10,11 +10,11 @@ from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.plan import saved_tensors
-from offloadtrain.plan.among_ranks import AmongCopies, AmongExperts
+from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts
 from offloadtrain.plan.plan import Plan
-from offloadtrain.plan.suggest import Change
-from offloadtrain.step.state_tiers import device_share
-from offloadtrain.step.tiers import Tier
+from offloadtrain.plan.search.suggest import Change
+from offloadtrain.step.spec.state_tiers import device_share
+from offloadtrain.step.spec.tiers import Tier
 
 LANES = {
     "compute": "forward and backward",

@@ -6,7 +6,7 @@ from itertools import groupby
 
 from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.costs import Costs
+from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.times import compute_seconds
 

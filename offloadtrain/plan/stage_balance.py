@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.costs import Costs
+from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.placement import Placement
 
 LEAST = 2

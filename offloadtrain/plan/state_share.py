@@ -8,9 +8,9 @@ from dataclasses import replace
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.times import predict
-from offloadtrain.step.memory import device_bytes
-from offloadtrain.step.state_tiers import device_share, filled, first_on_device
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.spec.memory import device_bytes
+from offloadtrain.step.spec.state_tiers import device_share, filled, first_on_device
+from offloadtrain.step.spec.tiers import Tier
 
 SAME = 0.002
 """A difference of the simulated step that is not worth any memory."""

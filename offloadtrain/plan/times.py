@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.costs import Costs
-from offloadtrain.plan.device_time import (
+from offloadtrain.plan.costs.costs import Costs
+from offloadtrain.plan.costs.device_time import (
     Seconds,
 )
-from offloadtrain.plan.disk import MICRO_STEPS
+from offloadtrain.plan.costs.disk import MICRO_STEPS
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.prediction import Prediction
-from offloadtrain.step.simulate import Steady, steady
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.proof.simulate import Steady, steady
+from offloadtrain.step.spec.step_spec import StepSpec
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:

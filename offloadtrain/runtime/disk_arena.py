@@ -36,8 +36,8 @@ from offloadtrain.hardware.direct_io import (
 from offloadtrain.hardware.file_system import IN_MEMORY, free_bytes, kind_of
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import DTYPES
-from offloadtrain.step.memory import MemoryRequest, largest_owners
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.spec.memory import MemoryRequest, largest_owners
+from offloadtrain.step.spec.tiers import Tier
 
 _Move = Callable[[DirectFile, memoryview, int], None]
 """(file, memory, offset in the file) → moves all of the memory's bytes."""

@@ -15,8 +15,8 @@ shard of a gradient; weights are gathered within the group. All copies have the 
 same updates, and stay equal to the bit: every step compares them.
 
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
-order (`step.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process group,
-so that they never interfere.
+order (`step.program.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process
+group, so that they never interfere.
 
 [Note: Names of groups]
 torch names a group of some ranks after these ranks and the number of groups that its process holds.
@@ -144,7 +144,7 @@ class Ranks:
     @classmethod
     def with_experts(cls, everyone: list[int], same: Group | None, device: torch.device) -> Ranks:
         """Return the ranks of `everyone`, and those that hold the same experts as this one; see
-        [Note: Sharers] in `step.spec`."""
+        [Note: Sharers] in `step.spec.step_spec`."""
         ranks = cls()
         ranks._join(everyone, device)
         ranks._of_experts = cls(same, device)

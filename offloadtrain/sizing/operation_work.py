@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from offloadtrain.plan.microbatch import AttentionKind
+from offloadtrain.plan.costs.microbatch import AttentionKind
 
 _ATEN = torch.ops.aten
 
@@ -63,7 +63,7 @@ _MAKES_NOTHING = frozenset(
 
 @dataclass(slots=True)
 class Count:
-    """What the operations of a place compute and move: see `plan.microbatch.Work`."""
+    """What the operations of a place compute and move: see `plan.costs.microbatch.Work`."""
 
     products: Counter[float] = field(default_factory=Counter)
     attention: Counter[AttentionKind] = field(default_factory=Counter)

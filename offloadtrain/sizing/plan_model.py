@@ -16,9 +16,10 @@ from offloadtrain.config.job import Config, DataConfig, OptimConfig, TrainConfig
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan import report, suggest
+from offloadtrain.plan import report
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.suggest import Change
+from offloadtrain.plan.search import suggest
+from offloadtrain.plan.search.suggest import Change
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.sizing.known_values import give_values, has_values
 from offloadtrain.sizing.parts import parts_of_module

@@ -31,7 +31,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, check_model
+from offloadtrain.engine.checks.model_checks import ModelError, check_model
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
@@ -39,7 +39,7 @@ from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
 from offloadtrain.model.piece_sizes import cpu_stands_for, few_stand_for_all
 from offloadtrain.optim import AdamW
-from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -54,7 +54,7 @@ from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
 from offloadtrain.sizing.operation_work import Count
 from offloadtrain.sizing.transformers_masks import masks_as_in_training
-from offloadtrain.step.memory import MemoryRequest
+from offloadtrain.step.spec.memory import MemoryRequest
 
 Loss = Callable[[nn.Module], Tensor]
 """Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from offloadtrain.config.job import Config
-from offloadtrain.plan.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.sizing.trace_step import TraceError, trace_step
 
@@ -24,7 +24,7 @@ take no single one."""
 
 
 class Tracer:
-    """A `plan.microbatch.Trace` that traces each combination of options once.
+    """A `plan.costs.microbatch.Trace` that traces each combination of options once.
 
     A trace takes seconds, and a search tries many sizes of microbatches. Only the size that was
     asked for and the smallest ones are traced; between them bytes and FLOPs are interpolated. Each

@@ -21,7 +21,7 @@ from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.suggest import settled
+from offloadtrain.plan.search.suggest import settled
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo

@@ -21,9 +21,9 @@ from offloadtrain.runtime.lost_ranks import LostRankError
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.rendezvous import attempt_store, connect, disconnect
 from offloadtrain.runtime.watchdog import Watchdog
+from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early
 
 COLLECTIVE_TIMEOUT_S = 1800.0

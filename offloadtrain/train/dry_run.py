@@ -18,10 +18,10 @@ import torch
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
 from offloadtrain.engine.build import lay_out, make_blocks, map_memory
-from offloadtrain.engine.decoder_stages import cut_stage
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
-from offloadtrain.engine.stage_modules import divide
+from offloadtrain.engine.pipeline.decoder_stages import cut_stage
+from offloadtrain.engine.pipeline.stage_modules import divide
 from offloadtrain.integrations import tensor_plan
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
@@ -31,13 +31,13 @@ from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step import memory
-from offloadtrain.step.drive import steps
-from offloadtrain.step.operations import Launch
-from offloadtrain.step.pipeline_drive import stage_steps
-from offloadtrain.step.program import Program
-from offloadtrain.step.prove import Fault, prove_operations
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.program.operations import Launch
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
+from offloadtrain.step.proof.pipeline_drive import stage_steps
+from offloadtrain.step.proof.prove import Fault, prove_operations
+from offloadtrain.step.spec import memory
+from offloadtrain.step.spec.step_spec import StepSpec
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.tensor_parallel import narrowed, with_fewer_experts
 from offloadtrain.train.update_rules import decay_groups, update_rule

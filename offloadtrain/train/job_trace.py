@@ -15,7 +15,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.model.transformer import LossTerms, Transformer
-from offloadtrain.plan.microbatch import Trace
+from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.resolve import resolved
 from offloadtrain.sizing.tracer import Tracer
 

@@ -16,8 +16,8 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.ranks_options import Stage, names_of
 from offloadtrain.data.batches import Batch
-from offloadtrain.engine.pipeline import pipeline
-from offloadtrain.engine.pipeline_steps import Pipeline
+from offloadtrain.engine.pipeline.pipeline import pipeline
+from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
 from offloadtrain.integrations import hf_job
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.model.language_model import Sampling

@@ -13,18 +13,18 @@ from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.events.control import Requests
 from offloadtrain.runtime.process_group import ALONE, Ranks
-from offloadtrain.train import run_summary
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
-from offloadtrain.train.console import Console
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.guards import Guards
+from offloadtrain.train.log import run_summary
+from offloadtrain.train.log.console import Console
+from offloadtrain.train.log.progress_bar import ProgressBar
+from offloadtrain.train.log.run_log import RunLog
+from offloadtrain.train.log.shown_set_up import ShownSetUp
 from offloadtrain.train.memory_errors import NamedMemoryErrors
-from offloadtrain.train.progress_bar import ProgressBar
 from offloadtrain.train.resume import Opened, open_run
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.run_log import RunLog
-from offloadtrain.train.shown_set_up import ShownSetUp
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import trainer_of
 

@@ -12,8 +12,8 @@ from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware import cgroup
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.train import rng
 from offloadtrain.train.resume import ResumedSettings
+from offloadtrain.train.saved import rng
 
 
 def set_up_torch(

@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from offloadtrain.config.job import Config
-from offloadtrain.engine.pipeline_steps import Pipeline
+from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
 from offloadtrain.optim import LossScaleError
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext
+from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.losses import loss_divisor, of_step, to_device
 from offloadtrain.train.progress import StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.run_log import RunLog
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import MAX_SKIPS, Trainer
 

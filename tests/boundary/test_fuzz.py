@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadtrain_tui.history import History
-from offloadtrain_tui.view import View
+from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.view import View
 
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
@@ -30,12 +30,12 @@ from offloadtrain.data.tokens import DataError, TokenHeader
 from offloadtrain.events import log_lines, oom_kills
 from offloadtrain.events.control import _understood
 from offloadtrain.hardware import machine
-from offloadtrain.train import rng
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, STATE, CheckpointError
 from offloadtrain.train.checkpoint.save import save
 from offloadtrain.train.progress import Progress
-from offloadtrain.train.saved_state import require_run_state
+from offloadtrain.train.saved import rng
+from offloadtrain.train.saved.saved_state import require_run_state
 from tests.boundary.hostile import TEXTS
 from tests.boundary.hostile_checkpoints import OTHERS, rewrite_state
 from tests.cli.test_bad_input import JOB

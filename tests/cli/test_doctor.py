@@ -15,7 +15,7 @@ from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
 from offloadtrain.hardware.machine import Machine, dump, find, loads
 from offloadtrain.hardware.nvml import Nvml
-from offloadtrain.plan.disk import with_rates
+from offloadtrain.plan.costs.disk import with_rates
 from tests.hardware.test_telemetry import FakeNvml
 from tests.small_buffers import small_doctor
 

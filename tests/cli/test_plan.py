@@ -13,9 +13,9 @@ from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
-from offloadtrain.plan import largest, question, suggest
 from offloadtrain.plan.plan import make
-from offloadtrain.plan.published_models import MODELS
+from offloadtrain.plan.search import largest, question, suggest
+from offloadtrain.plan.search.published_models import MODELS
 from tests import levels
 from tests.small_buffers import small_doctor
 

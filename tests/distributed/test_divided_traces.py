@@ -12,7 +12,7 @@ from offloadtrain.config.batch_split import of_stage, shared
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.automatic import FULL
-from offloadtrain.plan.microbatch import TracedStep
+from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.resolve import resolved
 from offloadtrain.train.build import described

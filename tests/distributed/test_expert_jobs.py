@@ -19,17 +19,17 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import problems_of_ranks
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.among_ranks import AmongExperts
 from offloadtrain.plan.automatic import FULL
-from offloadtrain.plan.choices import choices_of
+from offloadtrain.plan.costs.among_ranks import AmongExperts
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import as_json, text
-from offloadtrain.plan.suggest import applied, nearest, single_changes
+from offloadtrain.plan.search.choices import choices_of
+from offloadtrain.plan.search.suggest import applied, nearest, single_changes
 from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.process_group import Ranks, all_to_all_single
-from offloadtrain.step.memory import device_bytes
+from offloadtrain.step.spec.memory import device_bytes
 from offloadtrain.train import dry_run
 from offloadtrain.train.build import assemble
 from offloadtrain.train.losses import loss_of

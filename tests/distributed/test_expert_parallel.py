@@ -21,7 +21,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save

@@ -16,7 +16,7 @@ import offloadtrain as ot
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import RankError
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.test_ranks import Heard
 from tests.distributed.test_sharded import LANES, own_batches, same_start

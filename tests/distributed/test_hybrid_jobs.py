@@ -15,12 +15,12 @@ from offloadtrain.config.batch_split import explain, group_of, roles, shards, sh
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.among_ranks import AmongCopies, most_hosts
-from offloadtrain.plan.compare import compare
+from offloadtrain.plan.costs.among_ranks import AmongCopies, most_hosts
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import as_json, text
-from offloadtrain.plan.suggest import nearest
-from offloadtrain.plan.why import why
+from offloadtrain.plan.search.compare import compare
+from offloadtrain.plan.search.suggest import nearest
+from offloadtrain.plan.search.why import why
 from offloadtrain.train import dry_run
 from tests.distributed.conftest import Run
 from tests.distributed.test_jobs import CONSTANT, close, data, job_of, trained  # noqa: F401
@@ -340,6 +340,6 @@ def test_why_asks_with_all_ranks(
         asked.append(ranks)
         return []
 
-    monkeypatch.setattr("offloadtrain.plan.why.single_changes", changes)
+    monkeypatch.setattr("offloadtrain.plan.search.why.single_changes", changes)
     why(make(job_of(data, **SMALL | GROUPS), *find("cpu2"), 4))
     assert asked == [4]

@@ -21,11 +21,11 @@ from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.train import token_files
 from offloadtrain.train.build import assemble
 from offloadtrain.train.checkpoint.restore import restore
-from offloadtrain.train.console import Console
+from offloadtrain.train.log.console import Console
+from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.progress import StepStats
 from offloadtrain.train.resume import open_run
-from offloadtrain.train.run_log import RunLog
-from offloadtrain.train.saved_run import open_saved
+from offloadtrain.train.saved.saved_run import open_saved
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import trainer_of

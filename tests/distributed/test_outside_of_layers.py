@@ -16,8 +16,8 @@ from offloadtrain.config.offload import OptionError
 from offloadtrain.engine import ModelError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.prove import prove
-from offloadtrain.step.streaming import StreamError
+from offloadtrain.step.program.streaming import StreamError
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import compare, own_batches
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, loss_of

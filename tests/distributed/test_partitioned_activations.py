@@ -18,11 +18,11 @@ from offloadtrain.engine.autograd.activation_offload import ActivationError
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.drive import steps
-from offloadtrain.step.operations import Kind, Launch
-from offloadtrain.step.program import Program
-from offloadtrain.step.prove import prove
-from offloadtrain.step.recording import Launched
+from offloadtrain.step.program.operations import Kind, Launch
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.proof.recording import Launched
 from tests.distributed.conftest import Run
 from tests.distributed.test_tensor_parallel import VOCABULARY, WIDTH, Llama, plan
 from tests.step.specs import chain

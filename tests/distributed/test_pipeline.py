@@ -20,7 +20,7 @@ from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 
 SHAPE = ModelShape(

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.stage_modules import PipelineError
+from offloadtrain.engine.pipeline.stage_modules import PipelineError
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.memory import device_owners, host_owners
-from offloadtrain.step.prove import prove
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.spec.memory import device_owners, host_owners
+from offloadtrain.step.spec.tiers import Tier
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline import (
     MICROBATCHES,

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.operations import Lane
-from offloadtrain.step.prove import prove
-from offloadtrain.step.updates import UpdatePath
+from offloadtrain.step.program.operations import Lane
+from offloadtrain.step.program.updates import UpdatePath
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 
 WIDTH, MICROBATCHES, ROWS = 24, 4, 2

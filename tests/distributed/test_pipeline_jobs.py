@@ -15,7 +15,7 @@ from offloadtrain.config.batch_split import of_stage, replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.events import alerts, log_lines, schema
-from offloadtrain.train.saved_run import language_model, open_saved
+from offloadtrain.train.saved.saved_run import language_model, open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.rank_faults import HANG_S, Job
 from tests.distributed.test_faults import ended, started

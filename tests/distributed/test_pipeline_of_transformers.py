@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
-from offloadtrain.engine.decoder_probe import check_stages
-from offloadtrain.engine.decoder_stages import cut_stage, is_of_transformers
-from offloadtrain.engine.stage_modules import divide
+from offloadtrain.engine.pipeline.decoder_probe import check_stages
+from offloadtrain.engine.pipeline.decoder_stages import cut_stage, is_of_transformers
+from offloadtrain.engine.pipeline.stage_modules import divide
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline import (
     MICROBATCHES,

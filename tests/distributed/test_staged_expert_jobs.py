@@ -12,9 +12,9 @@ import pytest
 from offloadtrain.config.batch_split import explain, replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.hardware.machine import find
-from offloadtrain.plan.choices import choices_of
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import text
+from offloadtrain.plan.search.choices import choices_of
 from offloadtrain.train import dry_run
 from tests.distributed.conftest import Run
 from tests.distributed.test_expert_jobs import EXPERTS, STAGE_3

@@ -16,7 +16,7 @@ from offloadtrain.engine.local_part import local
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.test_expert_parallel import SHAPE, batch, made, mesh_of, whole_masters
 from tests.distributed.test_pipeline import loss_of

@@ -20,7 +20,7 @@ from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline import loss_of
 from tests.distributed.test_pipeline_misuse import told

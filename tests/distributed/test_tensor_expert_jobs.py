@@ -13,12 +13,12 @@ from offloadtrain.config.batch_split import replicas, roles, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.hardware.machine import find
-from offloadtrain.plan.among_ranks import AmongParts
-from offloadtrain.plan.choices import choices_of
+from offloadtrain.plan.costs.among_ranks import AmongParts
 from offloadtrain.plan.plan import PROCESS, make
 from offloadtrain.plan.report import text
+from offloadtrain.plan.search.choices import choices_of
 from offloadtrain.train import dry_run
-from offloadtrain.train.saved_run import open_saved
+from offloadtrain.train.saved.saved_run import open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.test_expert_jobs import EXPERTS, PARTS, STAGE_3, planned_share
 from tests.distributed.test_jobs import CONSTANT, close, data, job_of, trained  # noqa: F401

@@ -15,7 +15,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.tensor_parts import keep_part
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from offloadtrain.train.tensor_parallel import divide_matrices
 from tests.distributed.conftest import Run
 from tests.distributed.test_expert_parallel import (

@@ -25,7 +25,7 @@ from offloadtrain.engine.local_part import local
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.tensor_parts import kept_by_columns
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline_misuse import told
 from tests.distributed.test_ranks import Heard

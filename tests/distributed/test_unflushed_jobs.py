@@ -25,7 +25,7 @@ from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import text
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import dry_run, unflushed_trainer
-from offloadtrain.train.saved_run import open_saved
+from offloadtrain.train.saved.saved_run import open_saved
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Outcome, Trainer
 from tests.distributed.conftest import Run
@@ -190,7 +190,7 @@ def test_a_skipped_step_repeats_its_rate(
 
 def always_skipping(folder: Path, data: Path, **changes: Any) -> str:  # noqa: F811
     from offloadtrain.train import trainer
-    from offloadtrain.train.saving import TrainingError
+    from offloadtrain.train.saved.saving import TrainingError
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (trainer, unflushed_trainer):

@@ -15,7 +15,7 @@ import offloadtrain as ot
 from offloadtrain.engine import EngineError
 from tests.numerics.models import Chain, batches, loss_of
 
-LOGGER = "offloadtrain.engine.foreign_readers"
+LOGGER = "offloadtrain.engine.checks.foreign_readers"
 
 
 def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:

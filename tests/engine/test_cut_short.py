@@ -12,8 +12,8 @@ import offloadtrain as ot
 from offloadtrain.engine.interpreter import CutShortError
 from offloadtrain.runtime.lanes import LaneEvent, Operation, Range, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.operations import Lane
-from offloadtrain.step.prove import prove
+from offloadtrain.step.program.operations import Lane
+from offloadtrain.step.proof.prove import prove
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.state.salvage import SalvageError
 from offloadtrain.hardware.direct_io import DirectFile
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step import modes
+from offloadtrain.step.program import modes
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Save

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain.engine.salvage import SalvageError, UpdateJournal
+from offloadtrain.engine.state.salvage import SalvageError, UpdateJournal
 from offloadtrain.runtime.lanes import HostProgress, Lane, SequentialLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.operations import Kind, Launch, Update
-from offloadtrain.step.prove import prove
-from offloadtrain.step.recording import Entry, Launched
+from offloadtrain.step.program.operations import Kind, Launch, Update
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.proof.recording import Entry, Launched
 from tests.engine.test_proof import MODES, PLACEMENTS, program, run, waits
 from tests.numerics.models import batches
 from tests.numerics.muon import RULE

@@ -1,4 +1,5 @@
-"""Where the gradient's norm is taken: [Note: Measured in the gather] in `step.gradients`."""
+"""Where the gradient's norm is taken: [Note: Measured in the gather] in
+`step.program.gradients`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.operations import Lane
-from offloadtrain.step.recording import Launched
+from offloadtrain.step.program.operations import Lane
+from offloadtrain.step.proof.recording import Launched
 
 
 class Picky(nn.Module):

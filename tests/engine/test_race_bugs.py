@@ -14,7 +14,7 @@ import torch
 
 from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 
 
 def buffers(*names: str) -> list[Buffer]:

@@ -20,9 +20,9 @@ from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, LaneError, on_lanes
 from offloadtrain.runtime.lanes import copy as transfer_copy
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.memory import MemoryRequest
-from offloadtrain.step.prove import prove
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.spec.tiers import Tier
 from tests.gpu.precision import DTYPE, DTYPES, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun

@@ -14,7 +14,7 @@ from torch import nn
 
 from offloadtrain.integrations.foreign.__main__ import read
 from offloadtrain.integrations.foreign.found import MOMENTS, ForeignError
-from offloadtrain.train.convert import wanted_of
+from offloadtrain.train.saved.convert import wanted_of
 from tests.integrations.foreign_sources import (
     Toy,
     groups_of,

@@ -19,7 +19,7 @@ from offloadtrain.integrations.foreign.__main__ import read
 from offloadtrain.integrations.foreign.dcp_metadata import read_index
 from offloadtrain.integrations.foreign.found import ForeignError
 from offloadtrain.integrations.foreign.reader import open_foreign
-from offloadtrain.train.convert import wanted_of
+from offloadtrain.train.saved.convert import wanted_of
 from tests.integrations.foreign_sources import Toy, save_dcp, save_torch, save_zero, trained_toy
 from tests.train.small_job import JOB, write_text
 

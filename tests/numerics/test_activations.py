@@ -24,17 +24,17 @@ from offloadtrain.engine.autograd import recompute
 from offloadtrain.engine.autograd.activation_offload import ActivationError, ActivationOffloader
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory_map import BlockInputs, MemoryMap
+from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import ALONE
-from offloadtrain.step.operations import Memory
-from offloadtrain.step.program import Program
-from offloadtrain.step.prove import prove
-from offloadtrain.step.recording import Launched, Waited
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.program.operations import Memory
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.proof.recording import Launched, Waited
+from offloadtrain.step.spec.tiers import Tier
 from tests import levels
 from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.state.salvage import SalvageError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.formats import ADAM_MOMENTS as ADAM
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.spec.formats import ADAM_MOMENTS as ADAM
 from tests.losing_lanes import LosingLanes
 from tests.numerics.skipping import PATTERNS, Routed, SkippingRun, batches, loss_of
 from tests.numerics.test_offload import DTYPES

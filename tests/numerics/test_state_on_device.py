@@ -14,8 +14,8 @@ from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.prove import prove
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.spec.tiers import Tier
 from tests.numerics.models import MODELS, Chain, batches
 from tests.numerics.test_offload import compare, pair, train
 

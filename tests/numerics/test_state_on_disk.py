@@ -18,19 +18,19 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import DiskError
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.state.salvage import SalvageError
 from offloadtrain.runtime import disk_arena
 from offloadtrain.runtime.lanes import Lane, LaneError, Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.drive import steps
-from offloadtrain.step.operations import Kind, Launch
-from offloadtrain.step.program import Program
-from offloadtrain.step.prove import order, prove
-from offloadtrain.step.recording import Launched, Waited, trace
-from offloadtrain.step.spec import STATE_SLOTS
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.program.operations import Kind, Launch
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
+from offloadtrain.step.proof.prove import order, prove
+from offloadtrain.step.proof.recording import Launched, Waited, trace
+from offloadtrain.step.spec.step_spec import STATE_SLOTS
+from offloadtrain.step.spec.tiers import Tier
 from tests.engine.test_proof import MODES, options_of, run, waits
 from tests.numerics.models import MODELS, STREAMED, Chain, batches
 from tests.numerics.muon import RULE

@@ -10,14 +10,14 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import DeviceMemoryError
-from offloadtrain.engine.salvage import SalvageError
+from offloadtrain.engine.state.salvage import SalvageError
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step import spec
-from offloadtrain.step.prove import prove
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.spec import step_spec as spec
+from offloadtrain.step.spec.tiers import Tier
 from tests.engine.test_proof import CASES, MODES, options_of, run
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
 from tests.numerics.test_offload import assert_same, compare, make, pair, train

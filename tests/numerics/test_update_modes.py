@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
-from offloadtrain.step import modes
+from offloadtrain.step.program import modes
 from tests import levels
 from tests.numerics.models import MODELS, MixedReentrant, batches, loss_of
 from tests.numerics.reference import ResidentRun

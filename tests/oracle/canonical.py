@@ -29,8 +29,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offloadtrain.runtime.lanes import Lane
-from offloadtrain.step.prove import Clock, order
-from offloadtrain.step.recording import (
+from offloadtrain.step.proof.prove import Clock, order
+from offloadtrain.step.proof.recording import (
     Bytes,
     Closed,
     Entry,

@@ -11,8 +11,8 @@ import torch
 
 from offloadtrain.runtime.lanes import Buffer, Lane, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.prove import prove
-from offloadtrain.step.recording import (
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.proof.recording import (
     Bytes,
     Closed,
     Entry,

@@ -11,7 +11,7 @@ import torch
 from offloadtrain.config import loss_parts
 from offloadtrain.config.job import Config
 from offloadtrain.model.transformer import LossTerms, Transformer
-from offloadtrain.plan.activations import activations
+from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.train.build import offload_job
 from tests.plan.test_memory import GPT, job

@@ -14,7 +14,7 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import report
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.suggest import nearest, settled, single_changes
+from offloadtrain.plan.search.suggest import nearest, settled, single_changes
 from offloadtrain.train.dry_run import check
 
 RTX4090 = find("rtx4090")[1]

@@ -13,10 +13,10 @@ import pytest
 from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import find
-from offloadtrain.plan import compare
 from offloadtrain.plan.baselines.cells import checked
 from offloadtrain.plan.baselines.peers import DEEPSPEED, FSDP2, PEERS, TORCHAO, Work
-from offloadtrain.plan.device_time import Seconds
+from offloadtrain.plan.costs.device_time import Seconds
+from offloadtrain.plan.search import compare
 
 Captured = pytest.CaptureFixture[str]
 PAGE = (Path(__file__).parents[2] / "docs/comparison.md").read_text()

@@ -15,8 +15,8 @@ from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine, find, shipped
-from offloadtrain.plan import costs
-from offloadtrain.plan.device_time import (
+from offloadtrain.plan.costs import costs
+from offloadtrain.plan.costs.device_time import (
     Attention,
     Kernels,
     Level,
@@ -25,7 +25,7 @@ from offloadtrain.plan.device_time import (
     head_seconds,
 )
 from offloadtrain.plan.plan import make
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 from tests import levels
 
 A100 = find("a100_80gb")[1]

@@ -12,13 +12,13 @@ import pytest
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.disk import ASSUMED_GBPS
+from offloadtrain.plan.costs.disk import ASSUMED_GBPS
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import text
-from offloadtrain.plan.suggest import nearest
-from offloadtrain.plan.why import why
-from offloadtrain.step import spec
-from offloadtrain.step.formats import ADAM_MOMENTS
+from offloadtrain.plan.search.suggest import nearest
+from offloadtrain.plan.search.why import why
+from offloadtrain.step.spec import step_spec as spec
+from offloadtrain.step.spec.formats import ADAM_MOMENTS
 from offloadtrain.train.dry_run import check
 from tests.plan.test_memory import GPT, booked, job
 from tests.plan.test_scaled import SCALE, SIDE, scaled

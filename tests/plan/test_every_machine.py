@@ -11,9 +11,9 @@ import pytest
 
 from offloadtrain.hardware.machine import find, shipped
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.published_models import MODELS
-from offloadtrain.plan.question import job_of
-from offloadtrain.plan.suggest import applied
+from offloadtrain.plan.search.published_models import MODELS
+from offloadtrain.plan.search.question import job_of
+from offloadtrain.plan.search.suggest import applied
 
 SMALL, LARGE = "gpt2-124m", "Llama-3.2-1B"
 

@@ -12,11 +12,12 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import pipeline_times as timing
-from offloadtrain.plan.costs import Costs
-from offloadtrain.plan.pipeline_search import search
+from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.why import why
-from offloadtrain.step.pipeline_drive import (
+from offloadtrain.plan.search.pipeline_search import search
+from offloadtrain.plan.search.why import why
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.pipeline_drive import (
     Schedule,
     Turn,
     in_flight,
@@ -24,8 +25,7 @@ from offloadtrain.step.pipeline_drive import (
     rank_order,
     stage_steps,
 )
-from offloadtrain.step.program import Program
-from offloadtrain.step.prove import prove
+from offloadtrain.step.proof.prove import prove
 from tests.plan.test_memory import job
 
 A100 = find("a100_80gb")[1]

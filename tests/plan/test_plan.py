@@ -20,16 +20,17 @@ from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.optim import MatrixRule, keeps_whole
-from offloadtrain.plan import placement, report, suggest, times
+from offloadtrain.plan import placement, report, times
 from offloadtrain.plan import plan as planning
-from offloadtrain.plan.costs import Costs, newton_schulz_flops
+from offloadtrain.plan.costs.costs import Costs, newton_schulz_flops
 from offloadtrain.plan.layout import blocks_of, needs_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.suggest import applied, automatic, nearest
-from offloadtrain.step import memory as step_memory
-from offloadtrain.step.block_spec import MatrixSpec
-from offloadtrain.step.simulate import steady
+from offloadtrain.plan.search import suggest
+from offloadtrain.plan.search.suggest import applied, automatic, nearest
+from offloadtrain.step.proof.simulate import steady
+from offloadtrain.step.spec import memory as step_memory
+from offloadtrain.step.spec.block_spec import MatrixSpec
 from offloadtrain.train import dry_run
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
 from offloadtrain.train.update_rules import update_rule

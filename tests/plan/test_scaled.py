@@ -14,11 +14,11 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import find
 from offloadtrain.model import loss
-from offloadtrain.plan import activations as activation_plan
-from offloadtrain.plan.activations import activations
+from offloadtrain.plan.costs import activations as activation_plan
+from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.plan.plan import make
-from offloadtrain.step import spec
+from offloadtrain.step.spec import step_spec as spec
 from tests.plan.test_activations import most_allocated
 from tests.plan.test_memory import booked, planned
 

@@ -12,11 +12,11 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.pipeline_search import search
 from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.pipeline_search import search
+from offloadtrain.plan.search.why import why
 from offloadtrain.plan.stage_balance import LEAST, divided
-from offloadtrain.plan.why import why
-from offloadtrain.step.pipeline_drive import Schedule
+from offloadtrain.step.proof.pipeline_drive import Schedule
 from tests.config.test_config import JOB
 from tests.plan.test_pipeline_search import FREE, pipeline
 

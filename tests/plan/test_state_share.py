@@ -15,13 +15,13 @@ from offloadtrain.config.job import Config, load
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import report
 from offloadtrain.plan.automatic import FULL
-from offloadtrain.plan.costs import CODEC_BYTES
+from offloadtrain.plan.costs.costs import CODEC_BYTES
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.suggest import settled
+from offloadtrain.plan.search.suggest import settled
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.formats import ADAM_MOMENTS, FORMATS
-from offloadtrain.step.state_tiers import device_share
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.spec.formats import ADAM_MOMENTS, FORMATS
+from offloadtrain.step.spec.state_tiers import device_share
+from offloadtrain.step.spec.tiers import Tier
 from offloadtrain.train.dry_run import check
 
 JOB = "examples/gpt_13b_32gb.toml"

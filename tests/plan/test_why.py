@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.exposure import planned
 from offloadtrain.cli.main import main
-from offloadtrain.plan.costs import Costs
+from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.plan import make
+from offloadtrain.plan.search.why import as_json, text, why
 from offloadtrain.plan.times import predict
-from offloadtrain.plan.why import as_json, text, why
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from typing import Any
 from offloadtrain.runtime.lanes import Lane
 from offloadtrain.runtime.lanes.host_lane import Flag, HostLane, NativeHostLane
 from offloadtrain.runtime.lanes.worker import Worker
-from offloadtrain.step.prove import prove
-from offloadtrain.step.recording import Entry, Recorded, Waited
+from offloadtrain.step.proof.prove import prove
+from offloadtrain.step.proof.recording import Entry, Recorded, Waited
 
 ADDRESS = 0x7F00_0000_0000
 """Of event number 0."""

@@ -39,7 +39,15 @@ from offloadtrain.runtime.lanes import cuda as cuda_module
 from offloadtrain.runtime.lanes.host_lane import PythonHostLane, make_host_lane
 from offloadtrain.runtime.lanes.recorder import extent
 from offloadtrain.runtime.lanes.worker import Worker
-from offloadtrain.step.recording import Bytes, Closed, Launched, Opened, Recorded, Undefined, Waited
+from offloadtrain.step.proof.recording import (
+    Bytes,
+    Closed,
+    Launched,
+    Opened,
+    Recorded,
+    Undefined,
+    Waited,
+)
 from tests.runtime.cuda_log import ADDRESS, Log, LoggedHost
 
 CPU = torch.device("cpu")

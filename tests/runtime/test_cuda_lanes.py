@@ -21,8 +21,8 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step import modes
-from offloadtrain.step.operations import Kind
+from offloadtrain.step.program import modes
+from offloadtrain.step.program.operations import Kind
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import own_batches
 from tests.engine.test_async_save import Copies

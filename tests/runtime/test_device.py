@@ -12,7 +12,7 @@ import torch
 
 from offloadtrain.runtime import device
 from offloadtrain.runtime.device import cpu_bf16_speedup, resolve_precision, speedup
-from offloadtrain.train import rng
+from offloadtrain.train.saved import rng
 
 CPU = torch.device("cpu")
 XEON = {torch.float32: 31.0, torch.bfloat16: 7.1}

@@ -9,8 +9,8 @@ from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.hardware import host_memory, telemetry
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneEvent, SequentialLanes, copy
-from offloadtrain.step.memory import MemoryRequest
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.spec.tiers import Tier
 
 
 def test_an_operation_gets_exactly_its_views() -> None:

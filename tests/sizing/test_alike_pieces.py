@@ -15,7 +15,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.model import chunked_loss
 from offloadtrain.model import loss as whole_loss
 from offloadtrain.model.piece_sizes import few_stand_for_all, made_of_each
-from offloadtrain.plan.microbatch import TracedStep
+from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.sizing import trace_step as tracing
 from offloadtrain.sizing.alike_pieces import AlikePieces
 from offloadtrain.sizing.meter import Meter

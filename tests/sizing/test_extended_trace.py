@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig, Precision
-from offloadtrain.plan.microbatch import TracedStep
+from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.sizing import trace_step as tracing
 from offloadtrain.sizing.alike import TRACED, Run, runs_of
 from offloadtrain.sizing.extend import Moment

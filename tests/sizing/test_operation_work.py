@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offloadtrain.plan.microbatch import AttentionKind
+from offloadtrain.plan.costs.microbatch import AttentionKind
 from offloadtrain.sizing.meter import Meter
 from offloadtrain.sizing.operation_work import Count
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from offloadtrain.step.formats import ITEMSIZE
-from offloadtrain.step.memory import slot_offsets
-from offloadtrain.step.operations import Kind, Launch, Memory, Operation, Ref, Undefined
-from offloadtrain.step.places import BucketRefs
-from offloadtrain.step.program import Program
+from offloadtrain.step.program.operations import Kind, Launch, Memory, Operation, Ref, Undefined
+from offloadtrain.step.program.places import BucketRefs
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.spec.memory import slot_offsets
 
 Version = tuple[object, ...]
 """Of weights and state: what they were set to, and then (step, grad_scale, gradient) per update."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from offloadtrain.step.operations import Kind, Lane, Launch, Operation, Operations
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Operation, Operations
 
 
 def launches(operations: Iterable[Operation], *kinds: Kind) -> list[Launch]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.step.dependencies import Dependencies
-from offloadtrain.step.operations import (
+from offloadtrain.step.program.dependencies import Dependencies
+from offloadtrain.step.program.operations import (
     HostWait,
     Kind,
     Lane,
@@ -20,7 +20,7 @@ from offloadtrain.step.operations import (
     Undefined,
     Wait,
 )
-from offloadtrain.step.prove import prove_operations
+from offloadtrain.step.proof.prove import prove_operations
 from tests import levels
 from tests.step.specs import chain
 

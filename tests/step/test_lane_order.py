@@ -8,10 +8,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from offloadtrain.step.drive import steps
-from offloadtrain.step.modes import Decision
-from offloadtrain.step.operations import HostWait, Kind, Lane, Launch, Record, Renew, Swap, Wait
-from offloadtrain.step.program import Program
+from offloadtrain.step.program.modes import Decision
+from offloadtrain.step.program.operations import (
+    HostWait,
+    Kind,
+    Lane,
+    Launch,
+    Record,
+    Renew,
+    Swap,
+    Wait,
+)
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
 from tests import levels
 from tests.step.launched import by_step, lane, launches
 from tests.step.specs import PIECES, UPDATES, Case, cases, chain, staging_of

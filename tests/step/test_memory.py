@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.step import memory
-from offloadtrain.step.bucket_layout import ALIGN, padded, placed
-from offloadtrain.step.formats import ITEMSIZE
-from offloadtrain.step.layout import HEADROOM, check_host_limit, with_second_copies
-from offloadtrain.step.memory import (
+from offloadtrain.step.program.operations import Launch, Memory, Operations, Ref, Undefined
+from offloadtrain.step.spec import memory
+from offloadtrain.step.spec.bucket_layout import ALIGN, padded, placed
+from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.spec.layout import HEADROOM, check_host_limit, with_second_copies
+from offloadtrain.step.spec.memory import (
     MemoryRequest,
     Role,
     device_owners,
@@ -25,9 +26,8 @@ from offloadtrain.step.memory import (
     host_requests,
     span_bytes,
 )
-from offloadtrain.step.operations import Launch, Memory, Operations, Ref, Undefined
-from offloadtrain.step.spec import STAGING_SLOTS_MOST, StepSpec
-from offloadtrain.step.tiers import Tier
+from offloadtrain.step.spec.step_spec import STAGING_SLOTS_MOST, StepSpec
+from offloadtrain.step.spec.tiers import Tier
 from tests import levels
 from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
 from tests.step.user import User

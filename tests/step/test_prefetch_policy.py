@@ -7,7 +7,7 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.step.prefetch_policy import (
+from offloadtrain.step.program.prefetch_policy import (
     AccessOrder,
     Pool,
     ReduceOrder,

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.step.drive import steps
-from offloadtrain.step.modes import Decision, SpeculationPolicy, UpdateError
-from offloadtrain.step.operations import (
+from offloadtrain.step.program.modes import Decision, SpeculationPolicy, UpdateError
+from offloadtrain.step.program.operations import (
     Kind,
     Operations,
     Swap,
     Wait,
 )
-from offloadtrain.step.program import Program
-from offloadtrain.step.prove import prove_operations
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
+from offloadtrain.step.proof.prove import prove_operations
+from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.launched import launches
 from tests.step.specs import UPDATES, Case, block, cases, chain, laid_out, staging_of

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.step.drive import steps
-from offloadtrain.step.operations import (
+from offloadtrain.step.program.operations import (
     HostWait,
     Kind,
     Lane,
@@ -24,9 +23,10 @@ from offloadtrain.step.operations import (
     Undefined,
     Wait,
 )
-from offloadtrain.step.program import Program
-from offloadtrain.step.prove import order, prove, prove_operations
-from offloadtrain.step.recording import (
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
+from offloadtrain.step.proof.prove import order, prove, prove_operations
+from offloadtrain.step.proof.recording import (
     Bytes,
     Closed,
     Entry,
@@ -36,8 +36,8 @@ from offloadtrain.step.recording import (
     Waited,
     trace,
 )
-from offloadtrain.step.recording import Undefined as Undefine
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.proof.recording import Undefined as Undefine
+from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.specs import chain
 

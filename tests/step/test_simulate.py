@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.step import simulate
-from offloadtrain.step.drive import steps
-from offloadtrain.step.operations import (
+from offloadtrain.step.program.operations import (
     Event,
     HostWait,
     Kind,
@@ -24,9 +22,11 @@ from offloadtrain.step.operations import (
     Record,
     Wait,
 )
-from offloadtrain.step.program import Program
-from offloadtrain.step.simulate import Seconds, Steady, ends, steady, timed
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof import simulate
+from offloadtrain.step.proof.drive import steps
+from offloadtrain.step.proof.simulate import Seconds, Steady, ends, steady, timed
+from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.specs import Case, cases, chain, staging_of
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable
 
-from offloadtrain.step.modes import Decision
-from offloadtrain.step.operations import (
+from offloadtrain.step.program.modes import Decision
+from offloadtrain.step.program.operations import (
     Event,
     HostWait,
     Kind,
@@ -22,8 +22,8 @@ from offloadtrain.step.operations import (
     Ref,
     Renew,
 )
-from offloadtrain.step.program import Program
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.spec.step_spec import StepSpec
 from tests.step.contents import Contents, Version
 
 ODD = {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.optim import LossScaler
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.step import modes
+from offloadtrain.step.program import modes
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Save

@@ -14,7 +14,7 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.events import schema
-from offloadtrain.train.command_hooks import CommandHooks
+from offloadtrain.train.log.command_hooks import CommandHooks
 from tests.train.small_job import events_of, run, small_job
 
 SHOWN = "\N{REPLACEMENT CHARACTER}"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.units import format_clock
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.train.console import Console, StepLine, format_step, loss_curve
+from offloadtrain.train.log.console import Console, StepLine, format_step, loss_curve
 
 LINE = StepLine(
     step=3,
@@ -139,7 +139,7 @@ def test_what_another_has_shown_is_no_silence() -> None:
 
 
 def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offloadtrain.train.console._LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr("offloadtrain.train.log.console._LOOK_EVERY_S", 0.001)
     looked = threading.Event()
     console = Console(io.StringIO())
     monkeypatch.setattr(console, "fill_silence", looked.set)

@@ -14,7 +14,7 @@ from offloadtrain_tui import requests
 
 from offloadtrain.events import schema
 from offloadtrain.events.control import Requests
-from offloadtrain.train.run_log import RunLog
+from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.trainer import AbortedError
 from tests.train.small_job import events_of, run, small_job
 

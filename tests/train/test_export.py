@@ -24,9 +24,9 @@ from offloadtrain.integrations.own_model import NoClassError, class_name, empty_
 from offloadtrain.model.experts import MixtureOfExperts
 from offloadtrain.model.rotary import RotaryTables
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.train import convert_to_torch
 from offloadtrain.train.checkpoint import save, saved_weights
-from offloadtrain.train.saved_run import open_saved
+from offloadtrain.train.saved import convert_to_torch
+from offloadtrain.train.saved.saved_run import open_saved
 from tests.train.small_job import run, small_job
 
 SMALL = ModelShape(vocab_size=97, num_layers=2, d_model=32, num_heads=4, max_seq_len=24)

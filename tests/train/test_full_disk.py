@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.listing import list_runs
+from offloadtrain_tui.reading.listing import list_runs
 
 from offloadtrain.events import schema
 from offloadtrain.events import writer as event_writer

@@ -16,7 +16,7 @@ from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import text
 from offloadtrain.plan.saved_tensors import hidden_above
-from offloadtrain.plan.suggest import settled
+from offloadtrain.plan.search.suggest import settled
 from offloadtrain.plan.times import compute_seconds
 from offloadtrain.train.build import assemble
 from offloadtrain.train.job_trace import needed_trace

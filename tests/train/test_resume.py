@@ -14,9 +14,9 @@ import torch
 from offloadtrain.config.job import ConfigError
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaler
-from offloadtrain.train import rng
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.saved import rng
 from offloadtrain.train.trainer import Trainer
 from tests.numerics.test_compiled_blocks import generates
 from tests.train.conftest import StopAfter

@@ -17,14 +17,14 @@ from offloadtrain.events import log_lines, schema
 from offloadtrain.events.memory_ring import RingReader
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.arena import Ledger
-from offloadtrain.step.tiers import Tier
-from offloadtrain.train import run_memory
+from offloadtrain.step.spec.tiers import Tier
 from offloadtrain.train.build import assemble
-from offloadtrain.train.console import Console
+from offloadtrain.train.log import run_memory
+from offloadtrain.train.log.console import Console
+from offloadtrain.train.log.run_log import RunLog
+from offloadtrain.train.log.run_memory import RunMemory
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.run_log import RunLog
-from offloadtrain.train.run_memory import RunMemory
 from tests.runtime.fake_allocator import FakeAllocator
 from tests.train.small_job import run, small_job
 

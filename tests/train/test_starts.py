@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadtrain_tui.listing import list_runs
+from offloadtrain_tui.reading.listing import list_runs
 from torch import Tensor
 
 from offloadtrain.cli.exit_codes import HUNG

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadtrain_tui import runs
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.clock import Clock, ManualClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.frame import screen_text
 from offloadtrain_tui.help import Help
 from offloadtrain_tui.keys import with_keys
+from offloadtrain_tui.reading import runs
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.lanes import Timeline
 from textual.widget import Widget

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadtrain_tui.history import fold
-from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.view import View
+from offloadtrain_tui.reading.history import fold
+from offloadtrain_tui.reading.log_reader import Snapshot
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from textual.geometry import Region

@@ -13,7 +13,7 @@ import pytest
 from offloadtrain_tui import exports, plots
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.panels.job import differences
-from offloadtrain_tui.series import Series, Smoothed
+from offloadtrain_tui.reading.series import Series, Smoothed
 from PIL import Image
 from textual.widgets import Input
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from offloadtrain_tui.history import History
-from offloadtrain_tui.log_reader import Snapshot
 from offloadtrain_tui.panels.events import matches
 from offloadtrain_tui.panels.job import flat
 from offloadtrain_tui.plots import KINDS, plot
+from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.log_reader import Snapshot
+from offloadtrain_tui.reading.series import Outline
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.reports import facts, report
-from offloadtrain_tui.series import Outline
 from offloadtrain_tui.summary import headline, numbers, when
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState, marks
 from offloadtrain_tui.widgets.chart import _extents
 

@@ -9,13 +9,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtrain_tui import timelines
-from offloadtrain_tui.history import History, fold
-from offloadtrain_tui.packed import pack
-from offloadtrain_tui.step_columns import LANES, STEP_FIELDS
+from offloadtrain_tui.reading import timelines
+from offloadtrain_tui.reading.history import History, fold
+from offloadtrain_tui.reading.packed import pack
+from offloadtrain_tui.reading.step_columns import LANES, STEP_FIELDS
+from offloadtrain_tui.reading.timelines import SAMPLED_STEPS
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
-from offloadtrain_tui.timelines import SAMPLED_STEPS
-from offloadtrain_tui.view import View
 from offloadtrain_tui.widgets.lanes import union_ms, waits_of
 
 from offloadtrain.events import schema

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from offloadtrain_tui import memory
-from offloadtrain_tui.history import History, fold
-from offloadtrain_tui.live_memory import MOST, LiveMemory
-from offloadtrain_tui.log_reader import RunReader, Snapshot
-from offloadtrain_tui.runs import open_run
-from offloadtrain_tui.view import View
+from offloadtrain_tui.reading.history import History, fold
+from offloadtrain_tui.reading.live_memory import MOST, LiveMemory
+from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
+from offloadtrain_tui.reading.runs import open_run
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Tier
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offloadtrain_tui.history import fold
 from offloadtrain_tui.panels.ranks import RANKS, bubble, rank_table, slow_stage
-from offloadtrain_tui.view import View
+from offloadtrain_tui.reading.history import fold
+from offloadtrain_tui.reading.view import View
 
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, lines

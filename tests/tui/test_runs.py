@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import listing, runs, tail
-from offloadtrain_tui.history import History, fold
-from offloadtrain_tui.listing import list_runs
-from offloadtrain_tui.log_reader import RunReader
+from offloadtrain_tui.reading import listing, runs, tail
+from offloadtrain_tui.reading.history import History, fold
+from offloadtrain_tui.reading.listing import list_runs
+from offloadtrain_tui.reading.log_reader import RunReader
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.summary import before_first_step, headline, numbers, when
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 
 from offloadtrain.events import schema

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
-from offloadtrain_tui.series import NOTHING, Measured, Outline, Series, Smoothed, Window
+from offloadtrain_tui.reading.series import NOTHING, Measured, Outline, Series, Smoothed, Window
 
 VALUES = st.lists(
     st.one_of(

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from offloadtrain_tui import reports, runs
-from offloadtrain_tui.listing import list_runs
-from offloadtrain_tui.log_reader import RunReader, Snapshot
+from offloadtrain_tui import reports
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.listing import list_runs
+from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
 from offloadtrain_tui.summary import numbers
 from offloadtrain_tui.view_state import ViewState
 
 from offloadtrain.events import set_up_file
 from offloadtrain.runtime.heartbeat import Heartbeat
+from offloadtrain.train.log.shown_set_up import ShownSetUp
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.shown_set_up import ShownSetUp
 from tests.tui.recordings import plain, write
 
 _SETTING_UP = """
@@ -31,7 +32,7 @@ import sys, time
 from pathlib import Path
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.shown_set_up import ShownSetUp
+from offloadtrain.train.log.shown_set_up import ShownSetUp
 path = Path(sys.argv[1])
 run = RunFolder(path) if path.exists() else RunFolder.new(path.parent, "job", path)
 run.announce()

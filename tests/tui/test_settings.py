@@ -165,8 +165,8 @@ def _hangs(command: list[str], **options: object) -> None:
 
 
 def test_a_run_that_ends_is_news(tmp_path: Path) -> None:
-    from offloadtrain_tui.log_reader import RunReader
-    from offloadtrain_tui.runs import open_run
+    from offloadtrain_tui.reading.log_reader import RunReader
+    from offloadtrain_tui.reading.runs import open_run
 
     folder = write(tmp_path / "run", plain(5)[:-1])
     (folder / "run.json").write_text(json.dumps({"host": "elsewhere"}))

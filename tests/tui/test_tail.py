@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offloadtrain_tui.tail import Tail
+from offloadtrain_tui.reading.tail import Tail
 
 
 def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:

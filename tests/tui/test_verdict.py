@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from offloadtrain_tui.history import fold
-from offloadtrain_tui.series import Series
+from offloadtrain_tui.reading.history import fold
+from offloadtrain_tui.reading.series import Series
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.verdict import against_plan, bound_by, time_left_s
-from offloadtrain_tui.view import View
 from offloadtrain_tui.widgets.chart import Curve, Plot
 
 from offloadtrain.events import schema

@@ -19,23 +19,24 @@ from textual.screen import ModalScreen, Screen
 from textual.widgets import Input
 
 from offloadtrain.events import schema
-from offloadtrain_tui import runs, settings
+from offloadtrain_tui import settings
 from offloadtrain_tui.attention import Watched, desktop
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Raw
 from offloadtrain_tui.display import PANELS
 from offloadtrain_tui.filter import Sanitized, is_unicode
-from offloadtrain_tui.history import History
 from offloadtrain_tui.keys import COMMANDS, KEYS, with_keys
-from offloadtrain_tui.listing import Listing, RunRow
-from offloadtrain_tui.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.panels.events import EventsPanel
 from offloadtrain_tui.panels.runs import RunsPanel
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.listing import Listing, RunRow
+from offloadtrain_tui.reading.log_reader import NEWS_S, Reader, Snapshot
+from offloadtrain_tui.reading.runs import RunPath
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.run_actions import RunActions
-from offloadtrain_tui.runs import RunPath
 from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.this_machine import MachineSampler
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart

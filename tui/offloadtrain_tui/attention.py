@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offloadtrain_tui import runs
-from offloadtrain_tui.log_reader import Snapshot
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.log_reader import Snapshot
 from offloadtrain_tui.text import clean
 
 _LIMIT_S = 5.0

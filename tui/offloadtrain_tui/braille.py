@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from offloadtrain_tui.series import NOTHING, Extent
+from offloadtrain_tui.reading.series import NOTHING, Extent
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of the dots, by column and row within a character."""

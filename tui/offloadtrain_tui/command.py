@@ -14,9 +14,9 @@ from cyclopts import Parameter
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain.config.errors import ConfigError
-from offloadtrain_tui import runs
 from offloadtrain_tui.clock import LiveClock, ReplayClock
-from offloadtrain_tui.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader
 
 if TYPE_CHECKING:
     from offloadtrain_tui.app import Monitor

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from offloadtrain_tui.plots import KINDS
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, short
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 800, 400, 80, 40

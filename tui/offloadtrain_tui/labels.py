@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.boundary.safe_write import replace_file
-from offloadtrain_tui import runs
+from offloadtrain_tui.reading import runs
 from offloadtrain_tui.text import clean
 
 LONGEST_TAG, LONGEST_NOTE, MOST_TAGS = 40, 400, 32

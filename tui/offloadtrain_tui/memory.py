@@ -10,9 +10,9 @@ from typing import Any
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
-from offloadtrain_tui.live_memory import Live
+from offloadtrain_tui.reading.live_memory import Live
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import milliseconds
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.area import Area
 from offloadtrain_tui.widgets.bars import Part, Tier

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from offloadtrain_tui import runs
-from offloadtrain_tui.log_reader import RunReader
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.log_reader import RunReader
+from offloadtrain_tui.reading.runs import RunError, RunPath
 from offloadtrain_tui.reports import line
-from offloadtrain_tui.runs import RunError, RunPath
 
 SIZE = (120, 36)
 EVERY_S = 2.0

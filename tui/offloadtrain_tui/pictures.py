@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from offloadtrain_tui import runs
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.frame import settled
+from offloadtrain_tui.reading import runs
 
 
 async def draw(

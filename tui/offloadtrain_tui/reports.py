@@ -16,17 +16,18 @@ from cyclopts import Parameter
 from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
 from offloadtrain.events import log_lines
-from offloadtrain_tui import requests, runs
-from offloadtrain_tui.history import History
-from offloadtrain_tui.listing import RunRow, list_runs
-from offloadtrain_tui.log_reader import RunReader, Snapshot
+from offloadtrain_tui import requests
 from offloadtrain_tui.moments import Moment, set_up_line
-from offloadtrain_tui.runs import RunPath
-from offloadtrain_tui.step_columns import LANES
-from offloadtrain_tui.tail import Tail
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.listing import RunRow, list_runs
+from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
+from offloadtrain_tui.reading.runs import RunPath
+from offloadtrain_tui.reading.step_columns import LANES
+from offloadtrain_tui.reading.tail import Tail
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
-from offloadtrain_tui.view import View
 
 _LIVE_EVERY_S, _FOLLOW_EVERY_S = 1.0, 0.2
 _ANSWER_S = 60.0

@@ -11,11 +11,12 @@ from pathlib import Path
 from textual.notifications import SeverityLevel
 
 from offloadtrain.boundary.safe_write import replace_file
-from offloadtrain_tui import exports, labels, requests, runs
+from offloadtrain_tui import exports, labels, requests
 from offloadtrain_tui.dialogs import Ask, Confirm
 from offloadtrain_tui.display import Display
 from offloadtrain_tui.panels.runs import RunsPanel
 from offloadtrain_tui.plots import KINDS
+from offloadtrain_tui.reading import runs
 from offloadtrain_tui.view_state import ViewState
 
 _CHARTS = ", ".join(KINDS)

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
-from offloadtrain_tui import runs
 from offloadtrain_tui.moments import set_up_line, set_up_words
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 
 SIGNS = {

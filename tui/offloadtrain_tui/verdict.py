@@ -7,8 +7,8 @@ from typing import Any
 
 from offloadtrain.events import schema
 from offloadtrain.events.time_left import Pause, seconds_left
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import short
-from offloadtrain_tui.view import View
 from offloadtrain_tui.words import lane_word, percent
 
 RECENT_STEPS = 20

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offloadtrain.events import schema
-from offloadtrain_tui import runs
-from offloadtrain_tui.log_reader import Snapshot
-from offloadtrain_tui.series import Window
-from offloadtrain_tui.view import View
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.log_reader import Snapshot
+from offloadtrain_tui.reading.series import Window
+from offloadtrain_tui.reading.view import View
 
 MOST_MARKS, MOST_GOOD_MARKS = 100, 24
 SPANS = (20, 100, 500, 0)

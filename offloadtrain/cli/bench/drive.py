@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
-from offloadtrain.step.memory import MemoryRequest
+from offloadtrain.step.spec.memory import MemoryRequest
 
 BUCKETS = 16
 READ, WRITE, BOTH = "read", "write", "read and write at once"

@@ -29,8 +29,8 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.rendezvous import join_through
-from offloadtrain.step.operations import Kind
-from offloadtrain.step.simulate import steady
+from offloadtrain.step.program.operations import Kind
+from offloadtrain.step.proof.simulate import steady
 
 CASES: dict[str, dict[str, Any]] = {
     "paced, exact": {"clip_norm": 1.0},

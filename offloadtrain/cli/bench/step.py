@@ -23,13 +23,13 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.bucket_layout import padded
-from offloadtrain.step.formats import format_for
-from offloadtrain.step.layout import lay_out
-from offloadtrain.step.operations import Kind
-from offloadtrain.step.simulate import steady
-from offloadtrain.step.spec import StepSpec
+from offloadtrain.step.program.operations import Kind
+from offloadtrain.step.proof.simulate import steady
+from offloadtrain.step.spec.block_spec import BlockSpec, BucketSpec
+from offloadtrain.step.spec.bucket_layout import padded
+from offloadtrain.step.spec.formats import format_for
+from offloadtrain.step.spec.layout import lay_out
+from offloadtrain.step.spec.step_spec import StepSpec
 
 Mode = Literal["exact", "early", "speculative", "delayed"]
 

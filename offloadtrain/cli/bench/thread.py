@@ -24,7 +24,7 @@ from offloadtrain.engine import offload
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import Operation, Range, on_lanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 LAYERS = (24, 40)
 WIDTH, ROWS = 64, 8

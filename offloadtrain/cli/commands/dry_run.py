@@ -10,9 +10,9 @@ from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.plan import report
-from offloadtrain.plan.microbatch import Trace
+from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.suggest import settled
+from offloadtrain.plan.search.suggest import settled
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device
 from offloadtrain.train.build import described

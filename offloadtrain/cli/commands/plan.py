@@ -18,12 +18,12 @@ from offloadtrain.config.units import parse_bytes
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
-    from offloadtrain.plan.compare import Row
-    from offloadtrain.plan.largest import Row as LargestRow
-    from offloadtrain.plan.microbatch import Trace
+    from offloadtrain.plan.costs.microbatch import Trace
     from offloadtrain.plan.plan import Plan
-    from offloadtrain.plan.suggest import Change
-    from offloadtrain.plan.why import Why
+    from offloadtrain.plan.search.compare import Row
+    from offloadtrain.plan.search.largest import Row as LargestRow
+    from offloadtrain.plan.search.suggest import Change
+    from offloadtrain.plan.search.why import Why
 
 _HF_JOB = """
 name = "fine-tune"
@@ -123,9 +123,9 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain.config.batch_split import parse_ranks
-    from offloadtrain.plan import compare as beside
-    from offloadtrain.plan import suggest
-    from offloadtrain.plan.why import why as explain
+    from offloadtrain.plan.search import compare as beside
+    from offloadtrain.plan.search import suggest
+    from offloadtrain.plan.search.why import why as explain
 
     parse_ranks("--gpus", str(gpus))
     if plot and not sweep:
@@ -170,9 +170,9 @@ def _print(
     as_json: bool,
 ) -> None:
     """`rows`: of --compare; empty without it. `reasons`: of --why."""
-    from offloadtrain.plan import compare as beside
     from offloadtrain.plan import report
-    from offloadtrain.plan import why as answers
+    from offloadtrain.plan.search import compare as beside
+    from offloadtrain.plan.search import why as answers
 
     if as_json:
         told = report.as_json(found, other)
@@ -240,9 +240,10 @@ def _fine_tune(
     asked: str, name: str, machine: Machine, ranks: int, *, compare: bool, as_json: bool
 ) -> int:
     from offloadtrain.config.model_shape import SIZES
-    from offloadtrain.plan import compare as beside
-    from offloadtrain.plan import question, report, suggest
+    from offloadtrain.plan import report
     from offloadtrain.plan.plan import make
+    from offloadtrain.plan.search import compare as beside
+    from offloadtrain.plan.search import question, suggest
 
     size = question.sized(asked)
     job = question.job_of(size, SIZES[size], ranks)
@@ -264,7 +265,8 @@ def _folder(name: str) -> str:
 
 
 def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
-    from offloadtrain.plan import largest, report
+    from offloadtrain.plan import report
+    from offloadtrain.plan.search import largest
 
     rows = []
 
@@ -290,8 +292,8 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
 
 
 def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
-    from offloadtrain.plan import pipeline_search
     from offloadtrain.plan.resolve import resolved
+    from offloadtrain.plan.search import pipeline_search
 
     if config.hf is not None:
         raise ConfigError("--search divides the shipped transformer only: leave out model.hf")
@@ -317,7 +319,7 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
 def _sweep(
     config: Config, name: str, machine: Machine, counts: list[int], plot: str, *, as_json: bool
 ) -> int:
-    from offloadtrain.plan import sweep
+    from offloadtrain.plan.search import sweep
 
     if plot:
         sweep.check_plot(plot)

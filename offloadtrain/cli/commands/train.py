@@ -197,7 +197,7 @@ def run_job(
     waiting: str = "",
 ) -> int:
     """Open the run folder, train in it, report the end; return the exit code."""
-    from offloadtrain.train.console import Console
+    from offloadtrain.train.log.console import Console
 
     console = Console(
         every_s=config.train.log_every_s,

@@ -25,7 +25,7 @@ from offloadtrain.cli.doctor.speeds import FP32_TRAFFIC_BYTES
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.plan.device_time import FLASH_BACKWARD
+from offloadtrain.plan.costs.device_time import FLASH_BACKWARD
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 
@@ -90,7 +90,7 @@ def measure(
 
 
 def compute(device: torch.device, bf16: bool, seconds: float) -> dict[str, float]:
-    """Measure products, attention and launches: the rates of `plan.device_time`.
+    """Measure products, attention and launches: the rates of `plan.costs.device_time`.
 
     The half-width and the share of attention are measured in training's precision and used for all.
     """

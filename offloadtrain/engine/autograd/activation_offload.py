@@ -1,4 +1,5 @@
-"""Activation offload: the tensors of [Note: Offloaded activations] in `step.activations`."""
+"""Activation offload: the tensors of [Note: Offloaded activations] in
+`step.program.activations`."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory_map import BlockInputs
+from offloadtrain.engine.memory.memory_map import BlockInputs
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.step.program import Program
+from offloadtrain.step.program.program import Program
 
 
 class ActivationError(OffloadTrainError):

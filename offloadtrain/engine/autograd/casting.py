@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel, Removable, has_ended
 from offloadtrain.engine.autograd.saved_tensor_hooks import in_checkpoint
-from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine.checks.model_checks import ModelError
 
 _REFUSE = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),

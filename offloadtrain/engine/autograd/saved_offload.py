@@ -2,13 +2,13 @@
 
 [Note: Offloaded saved tensors]
 With activation = "offload_saved" nothing runs again. Whatever the model's forward saves goes the
-way of [Note: Offloaded activations] in `step.activations`, if its memory has `offload_saved_above`
-bytes or more. What moves is memory, not tensors: queries, keys and values cut out of one product
-are one copy, and a tensor that several operations save is one. Backward views it as each of them
-saved it. A copy stands for tensors of one version of one version counter: a tensor and its views.
-Others may share the memory and be changed in place without it (the gates of an LSTM's cell, which
-`unsafe_chunk` cuts): they get copies of their own. Weights and buffers of the model stay where they
-are: saving them elsewhere would not give their memory back.
+way of [Note: Offloaded activations] in `step.program.activations`, if its memory has
+`offload_saved_above` bytes or more. What moves is memory, not tensors: queries, keys and values cut
+out of one product are one copy, and a tensor that several operations save is one. Backward views it
+as each of them saved it. A copy stands for tensors of one version of one version counter: a tensor
+and its views. Others may share the memory and be changed in place without it (the gates of an
+LSTM's cell, which `unsafe_chunk` cuts): they get copies of their own. Weights and buffers of the
+model stay where they are: saving them elsewhere would not give their memory back.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from offloadtrain.engine.address_map import AddressMap
 from offloadtrain.engine.autograd.hooks import has_ended
 from offloadtrain.engine.autograd.saved_offload import Offloader
 from offloadtrain.engine.autograd.stand_ins import (
@@ -46,9 +45,10 @@ from offloadtrain.engine.autograd.stand_ins import (
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.local_part import local
+from offloadtrain.engine.memory.address_map import AddressMap
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.step.streaming import StreamError
+from offloadtrain.step.program.streaming import StreamError
 
 # The public context manager cannot be chained: it hides the outer hooks.
 _autograd = torch._C._autograd

@@ -21,7 +21,7 @@ from offloadtrain.plan.baselines.published import (
     tflops,
     with_largest_micro_batch,
 )
-from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds
+from offloadtrain.plan.costs.device_time import Kernels, Seconds, block_seconds
 
 PUBLISHED = Path(__file__).with_name("published.json")
 PEER_CELLS = Path(__file__).with_name("peer_cells.json")

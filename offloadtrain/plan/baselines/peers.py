@@ -15,7 +15,7 @@ from types import MappingProxyType
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.baselines.published import Run, Software, pcie, step_times
-from offloadtrain.plan.device_time import Seconds
+from offloadtrain.plan.costs.device_time import Seconds
 
 DEEPSPEED, FSDP2, TORCHAO = "DeepSpeed ZeRO-Offload", "FSDP2 CPU offload", "torchao"
 SOFTWARE = Software()

@@ -17,7 +17,7 @@ from offloadtrain.plan.baselines.published import (
     input_bytes,
     layer_bytes,
 )
-from offloadtrain.plan.device_time import Kernels
+from offloadtrain.plan.costs.device_time import Kernels
 
 Schedule = Literal["gpipe", "flush", "2bw"]
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)

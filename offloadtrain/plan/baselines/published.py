@@ -15,7 +15,7 @@ from typing import Literal
 
 from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.device_time import Kernels, Seconds, block_seconds, head_seconds
+from offloadtrain.plan.costs.device_time import Kernels, Seconds, block_seconds, head_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,7 +74,7 @@ from offloadtrain.runtime.kernels.state import (
     blocks,
     pieces,
 )
-from offloadtrain.step.formats import StateFormat
+from offloadtrain.step.spec.formats import StateFormat
 
 __all__ = [
     "BLOCK",

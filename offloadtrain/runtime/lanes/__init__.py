@@ -1,4 +1,4 @@
-"""The lanes of a step (`step.operations.Lane`) and the order between them.
+"""The lanes of a step (`step.program.operations.Lane`) and the order between them.
 
 One interface, `base.py`: streams and native threads on CUDA, threads or none on the CPU, any legal
 order by a seed, a recorder. No lane knows what it runs. Start at `base.Lanes`, then `cuda.py`.
@@ -27,7 +27,7 @@ from offloadtrain.runtime.lanes.base import (
 from offloadtrain.runtime.lanes.cuda import CudaLanes
 from offloadtrain.runtime.lanes.exposed_time import exposed_by_lane
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 __all__ = [
     "Buffer",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.step.operations import Kind, Lane
+from offloadtrain.step.program.operations import Kind, Lane
 
 _STRIDED_KEPT = 256
 """Views of a buffer that are kept."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime.lanes.base import Interval, Lanes, Range, Span, now_ms
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 
 class ClockedLanes(Lanes):

@@ -44,7 +44,7 @@ from offloadtrain.runtime.lanes.host_lane import (
 )
 from offloadtrain.runtime.lanes.stream_times import StreamEvent, StreamTimes
 from offloadtrain.runtime.lanes.worker import Failure, Worker
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 

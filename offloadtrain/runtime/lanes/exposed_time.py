@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime.lanes.base import Interval
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 _CAUSES = (
     *(Lane.H2D, Lane.HOST, Lane.UPDATE, Lane.DISK_LOAD, Lane.DISK_READ, Lane.DISK_WRITE),

@@ -18,7 +18,7 @@ from torch import Tensor
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.lanes.base import HostProgress, Interval, Operation, now_ms
 from offloadtrain.runtime.lanes.worker import Failure, Worker
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 
 class Flag(Protocol):

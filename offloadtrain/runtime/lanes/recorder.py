@@ -14,8 +14,8 @@ from offloadtrain.runtime.lanes.base import (
     Range,
     Span,
 )
-from offloadtrain.step.operations import Lane
-from offloadtrain.step.recording import (
+from offloadtrain.step.program.operations import Lane
+from offloadtrain.step.proof.recording import (
     Bytes,
     Closed,
     Entry,

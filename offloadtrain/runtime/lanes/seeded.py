@@ -23,7 +23,7 @@ from offloadtrain.runtime.lanes.base import (
     Span,
     views,
 )
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 
 class _Flag(LaneEvent):

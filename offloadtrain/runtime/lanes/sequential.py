@@ -13,7 +13,7 @@ from offloadtrain.runtime.lanes.base import (
     views,
 )
 from offloadtrain.runtime.lanes.clocked import ClockedLanes
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 
 class _Done(LaneEvent):

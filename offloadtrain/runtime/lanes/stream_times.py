@@ -16,7 +16,7 @@ from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime.lanes.base import Interval, LaneEvent, LaneTotals, now_ms
 from offloadtrain.runtime.lanes.host_lane import Flag
 from offloadtrain.runtime.lanes.usual_times import UsualTimes
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 _KEPT = 32
 """Intervals and waits of compute to keep before those that have ended are counted and dropped."""

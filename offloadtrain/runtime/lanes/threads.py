@@ -22,7 +22,7 @@ from offloadtrain.runtime.lanes.base import (
 from offloadtrain.runtime.lanes.clocked import ClockedLanes
 from offloadtrain.runtime.lanes.host_lane import Endable, Flag, make_host_lane
 from offloadtrain.runtime.lanes.worker import Failure, Worker
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 
 class _Flag(LaneEvent):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offloadtrain.step.operations import Lane
+from offloadtrain.step.program.operations import Lane
 
 _LEARNT_RUNS = 4
 """Runs of a name that are timed before the first sampled step."""

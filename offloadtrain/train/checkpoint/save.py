@@ -22,10 +22,10 @@ from typing import Any, Protocol
 
 import torch
 
-from offloadtrain.engine.saved_state import FlatState, OwnState, StateWriter
+from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.hardware import atomic_io
 from offloadtrain.runtime.process_group import ALONE, Extent, Ranks
-from offloadtrain.step.operations import Written
+from offloadtrain.step.program.operations import Written
 from offloadtrain.train.checkpoint import checkpoint, disk_space
 from offloadtrain.train.checkpoint.layout import Entry, Region, lay_out
 from offloadtrain.train.checkpoint.manifest import (

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from offloadtrain.engine.saved_state import WORKING
+from offloadtrain.engine.state.saved_state import WORKING
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.process_group import UNTRAINED
-from offloadtrain.step.formats import FP32, StateFormat, recognise
+from offloadtrain.step.spec.formats import FP32, StateFormat, recognise
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.layout import Entry
 from offloadtrain.train.checkpoint.manifest import CheckpointError

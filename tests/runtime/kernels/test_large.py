@@ -9,7 +9,7 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.memory import MemoryRequest
+from offloadtrain.step.spec.memory import MemoryRequest
 from tests.runtime.kernels.format_cases import (
     SCALARS,
     differing,

@@ -15,9 +15,9 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
-from offloadtrain_tui.series import Window
+from offloadtrain_tui.reading.series import Window
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, short
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ZOOMS, ViewState
 from offloadtrain_tui.widgets.chart import Chart, Curve, Plot
 from offloadtrain_tui.widgets.rows import Rows, Table

@@ -15,9 +15,9 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.verdict import RECENT_STEPS
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.rows import Rows, Table
 from offloadtrain_tui.widgets.tell import tell

@@ -12,8 +12,8 @@ from textual.message import Message
 from textual.widgets import DataTable, Static
 
 from offloadtrain.config import units
-from offloadtrain_tui.listing import RunRow
 from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.reading.listing import RunRow
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.styles import STATE_COLORS

@@ -12,9 +12,9 @@ from offloadtrain.events import schema
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.step_columns import LANES
+from offloadtrain_tui.reading.step_columns import LANES
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds
-from offloadtrain_tui.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.tell import tell

@@ -13,7 +13,7 @@ from textual.message import Message
 from textual.strip import Strip
 
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
-from offloadtrain_tui.series import NOTHING, Extent, Outline, Series, Smoothed, Window
+from offloadtrain_tui.reading.series import NOTHING, Extent, Outline, Series, Smoothed, Window
 from offloadtrain_tui.text import short
 from offloadtrain_tui.widgets.drawn import Drawn
 

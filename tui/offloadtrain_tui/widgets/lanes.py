@@ -9,9 +9,9 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from offloadtrain.events import schema
-from offloadtrain_tui.step_columns import LANES
+from offloadtrain_tui.reading.step_columns import LANES
+from offloadtrain_tui.reading.timelines import Spans
 from offloadtrain_tui.text import clean, milliseconds
-from offloadtrain_tui.timelines import Spans
 from offloadtrain_tui.widgets.drawn import Drawn
 from offloadtrain_tui.widgets.styles import LANE_COLORS
 from offloadtrain_tui.words import lane_word, percent

@@ -1,0 +1,314 @@
+"""The public function `pipeline()`: a model whose layers are divided among processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.ranks_options import NO_FLUSH, kept_without_flush
+from offloadtrain.engine.api import attach
+from offloadtrain.engine.checks.agreement import check_alike
+from offloadtrain.engine.checks.model_checks import check_arguments
+from offloadtrain.engine.compute_device import resolve_device
+from offloadtrain.engine.experts import check_names
+from offloadtrain.engine.norm import StagePlace, Stages
+from offloadtrain.engine.pipeline.decoder_probe import check_stages
+from offloadtrain.engine.pipeline.decoder_stages import check_dtype, cut_stage, is_of_transformers
+from offloadtrain.engine.pipeline.pipeline_steps import Pipeline, UnflushedPipeline
+from offloadtrain.engine.pipeline.stage_modules import (
+    InitInOrder,
+    PipelineError,
+    check_alone,
+    divide,
+    output_of,
+)
+from offloadtrain.engine.state.load_weights import ParamInit
+from offloadtrain.optim import AnyRule, MatrixRule
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.dtypes import PRECISIONS, name_of
+from offloadtrain.runtime.mesh import DeviceMesh, Mesh
+from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn
+from offloadtrain.runtime.process_group import Ranks
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh,
+    rule: AnyRule | None = None,
+    *,
+    example: Tensor | tuple[Tensor, ...],
+    microbatches: int,
+    loss_fn: LossFn | None = None,
+    schedule: str = "1f1b",
+    stages_per_rank: int = 1,
+    layers_per_stage: Sequence[int] = (),
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    device: str | torch.device = "auto",
+    config: OffloadConfig | None = None,
+    param_init_fn: ParamInit | None = None,
+    init_in_order: bool = True,
+    **options: Any,
+) -> Pipeline:
+    """Cut a model into the stages of a pipeline, and offload this process's.
+
+    Afterwards the model holds this process's stage only (its last one): modules of other stages are
+    None, and missing from lists of layers. Its forward must pass its first argument on where they
+    are None; a `Sequential` does. Causal language models of transformers need not: see [Note:
+    Stages of a decoder] in `decoder_stages`; their last stage returns logits, or the loss where
+    `run` gets `labels=`. Each stage gets as many layers as any other, unless `layers_per_stage`
+    says otherwise, the first one also what is registered before the layers, the last one what is
+    registered behind them.
+
+    A step has the bits of one process with the same microbatches: gradients are summed microbatch
+    by microbatch, the norm is that of the whole model, and all stages clip and skip together.
+
+    Args:
+        model: the whole model, the same on every process; best on the meta device, with
+            `param_init_fn`, so that only the stage is ever created.
+        mesh: with an axis "pp", whose ranks hold the stages in order, and "dp", whose ranks share
+            the state of a stage. And "tp", if `parallelize_module` has divided the model's
+            matrices along it, before this call; or "ep", if `expert_parallel` has divided its
+            experts.
+        rule, params, device, param_init_fn: as in `offload`.
+        example: the inputs of one microbatch of this rank; only shapes and dtypes count.
+        microbatches: of a step, on each replica.
+        loss_fn: (output of the model, target of the microbatch) → loss, the mean over the
+            microbatch. None: the output is the loss.
+        schedule: "gpipe": all forwards, then all backwards; "1f1b": fewer microbatches in flight
+            (PipeDream-Flush); "interleaved": 1F1B over `stages_per_rank` stages in each process,
+            which makes the bubble shorter; "2bw": no flush between steps, see below.
+        layers_per_stage: the number of layers of each stage, in order: fewer on the last one make
+            up for a large head. (): the same, as far as they divide.
+        init_in_order: `param_init_fn` may draw from one generator, so that it is called for the
+            modules of other stages, too, each of which is then dropped. False: what it fills
+            depends on nothing before it, and it is called for this stage's only.
+        config, options: as in `offload`, all but `process_group`, `mesh` and `grad_accum_steps`.
+
+    With `schedule="2bw"` (PipeDream-2BW) the next step's forwards follow the last one's without a
+    bubble. The update is that of `update="delayed"` of one process, bit for bit. `run` returns the
+    losses of the step before, NaN at first; `optimizers[0].last_step` is the last step that was
+    decided. `drain()` ends what is in flight, and is needed before weights or state are read.
+    Stages but the last hold a second version of their weights on the device, of streamed blocks on
+    the host; stages but the first a second sum of gradients on the host. It needs at least as many
+    microbatches as stages.
+
+    Raises:
+        PipelineError: a model that cannot be cut so, or numbers that the schedule cannot divide.
+        RankError: processes have different models, options or schedules.
+        ModelError, HostMemoryError, DeviceMemoryError, ValueError, TypeError: as `offload`.
+    """
+    check_arguments(model, rule)
+    _check_schedule(schedule, stages_per_rank, config, options)
+    chosen = _chosen(config, options, microbatches)
+    if schedule == NO_FLUSH:
+        chosen = _delayed(chosen, rule)
+    on = resolve_device(device, chosen.precision)
+    axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
+    _check_axes(axes)
+    inputs = example if isinstance(example, tuple) else (example,)
+    each = [*layers_per_stage]
+    _check_same(axes, model, inputs, [schedule, microbatches, stages_per_rank, each])
+    check_names(model, chosen.skip_unused)
+    in_order = None
+    if param_init_fn is not None and init_in_order:
+        in_order = InitInOrder(model, param_init_fn)
+    numbers = {param: number for number, param in enumerate(model.parameters())}
+    modules = _own_stages(model, axes, stages_per_rank, each, chosen)
+    shapes = _shapes(modules, axes.stages, inputs, chosen)
+    stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
+    groups = None if params is None else list(params)
+    for module in modules:
+        if in_order is not None:
+            in_order.follow(module)
+        own = _own_groups(groups, module)
+        first = min(numbers[param] for param in module.parameters())
+        place = StagePlace(stages, first, axes.parts, in_order=True)
+        if schedule == NO_FLUSH:
+            place = _kept_twice(place)
+        optimizers.append(
+            attach(
+                *(module, rule, own, chosen, on, axes.replicas, in_order or param_init_fn),
+                *(place, ledger),
+            )
+        )
+    kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline
+    return kind(optimizers, axes, shapes, schedule, microbatches, stages, loss_fn or _output)
+
+
+def _output(output: Tensor, _: Tensor) -> Tensor:
+    return output
+
+
+def _check_axes(axes: Mesh) -> None:
+    if axes.experts is not None and not axes.parts.is_single:
+        raise PipelineError(
+            "mesh has the axes 'pp', 'ep' and 'tp': stages of a pipeline divide experts or "
+            "matrices. Leave out one of 'ep' and 'tp'"
+        )
+    if axes.stages.is_single and not (axes.replicas.is_single and axes.parts.is_single):
+        several = "parts" if axes.replicas.is_single else "replicas"
+        raise PipelineError(
+            f"the mesh has one rank along 'pp', or no such axis, and several {several}: there is "
+            "one stage, the whole model. Take offload(model, mesh=mesh)"
+        )
+
+
+def _check_schedule(
+    schedule: str, stages_per_rank: int, config: OffloadConfig | None, options: dict[str, Any]
+) -> None:
+    if schedule not in (*SCHEDULES, NO_FLUSH):
+        raise PipelineError(
+            f"schedule = {schedule!r} is not one of "
+            f"{', '.join(map(repr, (*SCHEDULES, NO_FLUSH)))}. Zero-bubble "
+            "schedules divide a backward in two, and the second half delivers no gradients"
+        )
+    if (schedule == "interleaved") != (stages_per_rank > 1):
+        raise PipelineError(
+            f"schedule = {schedule!r} with stages_per_rank = {stages_per_rank}: 'interleaved' is "
+            "for 2 and more stages in each process, the others for 1"
+        )
+    if config is not None and options:
+        raise ValueError(f"config and {', '.join(options)} are both given: put all into the config")
+
+
+def _chosen(
+    config: OffloadConfig | None, options: dict[str, Any], microbatches: int
+) -> OffloadConfig:
+    """Return the options, whose number of microbatches is the schedule's."""
+    given = OffloadConfig(**options) if config is None else config
+    if given.grad_accum_steps not in (1, microbatches):
+        raise ValueError(
+            f"grad_accum_steps = {given.grad_accum_steps} and microbatches = {microbatches}: leave "
+            "grad_accum_steps out"
+        )
+    return replace(given, grad_accum_steps=microbatches).checked()
+
+
+def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
+    """Return the options of a pipeline without flushes.
+
+    Raises:
+        PipelineError: options that do not go with it.
+    """
+    refused = {
+        f"update = {chosen.update!r}": chosen.update not in ("exact", "delayed"),
+        f"warmup_steps = {chosen.warmup_steps}": chosen.warmup_steps > 0,
+        f"working = {chosen.working!r}": chosen.working == "disk",
+        f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),
+        f"skip_unused = {list(chosen.skip_unused)}": bool(chosen.skip_unused),
+        type(rule).__name__: isinstance(rule, MatrixRule),
+    }
+    for what, found in refused.items():
+        if found:
+            raise PipelineError(
+                f"schedule = '2bw' does not go with {what}: it updates as update = 'delayed' does "
+                "from the first step on, and keeps two versions of the weights on the device or "
+                "the host. Take schedule = '1f1b', or leave this out"
+            )
+    return replace(chosen, update="delayed").checked()
+
+
+def _kept_twice(place: StagePlace) -> StagePlace:
+    """Return the place of a stage that has no flush."""
+    ranks = place.stages.ranks
+    return replace(place, kept=kept_without_flush(ranks.rank, ranks.size))
+
+
+def _check_same(
+    axes: Mesh, model: nn.Module, inputs: Sequence[Tensor], schedule: list[Any]
+) -> None:
+    """Raises RankError unless all stages, and the parts of each, are cut out of one model, for one
+    schedule."""
+    shapes = [(name, list(param.shape)) for name, param in model.named_parameters()]
+    told = {"example": _described(inputs), "schedule": schedule, "model": shapes}
+    remedy = (
+        "every process passes the whole model, the same example and the same schedule to pipeline()"
+    )
+    check_alike(axes.stages, told, "stage", remedy)
+    check_alike(axes.parts, told, "part", remedy)
+
+
+def _own_stages(
+    model: nn.Module,
+    axes: Mesh,
+    per_rank: int,
+    layers_per_stage: Sequence[int],
+    config: OffloadConfig,
+) -> list[nn.Module]:
+    """Cut this process's stages out of the model; all but the last one are copies that share its
+    parameters."""
+    count = axes.stages.size * per_rank
+    of_stages = divide(model, count, layers_per_stage)
+    check_alone(of_stages, config, axes.replicas.size)
+    if is_of_transformers(model):
+        check_stages(model, of_stages)
+    shared = {id(param): param for param in model.parameters()}
+    found = [copy.deepcopy(model, dict(shared)) for _ in range(per_rank - 1)] + [model]
+    indices = range(axes.stages.rank, count, axes.stages.size)
+    for module, index in zip(found, indices, strict=True):
+        cut_stage(module, of_stages, index)
+    return found
+
+
+def _shapes(
+    modules: Sequence[nn.Module], stages: Ranks, inputs: Sequence[Tensor], config: OffloadConfig
+) -> list[tuple[Tensor, ...]]:
+    """Return the inputs of every stage, and a scalar for the output of the last.
+
+    Raises:
+        PipelineError: a stage's forward fails; on every stage.
+    """
+    found, count = [_on_meta(_described(inputs))], stages.size * len(modules)
+    for index in range(count - 1):
+        own, told = index % stages.size == stages.rank, ""
+        described: list[Any] = []
+        if own:
+            try:
+                described = _described(_output_of(modules[index // stages.size], found[-1], config))
+            except PipelineError as error:
+                told = str(error)
+        # Each stage waits here for the shapes that the one before it makes.
+        described, told = stages.gather((described, told))[index % stages.size]
+        if told:
+            raise PipelineError(f"stage {index}: {told}")
+        found.append(_on_meta(described))
+    return [*found, (torch.empty((), device="meta"),)]
+
+
+def _output_of(
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig
+) -> tuple[Tensor, ...]:
+    of_transformers = is_of_transformers(stage)
+    found = output_of(stage, inputs, config, faked=of_transformers)
+    if of_transformers:
+        check_dtype(stage, found, PRECISIONS[config.precision])
+    return found
+
+
+def _described(tensors: Sequence[Tensor]) -> list[Any]:
+    return [[list(x.shape), name_of(x.dtype)] for x in tensors]
+
+
+def _on_meta(described: Sequence[Any]) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in described
+    )
+
+
+def _own_groups(
+    groups: Sequence[Any] | None, module: nn.Module
+) -> list[nn.Parameter] | list[dict[str, Any]] | None:
+    """Return the groups without other stages' parameters."""
+    if groups is None:
+        return None
+    own = set(module.parameters())
+    if not isinstance(groups[0], dict):
+        return [param for param in groups if param in own]
+    cut_down = [group | {"params": [p for p in group["params"] if p in own]} for group in groups]
+    return [group for group in cut_down if group["params"]]

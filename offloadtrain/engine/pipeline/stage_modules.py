@@ -1,0 +1,233 @@
+"""A model cut into the stages of a pipeline, each the model without the other stages' modules.
+
+Layers of lists are divided evenly, in order. What is registered before the first layer (embeddings)
+belongs to the first stage, what is registered behind the last one (final norm, head) to the last.
+The modules of other stages are None, and missing from lists, so names stay those of the whole
+model. Its forward passes over what is None; that of a `Sequential` does so by itself. Decoders of
+transformers are cut in `decoder_stages`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.ranks_options import evenly
+from offloadtrain.engine.autograd.casting import attach_casts
+from offloadtrain.engine.checks.model_checks import keeps_fp32
+from offloadtrain.engine.local_part import local, rebuilt
+from offloadtrain.engine.partition import Part, partition
+from offloadtrain.engine.state.load_weights import ParamInit, materialise
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.tensor_parts import is_distributed
+
+
+class PipelineError(OffloadTrainError):
+    """A model that cannot be cut into stages, or a schedule that cannot run it."""
+
+
+class StandIn(nn.Module):
+    """In the place of another stage's module, where the model's forward calls one."""
+
+
+def is_stage(model: nn.Module) -> bool:
+    """Whether it is a stage of a model that has stand-ins for the others' modules."""
+    return any(isinstance(module, StandIn) for module in model.modules())
+
+
+def divide(model: nn.Module, stages: int, layers_per_stage: Sequence[int] = ()) -> list[list[Part]]:
+    """Return the parts of each stage.
+
+    Args:
+        layers_per_stage: (): the same number, as far as they divide.
+
+    Raises:
+        PipelineError: there are too few layers, or other numbers than they add up to, or two stages
+            would hold one parameter.
+    """
+    parts = partition(model)
+    layers = [number for number, part in enumerate(parts) if part.repeated]
+    if len(layers) < stages:
+        raise PipelineError(
+            f"{stages} stages for {len(layers)} layers: a pipeline divides the layers of a "
+            "ModuleList or Sequential, and each stage needs one. Take fewer stages"
+        )
+    _check_nesting(parts)
+    each = tuple(layers_per_stage) or evenly(len(layers), stages)
+    if len(each) != stages or sum(each) != len(layers) or min(each) < 1:
+        raise PipelineError(
+            f"layers_per_stage = {list(each)} for {stages} stages and {len(layers)} layers: give "
+            f"each stage a number above 0, that add up to {len(layers)}"
+        )
+    bounds = [0, *(layers[sum(each[:index])] for index in range(1, stages)), len(parts)]
+    found = [parts[lo:hi] for lo, hi in pairwise(bounds)]
+    _check_tied(found)
+    return found
+
+
+def _check_nesting(parts: Sequence[Part]) -> None:
+    """Raises PipelineError for a module that owns parameters and contains layers."""
+    layers = [part.name for part in parts if part.repeated]
+    for part in parts:
+        inside = part.name + "." if part.name else ""
+        if not part.repeated and any(layer.startswith(inside) for layer in layers):
+            raise PipelineError(
+                f"'{part.name or type(part.module).__name__}' owns '{part.parameters[0][0]}' and "
+                "contains layers, so that all stages would hold it: move it into a module of its "
+                "own"
+            )
+
+
+def _check_tied(stages: Sequence[Sequence[Part]]) -> None:
+    first: dict[nn.Parameter, tuple[int, str]] = {}
+    for number, parts in enumerate(stages):
+        for name, param in (pair for part in parts for pair in part.parameters):
+            stage, other = first.setdefault(param, (number, name))
+            if stage != number:
+                raise PipelineError(
+                    f"'{other}' and '{name}' are one tied parameter, and would be in stages "
+                    f"{stage} and {number}: untie them (model.tie_embeddings = false; of "
+                    "transformers tie_word_embeddings of its config.json), since each stage "
+                    "updates its own parameters"
+                )
+
+
+def cut(model: nn.Module, own: Sequence[str], parts: Sequence[str]) -> None:
+    """Take the modules of all other `parts` than `own` out of the model; all by name."""
+    others = [name for name in parts if name not in own]
+    for name in others + _between_layers(model, set(own), set(parts)):
+        path, _, key = name.rpartition(".")
+        parent = model.get_submodule(path)
+        if isinstance(parent, nn.ModuleList | nn.Sequential):
+            del parent._modules[key]
+        else:
+            setattr(parent, key, None)
+
+
+def _between_layers(model: nn.Module, own: set[str], parts: set[str]) -> list[str]:
+    """Return the modules without parameters in a `Sequential` of layers that are other stages':
+    each goes with the layer before it."""
+    found = []
+    for path, module in model.named_modules():
+        names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
+        if not isinstance(module, nn.Sequential) or parts.isdisjoint(names):
+            continue
+        keeps = next(name for name in names if name in parts) in own
+        for name in names:
+            keeps = name in own if name in parts else keeps
+            found += [] if keeps or name in parts else [name]
+    return found
+
+
+class InitInOrder:
+    """Calls `param_init_fn` on all modules of a model in order, though most are in other stages.
+
+    An initialiser may draw from one generator, so that a module's values depend on those before it.
+    Another stage's module is created, filled and dropped.
+    """
+
+    def __init__(self, model: nn.Module, param_init_fn: ParamInit) -> None:
+        """`model`: before it is cut."""
+        self._init = param_init_fn
+        self._left = dict(model.named_modules())
+        self._own: dict[nn.Module, str] = {}
+
+    def follow(self, stage: nn.Module) -> None:
+        """The next modules to fill are this stage's; stages are followed in order."""
+        named = stage.named_modules()
+        self._own = {one: name for name, one in named if not isinstance(one, StandIn)}
+
+    def __call__(self, module: nn.Module) -> None:
+        own = set(self._own.values())
+        # Those with buffers only may lie behind the layers of all stages, and draw nothing.
+        has_weights = next(module.parameters(recurse=False), None) is not None
+        while has_weights and self._own[module] in self._left:
+            first = next(iter(self._left))
+            other = self._left.pop(first)
+            if first not in own:
+                # Drawn, so that later ones draw as in the whole model, and dropped.
+                materialise(other, self._init)
+                for param in other.parameters(recurse=False):
+                    meta = torch.empty_like(param, device="meta")
+                    torch.utils.swap_tensors(param, nn.Parameter(meta, param.requires_grad))
+                other._apply(lambda tensor: tensor.to("meta"), recurse=False)
+        self._init(module)
+
+
+@torch.no_grad()
+def output_of(
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, *, faked: bool = False
+) -> tuple[Tensor, ...]:
+    """Return what a stage's forward makes, as it computes once offloaded, without any memory.
+
+    Args:
+        inputs: on the meta device.
+        faked: in place of meta tensors with fake ones on the host, of which forwards of
+            transformers know that they have no values to decide by.
+
+    Raises:
+        PipelineError: its forward fails.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext():
+        device = "cpu" if faked else "meta"
+        given = tuple(_without_values(one, device) for one in inputs)
+        return _output_of_twin(stage, given, config, device)
+
+
+def _output_of_twin(
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, device: str
+) -> tuple[Tensor, ...]:
+    dtype, full = PRECISIONS[config.precision], keeps_fp32(stage, config.keep_fp32)
+    twins: dict[int, object] = {id(one): _without_values(one, device) for one in stage.buffers()}
+    for param in stage.parameters():
+        narrow = param.is_floating_point() and param not in full
+        twin_of = _without_values(local(param), device, dtype if narrow else None)
+        # A plan of tensor parallel has hooks that take its products for those of DTensors.
+        twin_of = rebuilt(param, twin_of) if is_distributed(param) else twin_of
+        twins[id(param)] = nn.Parameter(twin_of, False)
+    twin: nn.Module = copy.deepcopy(stage, twins)
+    layers = [part.module for part in partition(twin) if part.repeated]
+    attach_casts(twin, layers, dtype, cast_inputs=config.cast_inputs)
+    try:
+        found = twin(*inputs)
+    except Exception as error:
+        raise PipelineError(
+            f"a stage's forward failed on inputs of {_shapes(inputs)}: {error}. Modules of other "
+            "stages are None: the model's forward must pass its first input on in their place"
+        ) from error
+    outputs = found if isinstance(found, tuple) else (found,)
+    if not all(isinstance(one, Tensor) for one in outputs):
+        kinds = ", ".join(type(one).__name__ for one in outputs)
+        raise PipelineError(f"a stage returns {kinds}: return a tensor, or a tuple of them")
+    return outputs
+
+
+def _without_values(tensor: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    # Not `empty_like`: a fake tensor would keep a weak reference, and no such parameter is swapped.
+    kept = tensor.dtype if dtype is None else dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device=device)
+
+
+def _shapes(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in tensors)
+
+
+def check_alone(stages: Sequence[Sequence[Part]], config: OffloadConfig, replicas: int) -> None:
+    """Raises PipelineError where options for the layers of lists would not reach a single one."""
+    if not config.recomputes and not config.streams_among(replicas):
+        return
+    for number, parts in enumerate(stages):
+        if sum(part.repeated for part in parts) == 1:
+            raise PipelineError(
+                f"stage {number} has one layer, and activation = {config.activation!r}, working = "
+                f"{config.working!r} and zero_stage = 3 are for lists of layers, two at least: "
+                "take fewer stages"
+            )

@@ -1,0 +1,212 @@
+"""Several stages of a pipeline in one process, as one model and one optimizer for those who step,
+save and log."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from offloadtrain.engine.experts import merged_steps
+from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
+from offloadtrain.engine.step_report import StepReport
+from offloadtrain.optim import LossScaleError
+from offloadtrain.runtime.process_group import Extent
+from offloadtrain.step.program.operations import Written
+
+
+class StageModules(nn.Module):
+    """Stages of one model, each with the names of the whole."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._stages = tuple(stages)  # no children, which would have other names
+
+    def train(self, mode: bool = True) -> StageModules:
+        for stage in self._stages:
+            stage.train(mode)
+        self.training = mode
+        return self
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        for stage in self._stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        for stage in self._stages[:-1]:
+            try:
+                return stage.get_submodule(target)
+            except AttributeError:
+                continue  # another stage's
+        return self._stages[-1].get_submodule(target)
+
+
+class StageOptimizers:
+    """The optimizers of this process's stages; what it has in common with `OffloadOptimizer` is
+    documented there.
+
+    Attributes:
+        param_groups: of all stages.
+        ledger: of all stages, which share it.
+    """
+
+    def __init__(self, optimizers: Sequence[OffloadOptimizer]) -> None:
+        first = optimizers[0]
+        self._each, self._first = tuple(optimizers), first
+        self.device, self.ranks, self.ledger = first.device, first.ranks, first.ledger
+        self.working_dtype, self.config = first.working_dtype, first.config
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        self.samples_late = False
+
+    @property
+    def pinned(self) -> bool:
+        return all(one.pinned for one in self._each)
+
+    @property
+    def tries(self) -> int:
+        return self._first.tries
+
+    @property
+    def warns_of_skips(self) -> bool:
+        return self._first.warns_of_skips
+
+    @warns_of_skips.setter
+    def warns_of_skips(self, value: bool) -> None:
+        for one in self._each:
+            one.warns_of_skips = value
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """The report of the last step: work and transfers of all stages."""
+        reports = [one.last_step for one in self._each]
+        known = [report for report in reports if report is not None]
+        return _together(known) if len(known) == len(self._each) else None
+
+    def lanes_state(self) -> str:
+        return "; ".join(filter(None, (one.lanes.state() for one in self._each)))
+
+    def step(self, *, skip: bool = False) -> None:
+        failed: list[LossScaleError] = []
+        for one in self._each:
+            try:
+                one.step(skip=skip)
+            except LossScaleError as error:
+                # All stages have the same loss scale: the others raise it, too, once they are as
+                # far, and what is saved then is of one step.
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def synchronize(self) -> None:
+        for one in self._each:
+            one.synchronize()
+
+    def sample_timeline(self) -> None:
+        for one in self._each:
+            one.sample_timeline()
+
+    def close(self) -> None:
+        for one in self._each:
+            one.close()
+
+    # ---- state, for checkpoints
+
+    @property
+    def saves_untrained(self) -> bool:
+        return self._first.saves_untrained
+
+    def extents(self) -> dict[str, Extent]:
+        return _merged(one.extents() for one in self._each)
+
+    def flat_states(self) -> list[FlatState]:
+        return [state for one in self._each for state in one.flat_states()]
+
+    def write_state(self, writer: StateWriter) -> None:
+        shared = _SharedWriter(writer, len(self._each))
+        for one in self._each:
+            one.write_state(shared)
+
+    def finish_writing(self) -> None:
+        for one in self._each:
+            one.finish_writing()
+
+    def own_states(self) -> dict[str, list[OwnState]]:
+        return _merged(one.own_states() for one in self._each)
+
+    def own_weights(self) -> dict[str, list[OwnState]]:
+        return _merged(one.own_weights() for one in self._each)
+
+    def load_named_state(
+        self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
+    ) -> None:
+        owner = next((one for one in self._each if name in one.extents()), self._first)
+        owner.load_named_state(name, tensors, lo=lo)
+
+    def scaler_state(self) -> dict[str, float] | None:
+        return self._first.scaler_state()
+
+    @property
+    def expert_steps(self) -> dict[str, list[int]]:
+        return merged_steps(one.expert_steps for one in self._each)
+
+    def finish_load(self, **state: Any) -> None:
+        for one in self._each:
+            one.finish_load(**state)
+
+
+AnyOptimizer: TypeAlias = OffloadOptimizer | StageOptimizers
+
+
+class _SharedWriter:
+    """A `StateWriter` of several engines, each of which writes on a lane of its own."""
+
+    def __init__(self, writer: StateWriter, engines: int) -> None:
+        self._writer, self._left, self._lock = writer, engines, threading.Lock()
+
+    def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None:
+        self._writer.write(bucket, parts)
+
+    def finish(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:  # every bucket of all engines was written
+            self._writer.finish()
+
+
+def _merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
+
+
+_SUMS = ("exposed_ms", "d2h_bytes", "h2d_bytes", "comm_bytes")
+_MORE_SUMS = ("disk_read_bytes", "disk_written_bytes", "early_buckets")
+
+
+def _together(reports: Sequence[StepReport]) -> StepReport:
+    """Return the report of a step that all stages took together."""
+    first, *_ = reports
+    guesses = [report.speculation_hit for report in reports if report.speculation_hit is not None]
+    ranks = {
+        name: where
+        for report in reports
+        for name, where in zip(report.nonfinite, report.nonfinite_ranks, strict=False)
+        if where
+    }
+    nonfinite_ranks = first.nonfinite_ranks
+    if nonfinite_ranks:
+        nonfinite_ranks = tuple(ranks.get(name, ()) for name in first.nonfinite)
+    return replace(
+        first,
+        busy_ms={lane: sum(one.busy_ms[lane] for one in reports) for lane in first.busy_ms},
+        timeline=tuple(interval for report in reports for interval in report.timeline),
+        speculation_hit=all(guesses) if guesses else None,
+        nonfinite_ranks=nonfinite_ranks,
+        **{key: sum(getattr(one, key) for one in reports) for key in (*_SUMS, *_MORE_SUMS)},
+    )

@@ -1,0 +1,168 @@
+"""Finish on the host, after the device has failed, the updates that were decided.
+
+[Note: Salvage]
+A step is decided when its norm is known: by then all of its gradients are on the host, and what is
+left is Adam, bucket by bucket, on the host. The device is not needed for it. So after a failure the
+state on the host is that of a whole step, or can be made so:
+
+    before the decision   the updates of the step before are finished; the step itself is given up
+    behind the decision   its own updates are finished as well
+    neither               only where Adam has run in place inside backward (`updates_early`), before
+                          all gradients were there: that state is between two steps; or where
+                          matrices of a decided step were not orthogonalized, which the device does
+
+The journal holds each launch of Adam until the host lane is known to have run it. What was launched
+and did not run is run with the same operands and hyperparameters by the thread that salvages. What
+was decided and not launched is run behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.runtime.lanes import HostProgress
+from offloadtrain.step.program.operations import Kind, Launch, Operation, Swap
+from offloadtrain.step.spec.step_spec import StepSpec
+from offloadtrain.step.spec.tiers import Tier
+
+Call = Callable[[], object]
+
+
+class SalvageError(OffloadTrainError):
+    """The state on the host is not that of a whole step, and cannot be made so."""
+
+
+@dataclass(slots=True)
+class _Adam:
+    """One launch of Adam.
+
+    Attributes:
+        number: its place among the operations of the host lane, 1-based.
+        run: calls it with its operands.
+        decided: the state takes it: in place, its step is decided; out of place, the copies of the
+            state are swapped.
+    """
+
+    bucket: str
+    number: int
+    run: Call
+    in_place: bool
+    decided: bool
+
+    def is_over(self, ended: int) -> bool:
+        """Tell whether it has run, and nothing can make a difference any more."""
+        return self.number <= ended and (self.decided or not self.in_place)
+
+
+class UpdateJournal:
+    """The launches of Adam that the host lane may not have run yet, in their order."""
+
+    def __init__(self) -> None:
+        self._open: deque[_Adam] = deque()
+        self._left: Sequence[Operation] = ()
+        self._of_matrices: set[str] = set()
+        """Buckets whose Adam needs what the device has computed."""
+
+    def needs_device(self, bucket: str) -> None:
+        """The bucket's Adam comes behind the device's part of its update."""
+        self._of_matrices.add(bucket)
+
+    def launches(self, op: Launch, run: Call, progress: HostProgress, *, decided: bool) -> None:
+        """Adam is about to be launched on the host lane.
+
+        Args:
+            decided: its step is.
+        """
+        assert op.update is not None
+        # In order: what is behind one that has not run has not run either.
+        while self._open and self._open[0].is_over(progress.ended):
+            self._open.popleft()
+        in_place = not op.update.out_of_place
+        number = progress.launched + 1
+        self._open.append(_Adam(op.owner, number, run, in_place, decided and in_place))
+
+    def decide(self) -> None:
+        """The step is decided: what has run in place inside its backward counts."""
+        for one in self._open:
+            one.decided = one.decided or one.in_place
+
+    def swapped(self, bucket: str) -> None:
+        """The last update into the other copy of the bucket's state becomes its state."""
+        for one in reversed(self._open):
+            if one.bucket == bucket and not one.in_place:
+                one.decided = True
+                return
+
+    def forget(self) -> None:
+        """The lanes are empty, and the whole state was set anew."""
+        self._open.clear()
+
+    def cut(self, left: Sequence[Operation]) -> None:
+        """These operations of a decided step will not be launched."""
+        self._left = left
+
+    def finish(
+        self, progress: HostProgress, call_of: Callable[[Launch], Call], swap: Callable[[str], None]
+    ) -> None:
+        """Run what was decided and has not run. The host lane is at rest, for good.
+
+        Args:
+            call_of: makes the call of a launch.
+            swap: makes the other copy of a bucket's state the state.
+
+        Raises:
+            SalvageError: nothing was run.
+        """
+        self._check(progress)
+        behind: list[Call] = []
+        for op in self._left:
+            if isinstance(op, Swap):
+                self.swapped(op.bucket)
+                swap(op.bucket)
+            elif isinstance(op, Launch) and op.kind is Kind.ADAM:
+                behind.append(call_of(op))
+        missing = [one.run for one in self._open if one.decided and one.number > progress.ended]
+        for run in (*missing, *behind):
+            run()
+        self._open.clear()
+        self._left = ()
+
+    def _check(self, progress: HostProgress) -> None:
+        in_place = [one for one in self._open if one.in_place]
+        early = [one for one in in_place if not one.decided and one.number <= progress.begun]
+        if early:
+            raise SalvageError(
+                f"Adam of {len(early)} buckets ran inside a backward that did not end: the state "
+                "is between two steps. With offload.skip_nonfinite = true no update runs before "
+                "all gradients of its step are on the host"
+            )
+        pending = [one.bucket for one in in_place if one.decided and one.number > progress.ended]
+        kinds = (Kind.DIRECTION, Kind.ADAM)
+        left = [op for op in self._left if isinstance(op, Launch) and op.kind in kinds]
+        pending += [op.owner for op in left]
+        self._of_matrices.update(op.owner for op in left if op.kind is Kind.DIRECTION)
+        if lost := self._of_matrices.intersection(pending):
+            raise SalvageError(
+                f"the update of {len(lost)} buckets of matrices was decided, and the device has "
+                "not orthogonalized them: the state is between two steps. Go on from a checkpoint"
+            )
+        torn = [one for one in in_place if progress.ended < one.number <= progress.begun]
+        if torn:
+            raise SalvageError(
+                f"Adam of '{torn[0].bucket}' itself failed, in the midst of the state"
+            )
+
+
+def require_on_host(spec: StepSpec) -> None:
+    """Raises SalvageError for state or gradients that are lost with the device."""
+    if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
+        # A step is decided by the norm, which is then known before the sums are on the host.
+        raise SalvageError('gradients were summed on the device (offload.sums_on = "device")')
+    if lost := [one for one in spec.buckets if one.state_tier is not Tier.HOST]:
+        raise SalvageError(
+            f"the state of {len(lost)} of {len(spec.buckets)} buckets was on the "
+            f"{lost[0].state_tier} (offload.state_on)"
+        )

@@ -1,0 +1,205 @@
+"""The state of a rank as it lies in memory: flat buffers, and the parameters in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.local_part import is_divided
+from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
+from offloadtrain.runtime.tensor_parts import PartError, Range, Share
+from offloadtrain.step.program.operations import Written
+
+WORKING = "working"
+"""Kind of the weights that forward uses, in update mode "delayed": older ones than the state's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of matrices: see [Note: Parts of matrices] in `runtime.tensor_parts`.
+
+    Attributes:
+        ranks: those that hold the other parts. What all of them hold whole, the first one saves.
+        shares: of every DTensor parameter.
+    """
+
+    ranks: Ranks = ALONE
+    shares: Mapping[nn.Parameter, Share] = field(default_factory=dict)
+
+    def share(self, slot: Slot) -> Share:
+        """Return what this rank holds of a parameter."""
+        whole = Share(slot.shape, slot.stride, (Range(0, 0, slot.numel),))
+        return self.shares.get(slot.param, whole)
+
+    def saves(self, slot: Slot) -> bool:
+        """Tell whether this rank saves what it holds of a parameter."""
+        return self.ranks.rank == 0 or is_divided(slot.param)
+
+    def held(self, bucket: Bucket, slot: Slot) -> list[Range]:
+        """Return the ranges of a parameter that are in this rank's shard of a bucket; one that may
+        be empty if there is none."""
+        lo, hi = bucket.piece(slot)
+        ranges = [one.within(lo, hi) for one in self.share(slot).ranges]
+        return [one for one in ranges if one.length] or ranges[:1]
+
+    def check(self, bucket: Bucket, slot: Slot) -> None:
+        """Raises PartError where values stand for blocks of elements that another mesh orders
+        differently."""
+        fields = bucket.format.fields(bucket.spec.moments)
+        if self.share(slot).is_part and any(one.per > 1 for one in fields):
+            raise PartError(
+                f"state = '{bucket.format.name}' of '{slot.name}', a part of a matrix: its scales "
+                "stand for blocks of elements, which another mesh orders differently, so that it "
+                "could not read a checkpoint. Use state = 'fp32' or 'split16'"
+            )
+
+
+WHOLE = Parts()
+"""No parameter is divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [lo, hi) of a parameter, in the order of its memory, in a flat buffer.
+
+    Attributes:
+        shape, stride: of the whole parameter.
+        start, count: the values of the buffer that stand for them.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    lo: int
+    hi: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    """One flat buffer of a bucket: a field of its state, the weights that forward uses beside it,
+    or those of frozen parameters.
+
+    Attributes:
+        kind: the field's name, `WORKING` or `UNTRAINED`.
+        dtype: torch's name of it.
+        numel: its values, padding included.
+        pieces: in the order of the buffer.
+    """
+
+    bucket: str
+    kind: str
+    dtype: str
+    numel: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnState:
+    """A range of a parameter that this rank holds: elements [lo, hi).
+
+    Attributes:
+        stride: of the whole parameter.
+        fields: field → (a view of its memory, elements that a value stands for).
+    """
+
+    stride: tuple[int, ...]
+    lo: int
+    hi: int
+    fields: dict[str, tuple[Tensor, int]]
+
+
+class StateWriter(Protocol):
+    """Writes the state of a rank, a bucket at a time. It records failures and raises none: a
+    checkpoint that fails does not end the run."""
+
+    def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None:
+        """Write parts of the flat buffers of a bucket, whose `FlatState`s they number.
+
+        Args:
+            parts: each with a tensor that begins with its first value. A window of the file that
+                begins in the part is written whole: the tensor goes on behind the part as far as
+                the window does. The windows that begin in another part come with that one.
+        """
+        ...
+
+    def finish(self) -> None:
+        """All buckets were written."""
+        ...
+
+
+def whole(buffers: Iterable[Tensor]) -> list[tuple[Written, Tensor]]:
+    """Return all of each buffer, as the parts that a `StateWriter` takes."""
+    return [(Written(at, 0, flat.numel()), flat) for at, flat in enumerate(buffers)]
+
+
+def flat_states(
+    blocks: Iterable[Block], rank: int, *, in_use: bool, parts: Parts = WHOLE
+) -> Iterator[FlatState]:
+    """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights.
+
+    Args:
+        in_use: behind the fields, the weights that forward uses.
+
+    Raises:
+        PartError: a part of a matrix is in a format that only this mesh could read.
+    """
+    for block in blocks:
+        for bucket in block.buckets:
+            for one in bucket.format.fields(bucket.spec.moments):
+                dtype = one.dtype or bucket.spec.dtype
+                yield _flat(bucket, one.name, dtype, one.per, rank, parts)
+            if in_use:
+                yield _flat(bucket, WORKING, bucket.spec.dtype, 1, rank, parts)
+        for bucket in block.frozen:
+            yield _flat(bucket, UNTRAINED, bucket.spec.dtype, 1, rank, parts)
+
+
+def own_state(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:
+    """View what this rank holds of a parameter. At rest only while the lanes are empty."""
+    if bucket.state:
+        pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
+        fields = {one.name: (view, one.per) for one, view in pieces}
+    else:
+        fields = {UNTRAINED: (bucket.weights_of(slot), 1)}
+    return _own(bucket, slot, fields, parts)
+
+
+def own_weights(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:
+    """View this rank's part of the weights that forward uses; see `own_state`."""
+    return _own(bucket, slot, {WORKING: (bucket.weights_of(slot), 1)}, parts)
+
+
+def _own(
+    bucket: Bucket, slot: Slot, fields: Mapping[str, tuple[Tensor, int]], parts: Parts
+) -> list[OwnState]:
+    """Cut views of all that this rank holds of a parameter into its ranges."""
+    (first, _), found = bucket.piece(slot), []
+    stride = parts.share(slot).stride
+    for held in parts.held(bucket, slot):
+        lo, hi = held.lo - first, held.lo + held.length - first
+        cut = {kind: (view[lo // per : -(-hi // per)], per) for kind, (view, per) in fields.items()}
+        found.append(OwnState(stride, held.at, held.at + held.length, cut))
+    return found
+
+
+def _flat(bucket: Bucket, kind: str, dtype: str, per: int, rank: int, parts: Parts) -> FlatState:
+    pieces = []
+    for slot in filter(parts.saves, bucket.slots):
+        parts.check(bucket, slot)
+        share = parts.share(slot)
+        for one in parts.held(bucket, slot):
+            # A parameter without elements is on every rank; the first one saves it.
+            if one.length or (slot.numel == 0 and rank == 0):
+                first = slot.offset + one.lo - bucket.lo if one.length else 0
+                start, end = first // per, -(-(first + one.length) // per)
+                at = (one.at, one.at + one.length, start, end - start)
+                pieces.append(Piece(slot.name, share.shape, share.stride, *at))
+    pieces.sort(key=lambda piece: piece.start)
+    return FlatState(bucket.name, kind, dtype, -(-bucket.shard_numel // per), tuple(pieces))

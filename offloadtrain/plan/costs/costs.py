@@ -1,0 +1,399 @@
+"""What each operation of a step costs on a machine.
+
+[Note: What a step costs]
+Every launch of the program (`step.program.program`) gets a duration:
+* forward, backward: what `plan.costs.device_time` counts; with recompute, backward has another
+forward;
+* gather, copy: a copy within the device's memory;
+* d2h, h2d, load: bytes over the link, shared by the GPUs of a host;
+* reduce-scatter, all-gather: (n-1)/n of the bytes over the link among GPUs, or among hosts if the
+  ranks that share the state are on several;
+* all-reduce of a shard over the copies of the state (hybrid sharding): twice that of the shard,
+  over the link of the hosts that hold the copies;
+* tensor parallel: twice that for each of the sums over the parts, which compute waits for: two in a
+  layer's forward, two in its backward, and one when forward runs again;
+* expert parallel: in each layer two all-to-alls forward, two backward and two when forward runs
+  again, which compute waits for; all experts get as many tokens;
+* accumulate, norm, direction, adam, show: bytes of memory traffic over DRAM's rate, divided by the
+  ranks of a host; Adam as measured, if it was, and the first two not faster than measured. Where
+  the state is on the device, over the rate of the device's memory;
+* orthogonalize: FLOPs of Newton-Schulz over the machine's rate at the matrix' width; a matrix up
+  or down: bytes over the link;
+* reads and writes of state, gradients and weights on the disk: bytes over the drive's rate, divided
+  by the ranks of a host; lanes that read share it.
+Launches of copies and collectives are free, and other lanes do not slow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import sqrt
+from operator import attrgetter
+
+from offloadtrain.config.model_shape import (
+    ModelShape,
+    again_flops_per_token,
+    block_flops_per_token,
+    flops_per_token,
+)
+from offloadtrain.hardware.machine import Machine, MachineError
+from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
+from offloadtrain.plan.costs.device_time import (
+    Kernels,
+    Level,
+    Seconds,
+    again_seconds,
+    block_seconds,
+    by_reading,
+    head_seconds,
+    traced_seconds,
+)
+from offloadtrain.plan.costs.disk import DISK_LANES, disk_load
+from offloadtrain.plan.placement import Placement
+from offloadtrain.step.program.operations import Kind, Launch
+from offloadtrain.step.proof.drive import loads_outside
+from offloadtrain.step.spec.block_spec import BlockSpec, BucketSpec, MatrixSpec
+from offloadtrain.step.spec.formats import ADAM_MOMENTS
+from offloadtrain.step.spec.step_spec import MATRIX_BYTES
+from offloadtrain.step.spec.tiers import Tier
+
+KERNELS = Kernels(rotary_fp32=True)
+"""What jobs compute with: eager operations and flash attention."""
+
+
+def kernels_of(model: ModelShape, *, compiled: bool) -> Kernels:
+    """Return what a job of the shipped transformer computes its blocks with. Head and loss are
+    never compiled."""
+    level: Level = "compiled" if compiled else "eager"
+    return replace(KERNELS, causal=model.is_causal, level=level)
+
+
+CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
+"""Narrow state → bytes that an update on the device moves per parameter where it is not Adam's,
+which is compiled: plain torch decodes and encodes it, an operation after the other. Counted of Adam
+by `tests/plan/test_state_share.py`."""
+
+MEASURED_BYTES = 60.0
+"""Bytes per parameter that LAMB moves in the cache to measure a tensor: of its 74 bytes of operands
+all but state and gradient, which come from memory. With them the ratio to AdamW's time is 3.6
+(`python -m benchmarks.lamb_speed` measures it)."""
+
+_SHARD, _SENT = attrgetter("shard_bytes"), attrgetter("gathered_bytes")
+"""What a bucket that is loaded moves up, and to other ranks."""
+
+_NEWTON_SCHULZ_STEPS = 5
+"""Those of Muon in a job."""
+
+
+def newton_schulz_flops(matrix: MatrixSpec) -> float:
+    """Count the FLOPs of `Muon.orthogonalize`: per iteration the Gram matrix, its square, and the
+    product with the matrix."""
+    short, long = sorted((matrix.rows, matrix.columns))
+    return _NEWTON_SCHULZ_STEPS * (4.0 * short * short * long + 2.0 * short**3)
+
+
+class Costs:
+    """The durations of all operations."""
+
+    def __init__(self, placed: Placement, machine: Machine) -> None:
+        self.placed, self.machine, self.spec = placed, machine, placed.spec
+        self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
+        self.parts = AmongParts(placed, machine)
+        self.copies = AmongCopies(self.spec, machine, self.parts.count)
+        self.experts = AmongExperts(placed, machine)
+        ranks = self.spec.replicas * placed.config.ranks.pipeline * self.parts.count
+        self._local = min(ranks, machine.gpus)
+        """Ranks of a host, those of other stages and parts too: they share its links, memory and
+        cores."""
+        if ranks > machine.gpus and not machine.node_link_gbps:
+            raise MachineError(
+                f"{ranks} GPUs were requested, but the machine has {machine.gpus} on its "
+                "only host: use fewer, or a --machine file with more GPUs or with node_link_gbps"
+            )
+        self.disk = disk_load(self.spec, machine, self._local)
+        config = placed.config
+        self._tokens = config.train.micro_batch * config.data.seq_len
+        self._precision = config.offload.precision
+        self._moved: dict[tuple[Kind, str], float] = {}
+        """Kind and bucket → seconds of one operation: a simulation asks for each of them often."""
+
+    def seconds(self, op: Launch) -> float:
+        """Return the seconds of one operation."""
+        match op.kind:
+            case Kind.DECIDE:
+                return 0.0
+            case Kind.FORWARD:
+                return self.computed[op.owner].forward
+            case Kind.BACKWARD:
+                return self.computed[op.owner].backward
+            case Kind.ACTIVATION_UP | Kind.MATRIX_UP:
+                return op.writes[0].nbytes / self.bus(self.machine.h2d_gbps)
+            case Kind.ACTIVATION_DOWN | Kind.MATRIX_DOWN:
+                return op.writes[0].nbytes / self.bus(self.machine.d2h_gbps)
+            case Kind.GATHER_INPUT:
+                return self.parts.gather_s(op.writes[0].nbytes)
+            case Kind.COPY | Kind.KEEP_INPUT | Kind.FETCH_PART:
+                return 2 * op.writes[0].nbytes / (self.machine.hbm_gbps * 1e9)
+            case Kind.ORTHOGONALIZE:
+                # The matrix that begins there, of the first rank's shard.
+                bucket = self._buckets[op.owner]
+                matrix = next(one for one in bucket.matrices if one.offset == op.lo)
+                width = sqrt(matrix.rows * matrix.columns)
+                return newton_schulz_flops(matrix) / self.machine.flops(self._precision, width)
+        if op.lane in DISK_LANES:
+            return self.disk.seconds(op)
+        key = op.kind, op.owner
+        if (found := self._moved.get(key)) is None:
+            found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
+        return found
+
+    @cached_property
+    def computed(self) -> dict[str, Seconds]:
+        """Reading → seconds of forward and backward; the head's are the last one's."""
+        if (traced := self.placed.traced) is not None:
+            how = self._tokens, self.machine, self._precision, KERNELS
+            named = ((block, traced.blocks[block.name]) for block in self.spec.blocks)
+            times = {b.name: self.parts.added(traced_seconds(c, *how), b) for b, c in named}
+            return by_reading(self.spec.blocks, times)
+        model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
+        compiled = self.placed.config.offload.compile_blocks
+        kernels = kernels_of(model, compiled=compiled)
+        where = self._tokens, self.machine, self._precision
+        split = replace(kernels, split=self.parts.count)
+        alone = block_seconds(model, seq_len, *where, split)
+        exchanged_s = self.parts.sums_of_layer * self.parts.sum_s + 2 * self.experts.exchange_s
+        layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
+        eager = kernels_of(model, compiled=False)  # whole on every rank
+        head = head_seconds(model, *where, eager) if self._has_head else Seconds(0.0, 0.0)
+        # A compiled forward runs again as a whole: its graph is one node.
+        shorter = alone.forward if compiled else again_seconds(model, seq_len, *where, split)
+        again_s = shorter + self.parts.sum_s + 2 * self.experts.exchange_s
+        last, found = self.spec.blocks[-1].name, {}
+        for block in self.spec.blocks:
+            # one layer, whose modules are blocks: its time counts in the last one
+            layers = block.repeated or (block.name == last and not self.placed.repeated)
+            forward = layers * layer.forward + (block.name == last) * head.forward
+            again = again_s if block.recomputed else 0.0
+            backward = layers * layer.backward + (block.name == last) * head.backward
+            found[block.name] = Seconds(forward, backward + again)
+        return by_reading(self.spec.blocks, found)
+
+    @property
+    def flops(self) -> float:
+        """The FLOPs of a microbatch, recompute not counted."""
+        if self.placed.traced is not None:
+            return self.placed.traced.flops - self.placed.traced.recomputed
+        model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
+        head = 6.0 * model.vocab_size * model.d_model
+        layers = (flops_per_token(model, seq_len) - head) / self.parts.count
+        return (layers + (head if self._has_head else 0.0)) * self._tokens
+
+    @property
+    def _has_head(self) -> bool:
+        stage = self.placed.config.stage
+        return stage is None or stage.is_last
+
+    @property
+    def recomputed_flops(self) -> float:
+        """Those of recompute, and of experts, which each part of matrices computes for itself."""
+        if self.placed.traced is not None:
+            return self.placed.traced.recomputed
+        model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
+        compiled = self.placed.config.offload.compile_blocks
+        of_layer = block_flops_per_token if compiled else again_flops_per_token
+        beside = self.parts.flops_again
+        layer = of_layer(model, seq_len) / self.parts.count + beside
+        return self._tokens * (layer * self.placed.recomputed + 3 * beside * model.num_layers)
+
+    def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
+        machine, weight = self.machine, bucket.weight_bytes
+        shard, pieces = bucket.shard_numel, len(self.spec.pieces(bucket))
+        reduced = self.spec.reduced_bytes(bucket)
+        match kind:
+            case Kind.GATHER:
+                return bucket.numel * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
+            case Kind.MARK:
+                return bucket.numel * weight / (machine.hbm_gbps * 1e9)
+            case Kind.ROUND_SUM:
+                return 2 * 4 * shard / (machine.hbm_gbps * 1e9)
+            case Kind.ROUND:
+                reduced = 4
+                return shard * (weight + reduced) / pieces / (machine.hbm_gbps * 1e9)
+            case Kind.REDUCE_SCATTER:
+                return self._collective_s(bucket.numel * reduced, bucket.ranks) / pieces
+            case Kind.ALL_GATHER:
+                return self._collective_s(bucket.numel * weight, bucket.ranks)
+            case Kind.ALL_REDUCE:
+                return self.copies.sum_s(shard * reduced) / pieces
+            case Kind.GRAD_DOWN:
+                down = self._down_bytes(bucket)
+                return shard * down / pieces / self.bus(machine.d2h_gbps)
+            case Kind.LOAD if self.spec.loads_from_shard(bucket):
+                return 2 * shard * weight / (machine.hbm_gbps * 1e9)
+            case Kind.WEIGHTS_UP | Kind.LOAD:
+                return shard * weight / self.bus(machine.h2d_gbps)
+            case Kind.ADAM:
+                return shard / self._adam_rate(bucket)
+        passes = pieces if kind is Kind.ACCUMULATE else 1
+        summing = kind in (Kind.ACCUMULATE, Kind.NORM)
+        tier = self.spec.norm_tier(bucket) if summing else bucket.update_tier
+        by_memory = shard * self._traffic(kind, bucket) / self._memory(tier)
+        by_a_cpu = tier is Tier.HOST or self.machine.on_cpu
+        by_arithmetic = self._measured_s(kind, shard) if by_a_cpu else 0.0
+        return max(by_memory, by_arithmetic) / passes
+
+    def _measured_s(self, kind: Kind, numel: int) -> float:
+        """The time of a kernel that the CPU's arithmetic may bound; 0 where none was measured."""
+        machine = self.machine
+        rates = {Kind.NORM: machine.norm_gparams, Kind.ACCUMULATE: machine.accumulate_gparams}
+        rate = rates.get(kind, 0.0) * 1e9 / self._sharers
+        return numel / rate if rate else 0.0
+
+    def _collective_s(self, nbytes: int, ranks: int) -> float:
+        """Return the time of a ring over the ranks that share a bucket of a copy of the state:
+        among the GPUs of a host, or over the links of each host, shared by its GPUs. At once with
+        theirs are the rings of those that hold other experts."""
+        machine, groups = self.machine, self.spec.ranks // ranks
+        inside = nbytes * (ranks - 1) / ranks / (machine.gpu_link_gbps * 1e9)
+        nodes = most_hosts(self.spec.ranks * self.parts.count, self.spec.copies, machine.gpus)
+        nodes = min(nodes, ranks)
+        if nodes == 1:
+            return inside
+        leaving = nbytes * min(groups, machine.gpus) * (nodes - 1) / nodes
+        return max(inside, leaving / (machine.node_link_gbps * 1e9))
+
+    def bus(self, alone_gbps: float) -> float:
+        """Return one rank's bandwidth between host and device."""
+        return 1e9 * min(alone_gbps, self.machine.host_link_gbps / self._local)
+
+    def _memory(self, tier: Tier) -> float:
+        """The bandwidth of a tier's memory."""
+        if tier is Tier.DEVICE:
+            return 1e9 * self.machine.hbm_gbps
+        return self._dram
+
+    @property
+    def _sharers(self) -> int:
+        """One rank has this part of a host's cores and of their memory's bandwidth."""
+        return max(self._local, self.machine.numa_nodes)
+
+    @property
+    def _dram(self) -> float:
+        """The memory bandwidth of one rank's cores."""
+        machine = self.machine
+        whole = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
+        return 1e9 * whole / self._sharers
+
+    def _adam_rate(self, bucket: BucketSpec) -> float:
+        """Parameters per second of one rank; the memory's limit where none were measured. Other
+        rules than Adam, which was measured, by the bytes that they move."""
+        measured: float = getattr(self.machine, f"{bucket.format.name}_gparams", 0.0)
+        moved = self._traffic(Kind.ADAM, bucket)
+        moved += MEASURED_BYTES if bucket.whole_tensors else 0
+        if measured and bucket.update_tier is Tier.HOST and not bucket.matrices:
+            of_adam = bucket.format.traffic_per_param(
+                ADAM_MOMENTS, bucket.weight_bytes, self._grad_bytes(bucket)
+            )
+            return 1e9 * measured * (of_adam / moved) / self._sharers
+        if bucket.state_tier is Tier.DEVICE and (
+            bucket.moments != ADAM_MOMENTS or bucket.whole_tensors
+        ):
+            moved = CODEC_BYTES.get(bucket.format.name, moved)
+        return self._memory(bucket.update_tier) / moved
+
+    def _grad_bytes(self, bucket: BucketSpec) -> int:
+        return 4 if self.spec.holds_sum(bucket) else bucket.weight_bytes
+
+    def _down_bytes(self, bucket: BucketSpec) -> int:
+        """Bytes of an element of a gradient, or of its sum, on its way down."""
+        summed = self.spec.sums_on_device(bucket) and self.spec.holds_sum(bucket)
+        return 4 if summed else bucket.weight_bytes
+
+    def _traffic(self, kind: Kind, bucket: BucketSpec) -> float:
+        """Bytes of memory traffic per parameter."""
+        weight = bucket.weight_bytes
+        gradient = self._grad_bytes(bucket)
+        match kind:
+            case Kind.ACCUMULATE:
+                return weight + 8
+            case Kind.NORM:
+                return gradient
+            case Kind.PUBLISH:
+                return 2 * weight
+        if not bucket.matrices:
+            moved = bucket.format.traffic_per_param(bucket.moments, weight, gradient)
+            if bucket.whole_tensors:  # read once more, for the norms of tensors
+                moved += bucket.format.bytes_per_param(bucket.moments, weight) + gradient
+            return moved
+        # Matrices: their moments and, in bf16, the direction; then masters and new weights.
+        masters = bucket.format.bytes_per_param((), weight)
+        if kind is Kind.DIRECTION:
+            every = bucket.format.bytes_per_param(bucket.moments, weight)
+            return gradient + 2 * (every - masters) + MATRIX_BYTES
+        return MATRIX_BYTES + 2 * masters + (0 if bucket.format.holds_weight else weight)
+
+    @cached_property
+    def moved_bytes(self) -> tuple[int, int, int]:
+        """The bytes of a step: down, up, to the ranks that share this copy of the state."""
+        spec, micro_steps = self.spec, self.spec.config.grad_accum_steps
+        on_host = spec.buckets_on(Tier.HOST)
+        crossing = sum(bucket.shard_numel * bucket.weight_bytes for bucket in on_host)
+        summed = sum(
+            (one.ranks - 1)
+            * one.shard_numel
+            * (micro_steps * spec.reduced_bytes(one) + one.weight_bytes)
+            for one in spec.buckets
+        )
+        streamed = [block for block in spec.blocks if block.name in spec.streamed]
+        trained = [one for block in streamed for one in block.buckets]
+        from_shards = not spec.config.offloads_weights
+        up = crossing
+        if not from_shards:
+            up += self._loaded(streamed, _SHARD) - sum(map(_SHARD, trained))
+        inputs = sum(self.placed.block_inputs) * micro_steps
+        sent = summed + self._loaded(streamed, _SENT) - sum(map(_SENT, trained))
+        matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
+        beside = matrices * MATRIX_BYTES + inputs
+        down = sum(
+            bucket.shard_numel
+            * self._down_bytes(bucket)
+            * (1 if spec.sums_on_device(bucket) else micro_steps)
+            for bucket in on_host
+        )
+        return down + beside, up + beside, sent
+
+    @property
+    def least_moving_s(self) -> float:
+        """What a step's bytes take on the busiest of the bus, either way, and the host's memory."""
+        down, up, _ = self.moved_bytes
+        down_s, up_s = down / self.bus(self.machine.d2h_gbps), up / self.bus(self.machine.h2d_gbps)
+        return max(down_s, up_s, self.dram_bytes / self._memory(Tier.HOST))
+
+    def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
+        """Return the bytes for streamed blocks in forward and backward of every microbatch, except
+        those still in slots. `bytes_of`: a bucket that is loaded → what that moves."""
+        size_of = {one.name: sum(map(bytes_of, one.held)) for one in streamed}
+        layers = [size_of[block.name] for block in streamed if block.repeated]
+        slots, passes = self.spec.slots, 2 * self.spec.config.grad_accum_steps
+        loads = max(passes * (len(layers) - slots) + slots, len(layers))
+        of_layers = loads * sum(layers) // max(len(layers), 1)
+        return of_layers + sum(size_of[at] * n for at, n in loads_outside(self.spec).items())
+
+    @property
+    def dram_bytes(self) -> float:
+        """The memory traffic of the host's kernels in a step, without the bus."""
+        return sum(map(self._dram_bytes_of, self.spec.buckets_on(Tier.HOST)))
+
+    def _dram_bytes_of(self, bucket: BucketSpec) -> float:
+        traffic, spec = self._traffic, self.spec
+        per_param = traffic(Kind.ADAM, bucket)
+        if bucket.matrices:
+            per_param += traffic(Kind.DIRECTION, bucket)
+        if spec.norm_tier(bucket) is Tier.HOST:
+            sums = spec.config.grad_accum_steps * traffic(Kind.ACCUMULATE, bucket)
+            per_param += sums if spec.accumulates else traffic(Kind.NORM, bucket)
+        if spec.has_snapshot(bucket) and (bucket.format.holds_weight or spec.weight_versions == 1):
+            per_param += traffic(Kind.PUBLISH, bucket)
+        return bucket.shard_numel * per_param

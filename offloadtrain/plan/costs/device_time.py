@@ -1,0 +1,387 @@
+"""Seconds that a device computes: the blocks of a transformer, and its head with the loss.
+
+[Note: What a device's time is made of]
+A few rates of the machine, and counts of what the kernels do:
+* a matrix product: its FLOPs over `Machine.flops` at the geometric mean of the weight's sides. A
+  kernel of a library starts, reads its inputs and writes its outputs beside its FLOPs, which costs
+  narrow products most: `Machine.half_width`. The weight itself, or its gradient, is moved once per
+  microbatch, which costs short ones most. A program written as a whole overlaps memory with
+  compute, and a kernel's end with the next one's start: its products take the larger of both;
+* attention: "flash" computes half of the scores if it is causal, 2.5 times as much in backward, and
+  the faster the longer the sequences are; "scores" computes all of them as matrix products, writes
+  them to memory and reads them again;
+* everything else (norms, residual sums, activation functions, positions, dropout, loss): the bytes
+  that it reads and writes, over the device's own memory bandwidth;
+* launches: an eager operation cannot take less than the host needs to launch it. A block takes the
+  larger of its kernels' time and its launches' time.
+
+`python -m benchmarks.validate_plan` fits the constants below to published throughputs and prints
+the residuals: docs/validation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Literal
+
+from offloadtrain.config.model_shape import ModelShape, chosen_experts
+from offloadtrain.config.offload import PRECISIONS, Precision
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.costs.microbatch import AttentionKind, BlockCost, Work
+from offloadtrain.step.spec.block_spec import BlockSpec, readings_of
+from offloadtrain.step.spec.formats import ITEMSIZE
+
+Level = Literal["eager", "compiled", "fused"]
+Attention = Literal["flash", "scores"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """How a program computes a block.
+
+    Attributes:
+        level: "eager": one kernel per operation; "compiled": elementwise operations fused
+            (torch.compile, Megatron-LM), products as in eager programs; "fused": hand-written, the
+            loss and products too, and launched as a graph.
+        attention: "flash" keeps no scores; "scores" writes them to memory.
+        flash: version of FlashAttention. The first, in CUDA or Triton until July 2023, took as long
+            again as its FLOPs in products: 1.8 times the second on an A100, which is said to be
+            1.3 to 3.0 times as fast (arXiv:2307.08691).
+        causal: attention to earlier tokens only; "flash" then skips half.
+        split: GPUs that split every matrix (tensor parallel).
+        rotary_fp32: eager positions are rotated in fp32, an operation after the other.
+        norm_fp32: eager norms are computed in fp32, an operation after the other, as RMSNorm was
+            before PyTorch had a kernel for it.
+        padded_head: the logits' rows are padded to what tensor cores load at once; without that an
+            odd vocabulary slows the head's products.
+        autocast: torch.autocast over fp32 weights: the residual stream, norms and softmax are in
+            fp32, with casts before the products.
+    """
+
+    level: Level = "eager"
+    attention: Attention = "flash"
+    flash: Literal[1, 2] = 2
+    causal: bool = True
+    split: int = 1
+    rotary_fp32: bool = False
+    norm_fp32: bool = False
+    padded_head: bool = True
+    autocast: bool = False
+
+    def product_flops(self, machine: Machine, precision: Precision, width: float) -> float:
+        """Return FLOPs per second of a product with a weight of this width."""
+        if self.level == "fused":
+            machine = replace(machine, half_width=0.0)
+        return machine.flops(precision, width)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds per microbatch."""
+
+    forward: float
+    backward: float
+
+
+FLASH_BACKWARD = 2.5
+"""FLOPs of flash attention's backward over its forward (five products, not two)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """Elements that the memory-bound operations of a block read and write per token, forward and
+    backward.
+
+    Attributes:
+        hidden: per d_model: two norms and two residual sums.
+        gelu, swiglu: per channel of the MLP's width.
+        rotary: per channel of queries and keys.
+        dropout: per d_model, of the two residual branches.
+        scores: per score, of attention that writes them: scale, mask, softmax, dropout and the
+            reads and writes of both products.
+        heads: per d_model, of attention that writes scores: queries, keys and values copied by head
+            for a product of batches, and its result by token.
+        experts: per d_model and expert of a token: rows sorted by expert and back, and their
+            weighted sum, in fp32.
+        launches, routing: operations; those of a router and its experts besides.
+    """
+
+    hidden: tuple[float, float]
+    gelu: tuple[float, float]
+    swiglu: tuple[float, float]
+    rotary: tuple[float, float]
+    dropout: tuple[float, float]
+    scores: tuple[float, float]
+    heads: tuple[float, float]
+    experts: tuple[float, float]
+    launches: tuple[int, int]
+    routing: tuple[int, int]
+
+
+_EAGER = _Traffic(
+    hidden=(10, 14),
+    gelu=(2, 3),
+    swiglu=(5, 8),
+    rotary=(8, 8),
+    dropout=(12, 6),
+    scores=(12.5, 13.5),
+    heads=(8, 8),
+    experts=(11, 16),
+    launches=(30, 60),
+    routing=(25, 30),
+)
+_FUSED = _Traffic(
+    hidden=(6, 10),
+    gelu=(2, 3),
+    swiglu=(3, 5),
+    rotary=(2, 2),
+    dropout=(0.5, 0.5),
+    scores=(6.5, 8.5),
+    heads=(0, 0),
+    experts=(7, 9),
+    launches=(10, 20),
+    routing=(15, 15),
+)
+_TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
+
+_ROTARY_FP32 = (24, 26)
+"""Of the shipped transformer: casts, four products of halves, two sums and a copy, in fp32."""
+
+_NORM_FP32 = (32, 84)
+"""Of two such norms, beyond one kernel each: casts, square, mean, root, product and weight, and the
+gradient of each."""
+
+_AUTOCAST = {"eager": (14, 30), "compiled": (6, 9), "fused": (0, 0)}
+"""Per d_model, more than in 16 bit, of two branches. Bytes of an eager one forward: norm 8, cast 6,
+sum 10, of 10; backward: cast 6, cast 6, norm 12, its weight 8, sum 12, of 14. A compiled one
+forward: stream and branch to stream and norm 12, of 6; backward 19, of 10."""
+
+_AUTOCAST_SCORES = {"eager": (8, 9), "compiled": (0, 0), "fused": (0, 0)}
+"""Per score: a cast to fp32, a softmax of it and a cast back move 20 bytes where 4 would do, and
+backward 24 where 6 would. A compiled softmax casts as it reads and writes."""
+
+_LOSS_BYTES = {"eager": (14, 20), "compiled": (10, 8), "fused": (4, 6)}
+"""Bytes per entry of the vocabulary and token: eager, 16-bit logits become fp32, then
+probabilities, then gradients, which are scaled; fused, the gradient replaces the logits."""
+
+
+_ODD_HEAD = 2.0
+"""Times as long as the head's products take with an odd vocabulary. Source: GPT-2 with 50,257 and
+with 50,304 tokens on an A100, 112,046 and 127,345 tokens/s (rasbt/LLMs-from-scratch)."""
+
+
+def block_seconds(
+    shape: ModelShape,
+    seq_len: int,
+    tokens: int,
+    machine: Machine,
+    precision: Precision,
+    kernels: Kernels,
+) -> Seconds:
+    """Return the time of one block for `tokens` tokens in sequences of `seq_len`."""
+    work = _Block(shape, seq_len, tokens, machine, precision, kernels)
+    forward = tokens * (work.matrices + work.attention[0] + work.moved[0])
+    backward = tokens * (2 * work.matrices + work.attention[1] + work.moved[1])
+    if kernels.level == "fused":  # launched as a graph
+        return Seconds(forward, backward)
+    launched = [1e-6 * machine.launch_us * count for count in _launches(shape, kernels)]
+    return Seconds(max(forward, launched[0]), max(backward, launched[1]))
+
+
+def _launches(shape: ModelShape, kernels: Kernels) -> tuple[int, int]:
+    """Return the operations of a block's forward, and of its backward."""
+    traffic = _TRAFFIC[kernels.level]
+    more = traffic.routing if shape.num_experts else (0, 0)
+    return traffic.launches[0] + more[0], traffic.launches[1] + more[1]
+
+
+def again_seconds(
+    shape: ModelShape,
+    seq_len: int,
+    tokens: int,
+    machine: Machine,
+    precision: Precision,
+    kernels: Kernels,
+) -> float:
+    """Return the time of one block's forward when backward runs it again: up to the input of its
+    last product, beyond which nothing is needed; of experts up to its output."""
+    work = _Block(shape, seq_len, tokens, machine, precision, kernels)
+    product = 0.0
+    if not shape.num_experts:
+        product = work.product(shape.ff_width / kernels.split, shape.d_model)
+    added = 3 * shape.d_model * ITEMSIZE[PRECISIONS[precision]] / (1e9 * machine.hbm_gbps)
+    return tokens * (work.matrices + work.attention[0] + work.moved[0] - product - added)
+
+
+def head_seconds(
+    shape: ModelShape, tokens: int, machine: Machine, precision: Precision, kernels: Kernels
+) -> Seconds:
+    """Return the time of the logits and the loss for `tokens` tokens."""
+    vocabulary = shape.vocab_size / kernels.split
+    product = _product_s(machine, precision, kernels, shape.d_model, vocabulary, tokens)
+    if shape.vocab_size % 2 and not kernels.padded_head:
+        product *= _ODD_HEAD
+    down, up = (
+        nbytes * vocabulary / (1e9 * machine.hbm_gbps) for nbytes in _LOSS_BYTES[kernels.level]
+    )
+    return Seconds(tokens * (product + down), tokens * (2 * product + up))
+
+
+def traced_seconds(
+    cost: BlockCost, tokens: int, machine: Machine, precision: Precision, kernels: Kernels
+) -> Seconds:
+    """Return the time of a traced block: its products and attention at the rates of their sizes,
+    the bytes of weights and of all other operations, and no less than its launches."""
+    per_weight = ITEMSIZE[PRECISIONS[precision]] / (2.0 * tokens)  # two FLOPs of each per token
+
+    def seconds(work: Work) -> float:
+        computed = sum(
+            flops / kernels.product_flops(machine, precision, width)
+            for width, flops in work.products.items()
+        )
+        computed += sum(
+            _flash_s(flops, kind, machine, precision, kernels)
+            for kind, flops in work.attention.items()
+        )
+        nbytes = work.nbytes + per_weight * sum(work.products.values())
+        moved = nbytes / (1e9 * machine.hbm_gbps)
+        return max(computed + moved, 1e-6 * machine.launch_us * work.launches)
+
+    return Seconds(seconds(cost.forward), seconds(cost.backward))
+
+
+def _flash_s(
+    flops: float, kind: AttentionKind, machine: Machine, precision: Precision, kernels: Kernels
+) -> float:
+    """Return the seconds of fused attention, whose FLOPs count all scores."""
+    computed = flops / kernels.product_flops(machine, precision, kind.width)
+    short = (kind.length + machine.flash_half_length) / kind.length
+    first = 1.0 if kernels.flash == 1 else 0.0
+    return computed * (short / machine.flash_share + first) * (0.5 if kind.causal else 1.0)
+
+
+def _product_s(
+    machine: Machine,
+    precision: Precision,
+    kernels: Kernels,
+    rows: float,
+    columns: float,
+    tokens: float,
+) -> float:
+    """Return the seconds per token of a product of so many with a weight of these sides."""
+    rate = kernels.product_flops(machine, precision, sqrt(rows * columns))
+    computed = 2.0 * rows * columns / rate
+    per_element = ITEMSIZE[PRECISIONS[precision]] / (1e9 * machine.hbm_gbps)
+    weight = per_element * rows * columns / tokens
+    if kernels.level != "fused":  # the half-width contains what inputs and outputs take
+        return computed + weight
+    return max(computed, per_element * (rows + columns) + weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The seconds per token of one block's parts."""
+
+    shape: ModelShape
+    seq_len: int
+    tokens: int
+    machine: Machine
+    precision: Precision
+    kernels: Kernels
+
+    @property
+    def matrices(self) -> float:
+        """Forward of the four or five products; a split divides outputs, then inputs. Those of
+        experts take as long as a product of all their rows with one weight, but move the weights of
+        all."""
+        shape, split, chosen = self.shape, self.kernels.split, chosen_experts(self.shape)
+        of_mlp = self.split_of_mlp
+        d, width, kv = shape.d_model, shape.ff_width, shape.kv_heads * shape.head_dim
+        up = 2 * width if shape.mlp == "swiglu" else width
+        rows = self.tokens * chosen / max(shape.num_experts, 1)  # of each expert
+        mlp = self.product(d, up / of_mlp, rows) + self.product(width / of_mlp, d, rows)
+        router = self.product(d, shape.num_experts) if shape.num_experts else 0.0
+        attention = self.product(d, (d + 2 * kv) / split) + self.product(d / split, d)
+        return attention + chosen * mlp + router
+
+    @property
+    def split_of_mlp(self) -> int:
+        """GPUs that split the matrices of the MLP: each computes its experts whole."""
+        return 1 if self.shape.num_experts else self.kernels.split
+
+    def product(self, rows: float, columns: float, tokens: float = 0.0) -> float:
+        how = self.machine, self.precision, self.kernels
+        return _product_s(*how, rows, columns, tokens or self.tokens)
+
+    @property
+    def attention(self) -> tuple[float, float]:
+        """The FLOPs of attention, forward and backward."""
+        d, length = self.shape.d_model, self.seq_len
+        flops = 4.0 * d * length / self.kernels.split
+        if self.kernels.attention == "scores":
+            side = sqrt(length * self.shape.head_dim)
+            seconds = flops / self._flops(side)
+            return seconds, 2 * seconds
+        kind = AttentionKind(d, length, self.kernels.causal)
+        seconds = _flash_s(flops, kind, self.machine, self.precision, self.kernels)
+        return seconds, FLASH_BACKWARD * seconds
+
+    def _flops(self, width: float) -> float:
+        return self.kernels.product_flops(self.machine, self.precision, width)
+
+    @property
+    def moved(self) -> tuple[float, float]:
+        """The memory-bound operations, forward and backward."""
+        each = self._elements(0), self._elements(1)
+        element = ITEMSIZE[PRECISIONS[self.precision]]
+        forward, backward = (n * element / (1e9 * self.machine.hbm_gbps) for n in each)
+        return forward, backward
+
+    @property
+    def _outputs(self) -> float:
+        """Channels of the products with biases, whose gradients are sums over all tokens."""
+        shape, split = self.shape, self.kernels.split
+        attention = (shape.d_model + 2 * shape.kv_heads * shape.head_dim) / split + shape.d_model
+        if shape.num_experts:
+            return attention
+        mlps = 2 if shape.mlp == "swiglu" else 1
+        return attention + mlps * shape.ff_width / split + shape.d_model
+
+    def _elements(self, way: int) -> float:
+        shape, traffic = self.shape, _TRAFFIC[self.kernels.level]
+        d, split = shape.d_model, self.kernels.split
+        mlp = traffic.swiglu if shape.mlp == "swiglu" else traffic.gelu
+        chosen = chosen_experts(shape)
+        count = traffic.hidden[way] * d + mlp[way] * chosen * shape.ff_width / self.split_of_mlp
+        if shape.bias and way == 1:
+            count += self._outputs
+        if self.kernels.norm_fp32:
+            count += _NORM_FP32[way] * d
+        if self.kernels.autocast:
+            count += _AUTOCAST[self.kernels.level][way] * d
+        if shape.num_experts:
+            count += traffic.experts[way] * chosen * d
+        if shape.positions == "rotary":
+            turned = _ROTARY_FP32 if self.kernels.rotary_fp32 else traffic.rotary
+            count += turned[way] * (d + shape.kv_heads * shape.head_dim) / split
+        if shape.dropout:
+            count += traffic.dropout[way] * d
+        if self.kernels.attention == "scores":
+            each = traffic.scores[way]
+            if self.kernels.autocast:
+                each += _AUTOCAST_SCORES[self.kernels.level][way]
+            count += each * shape.num_heads * self.seq_len / split + traffic.heads[way] * d / split
+        return count
+
+
+def by_reading(blocks: Sequence[BlockSpec], found: Mapping[str, Seconds]) -> dict[str, Seconds]:
+    """Return what each reading takes, by its owner. What the last block takes, the head's time with
+    it, runs behind the last reading: a tied head waits for its weights."""
+    nothing, last = Seconds(0.0, 0.0), blocks[-1].name
+    readings = readings_of(blocks)
+    times = {one.owner: found.get(one.owner, nothing) for one in readings}
+    if (at := readings[-1]).again:
+        times[at.owner], times[last] = times[last], nothing
+    return times

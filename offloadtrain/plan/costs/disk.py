@@ -1,0 +1,129 @@
+"""What state, gradients and weights on the disk ask of a drive: bytes of a step, seconds, wear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.step.program.operations import Lane, Launch
+from offloadtrain.step.proof.simulate import moved
+from offloadtrain.step.spec.memory import disk_requests
+from offloadtrain.step.spec.step_spec import StepSpec
+
+ASSUMED_GBPS = 2.0
+"""Each way, of a drive that was not measured: less than most NVMe drives sustain."""
+
+MICRO_STEPS = (2, 3)
+"""Simulated microbatches; each further one moves, and takes, what the third adds to two."""
+READING = (Lane.DISK_READ, Lane.DISK_LOAD)
+DISK_LANES = (*READING, Lane.DISK_WRITE)
+
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskLoad:
+    """One step of one rank, and the rates that it finds.
+
+    Attributes:
+        read_bytes, written_bytes: of a step.
+        read_rate, write_rate: bytes per second, while both run.
+        assumed: the machine file has no rate of state on the disk.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    read_rate: float
+    write_rate: float
+    assumed: bool
+
+    def seconds(self, op: Launch) -> float:
+        """Return the seconds of a read or a write."""
+        rate = self.read_rate if op.lane in READING else self.write_rate
+        return sum(ref.nbytes for ref in op.writes) / rate
+
+
+def with_rates(machine: Machine) -> Machine:
+    """Return the machine with the assumed rates where it has none."""
+    return replace(
+        machine,
+        disk_read_gbps=machine.disk_read_gbps or ASSUMED_GBPS,
+        disk_write_gbps=machine.disk_write_gbps or ASSUMED_GBPS,
+    )
+
+
+def disk_load(spec: StepSpec, machine: Machine, local_ranks: int) -> DiskLoad:
+    """Return the load of a step's program.
+
+    Args:
+        local_ranks: share the drive.
+    """
+    from_disk, to_disk = _moved(spec)
+    known = with_rates(machine)
+    read, write = (
+        1e9 * rate / local_ranks for rate in (known.disk_read_gbps, known.disk_write_gbps)
+    )
+    both = 1e9 * machine.disk_both_gbps / local_ranks
+    slower = _shared(from_disk, to_disk, read, write, both)
+    return DiskLoad(
+        read_bytes=from_disk,
+        written_bytes=to_disk,
+        read_rate=read / slower,
+        write_rate=write / slower,
+        assumed=known != machine,
+    )
+
+
+def _moved(spec: StepSpec) -> tuple[int, int]:
+    """Return the bytes that a step reads and writes. Every update reads and writes the state of a
+    bucket once; of matrices, whose moments are updated before their masters, twice. What gradients
+    and weights add depends on what is in slots: the program says it."""
+    if not spec.gradient_slots and not spec.weight_slots:
+        twice = {bucket.name for bucket in spec.buckets if bucket.matrices}
+        sizes = (one.nbytes * (2 if one.bucket in twice else 1) for one in disk_requests(spec))
+        state = sum(sizes)
+        return state, state
+    count = spec.config.grad_accum_steps
+    few, some = MICRO_STEPS
+    found = _of_program(spec, min(count, some))
+    if count <= some:
+        return found
+    before = _of_program(spec, few)
+    more = [(count - some) * (b - a) for a, b in zip(before, found, strict=True)]
+    return found[0] + more[0], found[1] + more[1]
+
+
+def _of_program(spec: StepSpec, micro_steps: int) -> tuple[int, int]:
+    config = replace(spec.config, grad_accum_steps=micro_steps, warmup_steps=0)
+    found = moved(replace(spec, config=config), DISK_LANES)
+    return sum(found.get(lane, 0) for lane in READING), found.get(Lane.DISK_WRITE, 0)
+
+
+def _shared(from_disk: int, to_disk: int, read: float, write: float, both: float) -> float:
+    """Return how much slower each way is than alone, where reads and writes share the drive: so
+    that all bytes take as long as the rate of both at once says."""
+    if not both or not from_disk + to_disk:
+        return 1.0
+    return max(1.0, (from_disk + to_disk) / both / max(from_disk / read, to_disk / write))
+
+
+@dataclass(frozen=True, slots=True)
+class Wear:
+    """Bytes written to one host's drive.
+
+    Attributes:
+        per_day: at the planned time of a step.
+        days: until the drive's rating is reached; None: the machine file has no rating.
+    """
+
+    per_step: int
+    per_day: float
+    days: float | None
+
+
+def wear(load: DiskLoad, machine: Machine, local_ranks: int, step_s: float) -> Wear:
+    """Return what all ranks of a host write."""
+    per_step = load.written_bytes * local_ranks
+    per_day = per_step * _DAY_S / step_s
+    rated = 1e12 * machine.disk_tbw
+    return Wear(per_step, per_day, rated / per_day if rated and per_day else None)

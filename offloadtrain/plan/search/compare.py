@@ -1,0 +1,244 @@
+"""A job beside other trainers that offload: the same machine, model and tokens of a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from offloadtrain.config.batch_split import shared
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.config.units import format_bytes, format_count
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.baselines.cells import checked
+from offloadtrain.plan.baselines.peers import PEERS, Peer, Work
+from offloadtrain.plan.costs.activations import activations
+from offloadtrain.plan.costs.microbatch import Trace
+from offloadtrain.plan.placement import Placement, place
+from offloadtrain.plan.plan import PROCESS, PROCESS_BYTES, Plan
+from offloadtrain.plan.times import compute_seconds
+
+OURS = "offloadtrain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One system.
+
+    Attributes:
+        device: owner → bytes of each device at its peak.
+        host: owner → bytes of one host with all its ranks.
+        micro_batch: sequences of one rank in a microbatch.
+        seconds: of a step.
+        problem: why it does not fit; empty if it does.
+        master: what its master weights are.
+        clips: it can clip the norm of all gradients.
+    """
+
+    system: str
+    device: Mapping[str, float]
+    host: Mapping[str, float]
+    micro_batch: int
+    seconds: float
+    tokens_per_s: float
+    problem: str
+    master: str
+    clips: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """The errors of a system's predictor over published throughputs.
+
+    Attributes:
+        median: of absolute errors.
+        worst: the largest one, signed.
+    """
+
+    cells: int
+    median: float
+    worst: float
+
+
+def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
+    """Return the plan's own row, then one per peer, in as large a microbatch as fits there, up to
+    the plan's.
+
+    Raises:
+        ConfigError: the job is none that all of them can train.
+    """
+    job = plan.job
+    if plan.machine.on_cpu or job.offload.precision == "fp32":
+        raise ConfigError("--compare is for 16-bit training on a GPU: choose a --machine with one")
+    if job.num_trained < job.num_params:
+        raise ConfigError("--compare is for training all weights: leave out model.lora")
+    if job.optim.name not in ("adam", "adamw"):
+        raise ConfigError(f"--compare is for Adam: optim.name = {job.optim.name!r}")
+    return [_ours(plan), *(_row(name, peer, plan, trace) for name, peer in PEERS.items())]
+
+
+def accuracy(system: str) -> Accuracy | None:
+    """None: no throughput of it is published with its machine and batch."""
+    errors = [one.error for one in checked(system)]
+    if not errors:
+        return None
+    return Accuracy(
+        len(errors), statistics.median(abs(error) for error in errors), max(errors, key=abs)
+    )
+
+
+def table(rows: Sequence[Row], plan: Plan) -> str:
+    """Return the rows as a text table, and how far each predictor was off elsewhere."""
+    head = (
+        f"{'system':23} {'fits':4} {'GPU':>9} {'host':>9} {'microbatch':>10} {'tokens/s':>8}  "
+        f"{'clips':5}  master weights"
+    )
+    room = f"{format_bytes(plan.device_room)} of a GPU, {format_bytes(plan.host_room)} of a host"
+    lines = [f"Beside others, of {room}:", head, *map(_line, rows)]
+    lines += [f"  {row.system}: {row.problem}" for row in rows if row.problem]
+    lines += ["", "Bytes by owner, of each GPU; of each host:"]
+    lines += [f"  {row.system}: {_owners(row.device)}; {_owners(row.host)}" for row in rows]
+    lines += ["", "How far the predictions of tokens/s were off from published throughputs:"]
+    lines += [f"  {row.system}: {_accuracy(row.system)}" for row in rows]
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the rows as plain values in bytes and seconds."""
+    found = ((row, accuracy(row.system)) for row in rows)
+    return [
+        asdict(row) | {"fits": not row.problem, "accuracy": known and asdict(known)}
+        for row, known in found
+    ]
+
+
+def _ours(plan: Plan) -> Row:
+    moment = max(plan.host_peaks, key=lambda name: plan.host_peaks[name])
+    host = {owner: size * plan.local_ranks for owner, size in plan.host.items()}
+    if moment == "init":  # what is built at once takes more than a step's block inputs
+        rest = plan.host_peaks["init"] - sum(host.values())
+        host["while the model is built"] = rest
+    return Row(
+        system=OURS,
+        device=plan.device,
+        host=host,
+        micro_batch=plan.placed.config.train.micro_batch,
+        seconds=plan.prediction.seconds,
+        tokens_per_s=plan.prediction.tokens_per_s,
+        problem=" ".join(plan.problems),
+        master=_MASTERS.get(plan.job.offload.state, plan.job.offload.state),
+        clips=True,
+    )
+
+
+_MASTERS = {"fp32": "fp32", "split16": "fp32, as two halves", "int8": "24 bits"}
+
+
+def _row(name: str, peer: Peer, plan: Plan, trace: Trace | None) -> Row:
+    """Try the step in ever smaller microbatches: halves, as long as they are whole."""
+    job = plan.job
+    sequences = job.train.micro_batch * job.train.grad_accum_steps
+    while True:
+        placed = _placed(job, plan, trace)
+        row = _of_work(name, peer, plan, placed)
+        half, rest = divmod(placed.config.train.micro_batch, 2)
+        if rest or not row.problem:
+            return row
+        train = replace(job.train, micro_batch=half, grad_accum_steps=sequences // half)
+        job = replace(job, train=train)
+
+
+def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
+    """Return the job as others run it: weights on the device, layers recomputed unless the job
+    keeps their activations, and one copy of the state."""
+    kept = not job.offload.recomputes
+    again = job.offload.recompute_blocks
+    offload = replace(
+        job.offload,
+        working="device",
+        resident_blocks=None,
+        state="fp32",
+        state_on="host",
+        activation="keep" if kept else "recompute",
+        recompute_blocks=None if kept else again,
+    )
+    ranks = plan.placed.spec.replicas
+    alike = replace(job, offload=offload, ranks=replace(job.ranks, shard=0))
+    return place(shared(alike, ranks), ranks, trace=trace)
+
+
+def _work(placed: Placement, machine: Machine) -> Work:
+    blocks = [sum(b.params for b in one.buckets) for one in placed.spec.blocks if one.repeated]
+    params = placed.config.num_trained
+    return Work(
+        shape=placed.config.model,
+        params=params,
+        largest_block=max(blocks, default=0),
+        outside=params - sum(blocks),
+        activation_bytes=activations(placed, on_cpu=False).total,
+        compute=compute_seconds(placed, machine),
+        micro_steps=placed.config.train.grad_accum_steps,
+        ranks=placed.spec.ranks,
+        clips=placed.config.offload.clip_norm is not None,
+    )
+
+
+def _of_work(name: str, peer: Peer, plan: Plan, placed: Placement) -> Row:
+    work = _work(placed, plan.machine)
+    device = {owner: size for owner, size in peer.device(work).items() if size}
+    process = float(PROCESS_BYTES["cuda"])
+    each = {owner: size for owner, size in peer.host(work).items() if size} | {PROCESS: process}
+    host = {owner: size * plan.local_ranks for owner, size in each.items()}
+    seconds = peer.seconds(work, plan.machine)
+    return Row(
+        system=name,
+        device=device,
+        host=host,
+        micro_batch=placed.config.train.micro_batch,
+        seconds=seconds,
+        tokens_per_s=plan.job.batch_tokens / seconds,
+        problem=" ".join(_problems(peer, work, plan, device, host)),
+        master=peer.master,
+        clips=peer.clips,
+    )
+
+
+def _problems(
+    peer: Peer,
+    work: Work,
+    plan: Plan,
+    device: Mapping[str, float],
+    host: Mapping[str, float],
+) -> Iterator[str]:
+    if peer.most_ranks is not None and work.ranks > peer.most_ranks:
+        yield f"it trains on {peer.most_ranks} GPU."
+    rooms = ("a GPU", device, plan.device_room), ("a host", host, plan.host_room)
+    for where, held, room in rooms:
+        if (used := sum(held.values())) > room:
+            yield f"{where} needs {format_bytes(used)} and has {format_bytes(room)}."
+
+
+def _line(row: Row) -> str:
+    rate = "-" if row.problem else format_count(row.tokens_per_s)
+    device, host = (format_bytes(sum(held.values())) for held in (row.device, row.host))
+    return (
+        f"{row.system:23} {'no' if row.problem else 'yes':4} {device:>9} {host:>9} "
+        f"{row.micro_batch:10} {rate:>8}  {'yes' if row.clips else 'no':5}  {row.master}"
+    )
+
+
+def _owners(held: Mapping[str, float]) -> str:
+    largest = sorted(held.items(), key=lambda item: -item[1])
+    return ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest if size)
+
+
+def _accuracy(system: str) -> str:
+    if system == OURS:
+        return "no GPU has been measured; its model of a GPU's time: docs/validation.md"
+    if (found := accuracy(system)) is None:
+        return "no throughput of it was found whose machine and batch are stated"
+    return (
+        f"{found.cells} cells, median {100 * found.median:.0f} %, worst {100 * found.worst:+.0f} %"
+    )

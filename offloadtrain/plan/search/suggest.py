@@ -1,0 +1,396 @@
+"""Changes that make a job fit, and the fastest placement that fits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from offloadtrain.config.job import Config, problems_of_ranks
+from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS
+from offloadtrain.config.optim_options import contradictions
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan import state_share
+from offloadtrain.plan.automatic import with_state_on
+from offloadtrain.plan.costs.microbatch import Trace
+from offloadtrain.plan.placement import PlanError
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.resolve import resolved
+from offloadtrain.plan.search.choices import (
+    choices_of,
+    combinations,
+    distinct,
+    larger_batches,
+    microbatches_of,
+    smaller_batches,
+    value_of,
+)
+
+SIMULATED = 12
+"""Most candidates with a predicted time; each takes a fraction of a second."""
+
+
+PLACES = ("offload.working", "offload.activation")
+OFFLOAD = (*PLACES, "offload.state", "offload.state_on", "ranks.shard", "ranks.expert")
+ALL = (*OFFLOAD, "train.micro_batch")
+
+SAME = 0.03
+"""Speed differences below a prediction's accuracy: fewer changes win."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Changed values of some keys, and the resulting plan.
+
+    Attributes:
+        keys: dotted key → value.
+    """
+
+    keys: dict[str, Any]
+    plan: Plan
+
+    @property
+    def text(self) -> str:
+        return " ".join(f"{key}={_text(value)}" for key, value in self.keys.items())
+
+
+def nearest(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    most: int = 5,
+    trace: Trace | None = None,
+) -> list[Change]:
+    """Return changes that make the job fit: the fewest keys, the fastest first.
+
+    They move weights and block inputs between device and host, change the state format, or use more
+    and smaller microbatches; the tokens of a step stay. If none of these suffices, a step gets
+    fewer tokens: as many as fit in one microbatch, which needs no sums; then less memory for each
+    piece, and shorter sequences. If nothing fits, the only change is the one that lacks least: its
+    plan does not fit.
+    """
+    found = _promising(job, name, machine, ranks, trace=trace)
+    fitting = [one for one in found if one.plan.fits]
+    fitting = fitting or _fewer_tokens(job, name, machine, ranks, trace)
+    if not fitting:
+        fitting = _smaller_pieces(job, name, machine, ranks, trace)
+    fitting.sort(key=lambda one: len(one.keys))
+    # Without those that contain a smaller one.
+    fewest = [
+        one for one in fitting if not any(two.keys.items() < one.keys.items() for two in fitting)
+    ]
+    first = _fastest(fewest[:SIMULATED])[:most]
+    return _fastest([_with_less_recompute(job, one, name, machine, ranks, trace) for one in first])
+
+
+def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
+    """Return each placement and state format that fits, in the largest microbatch that fits there:
+    the fastest first, among equals the one whose state is most exact."""
+    largest: dict[tuple[Any, ...], Change] = {}
+    as_it_is = Change({}, make(job, name, machine, ranks))
+    for one in (as_it_is, *_candidates(job, name, machine, ranks)):
+        where = tuple(str(value_of(one.plan.job, key)) for key in OFFLOAD)
+        size = one.plan.job.train.micro_batch
+        if one.plan.fits and (
+            where not in largest or size > largest[where].plan.job.train.micro_batch
+        ):
+            largest[where] = one
+    ordered = _fastest(list(largest.values()))
+    best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
+    near = [one for one in ordered if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
+    near.sort(key=lambda one: list(STATE_PRECISIONS).index(one.plan.job.offload.state))
+    return [*near, *ordered[len(near) :]]
+
+
+def single_changes(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> list[Change]:
+    """Return every other value of one key that fits: placements, formats, update modes, and the
+    number of microbatches that the tokens of a step are cut into."""
+    choices = choices_of(job, ranks, traced=trace is not None) | {
+        "offload.state_on": distinct("auto", "host"),
+        "offload.recompute_blocks": ("auto",) if job.offload.recomputes else (),
+        "offload.sums_on": ("host", "device"),
+        "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
+        # What a trace tells is of eager operations.
+        "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
+        "offload.update": ("exact", "speculative", "delayed"),
+        "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
+    }
+    found = (
+        _changed(job, {key: value}, name, machine, ranks, trace)
+        for key, values in choices.items()
+        for value in values
+        if value != value_of(job, key)
+    )
+    return [one for one in found if one is not None and one.plan.fits]
+
+
+def automatic(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> Change:
+    """Return the fastest placement of weights and block inputs that fits and changes no number.
+
+    Raises:
+        PlanError: none fits.
+    """
+    # Every other activation policy of a traced model would take another trace.
+    free = PLACES if trace is None else PLACES[:1]
+    found = _candidates(job, name, machine, ranks, free=free, trace=trace)
+    places = [one for one in found if one.plan.fits]
+    as_it_is = make(job, name, machine, ranks, trace)
+    if as_it_is.fits:
+        places.append(Change({}, as_it_is))
+    if not places:
+        raise PlanError(
+            f"{job.name} does not fit in any placement: {' '.join(as_it_is.problems)}. Use a "
+            'narrower offload.state ("split16", "int8"), a smaller microbatch or a smaller model'
+        )
+    best = _fastest(places)[0].plan.prediction.tokens_per_s
+    near = [one for one in places if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
+    chosen = min(near, key=lambda one: len(one.keys))
+    return _with_less_recompute(job, chosen, name, machine, ranks, trace)
+
+
+def _with_less_recompute(
+    job: Config, change: Change, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> Change:
+    """Return a change to layers that are all recomputed with the fewest that fit, where that is
+    faster. Where the shape of a model only estimates its activations, or a number of layers would
+    take several traces, all stay."""
+    of_all = change.plan.job.offload.recompute_blocks is None
+    if not ("offload.activation" in change.keys and of_all and change.plan.fits):
+        return change
+    if trace is not None or job.hf is not None:
+        return change
+    less = _changed(
+        job, change.keys | {"offload.recompute_blocks": "auto"}, name, machine, ranks, trace
+    )
+    if less is None or not less.plan.fits:
+        return change
+    if less.plan.prediction.tokens_per_s < change.plan.prediction.tokens_per_s * (1 + SAME):
+        return change
+    count = less.plan.job.offload.recompute_blocks
+    return Change(change.keys | {"offload.recompute_blocks": count}, less.plan)
+
+
+def settled(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> Config:
+    """Return the job with "auto" placement, and what `plan.automatic` decides, for this machine.
+
+    Raises:
+        PlanError: no placement fits.
+    """
+    if job.device.placement == "auto":
+        found = automatic(resolved(job, machine), name, machine, ranks, trace)
+        job = _consistent(job, found.keys)
+    asked = job.offload.recompute_blocks, job.offload.state_on, job.ranks.layers_per_stage
+    if "auto" not in asked:
+        return job
+    plan = make(job, name, machine, ranks, trace)
+    job = replace(job, ranks=plan.job.ranks)
+    if job.offload.recompute_blocks == "auto":
+        offload = replace(job.offload, recompute_blocks=plan.job.offload.recompute_blocks)
+        job = replace(job, offload=offload)
+    if job.offload.state_on != "auto":
+        return job
+    return with_state_on(job, state_share.enough(plan.placed, machine) if plan.fits else 0.0)
+
+
+def planned(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None = None
+) -> Plan:
+    """Return the plan of the job with "auto" placement resolved; where no placement fits, of the
+    job as it was asked for, so that the plan can say what else makes it fit."""
+    if job.device.placement == "auto":
+        try:
+            return automatic(resolved(job, machine), name, machine, ranks, trace).plan
+        except PlanError:
+            pass  # where memory is not the reason, the plan below raises it again
+    return make(job, name, machine, ranks, trace)
+
+
+def applied(job: Config, keys: dict[str, Any]) -> Config:
+    """Return the job with other values for dotted keys."""
+    for dotted, value in keys.items():
+        section, key = dotted.split(".")
+        job = replace(job, **{section: replace(getattr(job, section), **{key: value})})
+    return job
+
+
+def _fastest(changes: Sequence[Change]) -> list[Change]:
+    def order(change: Change) -> tuple[float, int]:
+        return -round(change.plan.prediction.tokens_per_s, 6), len(change.keys)
+
+    return sorted(changes, key=order)
+
+
+def _fewer_tokens(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return the change to the largest single microbatch that fits, a power of two per rank."""
+    most = (job.train.micro_batch * job.train.grad_accum_steps - 1) // ranks
+
+    def fitting(power: int) -> Iterator[Change]:
+        return _one_microbatch(job, ranks << power, name, machine, ranks, trace)
+
+    def none_fits(power: int) -> bool:
+        return next(fitting(power), None) is None  # one is enough: others take other traces
+
+    powers = range(most.bit_length())
+    # Where the smallest does not fit, no other has to be traced.
+    if not powers or none_fits(0):
+        return []
+    return list(fitting(bisect_left(powers, True, lo=1, key=none_fits) - 1))
+
+
+def _one_microbatch(
+    job: Config, sequences: int, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> Iterator[Change]:
+    """Yield what fits with one microbatch of so many sequences for each step."""
+    keys: dict[str, Any] = {"train.micro_batch": sequences}
+    if job.train.global_batch_tokens:
+        keys["train.global_batch_tokens"] = sequences * job.data.seq_len
+    one = applied(job, keys | {"train.grad_accum_steps": 1})
+    if not job.train.global_batch_tokens:
+        keys["train.grad_accum_steps"] = 1
+    for two in _promising(one, name, machine, ranks, free=OFFLOAD, trace=trace):
+        if two.plan.fits:
+            yield Change(keys | two.keys, two.plan)
+
+
+SHORTEST = 128
+"""Tokens of a sequence: shorter ones are not proposed."""
+
+
+def _smaller_pieces(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return the changes to one sequence per rank, its loss in parts, one slot for streamed blocks,
+    and the longest sequence that fits; or the one change that lacks least."""
+    lengths, length = [job.data.seq_len], job.data.seq_len // 2
+    while length >= SHORTEST:
+        lengths.append(length)
+        length //= 2
+    # Where the shortest does not fit, no other has to be traced.
+    shortest = _one_sequence(job, lengths[-1], name, machine, ranks, trace)
+    if not any(two.plan.fits for two in shortest):
+        return sorted(shortest, key=lambda two: two.plan.missing_bytes)[:1]
+    longer = (_one_sequence(job, one, name, machine, ranks, trace) for one in lengths[:-1])
+    fitting = ([two for two in found if two.plan.fits] for found in chain(longer, [shortest]))
+    return next(found for found in fitting if found)
+
+
+def _one_sequence(
+    job: Config, length: int, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> list[Change]:
+    """Return the changes to steps of one sequence of this length per rank, in small pieces."""
+    keys = {
+        "train.micro_batch": ranks,
+        "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
+        "train.grad_accum_steps": 1,
+        "train.chunked_loss": True,
+        "offload.device_slots": 1,
+        "data.seq_len": length,
+    }
+    changed = {key: value for key, value in keys.items() if value != value_of(job, key)}
+    one = applied(job, changed)
+    if "train.global_batch_tokens" in changed:
+        changed.pop("train.grad_accum_steps", None)
+    found = _promising(one, name, machine, ranks, free=OFFLOAD, trace=trace)
+    return [Change(changed | two.keys, two.plan) for two in found]
+
+
+def _promising(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    free: tuple[str, ...] = ALL,
+    trace: Trace | None = None,
+) -> Iterator[Change]:
+    """Yield the combinations of other values, but for those that another makes needless.
+
+    Block inputs on the host take more of it than the state that finds room on the device instead.
+    So where the device has room for them, a combination with them on the host lacks more than the
+    one without, which needs fewer changes: it is left out. It would take a trace of its own.
+    """
+    recomputes = job.offload.activation == "recompute" and not machine.on_cpu
+    with_room: list[dict[str, Any]] = []
+    if make(job, name, machine, ranks, trace).device_has_room:
+        with_room.append({})
+    for keys in combinations(job, ranks, free, traced=trace is not None):
+        kept = {key: value for key, value in keys.items() if key != "offload.activation"}
+        if recomputes and keys.get("offload.activation") == "offload" and kept in with_room:
+            continue
+        found = _changed(job, dict(keys), name, machine, ranks, trace)
+        if found and found.plan.device_has_room:
+            with_room.append(keys)
+        if found:
+            yield found
+
+
+def _candidates(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    free: tuple[str, ...] = ALL,
+    trace: Trace | None = None,
+) -> Iterator[Change]:
+    """Yield every combination of other values that is free of contradictions."""
+    for keys in combinations(job, ranks, free, traced=trace is not None):
+        if found := _changed(job, keys, name, machine, ranks, trace):
+            yield found
+
+
+def _changed(
+    job: Config,
+    keys: dict[str, Any],
+    name: str,
+    machine: Machine,
+    ranks: int,
+    trace: Trace | None,
+) -> Change | None:
+    """Return the plan with other values of keys; None for a contradiction."""
+    if "train.micro_batch" in keys and not job.train.global_batch_tokens:
+        keys["train.grad_accum_steps"] = microbatches_of(job, keys["train.micro_batch"])
+    changed = _consistent(job, keys)
+    broken = (
+        changed.offload.problems(),
+        contradictions(changed.optim, changed.offload),
+        problems_of_ranks(changed),
+    )
+    if any(map(any, broken)):
+        return None
+    try:
+        return Change(keys, make(changed, name, machine, ranks, trace))
+    except PlanError:
+        return None
+
+
+def _consistent(job: Config, keys: dict[str, Any]) -> Config:
+    """Add the consequences of changed keys: the tokens of a step do not change."""
+    changed = applied(job, keys)
+    train = changed.train
+    train = replace(train, grad_accum_steps=microbatches_of(job, train.micro_batch))
+    changed = replace(changed, train=train)
+    if changed.offload.working == "device" and changed.offload.resident_blocks:
+        changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
+    if changed.offload.activation not in ("recompute", "offload"):
+        changed = replace(changed, offload=replace(changed.offload, recompute_blocks=None))
+    if changed.offload.activation != "offload_saved":
+        offload = replace(changed.offload, offload_saved_above=OFFLOAD_SAVED_ABOVE)
+        changed = replace(changed, offload=offload)
+    return changed
+
+
+def _text(value: Any) -> str:
+    """Return a value as `--set` takes it."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}={share}' for key, share in value.items())}}}"
+    return str(value)

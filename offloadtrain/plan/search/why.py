@@ -1,0 +1,121 @@
+"""What bounds a planned step, and which changes make it faster: answers of the simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offloadtrain.config.units import format_seconds
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.costs.disk import with_rates
+from offloadtrain.plan.costs.microbatch import Trace
+from offloadtrain.plan.plan import Plan
+from offloadtrain.plan.search.suggest import SAME, Change, single_changes
+
+MOST = 3
+"""Changes that are told of each kind."""
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "the GPU's arithmetic": ("bf16_tflops", "fp16_tflops", "fp32_tflops"),
+    "the GPU's memory": ("hbm_gbps",),
+    "the host's memory": (
+        "dram_gbps",
+        "shared_dram_gbps",
+        "fp32_gparams",
+        "split16_gparams",
+        "int8_gparams",
+    ),
+    "the bus": ("h2d_gbps", "d2h_gbps", "host_link_gbps"),
+    "the links between ranks": ("gpu_link_gbps", "node_link_gbps"),
+}
+"""Part of a machine → its rates."""
+
+DRIVE = {"the drive": ("disk_read_gbps", "disk_write_gbps", "disk_both_gbps")}
+"""The same, where state is on the disk."""
+
+NOTES = {
+    ("offload.update", "delayed"): "one step of staleness",
+    ("offload.state", "split16"): "rounds moments",
+    ("offload.state", "int8"): "rounds masters and moments",
+    ("offload.compile_blocks", True): "rounds elsewhere",
+}
+"""Changes that change the numbers of a run, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """What a step's time consists of.
+
+    Attributes:
+        gains: part of the machine → how much faster the step were if it were twice as fast, 0.1 for
+            a tenth; the largest first.
+        changes: that keep the numbers of a run, with the gain of each alone, the largest first.
+        others: that change the numbers.
+    """
+
+    plan: Plan
+    gains: Mapping[str, float]
+    changes: Sequence[tuple[Change, float]]
+    others: Sequence[tuple[Change, float]]
+
+
+def why(plan: Plan, trace: Trace | None = None) -> Why:
+    """Ask the simulation, with other rates and with other keys."""
+    machine, now = plan.machine, plan.prediction
+    rated = with_rates(machine)
+    gains = {
+        part: now.seconds / replace(plan, machine=_twice(rated, rates)).prediction.seconds - 1
+        for part, rates in (PARTS | (DRIVE if plan.disk else {})).items()
+    }
+    found = single_changes(plan.job, plan.name, machine, plan.ranks, trace)
+    changes = [(one, one.plan.prediction.tokens_per_s / now.tokens_per_s - 1) for one in found]
+    helping = sorted((pair for pair in changes if pair[1] > SAME), key=lambda pair: -pair[1])
+    keeping = [pair for pair in helping if not _note(pair[0])]
+    others = [pair for pair in helping if _note(pair[0])]
+    largest_first = dict(sorted(gains.items(), key=lambda item: -item[1]))
+    return Why(plan, largest_first, keeping[:MOST], others[:MOST])
+
+
+def text(found: Why) -> str:
+    """Return the answer as text."""
+    lines = [*_bounds(found), "what to change next, each alone (--set KEY=VALUE):"]
+    lines += [f"  {_percent(gain):>6}  {one.text}" for one, gain in found.changes]
+    if not found.changes:
+        lines.append(f"  nothing that keeps the numbers of the run gains {_percent(SAME)}")
+    lines += [f"  {_percent(gain):>6}  {one.text} ({_note(one)})" for one, gain in found.others]
+    return "\n".join(lines)
+
+
+def _bounds(found: Why) -> list[str]:
+    plan, (part, gain) = found.plan.prediction, next(iter(found.gains.items()))
+    waits = sorted(plan.exposed_s.items(), key=lambda item: -item[1])
+    told = ", ".join(f"{format_seconds(s)} for {lane}" for lane, s in waits if s > 0.001)
+    bound_s, busiest = plan.bound
+    return [
+        f"what bounds the step: {part}; twice as fast saves {100 * gain / (1 + gain):.0f} % of it",
+        f"  compute works {format_seconds(plan.busy_s['compute'])}; it waits {told or 'never'}",
+        f"  no schedule is faster than its busiest lane: {busiest}, "
+        f"{format_seconds(bound_s)} of {format_seconds(plan.seconds)}",
+        *(f"  {part} twice as fast: {_percent(gain)}" for part, gain in found.gains.items()),
+    ]
+
+
+def as_json(found: Why) -> dict[str, Any]:
+    """Return the answer as plain values."""
+    every = (*found.changes, *found.others)
+    changes = [{"keys": one.keys, "gain": gain, "note": _note(one)} for one, gain in every]
+    return {"gains_of_twice": dict(found.gains), "changes": changes}
+
+
+def _twice(machine: Machine, rates: Sequence[str]) -> Machine:
+    return replace(machine, **{rate: 2 * getattr(machine, rate) for rate in rates})
+
+
+def _note(change: Change) -> str:
+    """Say how a change changes the numbers of a run; empty if it does not."""
+    return ", ".join(note for (key, value), note in NOTES.items() if change.keys.get(key) == value)
+
+
+def _percent(gain: float) -> str:
+    return f"+{100 * gain:.0f} %"

@@ -1,0 +1,207 @@
+"""Activation offload: the inputs that recompute starts from, down in forward, back in backward.
+
+[Note: Offloaded activations]
+With activation = "offload" the inputs that a block's recompute starts from are copied to pinned
+memory on the d2h lane as soon as autograd saves them, and freed on the device. In backward they
+come back on the load lane, each one ahead of its use: the last saved is needed first. The device
+memory of such an input must outlive its copy. So a short queue holds it, and compute waits for the
+copy before the queue frees it: torch's allocator gives memory out again in the order of compute.
+Host buffers are kept by size and reused from the second micro-step on. With "offload_saved" all
+large memory that autograd saves goes this way, in a longer queue. What backward needs while the
+queue still holds it, the logits as a rule, is taken from there: it does not come back over the bus.
+
+[Note: Partitioned activations]
+Ranks that hold parts of one layer's matrices (tensor parallel) have the same input of it, each as a
+whole. With `partition_activations` (ZeRO-R Pa) each of t ranks keeps 1/t of it: on the host
+(Pa+cpu), or with activation = "recompute" in a buffer of the device. In backward the part comes
+back to its place in the whole, and an all-gather on the comm lane brings the others, one input
+ahead of its use. An input whose elements t does not divide is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from offloadtrain.step.program.dependencies import Dependencies
+from offloadtrain.step.program.operations import Free, Kind, Lane, Launch, Memory, Ref
+from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.spec.step_spec import StepSpec
+
+_LEAVING = 2
+"""Inputs that may be in flight to the host: one that is copied, one behind it."""
+_LEAVING_SAVED, _SAVED_AHEAD = 8, 4
+"""Saved tensors in flight to the host, and those fetched ahead of their use. Operations of a block
+save several at about the same time, and the next product gives their copies time. In backward one
+that was taken from the queue leaves it as many uses later."""
+
+
+@dataclass(slots=True)
+class _Saved:
+    """One block input.
+
+    Attributes:
+        host: its host buffer.
+        there: its device memory in forward.
+        back: its device memory in backward.
+        before: the number of the input saved just before it in the same forward.
+        fetched: it is on its way back, or there.
+        taken: compute owns it.
+    """
+
+    host: Ref
+    there: Ref
+    back: Ref
+    before: int | None
+    fetched: bool = False
+    taken: bool = False
+
+
+class ActivationPath:
+    """Moves block inputs, which the caller has numbered."""
+
+    def __init__(self, spec: StepSpec, part: int, order: Dependencies) -> None:
+        """`part`: the number of the part that this rank keeps."""
+        self._order = order
+        self._parts = spec.input_parts
+        self._part = part if self._parts > 1 else 0
+        self._on_host = spec.config.activation != "recompute" or spec.input_parts == 1
+        self._stays = spec.config.activation == "offload_saved"
+        self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
+        self._ahead = _SAVED_AHEAD if self._stays else 1
+        self._saved: dict[int, _Saved] = {}
+        self._last: int | None = None
+        self._leaving: dict[Ref, int] = {}
+        """Device memory → number of the input; the oldest first."""
+        self._free: dict[int, list[int]] = {}
+        """Bytes → free host buffers of that size."""
+        self._sizes: list[int] = []
+        """Bytes of every host buffer."""
+
+    def restart(self) -> None:
+        """Another forward begins: its first input has none before it."""
+        self._last = None
+
+    def save(self, number: int, numel: int, dtype: str) -> None:
+        """Autograd has saved a block input that compute has just written."""
+        lo, hi = self._own(numel)
+        kept = Memory.HOST_ACTIVATION if self._on_host else Memory.KEPT_ACTIVATION
+        nbytes = (hi - lo) * ITEMSIZE[dtype]
+        if free := self._free.get(nbytes):
+            buffer = free.pop()
+        else:
+            buffer = len(self._sizes)
+            self._sizes.append(nbytes)
+        host = Ref(kept, buffer, 0, 0, hi - lo, dtype)
+        there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
+        # The user's forward is no launch: this event stands for its write of the input. The copy
+        # waits for compute up to here, and not for the block's own forward.
+        forward = self._order.record(Lane.COMPUTE, "the forward before it")
+        self._order.was_written([there], forward)
+        kind, lane = (Kind.ACTIVATION_DOWN, Lane.D2H)
+        if not self._on_host:
+            kind, lane = (Kind.KEEP_INPUT, Lane.COMPUTE)
+        # d2h, beside the block's own forward; a part that stays on the device on compute, in front
+        # of it. It waits for the last fetch from its buffer.
+        self._order.launch(Launch(kind, lane, "", (there._replace(lo=lo, hi=hi),), (host,)))
+        # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
+        self._leaving[there] = number
+        # A part that stays on the device was copied by compute itself, which need not wait.
+        self._let_go(self._most_leaving if self._on_host else 0)
+        self._saved[number] = _Saved(host, there, there._replace(copy=1), self._last)
+        self._last = number
+
+    def need(self, number: int) -> None:
+        """Backward is about to run the block again: fetch its input, and prefetch the next one."""
+        one = self._saved[number]
+        # Backward saves no inputs that would push the last ones out of the queue.
+        if self._stays:
+            behind = number + _LEAVING_SAVED
+            for ref in [ref for ref, saved in self._leaving.items() if saved >= behind]:
+                self._free_one(ref)
+        else:
+            self._let_go(0)
+        held = one.there in self._leaving
+        if not held:
+            self._fetch(one)
+        for before in islice(self._before(one), self._ahead):
+            # A saved tensor that came back stays while its graph lives: others may read it too.
+            if not (self._stays and (before.taken or before.there in self._leaving)):
+                self._fetch(before)
+        if held:
+            # Compute made it: nothing to wait for. The queue still owns it, until its copy is done.
+            one.taken = True
+            return
+        # Compute waits for this input only: the next one comes beside the block's backward.
+        self._order.needs(Lane.COMPUTE, [one.back], "recompute")
+        one.taken = True
+        # Compute has waited and is the only user from here on: autograd owns the memory.
+        self._order.forget([one.back])
+
+    def _before(self, one: _Saved) -> Iterator[_Saved]:
+        """Yield what was saved before it in the same forward, the last first."""
+        while one.before is not None and (before := self._saved.get(one.before)) is not None:
+            yield before
+            one = before
+
+    def drop(self, number: int) -> None:
+        """The graph of the input is gone."""
+        one = self._saved.pop(number)
+        # A prefetch may still write this memory: the queue owns it until compute has waited.
+        if one.fetched and not one.taken:
+            self._leaving[one.back] = number
+        # Free at once: the next copy into the buffer waits for the fetch that may still read it.
+        self._give_back(int(one.host.owner))
+        if self._stays and not self._saved:
+            self._let_go(0)  # no forward may follow that would push them out
+
+    def reset(self) -> None:
+        """The lanes are empty and no graph needs an input: all host buffers are free."""
+        self._saved, self._last = {}, None
+        self._leaving.clear()
+        self._free.clear()
+        for buffer in range(len(self._sizes)):
+            self._give_back(buffer)
+
+    def _give_back(self, buffer: int) -> None:
+        self._free.setdefault(self._sizes[buffer], []).append(buffer)
+
+    def _fetch(self, one: _Saved) -> None:
+        if one.fetched and not one.taken:
+            return
+        # Taken before: a retained graph runs backward again and needs a new copy.
+        one.fetched, one.taken = True, False
+        # torch's allocator may give out memory that compute kernels launched earlier still use: it
+        # orders reuse on compute's stream only. This event makes the copy wait for them.
+        so_far = self._order.record(Lane.COMPUTE, "whatever had it before")
+        self._order.was_read([one.back], so_far)
+        lo, hi = self._own(one.back.hi)
+        part = one.back._replace(lo=lo, hi=hi)
+        kind, lane = (Kind.ACTIVATION_UP, Lane.LOAD)
+        if not self._on_host:
+            kind, lane = (Kind.FETCH_PART, Lane.COMM)
+        # load, beside recompute and backward of the block after it: waits for its copy down.
+        self._order.launch(Launch(kind, lane, "", (one.host,), (part,)))
+        if hi - lo < one.back.hi:
+            # comm, beside the same: waits for this rank's part.
+            self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (one.back,)))
+
+    def _own(self, numel: int) -> tuple[int, int]:
+        """Return [lo, hi) of the elements that this rank keeps."""
+        if numel % self._parts:
+            return 0, numel
+        count = numel // self._parts
+        return self._part * count, (self._part + 1) * count
+
+    def _let_go(self, most: int) -> None:
+        while len(self._leaving) > most:
+            self._free_one(next(iter(self._leaving)))
+
+    def _free_one(self, ref: Ref) -> None:
+        del self._leaving[ref]
+        # The allocator gives this memory to compute next, without a launch that could wait for the
+        # copy: compute waits here. The queue makes that wait one for an old copy.
+        self._order.overwrites(Lane.COMPUTE, [ref], "the allocator")
+        self._order.forget([ref])
+        self._order.operations.append(Free(ref))

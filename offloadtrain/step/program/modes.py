@@ -1,0 +1,357 @@
+"""Update modes: when Adam of a bucket runs, and when its weights go back to the device.
+
+[Note: Update modes]
+    Exact        Adam when the norm is known: block after block in forward order, each block's
+                 upload beside the next block's Adam and the next forward
+    Early        nothing global must be known (no clipping, no loss scaling, no skipping): Adam of
+                 a bucket runs as soon as its gradient is on the host, inside backward
+    Speculative  Adam runs inside backward on the guess "no clipping, no overflow", into the other
+                 copy of the state. A right guess makes the other copy the state; a wrong one is
+                 discarded, and the update runs as in Exact. The bits are those of Exact in any case
+    Delayed      Adam of step t runs during step t+1; its weights go up behind each block's
+                 backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
+
+    TwoVersions  Delayed in a pipeline without flushes: [Note: Two versions] in `two_versions`
+
+In the first three no weight on the device changes before `step()`, so that nothing a user runs
+between backward and step sees other weights than in a resident run, and a wrong guess uploads
+nothing twice. No update runs inside the first backward: it shows which blocks deliver as expected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.step.program.operations import Ref, Update
+from offloadtrain.step.program.places import BlockRefs, BucketRefs
+from offloadtrain.step.program.updates import UpdatePath
+
+
+class UpdateError(OffloadTrainError):
+    """An update ran inside backward that cannot be undone and should not have."""
+
+
+class Decision(NamedTuple):
+    """The decision about a step: skip or update, and with which coefficients.
+
+    Attributes:
+        step: the number of this optimizer step, 1-based, also where it is skipped.
+        coef: the clip coefficient, 1.0 for none.
+        scale: the divisor of the gradients: the loss scale times the number of ranks, as their sum
+            arrives.
+        hyperparameters: in force in step(); compared with those of updates inside backward, where
+            there are any (`Program.updates_in_backward`).
+    """
+
+    step: int
+    skipped: bool = False
+    coef: float = 1.0
+    scale: float = 1.0
+    hyperparameters: object = None
+
+    @property
+    def update(self) -> Update:
+        return Update(self.step, self.coef / self.scale, out_of_place=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The result of the updates that ran inside backward.
+
+    Attributes:
+        buckets: the number updated inside backward.
+        right: the speculation was right; None without speculation.
+    """
+
+    buckets: int = 0
+    right: bool | None = None
+
+
+class Exact:
+    """Adam when the norm is known."""
+
+    waits_for_norm = True
+    """The gradient can still be clipped after backward."""
+    updates_in_backward = False
+    """Adam may run before the norm is known."""
+
+    def __init__(self, updates: UpdatePath) -> None:
+        self._updates = updates
+        self.behind: list[str] = []
+        """Blocks whose new weights go up once no graph needs the old ones."""
+        self.version = 0
+        """Of the weights that compute reads, where there are two."""
+        self._staged: dict[BucketRefs, Ref] = {}
+        """Bucket updated and not uploaded → where its new weights wait."""
+
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
+        """Inside backward: the step's gradient of the block is whole, and on its way to the host.
+
+        `early`: the decision on the assumption that nothing is clipped or skipped.
+        """
+
+    def grads_again(self, block: BlockRefs) -> None:
+        """A gradient arrived for a block whose gradient was complete."""
+
+    def graph_freed(self, block: str) -> None:
+        """No graph needs the weights of a block that is `behind`."""
+
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
+        """In step(): what is left of the update, and the uploads, in forward order."""
+        if not decision.skipped:
+            self._apply(order, decision)
+            self._updates.is_over(order)
+        return Speculation()
+
+    def drop(self) -> None:
+        """The gradients of the step are dropped before it was decided."""
+
+    def flush(self) -> None:
+        """Between steps: upload weights that wait, so that the device has the newest ones."""
+
+    def reset(self) -> None:
+        """The whole state was set or loaded: earlier updates do not matter any more."""
+
+    def turn(self, *, back: bool) -> None:
+        """Where there are two versions of the weights: compute reads the one before the newest
+        (`back`), or the newest again."""
+        raise UpdateError("there is one version of the weights")
+
+    def part(self, order: Sequence[BlockRefs]) -> None:
+        """The caller is about to set weights in use that are not those of the state."""
+
+    def hold(self, order: Sequence[BlockRefs]) -> None:
+        """In mode "delayed": masters that were loaded wait as they did when they were saved."""
+        raise UpdateError("new weights wait in update mode 'delayed' only")
+
+    def verify(self) -> None:
+        """At the end of step(): raise an error that would have left the step half done before.
+
+        Raises:
+            UpdateError: updates inside backward used other hyperparameters than step().
+        """
+
+    def _apply(self, order: Sequence[BlockRefs], decision: Decision) -> None:
+        # Recorded before the first upload, so that uploads wait for this backward and not for the
+        # next forward, which runs beside them.
+        self._updates.backward_is_over(order)
+        # Forward order: the next forward begins behind the first block's upload, while Adam of the
+        # later blocks still runs.
+        for name, buckets in self._ahead(order, decision):
+            self._updates.upload(name, self._updated(buckets, decision))
+
+    def _ahead(self, order: Sequence[BlockRefs], decision: Decision) -> Iterator[BlockRefs]:
+        """Yield each block behind the beginning of its own update and of the next block's: the
+        device orthogonalizes matrices of the one while the host updates the other."""
+        for number, (block, following) in enumerate(zip_longest(order, order[1:])):
+            for _, buckets in [*([block] if number == 0 else []), *filter(None, [following])]:
+                for bucket in buckets:
+                    self._updates.begin(bucket, decision.update)
+            yield block
+
+    def _updated(
+        self, buckets: Iterable[BucketRefs], decision: Decision
+    ) -> Iterator[tuple[BucketRefs, Ref]]:
+        for bucket in buckets:
+            staged = self._staged.pop(bucket, None)
+            yield bucket, staged or self._updates.adam(bucket, decision.update)
+
+
+class Early(Exact):
+    """Adam inside backward, in place: for steps that nothing can stop."""
+
+    waits_for_norm = False
+    updates_in_backward = True
+
+    def __init__(self, updates: UpdatePath) -> None:
+        super().__init__(updates)
+        self._used: object = None
+        self._outdated = False
+        self._lost = False
+
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
+        self._require_whole()
+        self._used = self._used or early.hyperparameters
+        # Adam runs beside backward of the next blocks. Its weights wait on the host until step():
+        # an evaluation before it must see the old ones on the device.
+        # Matrices and experts are updated in step().
+        for bucket in block[1]:
+            if not bucket.waits_for_step:
+                self._staged[bucket] = self._updates.adam(bucket, early.update)
+
+    def grads_again(self, block: BlockRefs) -> None:
+        if any(bucket in self._staged for bucket in block[1]):
+            self._lost = True
+            raise UpdateError(
+                f"block '{block[0]}' received another gradient after its update ran: with "
+                "skip_nonfinite = False and no clip_norm, Adam runs inside backward, and a step "
+                "has exactly grad_accum_steps backward passes. Sum the losses before backward(), "
+                "or set skip_nonfinite = True"
+            )
+
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
+        self._require_whole()
+        used, self._used = self._used, None
+        early = len(self._staged)
+        # Raised by `verify` once the step is done: Adam in place cannot be undone.
+        self._outdated = bool(used) and used != decision.hyperparameters
+        self._apply(order, decision)
+        return Speculation(buckets=early)
+
+    def verify(self) -> None:
+        if self._outdated:
+            self._outdated = False
+            raise UpdateError(
+                "hyperparameters changed between backward and step(), but Adam ran inside backward "
+                "with the old ones (the step is done). Set them before backward, or set "
+                "skip_nonfinite = True"
+            )
+
+    def drop(self) -> None:
+        self._used = None
+        self._lost = self._lost or bool(self._staged)
+
+    def reset(self) -> None:
+        self._staged.clear()
+        self._used = None
+        self._lost = False
+
+    def _require_whole(self) -> None:
+        if self._lost:
+            raise UpdateError(
+                "a step was dropped after Adam of some blocks ran inside its backward: the state "
+                "is between two steps. Load a checkpoint, or set skip_nonfinite = True, which "
+                "never updates before the step is certain"
+            )
+
+
+class SpeculationPolicy:
+    """Speculates while at least half of the last predictions were, or would have been, right.
+
+    A right prediction hides as much Adam as a wrong one wastes, so speculation pays from half on.
+    """
+
+    WINDOW = 8
+
+    def __init__(self) -> None:
+        self._seen: deque[bool] = deque(maxlen=self.WINDOW)
+
+    def good(self) -> bool:
+        return 2 * sum(self._seen) >= len(self._seen)
+
+    def saw(self, right: bool) -> None:
+        self._seen.append(right)
+
+
+class Speculative(Exact):
+    """Adam inside backward into the other copy of the state, where a bucket has one."""
+
+    updates_in_backward = True
+
+    def __init__(self, updates: UpdatePath) -> None:
+        super().__init__(updates)
+        self._policy = SpeculationPolicy()
+        self._used: object = None
+
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
+        if not self._policy.good():
+            return
+        self._used = self._used or early.hyperparameters
+        update = Update(early.step, early.update.grad_scale, out_of_place=True)
+        # Beside backward of the next blocks, into the other copy: state and gradient stay as they
+        # are for the redo.
+        for bucket in block[1]:
+            if bucket.has_second_copy:
+                self._staged[bucket] = self._updates.adam(bucket, update)
+
+    def grads_again(self, block: BlockRefs) -> None:
+        for bucket in block[1]:
+            self._staged.pop(bucket, None)
+
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
+        unclipped = not decision.skipped and decision.coef == 1.0
+        self._policy.saw(unclipped)
+        right = unclipped and (not self._used or self._used == decision.hyperparameters)
+        guessed = len(self._staged)
+        # Right: the other copy becomes the state, and only uploads are left. Wrong: it is discarded
+        # and every bucket is updated below, behind these updates on the host lane.
+        if right:
+            for bucket in self._staged:
+                self._updates.swap(bucket)
+        else:
+            self._staged.clear()
+        self._used = None
+        super().apply(order, decision)
+        return Speculation(guessed, right if guessed else None)
+
+    def drop(self) -> None:
+        self._used = None
+        self._staged.clear()
+
+
+class Delayed(Exact):
+    """Adam during the next step: one step of staleness, after `warmup_steps` exact ones.
+
+    On a single rank, weights go up as soon as no graph needs the old ones. The moment depends on
+    when the user frees a graph, and ranks must gather weights in one order: so among ranks they go
+    up at the next step().
+    """
+
+    def __init__(self, updates: UpdatePath, warmup_steps: int, *, alone: bool) -> None:
+        super().__init__(updates)
+        self._warmup_steps = warmup_steps
+        self._is_single = alone
+        self._waiting: dict[str, list[tuple[BucketRefs, Ref]]] = {}
+        """Blocks updated and not uploaded, the last one of the forward first."""
+        self._begun = False
+        """Some blocks have their new weights while backward goes on."""
+
+    def grads_complete(self, block: BlockRefs, early: Decision) -> None:
+        if block[0] in self._waiting and self._is_single:
+            self.behind.append(block[0])
+
+    def graph_freed(self, block: str) -> None:
+        self.behind.remove(block)
+        self._begun = True
+        # h2d, beside backward of the next blocks. Compute reads this block again in the next
+        # forward.
+        self._upload([block])
+
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
+        self.flush()
+        if decision.step <= self._warmup_steps:
+            return super().apply(order, decision)
+        # Adam runs beside the next forward and backward. Last block first: the next backward's
+        # copies down reuse the gradients' memory in that order and wait for Adam to have read it.
+        if not decision.skipped:
+            for name, buckets in self._ahead([*reversed(order)], decision):
+                self._waiting[name] = list(self._updated(buckets, decision))
+        return Speculation()
+
+    def drop(self) -> None:
+        """Give all blocks their new weights, as some may have theirs already."""
+        self.behind.clear()
+        if self._begun:
+            self.flush()
+
+    def hold(self, order: Sequence[BlockRefs]) -> None:
+        # Last block first, as `apply` leaves them.
+        self._waiting = dict(reversed(self._updates.hold(order).items()))
+
+    def flush(self) -> None:
+        self.behind.clear()
+        self._begun = False
+        # Forward order: the next forward waits for the first block's upload first.
+        self._upload(list(reversed(self._waiting)))
+
+    def _upload(self, blocks: Sequence[str]) -> None:
+        old = [(name, [bucket for bucket, _ in self._waiting[name]]) for name in blocks]
+        # These uploads wait for compute's reads of the old weights so far.
+        self._updates.backward_is_over(old)
+        for name in blocks:
+            self._updates.upload(name, self._waiting.pop(name))

@@ -1,0 +1,389 @@
+"""The operations of a program: launches on lanes over named memory, and the order between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from offloadtrain.step.spec.formats import ITEMSIZE
+
+
+class Lane(StrEnum):
+    """A queue of operations: a stream, a thread, or both."""
+
+    COMPUTE = "compute"
+    """The stream of the user's forward and backward."""
+    D2H = "d2h"
+    """Copies from the device to the host: gradients."""
+    HOST = "host"
+    """CPU work on host memory: sums, norms, Adam."""
+    H2D = "h2d"
+    """Copies from the host to the device: weights that an update has changed."""
+    LOAD = "load"
+    """Copies from the host to the device: streamed weights, in the order of their use. Not on h2d,
+    whose next copy may wait for an update that forward does not need yet."""
+    COMM = "comm"
+    """Collectives between ranks, in one order on all of them."""
+    ORTHO = "ortho"
+    """The device's part of the update of matrices: up, orthogonalized, down. Not on compute, which
+    would wait for the host, nor on h2d and d2h, whose copies would wait for it."""
+    WRITE = "write"
+    """The state to the disk, while the next steps run: Adam of a bucket waits for its own write
+    only."""
+    UPDATE = "update"
+    """The device's work on gradients and state that lie there: sums, norms, Adam. Not on compute,
+    whose next forward waits for the update of its own block only."""
+    DISK_READ = "disk_read"
+    """State from its file: that of the next bucket while the host updates another."""
+    DISK_WRITE = "disk_write"
+    """New state to its file. Not on disk_read, whose next read would wait for it."""
+    DISK_LOAD = "disk_load"
+    """Streamed weights from their file, in the order of their use. Not on disk_read, whose next
+    read may be of an update that forward does not need yet."""
+
+
+class Kind(StrEnum):
+    """The kind of an operation. The value is its name in logs and traces."""
+
+    FORWARD = "forward"
+    """compute: the user's forward of a block; launched where a program is driven without a
+    model."""
+    BACKWARD = "backward"
+    """compute: the user's backward of a block; launched as `FORWARD`."""
+    DECIDE = "decide"
+    """compute: nothing; marks where step() knows the norm. Launched as `FORWARD`."""
+    GATHER = "gather"
+    """compute: a bucket's gradients, from where autograd left them, into a staging slot."""
+    REDUCE_SCATTER = "reduce-scatter"
+    """comm: sum a staging slot over ranks; each keeps its shard."""
+    ROUND = "round"
+    """comm, update: a sum from fp32 to the dtype that goes down."""
+    GRAD_DOWN = "d2h"
+    """d2h: a staging slot to the host: to the gradient, or to host staging."""
+    ADD = "add"
+    """host, update: a second gradient of one micro-step, in its own dtype."""
+    ACCUMULATE = "accumulate"
+    """host, update: a microbatch into the fp32 sum; squared in the same pass where it is the
+    last."""
+    NO_GRADIENT = "no gradient"
+    """host, update: zeros for a gradient that nothing was delivered to."""
+    NORM = "norm"
+    """compute, host, update: the sums of squares of a bucket's gradient; on compute before it is
+    gathered."""
+    MARK = "mark used"
+    """compute: which experts of a bucket have a gradient, before it is gathered."""
+    DIRECTION = "direction"
+    """host, update: the moments of a bucket of matrices, and what the device orthogonalizes."""
+    MATRIX_UP = "matrix up"
+    """ortho: a matrix to the device."""
+    ORTHOGONALIZE = "orthogonalize"
+    """ortho: a matrix in place."""
+    MATRIX_DOWN = "matrix down"
+    """ortho: an orthogonalized matrix back to the host."""
+    ADAM = "adam"
+    """host, update: the update of a bucket; of matrices, what is left of it."""
+    CAST = "cast"
+    """host, update: masters that were set, to the working dtype."""
+    WEIGHTS_UP = "h2d"
+    """h2d: new weights of this rank's shard to the device."""
+    ALL_GATHER = "all-gather"
+    """comm: every rank's shard of the weights."""
+    PUBLISH = "publish"
+    """host: new weights into the snapshot that loads read."""
+    LOAD = "load"
+    """load: a streamed bucket's weights (of this rank's shard) into its block's slot."""
+    ACTIVATION_DOWN = "offload input"
+    """d2h: a block's input, from which its recompute will start, to the host."""
+    ACTIVATION_UP = "fetch input"
+    """load: a block's input to the device again."""
+    WRITE = "write"
+    """write: a bucket's state, or frozen weights, into a checkpoint; without a bucket, the rest."""
+    SPILL = "spill"
+    """host: the end of the state that is to be written, to where it may be written from later."""
+    COPY = "copy"
+    """update: within the device, of a bucket whose state is there: its gradient out of a staging
+    slot, or new weights to where compute, or loads, read them."""
+    READ_STATE = "read state"
+    """disk_read: a bucket's state from its file into a slot."""
+    WRITE_STATE = "write state"
+    """disk_write: a bucket's new state from its slot to its file."""
+    READ_GRADIENT = "read gradient"
+    """disk_read: a bucket's gradient from its file into a slot."""
+    WRITE_GRADIENT = "write gradient"
+    """disk_write: a bucket's gradient from its slot to its file."""
+    READ_WEIGHTS = "read weights"
+    """disk_load: a streamed bucket's weights from their file, on their way to its block's slot."""
+    WRITE_WEIGHTS = "write weights"
+    """disk_write: a streamed bucket's new weights to their file."""
+    ALL_REDUCE = "all-reduce"
+    """comm: sum a shard over the copies of the state; each gets the sum."""
+    KEEP_INPUT = "keep input"
+    """compute: this rank's part of a block's input, from which its recompute will start, to memory
+    of its own on the device."""
+    FETCH_PART = "fetch part"
+    """comm: a kept part to its place in the input."""
+    GATHER_INPUT = "gather input"
+    """comm: every rank's part of a block's input."""
+    ROUND_SUM = "round sum"
+    """update: the fp32 sum of microbatches to values of the working dtype, in place."""
+
+
+class Memory(StrEnum):
+    """The contents of a piece of memory."""
+
+    WORKING = "working"
+    """Device: the whole of a bucket's weights; of a streamed block, in a slot."""
+    DEVICE_SHARD = "device shard"
+    """Device: this rank's shard of a bucket whose whole is gathered for its use."""
+    STAGING = "staging"
+    """Device: a slot for gathered gradients; in ZeRO stage 1, memory of each piece's own."""
+    ROUNDED = "rounded"
+    """Device: a slot for sums in the dtype that goes down."""
+    MATRIX = "matrix"
+    """Device: a matrix that is orthogonalized, and the workspace for it."""
+    HOST_STAGING = "host staging"
+    """Host: a slot for gradients that are added, and for weights whose upload waits for nothing
+    else."""
+    GRADIENT = "gradient"
+    """Where the state is: a bucket's gradient of the step, or the fp32 sum of its microbatches; of
+    matrices, what the device orthogonalizes, in bf16, takes its place."""
+    SUM = "gradient sum"
+    """Device: the fp32 sum of the microbatches of a bucket whose state is on the host."""
+    PENDING = "pending"
+    """Where the state is: new weights until their upload, where they wait longer than the
+    gradient's memory is free."""
+    SNAPSHOT = "snapshot"
+    """Host: the weights of the step in progress, for loads; the weights of a frozen bucket."""
+    STATE = "state"
+    """Host or device: the fields of a bucket's state, the master weights first; in a slot of the
+    host where the state is on the disk."""
+    STATE_FILE = "state file"
+    """Disk: the fields of a bucket's state."""
+    GRADIENT_FILE = "gradient file"
+    """Disk: a bucket's gradient of the step, or the sum of its microbatches so far; `GRADIENT` is
+    a slot of the host then."""
+    WEIGHT_FILE = "weight file"
+    """Disk: the weights of a streamed bucket, where they are not in the state's file."""
+    WEIGHT_SLOT = "weight slot"
+    """Host: a slot for weights on their way from the disk to the device."""
+    NEW_WEIGHTS = "new weight slot"
+    """Host: a slot for new weights on their way to the disk."""
+    SPILL = "checkpoint spill"
+    """Host: state that was copied, until it is written into a checkpoint."""
+    NORMS = "norms"
+    """Host or device: the sum of squares of every parameter that was measured there."""
+    USED = "used experts"
+    """Device: a byte for each expert of a bucket: it got a gradient in this step."""
+    ACTIVATION = "block input"
+    """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
+    HOST_ACTIVATION = "host block input"
+    """Host: a buffer for a block's input, or for this rank's part of it."""
+    KEPT_ACTIVATION = "kept block input"
+    """Device: a buffer for this rank's part of a block's input."""
+
+
+class Ref(NamedTuple):
+    """Elements [lo, hi) of a piece of memory.
+
+    Attributes:
+        owner: a bucket's name; for staging, the number of its ring slot; for norms, the tier; for a
+            block's input or its host buffer, that one's number.
+        copy: for `STATE`, the number of the copy, or, where the state is on the disk, of the host
+            slot; for `WORKING`, that of the device slot of a streamed block, or of the version; for
+            `GRADIENT`, that of the sum, or of its host slot where it is on the disk; for
+            `WEIGHT_FILE`, that of the version; otherwise 0.
+        dtype: torch's name of it.
+        field: for `STATE`, `STATE_FILE` and `SPILL`, the number of the tensor.
+    """
+
+    memory: Memory
+    owner: str | int
+    copy: int
+    lo: int
+    hi: int
+    dtype: str
+    field: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return (self.hi - self.lo) * ITEMSIZE[self.dtype]
+
+
+Clock = tuple[int, ...]
+"""For every lane in turn, the number of its operations that are done. A tuple and no table by lane:
+thousands of clocks are alive, and the garbage collector does not look into tuples of numbers."""
+
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """A point on a lane that others can wait for.
+
+    Attributes:
+        clock: the operations that are done when it has happened.
+        at: the place of its own lane in clocks.
+        position: `clock[at]`.
+        recorded: it stands in the program.
+        kind, owner: those of the launch that it is behind; behind other code, None and its name.
+        real: the interpreter's event.
+    """
+
+    lane: Lane
+    clock: Clock
+    at: int = 0
+    position: int = 0
+    recorded: bool = False
+    kind: Kind | None = None
+    owner: str = ""
+    real: object = None
+
+    @property
+    def name(self) -> str:
+        """The name of the launch, or other code, that it is behind."""
+        return self.owner if self.kind is None else f"{self.kind} {self.owner}"
+
+
+class Update(NamedTuple):
+    """The arguments of an `ADAM` or a `DIRECTION`.
+
+    Attributes:
+        step: optimizer step, 1-based.
+        grad_scale: unscaling times clipping, multiplied into each gradient in fp32.
+        out_of_place: the new state goes to the other copy, and the gradient stays as it is.
+    """
+
+    step: int
+    grad_scale: float
+    out_of_place: bool
+
+
+class Written(NamedTuple):
+    """The part of a bucket's buffer that a `WRITE` writes: values [lo, hi). What it reads begins
+    with the first of them.
+
+    Attributes:
+        buffer: the number of the field; behind the fields, the weights in use. Of a frozen bucket,
+            0 is its weights.
+    """
+
+    buffer: int
+    lo: int
+    hi: int
+
+
+class Launch(NamedTuple):
+    """Put an operation at the end of a lane.
+
+    Attributes:
+        owner: the bucket (for `FORWARD` and `BACKWARD`, the block) that it works on.
+        lo, hi: the piece of the gradient, or the matrix, as elements of the shard.
+        first: for `ACCUMULATE`, the sum begins with it; for `MARK`, nothing is marked before.
+        update: for `ADAM` and `DIRECTION` only.
+        written: for `WRITE` only, what it writes of each of `reads`.
+    """
+
+    kind: Kind
+    lane: Lane
+    owner: str
+    reads: tuple[Ref, ...] = ()
+    writes: tuple[Ref, ...] = ()
+    lo: int = 0
+    hi: int = 0
+    first: bool = False
+    update: Update | None = None
+    written: tuple[Written, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its name in logs and traces."""
+        return f"{self.kind} {self.owner}" if self.owner else self.kind.value
+
+
+class Record(NamedTuple):
+    """The event stands for all that was launched on its lane before."""
+
+    event: Event
+
+
+class Wait(NamedTuple):
+    """Launches on the lane from here on start after the event.
+
+    Attributes:
+        who: the launch, or other code, that waits.
+        does, did: what it does with the memory, and what the awaited operation did; empty where
+            `who` says all.
+    """
+
+    lane: Lane
+    event: Event
+    who: Launch | str
+    does: str = ""
+    did: str = ""
+
+    def __str__(self) -> str:
+        """Its reason, made into a sentence only where waits are recorded."""
+        who = self.who if isinstance(self.who, str) else self.who.name
+        return f"{who} {self.does} what {self.event.name} {self.did}" if self.does else who
+
+
+class HostWait(NamedTuple):
+    """The launching thread continues after the event."""
+
+    event: Event
+    why: str
+
+
+class Undefined(NamedTuple):
+    """The contents of this memory are undefined from here on until `lane` writes it."""
+
+    ref: Ref
+    lane: Lane
+
+
+class Free(NamedTuple):
+    """Compute has waited for every use of this memory: it may be given to compute again."""
+
+    ref: Ref
+
+
+class Enter(NamedTuple):
+    """A streamed block takes a device slot, or another version of its weights: its parameters
+    become views of it."""
+
+    block: str
+    slot: int
+
+
+class Leave(NamedTuple):
+    """A streamed block gives up its slot: its parameters become placeholders."""
+
+    block: str
+
+
+class Renew(NamedTuple):
+    """A block's weights change: graphs built before are stale.
+
+    Attributes:
+        by: -1: compute reads the version before again; see `Program.turn`.
+    """
+
+    block: str
+    by: int = 1
+
+
+class Swap(NamedTuple):
+    """The other copy of a bucket's state becomes the state."""
+
+    bucket: str
+
+
+class Flip(NamedTuple):
+    """The other version of a streamed bucket's weights becomes the one that loads read."""
+
+    bucket: str
+
+
+Operation = (
+    Launch | Record | Wait | HostWait | Undefined | Free | Enter | Leave | Renew | Swap | Flip
+)
+Operations = list[Operation]

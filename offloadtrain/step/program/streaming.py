@@ -1,0 +1,189 @@
+"""Streaming: blocks whose weights are loaded for each use share a few device slots.
+
+[Note: Streaming]
+A streamed block's weights are on the host, on the disk, or as shards on all devices, and on this
+device only while a slot holds them. A use is the block's forward, or the unpacking of one of its
+saved weights in backward. Each use gives the block a slot and makes compute wait for its load. The
+blocks that come next are loaded ahead, in the access order of the step before; another order gives
+the same result and is slower. Layers have some slots in turn; large blocks outside of layers, in
+ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.spec.streamed_blocks`). Weights
+on the device are clean, so eviction copies nothing: the slot is free once compute has done what it
+was given before. Two things pin a block: a running forward of it, and its backward, from the first
+unpacking of something saved in its forward until something is unpacked that was saved earlier
+(autograd runs nodes in the reverse of the order in which they were made). While a block has no slot
+its parameters are NaN, so that a read past the engine shows.
+
+Where two versions are kept, a load brings the one that compute reads at that time ([Note: Two
+versions] in `step.program.two_versions`).
+
+Among ranks each holds a shard of the weights, on its host or on its device. A load copies the shard
+to its place in the slot and gathers the others around it, so every rank must use blocks in the
+same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.step.program.dependencies import Dependencies
+from offloadtrain.step.program.operations import Enter, Kind, Lane, Launch, Leave, Memory, Ref
+from offloadtrain.step.program.places import BucketRefs, Ring
+from offloadtrain.step.program.prefetch_policy import AccessOrder, Pool, prefetches, victim
+from offloadtrain.step.spec.step_spec import StepSpec
+
+
+class StreamError(OffloadTrainError):
+    """More blocks are needed at once than there are slots."""
+
+
+class Streaming:
+    """Gives streamed blocks their slots.
+
+    Attributes:
+        access_order: the uses of the step before, and where the step is in them.
+        slots: the block in each slot, None in a free one.
+    """
+
+    def __init__(
+        self, spec: StepSpec, order: Dependencies, held: Mapping[str, Sequence[BucketRefs]]
+    ) -> None:
+        """`held`: block → all buckets that are loaded with it."""
+        self.access_order = AccessOrder()
+        self._order = order
+        self._held = held
+        self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
+        self._number = {block: number for number, block in enumerate(self._blocks)}
+        streamed = [block for block in spec.blocks if block.name in spec.streamed]
+        self._outside = {block.name for block in streamed if not block.repeated}
+        self._slots_of = {block.name: spec.slots_of(block) for block in streamed}
+        self._pools = [
+            Pool(
+                {self._number[name] for name, own in self._slots_of.items() if own == slots}, slots
+            )
+            for slots in dict.fromkeys(self._slots_of.values())
+        ]
+        self.slots: list[str | None] = [None] * len(spec.slot_bytes)
+        self._before: list[list[Ref]] = [[] for _ in self.slots]
+        """Slot → the memory of its last block."""
+        self._ring = Ring(Memory.WEIGHT_SLOT, spec.weight_slots)
+
+    def streams(self, block: str) -> bool:
+        """Tell whether the block is streamed."""
+        return block in self._number
+
+    @property
+    def resident(self) -> list[str]:
+        """Blocks that have a slot."""
+        return [block for block in self.slots if block is not None]
+
+    @property
+    def unused(self) -> list[str]:
+        """Streamed blocks outside of layers that this pass has not used yet."""
+        seen = {self._blocks[number] for number in self.access_order.seen}
+        return [name for name in self._blocks if name in self._outside - seen]
+
+    def use(self, block: str, pinned: Collection[str]) -> None:
+        """Compute is about to read the block: load it if it has no slot, then load ahead.
+
+        Raises:
+            StreamError: all slots are taken by `pinned` blocks.
+        """
+        if block not in self.slots:
+            self._load(block, self._room(block, pinned))
+        refs = [bucket.whole for bucket in self._held[block]]
+        # Compute waits for this block's load, or all-gather, only. The loads ahead are launched
+        # behind that wait and run beside the block's forward or backward.
+        self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
+        self.access_order.used(self._number[block])
+        self._load_ahead({block, *pinned})
+
+    def restart(self, pinned: Collection[str]) -> None:
+        """A pass is over and its weights may have changed: load ahead for the next one."""
+        self.access_order.restart()
+        # These loads run beside the updates of later blocks; each waits for the weights it reads.
+        self._load_ahead(pinned)
+
+    def reset(self) -> None:
+        """No block has a slot, and nothing uses one."""
+        self.slots = [None] * len(self.slots)
+        # The lanes are empty: the next loads have nothing to wait for.
+        self._before = [[] for _ in self.slots]
+
+    def drop(self, block: str) -> None:
+        """Take the block's slot away, if it has one: its contents are not needed."""
+        if block not in self.slots:
+            return
+        slot = self.slots.index(block)
+        self.slots[slot] = None
+        self._before[slot] = [bucket.whole for bucket in self._held[block]]
+        self._order.operations.append(Leave(block))
+        # The user's code is no launch: this event stands for its reads of the slot. The slot's next
+        # load waits for compute up to here, and not for what compute is given later.
+        event = self._order.record(Lane.COMPUTE, f"use of {block}")
+        self._order.was_read(self._before[slot], event)
+
+    def _room(self, block: str, pinned: Collection[str]) -> int:
+        free = self._free(block)
+        if free is not None:
+            return free
+        held = [found for slot in self._slots_of[block] if (found := self.slots[slot])]
+        movable = {self._number[b] for b in held if b not in pinned}
+        leaving = victim(movable, self.access_order.future)
+        if leaving is None:
+            used = f"'{block}' is needed while {' and '.join(map(repr, held))} are in use"
+            if block in self._outside:
+                raise StreamError(
+                    f"{used}, and there is one device slot for large modules outside of layers "
+                    f'(zero_stage = 3): set keep_whole = ["{block}"]'
+                )
+            raise StreamError(
+                f"{used}, and there are {len(held)} device slots for streamed blocks: set "
+                f"device_slots = {len(held) + 1}"
+            )
+        slot = self.slots.index(self._blocks[leaving])
+        self.drop(self._blocks[leaving])
+        return slot
+
+    def _free(self, block: str) -> int | None:
+        return next((slot for slot in self._slots_of[block] if self.slots[slot] is None), None)
+
+    def _load_ahead(self, pinned: Collection[str]) -> None:
+        resident = [self._number[block] for block in self.resident]
+        fixed = [self._number[block] for block in self.resident if block in pinned]
+        future = self.access_order.future
+        for number, leaving in prefetches(resident, fixed, future, self._pools):
+            if leaving is not None:
+                self.drop(self._blocks[leaving])
+            block = self._blocks[number]
+            slot = self._free(block)
+            assert slot is not None
+            self._load(block, slot)
+
+    def _load(self, block: str, slot: int) -> None:
+        buckets = self._held[block]
+        self.slots[slot] = block
+        for bucket in buckets:
+            bucket.slot = slot
+        # The slot changes hands: loads into it wait for all uses of the block before, or they
+        # would overwrite weights that compute still reads.
+        self._order.reuse([bucket.whole for bucket in buckets], self._before[slot])
+        self._order.operations.append(Enter(block, slot))
+        for bucket in buckets:
+            source, writes = (bucket.load_source,), (bucket.shard,)
+            if bucket.loads_from_disk:
+                slot_on_host = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
+                op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,))
+                # disk_load, beside the load of the bucket before and compute: waits for the write
+                # of what it reads, and for the load out of the slot before; its own load waits for
+                # it.
+                self._order.launch(op, fresh=slot_on_host)
+                source = (slot_on_host,)
+            op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes)
+            # load, beside compute of the blocks before: waits for the update that writes its
+            # source. On h2d it would queue behind uploads that forward does not need yet.
+            self._order.launch(op, fresh=bucket.whole)
+            if bucket.spec.ranks > 1:
+                whole = (bucket.whole,)
+                # comm, beside the load of the next bucket: waits for its own load.
+                self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=whole))

@@ -1,0 +1,306 @@
+"""The way up: Adam per bucket where its state is, then the upload of its new working weights.
+
+[Note: Matrices]
+Some rules (Muon) need a matrix whole, and arithmetic that only the device is fast at. A bucket of
+matrices is updated in three operations. `DIRECTION`, on the host: the moments, and over the
+gradient, which is not needed any more, what is to be orthogonalized. `ORTHOGONALIZE`, on the
+device, one matrix after the other: up, in place, down. `ADAM`, on the host: decay and masters, and
+the new working weights. The first two begin one block ahead of the third, so that the device works
+on one block beside the host's work on another. All begin when step() knows the norm: the gradient
+is gone then, and a matrix is not worth orthogonalizing for a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from offloadtrain.step.program.dependencies import Dependencies
+from offloadtrain.step.program.disk import DiskPath, GradientSlots
+from offloadtrain.step.program.operations import (
+    Enter,
+    Event,
+    Flip,
+    Kind,
+    Lane,
+    Launch,
+    Memory,
+    Ref,
+    Renew,
+    Swap,
+    Update,
+)
+from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
+from offloadtrain.step.program.streaming import Streaming
+from offloadtrain.step.spec.block_spec import MatrixSpec
+from offloadtrain.step.spec.step_spec import StepSpec
+
+
+class UpdatePath:
+    """Launches the two halves of an update, Adam and upload, when an update mode asks for them."""
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        order: Dependencies,
+        host_ring: Ring,
+        streaming: Streaming,
+        disk: DiskPath,
+        gradients: GradientSlots,
+    ) -> None:
+        self._order = order
+        self._host_ring = host_ring
+        self._streaming = streaming
+        self._disk = disk
+        self._gradients = gradients
+        self._new_weights = Ring(Memory.NEW_WEIGHTS, spec.new_weight_slots)
+
+    def begin(self, bucket: BucketRefs, update: Update) -> None:
+        """Launch what comes before `adam` for matrices: see [Note: Matrices]."""
+        if bucket.directions is None:
+            return
+        self._disk.read(bucket)
+        self._gradients.hold(bucket, keep=True)
+        reads, writes = (bucket.decided,), (bucket.directions, *bucket.state())
+        # Host, beside what the device does with the matrices of the block before. It waits for the
+        # last copy down; the first copy up waits for it.
+        self._order.launch(
+            Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
+        )
+        self._disk.write(bucket)
+        for matrix in bucket.matrices:
+            self._orthogonalize(bucket, bucket.directions, matrix)
+        self._gradients.changed(bucket)
+
+    def _orthogonalize(self, bucket: BucketRefs, directions: Ref, matrix: MatrixSpec) -> None:
+        lo, hi = matrix.offset, matrix.offset + matrix.numel
+        on_host = directions._replace(lo=lo, hi=hi)
+        # Where the state is on the device, nothing is moved.
+        on_device, used = on_host, 0
+        if not bucket.on_device:
+            used = matrix.numel
+            on_device = Ref(Memory.MATRIX, 0, 0, 0, used, directions.dtype)
+        workspace = Ref(Memory.MATRIX, 0, 0, used, used + matrix.workspace_numel, directions.dtype)
+        name = bucket.name
+        # ortho, beside compute and the host: the copy up waits for the host, Adam for the copy
+        # down. One matrix is on the device at a time: this lane's order is enough between two.
+        if not bucket.on_device:
+            up = Launch(Kind.MATRIX_UP, Lane.ORTHO, name, (on_host,), (on_device,), lo, hi)
+            self._order.launch(up, fresh=on_device)
+        both = (on_device, workspace)
+        self._order.launch(Launch(Kind.ORTHOGONALIZE, Lane.ORTHO, name, (), both, lo, hi))
+        if not bucket.on_device:
+            self._order.launch(
+                Launch(Kind.MATRIX_DOWN, Lane.ORTHO, name, (on_device,), (on_host,), lo, hi)
+            )
+
+    def adam(self, bucket: BucketRefs, update: Update) -> Ref:
+        """Launch the update of a bucket, of matrices behind `begin`; returns where the new working
+        weights are staged."""
+        self._disk.read(bucket)
+        self._gradients.hold(bucket, keep=True)
+        staged = self._staged(bucket, other=update.out_of_place)
+        state = bucket.state()
+        reads = (bucket.directions or bucket.decided, *(state if update.out_of_place else ()))
+        after = bucket.state(other=update.out_of_place)
+        emits = () if bucket.spec.format.holds_weight else (staged,)
+        writes = (*emits, *after)
+        op = Launch(Kind.ADAM, bucket.lane, bucket.name, reads, writes, update=update)
+        # Host, beside backward or the uploads and forward behind step(). It waits for the last copy
+        # down; in-place, for loads of weights from this state. The upload waits for it. On the
+        # device it may write the weights themselves: it waits for backward, and forward for it.
+        self._order.launch(op, fresh=_in_turn(staged))
+        self._gradients.used(bucket)
+        self._keep_weight(bucket, staged)
+        self._disk.write(bucket)
+        return staged
+
+    def _keep_weight(self, bucket: BucketRefs, staged: Ref) -> None:
+        """Copy a new weight out of the state where that may leave the host before its upload, and
+        write it where its loads read it from the disk."""
+        if (file := bucket.new_weight_file) is not None:
+            # disk_write, beside the update of the next bucket. It waits for Adam, and for loads of
+            # what the file held before; the next load waits for it.
+            self._launch(Kind.WRITE_WEIGHTS, Lane.DISK_WRITE, bucket, staged, file)
+        if bucket.spec.format.holds_weight and bucket.has_pending:
+            # Host, behind its Adam: waits for the last upload, or for loads in flight, of the
+            # weights before.
+            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
+
+    def is_over(self, order: Iterable[BlockRefs]) -> None:
+        """Every bucket's update is launched, and the next one will have this order."""
+        # disk_read, beside the next forward and backward: waits for the writes of this update.
+        self._disk.read_ahead(bucket for _, buckets in order for bucket in buckets)
+
+    def swap(self, bucket: BucketRefs) -> None:
+        """Make the copy that an out-of-place update has written the state."""
+        # Copies no byte: operations launched so far keep their views, later ones name the other.
+        bucket.copy = 1 - bucket.copy
+        self._order.operations.append(Swap(bucket.name))
+
+    def upload(self, block: str, buckets: Iterable[tuple[BucketRefs, Ref]]) -> None:
+        """Bring a block's new weights to where compute, or its loads, read them; graphs over the
+        old ones are stale."""
+        renewed = False
+        # `buckets` may be lazy: each upload is launched before the next bucket's Adam, which may
+        # take its ring slot and then waits for it.
+        for bucket, staged in buckets:
+            self._upload(bucket, staged)
+            renewed = renewed or not bucket.beside
+        if renewed:
+            self._order.operations.append(Renew(block))
+            # A slot still holds the old weights: the next use must load the new ones.
+            self._streaming.drop(block)
+
+    def keep(self, bucket: BucketRefs) -> None:
+        """The state is about to change: loads read the weights in use elsewhere from here on."""
+        if bucket.uses_state:
+            # Host, beside forward: waits for loads in flight of the version before; the next loads
+            # of the block wait for it.
+            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, bucket.snapshot)
+            self._turn(bucket)
+
+    def show(self, blocks: Sequence[BlockRefs]) -> None:
+        """Let compute read the other version of these blocks' weights, which is the newest."""
+        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
+            self._show_newest(bucket)
+        # The next use waits for the uploads; graphs keep the version that they were built with.
+        self._enter(blocks, 1)
+
+    def turn(self, blocks: Sequence[BlockRefs], *, back: bool) -> None:
+        """Let compute read the version before of weights that were shown last, or these again."""
+        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
+            self._turn(bucket)
+        # No upload is on its way to either version: the step whose backwards read the one before is
+        # not decided. Compute has waited for both.
+        self._enter(blocks, -1 if back else 1)
+
+    def _enter(self, blocks: Iterable[BlockRefs], by: int) -> None:
+        for block, buckets in (one for one in blocks if one[1]):
+            if self._streaming.streams(block):
+                # A slot holds the version that was loaded: the next use loads the other.
+                self._streaming.drop(block)
+            else:
+                self._order.operations.append(Enter(block, buckets[0].version))
+            self._order.operations.append(Renew(block, by))
+
+    def _turn(self, bucket: BucketRefs) -> None:
+        bucket.turn()
+        if bucket.is_streamed:
+            self._order.operations.append(Flip(bucket.name))
+
+    def _show_newest(self, bucket: BucketRefs) -> None:
+        if bucket.show_newest() and bucket.is_streamed:
+            self._order.operations.append(Flip(bucket.name))
+
+    def emit(self, blocks: Sequence[BlockRefs]) -> None:
+        """Upload the masters as they are: after they were set or loaded."""
+        event = self.backward_is_over(blocks)
+        # Masters on the device were set by the caller on compute, which no launch declares: the
+        # cast on a lane of its own would read them too early.
+        if any(bucket.on_device for _, buckets in blocks for bucket in buckets):
+            self._order.wait(Lane.UPDATE, event, "masters are set")
+        for block, buckets in blocks:
+            self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
+            # A block without trained buckets uploads nothing, but its frozen weights may be new.
+            self._streaming.drop(block)
+
+    def hold(self, blocks: Sequence[BlockRefs]) -> dict[str, list[tuple[BucketRefs, Ref]]]:
+        """Round the masters and leave them on the host: the caller has set other weights where
+        compute, or loads, read them. Returns block → where each bucket's new weights wait."""
+        self._in_use_set(blocks)
+        return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
+
+    def hold_beside(self, blocks: Sequence[BlockRefs]) -> None:
+        """As `hold`, where there are two versions: the masters go up into the other one."""
+        self._in_use_set(blocks)
+        for bucket in (bucket for _, buckets in blocks for bucket in buckets):
+            bucket.beside = True
+        self.emit(blocks)
+
+    def _in_use_set(self, blocks: Sequence[BlockRefs]) -> None:
+        """The caller has set weights where compute, or loads, read them."""
+        # It wrote on compute, which no launch declares: collectives wait for it.
+        self.backward_is_over(blocks)
+        for block, buckets in blocks:
+            for bucket in buckets:
+                self._gather(bucket)
+            self._order.operations.append(Renew(block))
+            # A slot still holds the weights before them.
+            self._streaming.drop(block)
+
+    def backward_is_over(self, blocks: Iterable[BlockRefs]) -> Event:
+        """Compute has read these weights for the last time before their upload."""
+        # The user's backward is no launch: this event stands for its reads. Uploads wait for it, or
+        # they would overwrite weights that backward reads. Streamed blocks: see `Streaming.drop`.
+        event = self._order.record(Lane.COMPUTE, "backward")
+        for block, buckets in blocks:
+            if not self._streaming.streams(block):
+                refs = [bucket.newest for bucket in buckets]
+                self._order.was_read(refs, event)
+        return event
+
+    def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
+        if bucket.loads_from_disk:
+            # Written behind its Adam. Loads launched so far read the version before.
+            if bucket.flip_weight_file():
+                self._order.operations.append(Flip(bucket.name))
+            return
+        if bucket.loads_from_host:
+            # Host, behind its Adam: waits for loads in flight of the old snapshot. Without a
+            # snapshot, or with two versions, loads read the staged weights themselves and wait for
+            # Adam.
+            if bucket.loads_in_turn:
+                if not bucket.beside:
+                    self._show_newest(bucket)
+            elif bucket.has_snapshot:
+                self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, bucket.snapshot)
+            return
+        if bucket.on_device:
+            # update, beside compute: waits for backward's last read of the old weights.
+            if staged != bucket.upload_target:
+                self._launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
+            self._gather(bucket)
+            return
+        # h2d, beside Adam of the next bucket and forward of the blocks before: forward waits for
+        # its own block only. The next copy down waits until the staged weights are read.
+        self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
+        self._gather(bucket)
+
+    def _gather(self, bucket: BucketRefs) -> None:
+        """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
+        if bucket.spec.ranks > 1 and not bucket.is_streamed:
+            op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.newest,))
+            # comm, beside the upload of the next bucket: waits for its own upload, and compute
+            # waits for it in the place of the upload.
+            self._order.launch(op)
+
+    def _staged(self, bucket: BucketRefs, *, other: bool = False) -> Ref:
+        """Return where the new weights wait for their upload: in the state itself, in memory of
+        their own, over the gradient, or in a slot of a ring; or where they are used."""
+        place = bucket.waiting(other=other)
+        if place is None:
+            ring = self._new_weights if bucket.has_new_weight_slot else self._host_ring
+            place = ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
+        return place
+
+    def _cast(self, bucket: BucketRefs) -> Ref:
+        if bucket.loads_from_state_file:
+            return bucket.load_source
+        self._disk.read(bucket)
+        # The new weights may lie over the gradient, which nothing needs any more.
+        self._gradients.hold(bucket, keep=False)
+        staged = self._staged(bucket)
+        if not bucket.spec.format.holds_weight:
+            op = Launch(Kind.CAST, bucket.lane, bucket.name, (bucket.state()[0],), (staged,))
+            # Host, beside the upload of the bucket before, which waits for its own cast only.
+            self._order.launch(op, fresh=_in_turn(staged))
+        self._keep_weight(bucket, staged)
+        return staged
+
+    def _launch(self, kind: Kind, lane: Lane, bucket: BucketRefs, read: Ref, written: Ref) -> None:
+        self._order.launch(Launch(kind, lane, bucket.name, (read,), (written,)))
+
+
+def _in_turn(staged: Ref) -> Ref | None:
+    """Return a slot of the ring, which held something else before; None for other memory."""
+    return staged if staged.memory in (Memory.HOST_STAGING, Memory.NEW_WEIGHTS) else None

@@ -1,0 +1,137 @@
+"""A program driven without a model, by the events of a typical step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from itertools import count, takewhile
+
+from offloadtrain.step.program.modes import Decision
+from offloadtrain.step.program.operations import Kind, Operations
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.spec.block_spec import Reading, readings_of
+from offloadtrain.step.spec.step_spec import StepSpec
+
+
+def steps(
+    program: Program, num_steps: int, input_bytes: int = 0, *, saved: Container[int] = ()
+) -> Operations:
+    """Return the operations of the first steps: blocks in their order, a gradient for every
+    parameter, no step skipped, nothing clipped, all speculation right.
+
+    Args:
+        input_bytes: what `activation` moves of a block that is recomputed; with "offload_saved" of
+            a repeated block, or any block if none is repeated.
+        saved: the steps after which a checkpoint is written.
+
+    The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
+    `DECIDE`, where the norm is known.
+    """
+    micro_steps = program.spec.config.grad_accum_steps
+    done: Operations = []
+    inputs, readings = Inputs(program, input_bytes), readings_of(program.spec.blocks)
+    for step in range(1, num_steps + 1):
+        for micro_step in range(micro_steps):
+            last = micro_step + 1 == micro_steps
+            done += _forward(program, readings, inputs)
+            done += _backward(program, readings, inputs, step, last=last)
+            if step == 1 and micro_step == 0 and not program.spec.is_single:
+                done += program.first_sums()
+        done += program.norm() + program.computes(Kind.DECIDE, "")
+        order = [block.name for block in program.spec.blocks]
+        done += program.norm_known(order, Decision(step))
+        program.step_ends()
+        done += program.pass_begins()
+        if step in saved:
+            done += program.save()
+    return done
+
+
+def _forward(program: Program, readings: Sequence[Reading], inputs: Inputs) -> Operations:
+    done = program.pass_begins()
+    for reading in readings:
+        done += program.use(reading.block)
+        done += inputs.save(reading)
+        done += program.computes(Kind.FORWARD, reading.block, owner=reading.owner)
+    return done
+
+
+def _backward(
+    program: Program, readings: Sequence[Reading], inputs: Inputs, step: int, *, last: bool
+) -> Operations:
+    done: Operations = []
+    blocks = {block.name: block for block in program.spec.blocks}
+    unread = unread_in_backward(program.spec)
+    for reading in reversed(readings):
+        block, reads = blocks[reading.block], reading not in unread
+        done += program.use(block.name, [block.name]) if reads else []
+        done += inputs.need(reading)
+        done += program.computes(Kind.BACKWARD, block.name, reads=reads, owner=reading.owner)
+        done += inputs.drop(reading)
+        if reading.again:
+            continue  # a tied weight has its whole gradient behind its first reading's backward
+        delivered = {bucket.name: True for bucket in block.buckets}
+        done += program.grads_ready(block.name, delivered, last=last)
+        # As the engine does: the first backward shows which blocks deliver as expected.
+        if last and step > 1:
+            done += program.grads_complete(block.name, Decision(step))
+            for name in tuple(program.behind):
+                done += program.graph_freed(name)
+    return done
+
+
+def loads_outside(spec: StepSpec) -> Counter[str]:
+    """Return block → how often the slot outside of layers is loaded with it in a step of many."""
+    outside = {one.name for one in spec.blocks if one.name in spec.streamed and not one.repeated}
+    unread, readings = unread_in_backward(spec), readings_of(spec.blocks)
+    passes = [*readings, *(one for one in reversed(readings) if one not in unread)]
+    used = [one.block for one in passes if one.block in outside]
+    found = Counter[str]()
+    # A step begins with new weights, a later microbatch with those that the one before has left.
+    for times, there in ((1, ""), (spec.config.grad_accum_steps - 1, "".join(used[-1:]))):
+        for name in used:
+            found[name] += times if name != there else 0
+            there = name
+    return found
+
+
+def unread_in_backward(spec: StepSpec) -> frozenset[Reading]:
+    """Return the readings of streamed blocks before the layers whose backward reads no weights:
+    their inputs are data, which gets no gradient."""
+    ahead = takewhile(lambda block: block.leaf, spec.blocks)
+    tables = [block.name for block in ahead]
+    # Without a list of layers the modules of the only one are leaves, too.
+    tables = tables if any(block.repeated for block in spec.blocks) else tables[:1]
+    return frozenset(Reading(name) for name in spec.streamed.intersection(tables))
+
+
+class Inputs:
+    """What is moved to the host of repeated blocks until their backward needs it."""
+
+    def __init__(self, program: Program, nbytes: int, numbers: Iterator[int] | None = None) -> None:
+        """`numbers`: names of inputs that no other one has; None: from 0."""
+        self._program = program
+        self._nbytes = nbytes if program.spec.moves_inputs else 0
+        self._numbers = numbers or count()
+        self._saved: dict[Reading, int] = {}
+        has_layers = any(block.repeated for block in program.spec.blocks)
+        all_saved = program.spec.config.activation == "offload_saved"
+        self._moved = {
+            Reading(block.name)
+            for block in program.spec.blocks
+            if block.recomputed or (all_saved and (block.repeated or not has_layers))
+        }
+
+    def save(self, one: Reading) -> Operations:
+        if not (self._nbytes and one in self._moved):
+            return []
+        self._saved[one] = next(self._numbers)
+        return self._program.activation_saved(self._saved[one], self._nbytes, "uint8")
+
+    def need(self, one: Reading) -> Operations:
+        return self._program.activation_needed(self._saved[one]) if one in self._saved else []
+
+    def drop(self, one: Reading) -> Operations:
+        if one not in self._saved:
+            return []
+        return self._program.activation_dropped(self._saved.pop(one))

@@ -1,0 +1,238 @@
+"""The program of one stage of a pipeline, driven without a model in the order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from offloadtrain.step.program.modes import Decision
+from offloadtrain.step.program.operations import Kind, Launch, Operations
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import Inputs, unread_in_backward
+from offloadtrain.step.spec.block_spec import Reading, readings_of
+
+Schedule = Literal["gpipe", "1f1b", "2bw", "interleaved"]
+
+SQUARES = "squares"
+"""Owner of the launch that marks where a stage knows its own part of the norm."""
+
+
+class Turn(NamedTuple):
+    """A microbatch on a stage, or the end of a step.
+
+    Attributes:
+        number: of the microbatch, counted through all steps; of a step's end, the step's.
+    """
+
+    kind: Literal["forward", "backward", "squares", "decide"]
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageTurn:
+    """A turn, and the launches of the stage that are its first and its last on compute."""
+
+    turn: Turn
+    first: int
+    last: int
+
+
+class OfStage(NamedTuple):
+    """A turn of one of a rank's stages."""
+
+    stage: int
+    turn: Turn
+
+
+def rank_order(
+    schedule: Schedule, rank: int, ranks: int, per_rank: int, microbatches: int, steps: int
+) -> Iterator[OfStage]:
+    """Yield what a rank of a pipeline does with its stages, as `runtime.pipeline_schedule` runs
+    them."""
+    if per_rank == 1:
+        turns = order(schedule, rank, ranks, microbatches, steps)
+        yield from (OfStage(rank, turn) for turn in turns)
+        return
+    for step in range(steps):
+        for stage, turn in _interleaved(rank, ranks, per_rank, microbatches):
+            yield OfStage(stage, turn._replace(number=step * microbatches + turn.number))
+        own = range(rank, ranks * per_rank, ranks)
+        yield from (OfStage(stage, Turn("squares", step)) for stage in own)
+        yield from (OfStage(stage, Turn("decide", step)) for stage in own)
+
+
+def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Iterator[OfStage]:
+    """Yield the forwards and backwards of a step of interleaved 1F1B, in torch's order: rounds of
+    as many microbatches as there are ranks, in each of them stage after stage."""
+    each = microbatches // max(1, microbatches // ranks)
+    whole = per_rank * microbatches
+    ahead = min((per_rank - 1) * each + 2 * (ranks - 1 - rank), whole)
+    done = {"forward": [0] * per_rank, "backward": [0] * per_rank}
+
+    def take(kind: Literal["forward", "backward"], at: int) -> OfStage:
+        local = at // each % per_rank
+        local = local if kind == "forward" else per_rank - 1 - local
+        number = done[kind][local]
+        done[kind][local] += 1
+        return OfStage(local * ranks + rank, Turn(kind, number))
+
+    for at in range(whole + ahead):
+        if at < whole:
+            yield take("forward", at)
+        if at >= ahead:
+            yield take("backward", at - ahead)
+
+
+def in_flight(schedule: Schedule, stage: int, stages: int, per_rank: int, microbatches: int) -> int:
+    """Return the microbatches whose activations a stage holds at once."""
+    ranks = stages // per_rank
+    steps, most, now = 2 if schedule == "2bw" else 1, 0, 0
+    for own, turn in rank_order(schedule, stage % ranks, ranks, per_rank, microbatches, steps):
+        if own == stage and turn.kind in ("forward", "backward"):
+            now += 1 if turn.kind == "forward" else -1
+            most = max(most, now)
+    return most
+
+
+def order(
+    schedule: Schedule, stage: int, stages: int, microbatches: int, steps: int
+) -> Iterator[Turn]:
+    """Yield what the only stage of a rank does."""
+    if schedule == "2bw":
+        yield from _without_flush(stage, stages, microbatches, steps)
+        return
+    for step in range(steps):
+        base = step * microbatches
+        ahead = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
+        yield from (Turn("forward", base + number) for number in range(ahead))
+        for number in range(microbatches):
+            yield Turn("backward", base + number)
+            if number + ahead < microbatches:
+                yield Turn("forward", base + number + ahead)
+        yield Turn("squares", step)
+        yield Turn("decide", step)
+
+
+def _without_flush(stage: int, stages: int, microbatches: int, steps: int) -> Iterator[Turn]:
+    """A step is decided before forward `stages` - 1 of the next one: `split_step` says why."""
+    ahead = stages - stage
+    for number in range(steps * microbatches):
+        step, own = divmod(number, microbatches)
+        if step and own == stages - 1:
+            yield Turn("decide", step - 1)
+        yield Turn("forward", number)
+        if (done := number - ahead + 1) >= 0:
+            yield Turn("backward", done)
+            if (done + 1) % microbatches == 0:
+                yield Turn("squares", done // microbatches)
+
+
+def stage_steps(
+    program: Program,
+    schedule: Schedule,
+    stage: int,
+    stages: int,
+    steps: int,
+    input_bytes: int = 0,
+) -> tuple[Operations, list[StageTurn]]:
+    """Return the operations of a stage's first steps, and where its turns are in its launches.
+
+    Args:
+        input_bytes: see `drive.steps`.
+    """
+    driven = Driven(program, schedule, input_bytes)
+    turns = order(schedule, stage, stages, program.spec.config.grad_accum_steps, steps)
+    return driven.operations, [driven.take(turn) for turn in turns]
+
+
+class Driven:
+    """A stage's program and what it has answered.
+
+    Attributes:
+        launches: among the operations so far.
+    """
+
+    def __init__(self, program: Program, schedule: Schedule, input_bytes: int) -> None:
+        self.operations: Operations = []
+        self._program, self._flushes = program, schedule != "2bw"
+        self._input_bytes = input_bytes
+        self._inputs: dict[int, Inputs] = {}
+        self._numbers = iter(range(1 << 60))
+        self.launches = 0
+        self._micro_steps = program.spec.config.grad_accum_steps
+        self._blocks = {block.name: block for block in program.spec.blocks}
+        self._readings = readings_of(program.spec.blocks)
+        self._unread = unread_in_backward(program.spec)
+        self._versions: dict[int, int] = {}
+        """Microbatch between forward and backward → the weights that its forward has read."""
+
+    def take(self, turn: Turn) -> StageTurn:
+        """Report the events of a turn to the program."""
+        marks: list[int] = []
+        match turn.kind:
+            case "forward":
+                self._forward(turn.number, marks)
+            case "backward":
+                self._backward(turn.number, marks)
+            case "squares":
+                self._add(self._program.norm())
+                self._compute(Kind.DECIDE, Reading(SQUARES), marks)
+                if not self._flushes:
+                    self._program.sum_ends()
+            case "decide":
+                self._decide(turn.number, marks)
+        return StageTurn(turn, marks[0], marks[-1])
+
+    def _forward(self, number: int, marks: list[int]) -> None:
+        if not self._flushes and number % self._micro_steps == 0:
+            self._add(self._program.flush())
+        self._add(self._program.pass_begins())
+        self._versions[number] = self._program.version
+        inputs = self._inputs[number] = Inputs(self._program, self._input_bytes, self._numbers)
+        for reading in self._readings:
+            self._add(self._program.use(reading.block))
+            self._add(inputs.save(reading))
+            self._compute(Kind.FORWARD, reading, marks)
+
+    def _backward(self, number: int, marks: list[int]) -> None:
+        step, own = divmod(number, self._micro_steps)
+        last, inputs = own + 1 == self._micro_steps, self._inputs.pop(number)
+        is_old = self._versions.pop(number) != self._program.version
+        if is_old:
+            self._add(self._program.turn(back=True))
+        for reading in reversed(self._readings):
+            block, reads = self._blocks[reading.block], reading not in self._unread
+            if reads:
+                self._add(self._program.use(block.name, [block.name]))
+            self._add(inputs.need(reading))
+            self._compute(Kind.BACKWARD, reading, marks, reads=reads)
+            self._add(inputs.drop(reading))
+            if reading.again:
+                continue
+            delivered = {bucket.name: True for bucket in block.buckets}
+            self._add(self._program.grads_ready(block.name, delivered, last=last))
+            if last and step > 0:
+                self._add(self._program.grads_complete(block.name, Decision(step + 1)))
+                for name in tuple(self._program.behind):
+                    self._add(self._program.graph_freed(name))
+        if is_old:
+            self._add(self._program.turn(back=False))
+        if number == 0 and not self._program.spec.is_single:
+            self._add(self._program.first_sums())
+
+    def _decide(self, step: int, marks: list[int]) -> None:
+        self._compute(Kind.DECIDE, Reading(""), marks)
+        names = [block.name for block in self._program.spec.blocks]
+        self._add(self._program.norm_known(names, Decision(step + 1)))
+        if self._flushes:
+            self._program.step_ends()
+        self._add(self._program.pass_begins())
+
+    def _compute(self, kind: Kind, one: Reading, marks: list[int], *, reads: bool = True) -> None:
+        self._add(self._program.computes(kind, one.block, reads=reads, owner=one.owner))
+        marks.append(self.launches - 1)
+
+    def _add(self, operations: Operations) -> None:
+        self.operations += operations
+        self.launches += sum(isinstance(one, Launch) for one in operations)

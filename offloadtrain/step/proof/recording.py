@@ -1,0 +1,165 @@
+"""The calls to the lanes, one by one: of a real run, or of a program that was not run.
+
+The recorder of a real run writes these entries with the addresses of its memory. `trace` writes
+them for the operations of a program, at addresses of its own. `prove` takes both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from offloadtrain.step.program.operations import (
+    Event,
+    HostWait,
+    Lane,
+    Launch,
+    Memory,
+    Operation,
+    Record,
+    Ref,
+    Wait,
+)
+from offloadtrain.step.program.operations import Undefined as Undefine
+from offloadtrain.step.proof.in_place import read_in_place
+from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.spec.memory import slot_offsets
+from offloadtrain.step.spec.step_spec import StepSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """An interval of memory, by address: buffers of several dtypes may share it."""
+
+    name: str
+    lo: int
+    hi: int
+
+    def overlaps(self, other: Bytes) -> bool:
+        return self.lo < other.hi and other.lo < self.hi
+
+    def covers(self, other: Bytes) -> bool:
+        return self.lo <= other.lo and other.hi <= self.hi
+
+    def without(self, other: Bytes) -> list[Bytes]:
+        """Return the parts that `other`, which overlaps it, does not cover."""
+        ends = ((self.lo, other.lo), (other.hi, self.hi))
+        return [Bytes(self.name, lo, hi) for lo, hi in ends if lo < hi]
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """An operation on a lane."""
+
+    lane: Lane
+    name: str
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Event number `event` stands for all that was launched on the lane before."""
+
+    lane: Lane
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Launches on the lane (None: by the launching thread, on all lanes) from here on start after
+    the event."""
+
+    lane: Lane | None
+    event: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """User code may access these bytes on the compute lane from here on."""
+
+    span: int
+    name: str
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The end of a span."""
+
+    span: int
+
+
+@dataclass(frozen=True, slots=True)
+class Undefined:
+    """The contents of these bytes are undefined until they are written."""
+
+    bytes: Bytes
+
+
+Entry = Launched | Recorded | Waited | Opened | Closed | Undefined
+
+
+APART_BITS = 40
+"""Pieces of memory of a traced program begin 2^40 bytes from each other."""
+
+
+def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> list[Entry]:
+    """Record a rank's program as if it had been run, with memory that nothing else shares. The
+    reads of an entry include what the operation reads of the memory that it writes."""
+    found: list[Entry] = []
+    numbers: dict[Event, int] = {}
+    at = _Addresses(spec)
+    sharing = {b.name: b.ranks for block in spec.blocks for b in block.held}
+    for op in operations:
+        match op:
+            case Launch():
+                # Of operations without a bucket (block inputs) all ranks'.
+                ranks = sharing.get(op.owner, spec.ranks)
+                own = rank * ranks // spec.ranks
+                needed = (*op.reads, *read_in_place(op, ranks=ranks, rank=own))
+                reads, writes = map(at.bytes, needed), map(at.bytes, op.writes)
+                found.append(Launched(op.lane, op.name, tuple(reads), tuple(writes)))
+            case Record():
+                numbers[op.event] = len(numbers)
+                found.append(Recorded(op.event.lane, numbers[op.event]))
+            case Wait():
+                found.append(Waited(op.lane, numbers[op.event], str(op)))
+            case HostWait():
+                found.append(Waited(None, numbers[op.event], str(op.why)))
+            case Undefine():
+                found.append(Undefined(at.bytes(op.ref)))
+    return found
+
+
+class _Addresses:
+    """Gives every piece of memory its own addresses; what shares a slot shares them."""
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._streamed = spec.streamed
+        self._block_of = spec.block_of
+        self._offsets: dict[str, int] = {}
+        self._in_slot = {b.name: slot_offsets(b) for b in spec.buckets if b.is_on_disk}
+        """Bucket whose state is on the disk → where its fields begin in a slot."""
+        self._gradients_on_disk = {b.name for b in spec.buckets if b.gradient_on_disk}
+        for block in spec.blocks:
+            offset = 0
+            for bucket in block.held:
+                self._offsets[bucket.name] = offset
+                offset += bucket.nbytes
+        self._bases: dict[tuple[object, ...], int] = {}
+
+    def bytes(self, ref: Ref) -> Bytes:
+        key: tuple[object, ...] = (ref.memory, ref.owner, ref.copy, ref.field)
+        offset = 0
+        if ref.memory is Memory.WORKING and self._block_of[str(ref.owner)].name in self._streamed:
+            key, offset = ("slot", ref.copy), self._offsets[str(ref.owner)]
+        if ref.memory is Memory.GRADIENT and ref.owner in self._gradients_on_disk:
+            key = ("gradient slot", ref.copy)
+        if ref.memory is Memory.STATE and ref.owner in self._in_slot:
+            key, offset = ("state slot", ref.copy), self._in_slot[str(ref.owner)][ref.field]
+        start = self._bases.setdefault(key, len(self._bases) << APART_BITS) + offset
+        lo, hi = (start + at * ITEMSIZE[ref.dtype] for at in (ref.lo, ref.hi))
+        return Bytes(f"{ref.memory.value} {ref.owner}", lo, hi)

@@ -1,0 +1,245 @@
+"""The duration of a program whose operations have durations, if launching costs nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from offloadtrain.step.program.operations import (
+    Event,
+    HostWait,
+    Kind,
+    Lane,
+    Launch,
+    Operation,
+    Record,
+    Wait,
+)
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
+from offloadtrain.step.spec.step_spec import StepSpec
+
+Seconds = Callable[[Launch], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A launch, which starts when its lane has done those before it, and those of `after` are done.
+
+    Attributes:
+        after: positions in the sequence of launches.
+    """
+
+    op: Launch
+    after: tuple[int, ...]
+
+
+def timed(operations: Iterable[Operation]) -> list[Timed]:
+    """Return the launches, each with those that its waits put before it.
+
+    Compute is the launching thread, as on lanes of threads: nothing is launched before the compute
+    in front of it is done.
+    """
+    found: list[Timed] = []
+    thread: set[int] = set()
+    waits: dict[Lane, set[int]] = {lane: set() for lane in Lane}
+    latest: dict[Lane, int] = {}
+    stands_for: dict[Event, int | None] = {}
+    for op in operations:
+        match op:
+            case Launch():
+                found.append(Timed(op, tuple(sorted(thread | waits[op.lane]))))
+                latest[op.lane] = len(found) - 1
+                # A lane runs in order: what this launch waited for is before its later ones too.
+                waits[op.lane] = set()
+                if op.lane is Lane.COMPUTE:
+                    thread = {latest[op.lane]}
+            case Record():
+                stands_for[op.event] = latest.get(op.event.lane)
+            case Wait() | HostWait():
+                lane = op.lane if isinstance(op, Wait) else Lane.COMPUTE
+                launched = stands_for[op.event]
+                if launched is not None:
+                    (thread if lane is Lane.COMPUTE else waits[lane]).add(launched)
+    return found
+
+
+def ends(program: Sequence[Timed], seconds: Seconds) -> list[float]:
+    """Return the end of each launch, in seconds from the start."""
+    return [end for end, _ in _simulated(program, seconds)]
+
+
+LINKS: Mapping[str, str] = {Lane.DISK_LOAD: Lane.DISK_READ, Lane.DISK_READ: Lane.DISK_READ}
+"""Lane → the lane whose link it shares. One operation at a time has a link."""
+
+_Simulated = list[tuple[float, int | None]]
+"""The end of each launch, and the launch that it waited for last."""
+
+
+def _simulated(program: Sequence[Timed], seconds: Seconds) -> _Simulated:
+    lanes = {one.op.lane for one in program}
+    if sum(lane in LINKS for lane in lanes) > 1:
+        return _Sharing(program, seconds).run()
+    latest: dict[Lane, int] = {}
+    found: list[tuple[float, int | None]] = []
+    for number, one in enumerate(program):
+        before = [*one.after, *([latest[one.op.lane]] if one.op.lane in latest else [])]
+        last = max(before, key=lambda other: found[other][0], default=None)
+        start = 0.0 if last is None else found[last][0]
+        found.append((start + seconds(one.op), last))
+        latest[one.op.lane] = number
+    return found
+
+
+class _Sharing:
+    """Lanes that share a link: it goes to the operation that has been ready for longest. That order
+    is not the order of launch, so the next operation to start is looked for among all lanes."""
+
+    def __init__(self, program: Sequence[Timed], seconds: Seconds) -> None:
+        self._program, self._seconds = program, seconds
+        self._ends: list[float | None] = [None] * len(program)
+        self._before: list[int | None] = [None] * len(program)
+        self._left: dict[Lane, deque[int]] = {}
+        for number, one in enumerate(program):
+            self._left.setdefault(one.op.lane, deque()).append(number)
+        self._latest: dict[str, int] = {}
+        """Lane, and link → the last launch that has had it."""
+        self._ready: dict[Lane, tuple[float, int | None]] = {}
+        """Lane → when its next launch is ready, and what that waited for last."""
+
+    def run(self) -> _Simulated:
+        for _ in self._program:
+            start, _ready, number, awaited = min(self._starts())
+            op = self._program[number].op
+            self._ends[number], self._before[number] = start + self._seconds(op), awaited
+            self._left[op.lane].popleft()
+            del self._ready[op.lane]
+            self._latest[op.lane] = number
+            if op.lane in LINKS:
+                self._latest[f"link {LINKS[op.lane]}"] = number
+        return [(end or 0.0, before) for end, before in zip(self._ends, self._before, strict=True)]
+
+    def _starts(self) -> Iterator[tuple[float, float, int, int | None]]:
+        """Yield (start, ready, number, awaited) of each lane's next launch that can be told."""
+        for lane, left in self._left.items():
+            if not left:
+                continue
+            if lane not in self._ready:
+                before = [*self._program[left[0]].after]
+                before += [self._latest[lane]] if lane in self._latest else []
+                ends = [(end, other) for other in before if (end := self._ends[other]) is not None]
+                if len(ends) < len(before):
+                    continue
+                self._ready[lane] = max(ends, default=(0.0, None), key=lambda pair: pair[0])
+            ready, awaited = self._ready[lane]
+            holder = self._latest.get(f"link {LINKS[lane]}") if lane in LINKS else None
+            free = 0.0 if holder is None else self._ends[holder] or 0.0
+            yield max(ready, free), ready, left[0], holder if free > ready else awaited
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """One step of many.
+
+    Attributes:
+        busy: lane → seconds of work. No schedule is faster than the busiest one, or than all lanes
+            of a link.
+        exposed: lane → seconds that compute waited for work of this lane.
+    """
+
+    seconds: float
+    busy: Mapping[str, float]
+    exposed: Mapping[str, float]
+
+
+def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
+    """Return lane → bytes that its operations write in a step of many."""
+    program = timed(steps(Program(spec), _SETTLED))
+    decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
+    found: dict[Lane, int] = {}
+    for one in program[decided[-2] : decided[-1]]:
+        if one.op.lane in lanes:
+            nbytes = sum(ref.nbytes for ref in one.op.writes)
+            found[one.op.lane] = found.get(one.op.lane, 0) + nbytes
+    return found
+
+
+_SETTLED, _MOST_STEPS = 4, 64
+"""Steps after which, as a rule, every one takes the same time; the most that are simulated until
+they do."""
+
+_PERIOD = 6
+"""Steps after which those with lanes that share a drive repeat: its slots are 2 or 3, and where a
+step's buckets are no multiple of them, the next step begins with another slot."""
+
+
+def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
+    """Simulate a step in the long run, the mean of those that repeat; in update mode "delayed",
+    one after its warm-up.
+
+    Args:
+        input_bytes: see `drive.steps`.
+    """
+    warm = replace(spec, config=replace(spec.config, warmup_steps=0))
+    period, settled = _PERIOD if spec.config.uses_disk else 1, _SETTLED
+    while True:
+        program = timed(steps(Program(warm), settled + period - 1, input_bytes))
+        found = _simulated(program, seconds)
+        before, last = (_mean(program, found, seconds, period, ends) for ends in (-2, -1))
+        if _are_alike(before, last) or settled >= _MOST_STEPS:
+            return last
+        # Work piles up on a lane, and waits move from one lane to another, until its ring is full.
+        settled *= 2
+
+
+def _mean(
+    program: Sequence[Timed],
+    found: _Simulated,
+    seconds: Seconds,
+    period: int,
+    ends: int,
+) -> Steady:
+    """Return the mean of so many steps of a simulated program; `ends`: the place of the last one
+    among all steps, counted from behind."""
+    decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
+    first, last = decided[ends - period] + 1, decided[ends]
+    busy: dict[str, float] = {}
+    exposed: dict[str, float] = {}
+    ready = found[first - 1][0]
+    for number in range(first, last + 1):
+        op = program[number].op
+        busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op) / period
+        if op.lane is not Lane.COMPUTE:
+            continue
+        # What passed between `ready` and its start is exposed time of the lanes that worked in it,
+        # back along what each launch waited for.
+        cause = found[number][1]
+        while cause is not None and found[cause][0] > ready:
+            end, before = found[cause]
+            start = ready if before is None else max(found[before][0], ready)
+            lane = program[cause].op.lane
+            exposed[lane] = exposed.get(lane, 0.0) + end - start
+            cause = before
+        ready = found[number][0]
+    of_one = {lane: waited / period for lane, waited in exposed.items()}
+    return Steady((found[last][0] - found[first - 1][0]) / period, busy, of_one)
+
+
+def _are_alike(one: Steady, other: Steady) -> bool:
+    """Tell whether two steps take the same time, exposed time of each lane included."""
+    least = 1e-9 * max(one.seconds, other.seconds)
+    waits = [
+        (one.exposed.get(lane, 0.0), other.exposed.get(lane, 0.0))
+        for lane in one.exposed.keys() | other.exposed.keys()
+    ]
+    return all(abs(a - b) <= least for a, b in [(one.seconds, other.seconds), *waits])
+
+
+def bound(busy: Mapping[str, float]) -> tuple[float, str]:
+    """Return the seconds and the name of the busiest lane, or link, of a step."""
+    links: dict[str, float] = {}
+    for lane, seconds in busy.items():
+        link = LINKS.get(lane, lane)
+        links[link] = links.get(link, 0.0) + seconds
+    return max((seconds, str(link)) for link, seconds in links.items())

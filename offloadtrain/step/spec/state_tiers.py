@@ -1,0 +1,134 @@
+"""Which buckets have their gradient and state on the device, and whose state is on the disk.
+
+[Note: State where there is room]
+When the norm is known the device has nothing to do before the first block has its new weights, and
+the host has all of Adam to do. So the first buckets of the forward stay on the device: they are
+updated there at once, and the next forward runs over them while the host updates the later ones.
+No update is stale. A bucket whose weights are streamed from the host or the disk has no state on
+the device, since loads read what the host's update has written.
+
+Of the buckets that the host updates, those on the disk are spread evenly: it updates one whose
+state it has while the next is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
+
+from offloadtrain.config.errors import DeviceMemoryError
+from offloadtrain.config.offload import OptionError
+from offloadtrain.config.units import format_bytes
+from offloadtrain.step.spec.block_spec import BucketSpec
+from offloadtrain.step.spec.step_spec import StepSpec
+from offloadtrain.step.spec.tiers import Tier
+
+SHARES = 10_000
+"""Steps of a share that a plan names."""
+
+DeviceBytes = Callable[[StepSpec], int]
+"""Counts what a spec takes of one device."""
+
+
+def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
+    """Give every trained bucket the tier of its state, as the config asks.
+
+    Raises:
+        OptionError: so large a share cannot be on the device, or nothing decides on "auto".
+        DeviceMemoryError: `device_memory_limit` does not hold the share.
+    """
+    limit = spec.config.device_memory_limit
+    if spec.config.state_on == "auto":
+        if limit is None:
+            raise OptionError(
+                "state_on = 'auto' is decided by the plan of a job; in offload() give "
+                "device_memory_limit, or a share such as {'device': 0.3}"
+            )
+        return filled(spec, limit, device_bytes)
+    found = _spread_on_disk(first_on_device(spec, _asked(spec)))
+    if limit is not None and found.has_state_on(Tier.DEVICE):
+        needed = device_bytes(found)
+        if needed > limit:
+            raise DeviceMemoryError(
+                f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
+                f"{format_bytes(needed)} with {device_share(found):g} of the state on the device: "
+                "raise it, or lower state_on"
+            )
+    return found
+
+
+def candidates(spec: StepSpec) -> list[BucketSpec]:
+    """Return the buckets that may have their state on the device, in the order of use."""
+    streamed_past_host = spec.config.offloads_weights
+    return [one for one in spec.buckets if not (streamed_past_host and spec.is_streamed(one))]
+
+
+def first_on_device(spec: StepSpec, count: int) -> StepSpec:
+    """Put the state of so many candidates on the device, that of the others on the host."""
+    chosen = {bucket.name for bucket in candidates(spec)[:count]}
+
+    return _tiered(spec, lambda one: Tier.DEVICE if one.name in chosen else Tier.HOST)
+
+
+def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
+    def placed(bucket: BucketSpec) -> BucketSpec:
+        tier = tier_of(bucket)
+        with_it = tier is Tier.DISK and spec.config.grad_on == "disk"
+        if (bucket.state_tier, bucket.gradient_on_disk) == (tier, with_it):
+            return bucket
+        return replace(bucket, state_tier=tier, gradient_on_disk=with_it)
+
+    blocks = (replace(one, buckets=tuple(map(placed, one.buckets))) for one in spec.blocks)
+    return replace(spec, blocks=tuple(blocks))
+
+
+def filled(spec: StepSpec, limit: int, device_bytes: DeviceBytes) -> StepSpec:
+    """Put as many buckets on the device as the limit holds beside all else; none if not even that
+    fits."""
+    counts = range(1, len(candidates(spec)) + 1)
+    # Every further bucket takes more memory of the device.
+    count = bisect_right(counts, limit, key=lambda n: device_bytes(first_on_device(spec, n)))
+    return first_on_device(spec, count)
+
+
+def device_share(spec: StepSpec) -> float:
+    """Return the share that asks for the spec's tiers, rounded down to what a job shows."""
+    total = sum(bucket.numel for bucket in spec.buckets)
+    found = sum(bucket.numel for bucket in spec.buckets_on(Tier.DEVICE))
+    return SHARES * found // total / SHARES
+
+
+def _spread_on_disk(spec: StepSpec) -> StepSpec:
+    """Put the share that the config asks for on the disk, of buckets that are on the host."""
+    of_host = spec.buckets_on(Tier.HOST)
+    total, held = (sum(one.numel for one in some) for some in (spec.buckets, of_host))
+    share = min(spec.config.disk_share * total / max(held, 1), 1.0)
+    chosen, wanted, found = set(), 0.0, 0
+    for bucket in of_host:
+        wanted += share * bucket.numel
+        if share and found + bucket.numel / 2 <= wanted:
+            chosen.add(bucket.name)
+            found += bucket.numel
+    return _tiered(spec, lambda one: Tier.DISK if one.name in chosen else one.state_tier)
+
+
+def _asked(spec: StepSpec) -> int:
+    """Return the number of candidates whose middle is within the share.
+
+    Raises:
+        OptionError: the candidates are less than the share.
+    """
+    share = spec.config.device_share
+    sizes = [bucket.numel for bucket in candidates(spec)]
+    total = sum(bucket.numel for bucket in spec.buckets)
+    largest = max(sizes, default=0)
+    if share * total > sum(sizes) + largest / 2:
+        raise OptionError(
+            f"state_on asks for {share:g} of the state on the device, and only "
+            f"{sum(sizes) / total:.2f} of it are of blocks whose weights stay there: lower the "
+            "share, or raise resident_blocks"
+        )
+    ends = accumulate(sizes)
+    return sum(end - size / 2 <= share * total for end, size in zip(ends, sizes, strict=True))

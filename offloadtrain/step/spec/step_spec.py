@@ -1,0 +1,398 @@
+"""StepSpec: blocks, buckets, shards, staging, and the residence of the bytes of each.
+
+The engine builds it from a module (also on the meta device), the plan from a model's shape. Rules
+over sizes are written here and nowhere else. Sizes are of one rank.
+
+[Note: Sharers]
+All ranks share a bucket, or fewer: with expert parallelism the parameters of experts are in buckets
+of their own, which only the ranks with the same experts share. `BucketSpec.ranks` is their number.
+Rank r of all is then number r · `BucketSpec.ranks` // `StepSpec.ranks` among them: the ranks that
+hold different experts are neighbours.
+
+[Note: Pieces of a shard]
+A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
+*every* rank's shard, one behind the other in the slot, so that a reduce-scatter of the slot leaves
+each rank the part of its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.step.spec.block_spec import BlockSpec, BucketSpec
+from offloadtrain.step.spec.bucket_layout import ALIGN
+from offloadtrain.step.spec.spill import SPILL_BLOCK, SpillPart, spill
+from offloadtrain.step.spec.tiers import Tier
+
+RING_SLOTS = 2
+"""One slot is filled while the other is copied."""
+
+STAGING_SLOTS_MOST = 8
+"""The largest number of device slots for gathered gradients."""
+
+STATE_SLOTS = 3
+"""Host slots for state on the disk: one is read, one is updated, one is written."""
+
+GRADIENT_SLOTS = 3
+"""Host slots for gradients on the disk: one is filled, one is written, one is read."""
+
+STAGING_BYTES = 64 << 20
+"""Enough for the bus's full speed; staging does not grow with the model."""
+
+MATRIX_BYTES = 2
+"""Bytes of an element of a matrix on its way to be orthogonalized, which is bf16."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """The memory and the transfers of one rank in a step.
+
+    Attributes:
+        blocks: in the order of registration.
+        config: the options of `offload`, "auto" resolved.
+        ranks: the number of ranks that share the state.
+        copies: the number of such groups of ranks, which sum their gradients.
+        input_parts: parts that ranks keep of a block's input; see [Note: Partitioned activations]
+            in `step.program.activations`.
+        num_tensors: parameters of the model as tensors; a tied one counts once.
+        streamed: names of blocks that are loaded into a device slot for their use.
+        second_copies: names of blocks with a second copy of their state, which speculative updates
+            are written into.
+        weight_versions: of weights in use; two: see [Note: Two versions] in `two_versions`.
+        gradient_sums: of each bucket; two, where the next step's gradients arrive before a step is
+            decided.
+    """
+
+    blocks: tuple[BlockSpec, ...]
+    config: OffloadConfig
+    ranks: int
+    num_tensors: int
+    streamed: frozenset[str] = frozenset()
+    second_copies: frozenset[str] = frozenset()
+    weight_versions: int = 1
+    gradient_sums: int = 1
+    copies: int = 1
+    input_parts: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """The ranks whose batches make a step: those of all copies."""
+        return self.ranks * self.copies
+
+    @property
+    def moves_inputs(self) -> bool:
+        """Inputs of repeated blocks leave the place where forward made them."""
+        return self.config.activation in ("offload", "offload_saved") or self.input_parts > 1
+
+    @property
+    def is_single(self) -> bool:
+        return self.ranks == 1
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage; 0 for a single rank."""
+        return self.config.zero_stage_among(self.ranks)
+
+    @property
+    def streams(self) -> bool:
+        """True if repeated blocks may be loaded for their use."""
+        return self.config.streams_among(self.ranks)
+
+    def buckets_on(self, tier: Tier) -> tuple[BucketSpec, ...]:
+        """Return the trained buckets whose gradient is on a tier, where their state is updated."""
+        return tuple(bucket for bucket in self.buckets if bucket.update_tier is tier)
+
+    def has_state_on(self, tier: Tier) -> bool:
+        """Whether state is updated there."""
+        return any(bucket.update_tier is tier for bucket in self.buckets)
+
+    @property
+    def accumulates(self) -> bool:
+        """Microbatches are summed beside the state."""
+        return self.config.grad_accum_steps > 1
+
+    def sums_on_device(self, bucket: BucketSpec) -> bool:
+        """Microbatches are summed on the device, and one copy of the sum goes to the host."""
+        on_host = bucket.update_tier is Tier.HOST
+        return on_host and self.accumulates and self.config.sums_on == "device"
+
+    def rounds_sum(self, bucket: BucketSpec) -> bool:
+        """The sum on the device is rounded to the working dtype before it is measured and goes
+        down; where it stays there, too: placement changes no bit."""
+        narrow = self.config.sums_down == "working" and bucket.weight_bytes < 4
+        return narrow and self.accumulates and self.sum_tier(bucket) is Tier.DEVICE
+
+    def holds_sum(self, bucket: BucketSpec) -> bool:
+        """The gradient that an update reads is an fp32 sum."""
+        return self.accumulates and not (self.rounds_sum(bucket) and self.sums_on_device(bucket))
+
+    @property
+    def measures_gathered(self) -> bool:
+        """The gradient is measured where backward has left it: it is the step's, of one microbatch
+        and of a single rank."""
+        return self.is_single and not self.accumulates
+
+    def norm_tier(self, bucket: BucketSpec) -> Tier:
+        """Return where the sums of squares of its gradient are taken."""
+        return Tier.DEVICE if self.measures_gathered else self.sum_tier(bucket)
+
+    def sum_tier(self, bucket: BucketSpec) -> Tier:
+        """Return where its gradient of the step is complete first."""
+        return Tier.DEVICE if self.sums_on_device(bucket) else bucket.update_tier
+
+    def measures_on(self, tier: Tier) -> bool:
+        """Whether sums of squares are taken there, at least of a gradient that is added to or that
+        never comes: these are taken where the sum is."""
+        return any(tier in (self.norm_tier(one), self.sum_tier(one)) for one in self.buckets)
+
+    @property
+    def stages_on_host(self) -> bool:
+        """Gradients or new weights go through a ring of host slots in every step."""
+        return self.accumulates and self.has_state_on(Tier.HOST)
+
+    @property
+    def updates_early(self) -> bool:
+        """In mode "exact": nothing global has to be known before a bucket is updated."""
+        return self.config.updates_early
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Adam may run beside a backward, of its own step or (mode "delayed") of the next one."""
+        return self.config.update != "exact" or self.updates_early
+
+    @property
+    def is_delayed(self) -> bool:
+        """Between steps forward uses older weights than the rounded masters."""
+        return self.config.update == "delayed"
+
+    @property
+    def weights_wait(self) -> bool:
+        """New weights wait for their upload longer than their gradient's memory is free."""
+        if self.weight_versions > 1:
+            return False
+        return self.config.update != "exact" or (self.updates_early and self.accumulates)
+
+    @cached_property
+    def buckets(self) -> tuple[BucketSpec, ...]:
+        """The trained buckets of all blocks."""
+        return tuple(bucket for block in self.blocks for bucket in block.buckets)
+
+    @cached_property
+    def block_of(self) -> dict[str, BlockSpec]:
+        """Bucket → its block, frozen ones included."""
+        return {bucket.name: block for block in self.blocks for bucket in block.held}
+
+    @cached_property
+    def state_slots(self) -> int:
+        """The number of host slots for state on the disk."""
+        return min(STATE_SLOTS, sum(bucket.is_on_disk for bucket in self.buckets))
+
+    @cached_property
+    def gradient_slots(self) -> int:
+        """The number of host slots for gradients on the disk."""
+        return min(GRADIENT_SLOTS, sum(bucket.gradient_on_disk for bucket in self.buckets))
+
+    @cached_property
+    def _trained(self) -> frozenset[str]:
+        return frozenset(bucket.name for bucket in self.buckets)
+
+    def is_trained(self, bucket: BucketSpec) -> bool:
+        return bucket.name in self._trained
+
+    # Saves.
+
+    @cached_property
+    def save_order(self) -> tuple[BucketSpec, ...]:
+        """The trained buckets in the order in which the next updates come, each of which waits for
+        its bucket's write."""
+        backwards = self.updates_in_backward and self.weight_versions == 1
+        blocks = reversed(self.blocks) if backwards else self.blocks
+        return tuple(bucket for block in blocks for bucket in block.buckets)
+
+    @cached_property
+    def spilled(self) -> Mapping[str, Sequence[SpillPart]]:
+        """Bucket → what a save copies of its state; see [Note: Spill] in `spill.py`."""
+        on_host = (bucket for bucket in self.save_order if bucket.state_tier is Tier.HOST)
+        sizes = [(bucket.name, bucket.field_sizes) for bucket in on_host]
+        return spill(sizes, self.config.checkpoint_spill)
+
+    def spill_bytes(self, bucket: BucketSpec) -> int:
+        """Bytes of the memory for what a save copies of a bucket."""
+        return SPILL_BLOCK * sum(part.blocks for part in self.spilled.get(bucket.name, ()))
+
+    # The weights of streamed blocks between their uses.
+
+    def is_streamed(self, bucket: BucketSpec) -> bool:
+        return self.block_of[bucket.name].name in self.streamed
+
+    def weight_tier(self, bucket: BucketSpec) -> Tier | None:
+        """Return where the weights of a streamed bucket are between two uses: on the device, as a
+        shard, on the host, or on the disk; None for a bucket that stays on the device."""
+        if not self.is_streamed(bucket):
+            return None
+        if self.config.working == "disk" and self._weights_in_host_state(bucket):
+            return Tier.HOST
+        return Tier(self.config.working)
+
+    def _weights_in_host_state(self, bucket: BucketSpec) -> bool:
+        """The state is on the host and holds the weights that loads may read: no file is needed."""
+        in_state = bucket.format.holds_weight and self.is_trained(bucket)
+        return in_state and bucket.state_tier is Tier.HOST and not self.updates_in_backward
+
+    def loads_in_turn(self, bucket: BucketSpec) -> bool:
+        """True for a streamed bucket of which two versions are kept, which loads read in turn."""
+        return self.weight_versions > 1 and self.is_streamed(bucket) and self.is_trained(bucket)
+
+    def loads_from_host(self, bucket: BucketSpec) -> bool:
+        """True for a bucket that is streamed from the host."""
+        return self.weight_tier(bucket) is Tier.HOST
+
+    def loads_from_disk(self, bucket: BucketSpec) -> bool:
+        """True for a bucket that is streamed from the disk, through a slot of the host."""
+        return self.weight_tier(bucket) is Tier.DISK
+
+    def loads_from_shard(self, bucket: BucketSpec) -> bool:
+        """True for a bucket that is streamed from shards on the devices."""
+        return self.weight_tier(bucket) is Tier.DEVICE
+
+    def weight_files(self, bucket: BucketSpec) -> int:
+        """Count the versions of a bucket's weights on the disk, beside its state. Where an update
+        may run inside backward it writes one while loads of that backward read the other."""
+        if not self.loads_from_disk(bucket):
+            return 0
+        if self.is_trained(bucket) and self.updates_in_backward:
+            return 2
+        in_state = bucket.is_on_disk and bucket.format.holds_weight
+        return 0 if in_state and self.is_trained(bucket) else 1
+
+    @cached_property
+    def weight_slots(self) -> int:
+        """The number of host slots for weights on their way from the disk to the device."""
+        held = (bucket for block in self.blocks for bucket in block.held)
+        return min(RING_SLOTS, sum(map(self.loads_from_disk, held)))
+
+    @cached_property
+    def new_weight_slots(self) -> int:
+        """The number of host slots for new weights on their way to the disk."""
+        return min(RING_SLOTS, sum(map(self.has_new_weight_slot, self.buckets)))
+
+    def has_new_weight_slot(self, bucket: BucketSpec) -> bool:
+        """New weights go to the disk out of a slot: neither the state nor the memory of the
+        gradient, which is wider, holds them."""
+        written = self.loads_from_disk(bucket) and self.is_trained(bucket)
+        return written and self.holds_sum(bucket) and not bucket.format.holds_weight
+
+    def has_snapshot(self, bucket: BucketSpec) -> bool:
+        """True if loads read a snapshot of the forward's weights: the memory that an update writes
+        may change inside backward, while loads of that backward must read the old weights."""
+        return self.loads_from_host(bucket) and self.updates_in_backward
+
+    def has_pending(self, bucket: BucketSpec, *, copied: bool | None = None) -> bool:
+        """New weights need memory of their own until their upload.
+
+        Args:
+            copied: the bucket has a second copy of its state; None: as the spec says.
+        """
+        if self.loads_from_disk(bucket):
+            return False  # they are written as soon as they are there
+        if bucket.format.holds_weight:
+            # They are in the state; its slot may go to another bucket before they are uploaded.
+            waits = self.weights_wait or self.updates_early or self.loads_from_host(bucket)
+            return waits and bucket.is_on_disk
+        if self.loads_from_host(bucket):
+            return True
+        outgrows_staging = bucket.shard_numel * bucket.weight_bytes > STAGING_BYTES
+        if outgrows_staging and bucket.update_tier is Tier.HOST and self.holds_sum(bucket):
+            return True
+        if bucket.gradient_on_disk and self.updates_early:
+            return True  # the slot of the gradient may go to another bucket before their upload
+        if copied is None:
+            copied = self.has_second_copy(bucket)
+        return self.weights_wait and (copied or self.config.update != "speculative")
+
+    def has_second_copy(self, bucket: BucketSpec) -> bool:
+        on_host = bucket.state_tier is Tier.HOST and not bucket.experts
+        return on_host and self.block_of[bucket.name].name in self.second_copies
+
+    # Staging of gradients.
+
+    def reduced_bytes(self, bucket: BucketSpec) -> int:
+        """Bytes of an element of a gradient while ranks sum it."""
+        wide = bucket.ranks > 1 and self.config.reduction == "fp32"
+        return 4 if wide else bucket.weight_bytes
+
+    @cached_property
+    def _largest_gradient(self) -> int:
+        return max(bucket.numel * self.reduced_bytes(bucket) for bucket in self.buckets)
+
+    @cached_property
+    def staging_bytes(self) -> int:
+        """Bytes of one device slot for gathered gradients. A larger bucket goes through it in
+        pieces, which hold at least one alignment of every rank's shard."""
+        return max(min(self._largest_gradient, STAGING_BYTES), ALIGN * 4 * self.ranks)
+
+    @cached_property
+    def staging_slots(self) -> int:
+        """One slot per piece of the largest bucket and one that is copied meanwhile, so that
+        compute need not wait for the copies of its own block; at most `STAGING_SLOTS_MOST`."""
+        pieces = -(-self._largest_gradient // self.staging_bytes)
+        return max(RING_SLOTS, min(pieces + 1, STAGING_SLOTS_MOST))
+
+    @cached_property
+    def host_staging_bytes(self) -> int:
+        """Bytes of one host slot for gradients and weights."""
+        on_host = self.buckets_on(Tier.HOST)
+        largest = max((one.shard_numel * one.weight_bytes for one in on_host), default=0)
+        return max(min(largest, STAGING_BYTES), ALIGN * 4)
+
+    def pieces(self, bucket: BucketSpec) -> list[tuple[int, int]]:
+        """Return the ranges [lo, hi) of the shard that go down one after the other."""
+        per_shard = self.staging_bytes // (self.reduced_bytes(bucket) * bucket.ranks)
+        step = per_shard // ALIGN * ALIGN
+        numel = bucket.shard_numel
+        return [(lo, min(lo + step, numel)) for lo in range(0, numel, step)] or [(0, 0)]
+
+    @cached_property
+    def matrix_bytes(self) -> int:
+        """Bytes of the device memory in which one matrix after the other is orthogonalized: the
+        workspace and, where the state is updated on the host, the matrix itself."""
+        sizes = (
+            one.workspace_numel + (one.numel if bucket.update_tier is Tier.HOST else 0)
+            for bucket in self.buckets
+            for one in bucket.matrices
+        )
+        return max(sizes, default=0) * MATRIX_BYTES
+
+    # Device slots of streamed blocks.
+
+    @cached_property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of each device slot: those of repeated blocks, then the one of all other blocks."""
+        streamed = [block for block in self.blocks if block.name in self.streamed]
+        repeated = [block.nbytes for block in streamed if block.repeated]
+        others = [block.nbytes for block in streamed if not block.repeated]
+        return (max(repeated, default=0),) * self.slots + ((max(others),) if others else ())
+
+    @cached_property
+    def slots(self) -> int:
+        """The number of device slots for repeated blocks."""
+        repeated = sum(block.repeated and block.name in self.streamed for block in self.blocks)
+        return min(self.config.device_slots, repeated)
+
+    def slots_of(self, block: BlockSpec) -> range:
+        """Return the slots that a streamed block can have."""
+        return range(self.slots) if block.repeated else range(self.slots, len(self.slot_bytes))
+
+    def first_slot(self, bucket: BucketSpec) -> int:
+        """Return the slot that a streamed bucket is taken for until it has one; 0 for others."""
+        return self.slots_of(self.block_of[bucket.name]).start if self.is_streamed(bucket) else 0
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the device memory of gradients on their way down."""
+        if self.zero_stage == 1:
+            return sum(bucket.numel * self.reduced_bytes(bucket) for bucket in self.buckets)
+        return self.staging_slots * self.staging_bytes

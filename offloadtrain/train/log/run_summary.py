@@ -1,0 +1,91 @@
+"""The summary of a run: loss curve, sample text, folder, next commands."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from offloadtrain.config.job import Config
+from offloadtrain.config.units import format_duration
+from offloadtrain.events import log_lines, schema
+from offloadtrain.train.log.console import loss_curve
+
+
+def words(
+    run: Path,
+    log: Path,
+    config: Config,
+    seconds: float,
+    step: int,
+    *,
+    stopped: bool,
+    nproc: int = 1,
+) -> str:
+    """Return the text printed at the end of a run.
+
+    Args:
+        log: the log of rank 0.
+        seconds: duration over all its starts.
+        nproc: ranks that the next commands start.
+    """
+    took = f"\n{step} steps in {format_duration(seconds)}"
+    if not log.exists():
+        return (
+            f"{took}\n{run} was removed or renamed during the run: its log is lost; later "
+            f"checkpoints are in {run / 'checkpoints'}"
+        )
+    curve = "" if stopped else f"\n{summary(log)}\n"
+    return f"{curve}{took}\n{next_commands(run, config, stopped=stopped, nproc=nproc)}"
+
+
+def summary(log: Path) -> str:
+    """Return curve, losses and sample from a run's event log, all its starts together."""
+    train: dict[int, float] = {}
+    val: dict[int, float] = {}
+    sample: schema.Sample | None = None
+    guesses: list[bool] = []
+    for event in (record.event for record in log_lines.read(log)):
+        if isinstance(event, schema.Step) and event.speculation_hit is not None:
+            guesses.append(event.speculation_hit)
+        if isinstance(event, schema.Step) and not event.skipped:
+            train[event.step] = event.loss
+        elif isinstance(event, schema.Eval):
+            val[event.step] = event.val_loss
+        elif isinstance(event, schema.Sample):
+            sample = event
+    parts = [f"training loss by step\n{loss_curve(sorted(train.items()))}"]
+    if val:
+        first, last = min(val), max(val)
+        parts.append(
+            f"validation loss (nats per token): {val[first]:.3f} at step {first}, "
+            f"{val[last]:.3f} at step {last}"
+        )
+    if guesses:
+        wrong = guesses.count(False)
+        parts.append(f"speculation: {len(guesses)} steps predicted, {wrong} of them mispredicted")
+    if sample is not None:
+        lines = (sample.prompt + sample.text).splitlines()
+        indented = "\n".join(f"  {line}" for line in lines)
+        parts.append(f"sample\n{indented}")
+    return "\n\n".join(parts)
+
+
+def next_commands(run: Path, config: Config, *, stopped: bool, nproc: int = 1) -> str:
+    """Return the run folder and next commands, as lines to copy."""
+    job, folder = shlex.quote(str(run / "resolved.toml")), shlex.quote(str(run))
+    train = f"offloadtrain train {job}" + (f" --nproc {nproc}" if nproc > 1 else "")
+    if stopped:
+        return f"run folder: {run}\nresume: {train} --resume {folder}"
+    longer = 2 * config.train.steps
+    lines = [
+        (f"offloadtrain tui {folder}", "inspect any step"),
+        (f"{train} --resume {folder} --set train.steps={longer}", "train longer"),
+        (
+            f"{train} --set optim.lr={config.optim.lr / 2:g}",
+            "the same job, half the learning rate",
+        ),
+        ("offloadtrain ls", "other jobs"),
+        ("offloadtrain cp gpt2_124m", "copy one to edit"),
+    ]
+    commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
+    return f"run folder: {run}\nnext:\n{commands}"

@@ -1,0 +1,44 @@
+"""The samples of a rank's own GPU over time, as its log has them."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from typing import Any
+
+from offloadtrain_tui.reading.series import Series
+
+FIELDS = (
+    "utilization_percent", "power_w", "temperature_c", "clock_mhz", "pcie_rx_bytes_per_s",
+    "pcie_tx_bytes_per_s", "nvlink_rx_bytes_per_s", "nvlink_tx_bytes_per_s",
+)  # fmt: skip
+
+
+class GpuHistory:
+    """Columns that only grow; one thread adds, another reads."""
+
+    def __init__(self) -> None:
+        self.times = array("d")
+        self.series = {name: Series() for name in FIELDS}
+
+    def add(self, time_s: float, gpus: list[Any], uuid: object) -> None:
+        """Add a parsed sample of the machine: of this GPU, or of the only one."""
+        known = [gpu for gpu in gpus if isinstance(gpu, dict)]
+        named = [gpu for gpu in known if gpu.get("uuid") == uuid]
+        found = named or (known if len(known) == 1 else [])
+        if not found:
+            return
+        for name, series in self.series.items():
+            series.append(_number(found[0].get(name)))
+        self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
+
+    def count(self, time_s: float) -> int:
+        """Return the number of samples until a time."""
+        return bisect_right(self.times, time_s)
+
+
+def _number(value: Any) -> float | None:
+    if type(value) not in (int, float) or not abs(value) < 1e18:
+        return None
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,192 @@
+"""The log of a rank, parsed: columns of its steps, and lists of all else that only grow."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import orjson
+
+from offloadtrain.events import log_lines, schema
+from offloadtrain.events.log_lines import Record
+from offloadtrain.events.schema import Json
+from offloadtrain_tui.moments import Moment, moment_of
+from offloadtrain_tui.reading.gpu_history import GpuHistory
+from offloadtrain_tui.reading.live_memory import LiveMemory
+from offloadtrain_tui.reading.packed import TimedLines
+from offloadtrain_tui.reading.step_columns import StepColumns, number_of
+from offloadtrain_tui.reading.timed import Timed
+from offloadtrain_tui.reading.timelines import Timelines
+from offloadtrain_tui.text import clean
+
+_BULK = (schema.Step, schema.System, schema.LiveMemory)
+"""Kinds read without their classes, since there are hundreds of thousands."""
+_SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":\d+,"r":\d+,"step":(\d{1,15}),')
+"""Prefix of a span's line; spans are parsed only for display."""
+
+
+class History(StepColumns):
+    """The parsed log of one rank."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        self.rank = rank
+        self.skipped: list[int] = []
+        """Positions of steps that were skipped, or whose loss was not finite."""
+        self.starts = Timed()
+        self.set_ups = Timed()
+        self.ends = Timed()
+        self.memory = Timed()
+        self.live = LiveMemory()
+        self.curves = Timed()
+        self.systems = TimedLines()
+        """Samples of the machine, which are read only for display."""
+        self.gpu = GpuHistory()
+        self.evals = Timed()
+        self.checkpoints = Timed()
+        self.alerts = Timed()
+        self.controls = Timed()
+        self.moments = Timed()
+        self.sampled = Timed()
+        """Step numbers whose lanes were sampled."""
+        self.timelines = Timelines()
+        self._shown_system: tuple[int, schema.System | None] = (0, None)
+        self.last_time_s = 0.0
+        self.unreadable = 0
+
+    def feed_lines(self, lines: Iterable[bytes]) -> None:
+        """Add lines of the log; unreadable ones are counted."""
+        for line in lines:
+            self._feed_line(line)
+        self.extend_columns()
+
+    def _feed_line(self, line: bytes) -> None:
+        if (span := _SPAN.match(line)) is not None:
+            self._span(int(span[2]), float(span[1]), line)
+            return
+        try:
+            values = orjson.loads(line)
+        except ValueError:
+            self.unreadable += bool(line.strip())
+            return
+        kind = values.get("k") if isinstance(values, dict) else None
+        if (
+            (kind == "step" and self._step(values, line))
+            or (kind == "system" and self._system(values, line))
+            or (kind == "live_memory" and self.live.add(values))
+        ):
+            return
+        record = log_lines.from_values(values)
+        if record is None or not math.isfinite(record.time_s) or isinstance(record.event, _BULK):
+            self.unreadable += 1
+        else:
+            self.feed(record, line)
+
+    def feed(self, record: Record, line: bytes = b"") -> None:
+        """Add a record other than a step."""
+        self.last_time_s = max(self.last_time_s, record.time_s)
+        if isinstance(record.event, schema.LaneSpan):
+            kept = line or log_lines.to_line(record.event, record.rank, record.time_s).strip()
+            self._span(record.event.step, record.time_s, kept)
+        fold = _FOLDS.get(type(record.event))
+        if fold is not None:
+            fold(self, record.event, record.time_s)
+        moment = moment_of(record, line)
+        if moment is not None:
+            self.moments.add(record.time_s, moment)
+
+    @property
+    def first_time_s(self) -> float:
+        known = [timed.times[0] for timed in (self.starts, self.steps, self.moments) if timed.times]
+        return min(known, default=0.0)
+
+    # ---- one kind each
+
+    def _step(self, values: Json, line: bytes) -> bool:
+        """Add a step; False if it is not valid."""
+        number, time_s = values.get("step"), number_of(values.get("t"))
+        if type(number) is not int or time_s is None or not math.isfinite(time_s):
+            return False
+        self.add_step(number, time_s, values)
+        self._odd(values, number, time_s, line)
+        self.last_time_s = max(self.last_time_s, time_s)
+        return True
+
+    def _odd(self, values: Json, number: int, time_s: float, line: bytes) -> None:
+        """Mark and list skipped steps and non-finite losses."""
+        loss = values.get("loss")
+        loss = loss if type(loss) is float else number_of(loss)
+        finite = loss is not None and math.isfinite(loss)
+        if finite and values.get("skipped") is not True:
+            return
+        self.skipped.append(self.step_count - 1)
+        rank = values.get("r")
+        rank = rank if isinstance(rank, int) else self.rank
+        norm = clean(str(values.get("grad_norm")), 40)
+        text = f"skipped: gradient norm {norm}" if finite else f"loss is {loss}"
+        level = "warning" if finite else "error"
+        self.moments.add(time_s, Moment(time_s, number, "step", level, text, rank, line))
+
+    def _system(self, values: Json, line: bytes) -> bool:
+        """Add a sample of the machine; False if it is not valid."""
+        time_s = number_of(values.get("t"))
+        if time_s is None or not math.isfinite(time_s) or type(values.get("gpus", [])) is not list:
+            return False
+        self.last_time_s = max(self.last_time_s, time_s)
+        self.systems.add(time_s, line)
+        start: schema.RunStarted | None = self.starts.values[-1] if self.starts.values else None
+        self.gpu.add(
+            time_s, values.get("gpus", []), str(start.plan.get("gpu_uuid", "")) if start else ""
+        )
+        return True
+
+    def _span(self, step: int, time_s: float, line: bytes) -> None:
+        if self.timelines.add(step, line):
+            self.sampled.add(time_s, step)
+        self.last_time_s = max(self.last_time_s, time_s)
+
+    def system(self, time_s: float) -> schema.System | None:
+        """Return the newest sample of the machine at a time."""
+        count = self.systems.count(time_s)
+        if not count:
+            return None
+        known, found = self._shown_system
+        if count != known:
+            record = log_lines.from_line(self.systems[count - 1])
+            found = record.event if record and isinstance(record.event, schema.System) else None
+            self._shown_system = (count, found)
+        return found
+
+
+def _evaluated(history: History, event: schema.Eval, time_s: float) -> None:
+    history.evals.add(time_s, event)
+    history.val_loss.measure(max(history.step_count - 1, 0), event.val_loss)
+
+
+def _kept(name: str) -> Callable[[History, Any, float], None]:
+    def keep(history: History, event: Any, time_s: float) -> None:
+        getattr(history, name).add(time_s, event)
+
+    return keep
+
+
+_FOLDS: dict[type, Callable[[History, Any, float], None]] = {
+    schema.RunStarted: _kept("starts"),
+    schema.SetUp: _kept("set_ups"),
+    schema.RunEnded: _kept("ends"),
+    schema.Memory: _kept("memory"),
+    schema.StepMemory: _kept("curves"),
+    schema.Eval: _evaluated,
+    schema.Checkpoint: _kept("checkpoints"),
+    schema.Alert: _kept("alerts"),
+    schema.Control: _kept("controls"),
+}
+
+
+def fold(lines: Iterable[bytes], rank: int = 0) -> History:
+    """Read a whole log."""
+    history = History(rank)
+    history.feed_lines(lines)
+    return history

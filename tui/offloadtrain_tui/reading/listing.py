@@ -1,0 +1,75 @@
+"""The list of a folder's runs, from the ends of their logs."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offloadtrain_tui import labels
+from offloadtrain_tui.labels import NONE, Labels
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.log_reader import glance
+from offloadtrain_tui.reading.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A row of the list; None: not in the log."""
+
+    folder: Path
+    state: str
+    step: int
+    total: int | None
+    loss: float | None
+    val_loss: float | None
+    tokens_per_s: float | None
+    last_s: float | None
+    labels: Labels = NONE
+
+
+@dataclass(slots=True)
+class Listing:
+    """The runs of a folder; of a log that has not grown, nothing is read again."""
+
+    runs_dir: Path
+    _views: dict[Path, tuple[tuple[int, int], View]] = field(default_factory=dict)
+
+    def rows(self, now_s: float, most: int = 200) -> list[RunRow]:
+        """Return the runs: pinned ones, then the newest, first."""
+        folders = runs.all_runs(self.runs_dir)[:most]
+        self._views = {folder: self._read(folder) for folder in folders}
+        found = [
+            RunRow(
+                folder=folder,
+                state=runs.life_of(folder, view, now_s).state,
+                step=view.step,
+                total=view.total_steps,
+                loss=view.last("loss"),
+                val_loss=view.val_loss,
+                tokens_per_s=view.last("tokens_per_s"),
+                last_s=view.step_time_s,
+                labels=labels.read(folder),
+            )
+            for folder, (_, view) in self._views.items()
+        ]
+        return sorted(found, key=lambda row: not row.labels.pinned)
+
+    def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
+        """Return the first and the last records of rank 0, with the log's size and time."""
+        logs = runs.open_run(folder).logs
+        stamp = (0, 0)
+        with suppress(OSError):
+            found = os.lstat(logs[0]) if logs else None
+            stamp = (found.st_size, found.st_mtime_ns) if found else stamp
+        known = self._views.get(folder)
+        if known is not None and known[0] == stamp:
+            return known
+        return stamp, View.at(glance(logs[0]) if logs else History())
+
+
+def list_runs(runs_dir: Path, now_s: float) -> list[RunRow]:
+    """Return the runs of a folder, the newest first."""
+    return Listing(runs_dir).rows(now_s)

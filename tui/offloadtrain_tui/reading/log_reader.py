@@ -1,0 +1,303 @@
+"""Snapshots of run folders, read by one thread for all others."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from offloadtrain.boundary.safe_open import open_regular
+from offloadtrain.events.memory_ring import RingReader
+from offloadtrain.events.set_up_file import SetUpNow
+from offloadtrain_tui.clock import Clock
+from offloadtrain_tui.reading import runs
+from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.runs import RunPath
+from offloadtrain_tui.reading.tail import Tail
+from offloadtrain_tui.reading.view import View
+
+POLL_S = 0.17
+NEWS_S, NEWS_OVER_SSH_S = 0.33, 1.0
+"""Least interval between news: twelve charts take some 20 ms to draw, and 30 KB to send."""
+
+_LINES_AT_ONCE = 5000
+_LOOK_FOR_RANKS_S = 2.0
+_SKEW_S = 2.0
+"""A record that is so far in the future was written by another clock."""
+_HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
+_LONG_BYTES = 4 << 20
+"""For a longer log, the last megabyte is shown while the rest is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run at one moment, the input of every widget.
+
+    Attributes:
+        name: name of its folder or file.
+        views: views by rank; rank 0, or the lowest with a log, first.
+        state: one word of `runs.STATES`.
+        whole: True if the logs have been read to their end.
+        out_of_memory: the run was killed, probably by the kernel for memory.
+        refused: why logs are not read: they are no regular files.
+        lives_here: its process is alive, and on this host.
+        set_up: what it does before its log begins, or did when it was killed.
+    """
+
+    name: str
+    folder: Path | None
+    views: tuple[View, ...]
+    state: str
+    whole: bool = True
+    refused: tuple[str, ...] = ()
+    out_of_memory: bool = False
+    lives_here: bool = False
+    set_up: SetUpNow | None = None
+
+    @property
+    def first(self) -> View:
+        return self.views[0]
+
+    @property
+    def has_records(self) -> bool:
+        return any(view.history.last_time_s for view in self.views)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with the logs; "" if nothing is."""
+        if self.refused:
+            return f"not read: {self.refused[0]}"
+        lines = sum(view.history.unreadable for view in self.views)
+        unread = "1 line is no record" if lines == 1 else f"{lines} lines are no records"
+        told = unread if lines else ""
+        if self.has_records:
+            return "; ".join(filter(None, (self._missing_ranks, told)))
+        # Without a run there is no state.
+        if not self.whole or not self.state or self.state in runs.ALIVE or self.set_up:
+            return ""
+        return f"there is no record of a run in it{f': {told}' if told else ''}"
+
+    @property
+    def _missing_ranks(self) -> str:
+        """Say that logs of ranks are not there; a rank's comes a moment late at the start."""
+        start = self.first.start
+        if self.folder is None or start is None or start.world_size <= len(self.views):
+            return ""
+        first = self.first.history.rank
+        shown = f", shown is rank {first}" if first else ""
+        return f"logs of {len(self.views)} of {start.world_size} ranks{shown}"
+
+    @property
+    def changed(self) -> tuple[object, ...]:
+        """A key that is equal until the logs change."""
+        return (
+            self.state,
+            self.whole,
+            self.set_up,
+            *((v.length, v.time_s, v.history.last_time_s) for v in self.views),
+        )
+
+
+@dataclass(slots=True)
+class RunReader:
+    """The logs of one run, read as they grow."""
+
+    run: RunPath
+    histories: dict[Path, History] = field(default_factory=dict)
+    whole: bool = False
+    _glances: dict[Path, History] = field(default_factory=dict)
+    _tails: dict[Path, Tail] = field(default_factory=dict)
+    _rings: dict[Path, RingReader] = field(default_factory=dict)
+    _looked_s: float = 0.0
+    _first_s: float = 0.0
+    _heard_s: float | None = None
+    _grew: bool = False
+
+    def read(self, most_lines: int = _LINES_AT_ONCE) -> bool:
+        """Read new lines of every rank; return whether there were any."""
+        self._find_ranks()
+        found, was_whole = False, self.whole
+        self.whole = True
+        for path, tail in self._tails.items():
+            before = tail.restarts
+            lines = tail.poll(most=most_lines * 400)
+            if tail.restarts != before or path not in self.histories:
+                self.histories[path] = History(_rank_of(path))
+                if tail.left_bytes > _LONG_BYTES:
+                    self._glances[path] = glance(path, _rank_of(path), 1 << 20)
+            self.histories[path].feed_lines(lines)
+            # Without a ring file, records of the log are shown.
+            ring = self._rings.setdefault(path, RingReader(path.with_suffix(".ring")))
+            with suppress(OSError):
+                for point in ring.poll()[-1:]:
+                    self.histories[path].live.see(point)
+            found |= bool(lines)
+            self.whole &= not tail.is_behind
+        if self.whole:
+            self._glances.clear()
+        self._grew |= found and was_whole
+        return found
+
+    def read_to_end(self, now_s: float) -> Snapshot:
+        """Read all that is there; return the newest snapshot."""
+        while self.read() or not self.whole:
+            pass
+        return self.snapshot(now_s)
+
+    def snapshot(self, now_s: float, at_s: float | None = None) -> Snapshot:
+        """Return the run at the time `at_s`; None: the newest."""
+        known = {**self.histories, **self._glances}
+        ordered = sorted(known.values(), key=lambda history: history.rank)
+        views = tuple(View.at(history, at_s) for history in ordered) or (View.at(History()),)
+        folder = self.run.folder
+        if at_s is None:
+            life = runs.life_of(folder, views[0], now_s, self._silent_s(views[0], now_s))
+        else:
+            life = runs.Life(runs.state_of(views[0], None, at_s), None)
+        state = life.state
+        if folder is None and state == "starting" and views[0].start is None:
+            state = "unknown"  # a file of something else starts no run
+        refused = tuple(tail.refused for tail in self._tails.values() if tail.refused)
+        if folder is not None and not os.access(folder / "events", os.R_OK | os.X_OK):
+            refused, state = (f"{folder / 'events'}: no permission", *refused), "unknown"
+        killed = state == "killed" and runs.killed_for_memory(folder, life.set_up)
+        return Snapshot(
+            *(self.run.name, folder, views, state, self.whole, refused, killed),
+            *(bool(life.alive), life.set_up),
+        )
+
+    def _silent_s(self, view: View, now_s: float) -> float | None:
+        """Return how long nothing has come, by this machine's clock: the writer's may be another
+        host's. None: as the log's own times say."""
+        self._first_s = self._first_s or now_s
+        if self._grew:
+            self._grew, self._heard_s = False, now_s
+        if self._heard_s is not None:
+            return now_s - self._heard_s
+        return now_s - self._first_s if view.history.last_time_s > now_s + _SKEW_S else None
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all ranks' logs that have been read so far."""
+        return sum(tail.read_bytes for tail in list(self._tails.values()))
+
+    def close(self) -> None:
+        for tail in self._tails.values():
+            tail.close()
+
+    def _find_ranks(self) -> None:
+        now_s = time.monotonic()
+        if self._tails and (self.run.folder is None or now_s - self._looked_s < _LOOK_FOR_RANKS_S):
+            return
+        self._looked_s = now_s
+        if self.run.folder is not None:
+            self.run = runs.open_run(self.run.folder)
+        for path in self.run.logs:
+            self._tails.setdefault(path, Tail(path))
+
+
+def glance(path: Path, rank: int = 0, tail_bytes: int = _TAIL_BYTES) -> History:
+    """Read the first and the last records of a log, in constant time."""
+    history = History(rank)
+    with suppress(OSError), open_regular(path) as log:
+        size = os.fstat(log.fileno()).st_size
+        head = log.read(_HEAD_BYTES)
+        lines = head.split(b"\n")[:-1] if size > len(head) else head.split(b"\n")
+        if size > _HEAD_BYTES:
+            log.seek(max(size - tail_bytes, _HEAD_BYTES))
+            lines += log.read(tail_bytes).split(b"\n")[1:]
+        history.feed_lines(lines)
+    return history
+
+
+def _rank_of(path: Path) -> int:
+    digits = path.stem.removeprefix("rank")
+    return int(digits) if digits.isdigit() else 0
+
+
+class Reader:
+    """Reads runs on its own thread and reports news once, until it is taken."""
+
+    def __init__(
+        self,
+        found: Sequence[RunPath],
+        clock: Clock,
+        on_news: Callable[[], object],
+        *,
+        news_s: float = NEWS_S,
+    ) -> None:
+        self.readers = [RunReader(run) for run in found]
+        self._clock = clock
+        self._on_news = on_news
+        self._news_s = news_s
+        self._lock = threading.Lock()
+        self._snapshots: list[Snapshot] = []
+        self._told = False
+        self._ended = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="run-reader", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> list[Snapshot]:
+        """Return the newest snapshot of each run, and report later news again."""
+        with self._lock:
+            self._told = False
+            return list(self._snapshots)
+
+    def add(self, run: RunPath) -> None:
+        """Also read this run from now on."""
+        if all(reader.run.folder != run.folder for reader in self.readers):
+            self.readers = [*self.readers, RunReader(run)]
+            self._wake.set()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def read_newest(self) -> list[Snapshot]:
+        """Return snapshots of everything the thread has read so far."""
+        return [reader.snapshot(self._clock.now_s()) for reader in self.readers]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all logs that have been read so far; any thread may ask."""
+        return sum(reader.read_bytes for reader in self.readers)
+
+    def read_once(self) -> list[Snapshot]:
+        """Read everything on this thread."""
+        return [reader.read_to_end(self._clock.now_s()) for reader in self.readers]
+
+    def _run(self) -> None:
+        published_s = 0.0
+        while not self._ended.is_set():
+            busy = any([reader.read() and not reader.whole for reader in self.readers])
+            if time.monotonic() - published_s >= self._news_s and self._publish():
+                published_s = time.monotonic()
+            (gc.disable if busy else gc.enable)()  # a long log creates many lists, but no cycles
+            if not busy:
+                self._wake.wait(POLL_S)
+                self._wake.clear()
+        gc.enable()
+        for reader in self.readers:
+            reader.close()
+
+    def _publish(self) -> bool:
+        """Publish snapshots; return whether there was any news."""
+        snapshots = self.read_newest()
+        with self._lock:
+            news = [one.changed for one in snapshots] != [one.changed for one in self._snapshots]
+            self._snapshots = snapshots
+            tell = news and not self._told
+            self._told |= tell
+        if tell:
+            self._on_news()
+        return news

@@ -1,0 +1,232 @@
+"""Run folders: search, and the state of their processes.
+
+A run folder is untrusted data: nothing in it is executed, and no link out of it is followed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offloadtrain.boundary.safe_open import open_descriptor, read_json, read_regular
+from offloadtrain.events import oom_kills, set_up_file
+from offloadtrain.events.set_up_file import SetUpNow
+from offloadtrain_tui.reading.view import View
+
+SLOW_S, SLOW_FACTOR = 30.0, 4.0
+"""A run is slow after this time without a step, and this many times its median step."""
+
+SILENT_S = 60.0
+"""A run on another host, whose lock is invisible, is unknown after this silence."""
+
+_RUN_JSON_BYTES = 1 << 20
+_LOCK_BYTES = 32
+
+ALIVE = ("starting", "running", "slow")
+STATES = (*ALIVE, "done", "stopped", "failed", "killed", "unknown")
+
+
+class RunError(Exception):
+    """The argument is not a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunPath:
+    """A run folder, or a single log."""
+
+    folder: Path | None
+    logs: tuple[Path, ...]
+
+    @property
+    def name(self) -> str:
+        return (self.folder or self.logs[0]).name
+
+
+def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:
+    """Return the requested runs; without arguments the newest of `runs_dir`, or none.
+
+    Args:
+        arguments: run folders, folders of runs (selects the newest), or event files.
+
+    Raises:
+        RunError: one of them is none of these.
+    """
+    if not arguments:
+        return [open_run(path) for path in all_runs(runs_dir)[:1]]
+    return [_named(path) for path in arguments]
+
+
+def all_runs(runs_dir: Path) -> list[Path]:
+    """Return the run folders in a folder, the newest first."""
+    with suppress(OSError):
+        found = [path for path in runs_dir.iterdir() if is_run(path) and not path.is_symlink()]
+        return sorted(found, key=lambda path: path.name, reverse=True)
+    return []
+
+
+def is_run(path: Path) -> bool:
+    events = path / "events"
+    return os.path.isdir(events) and not os.path.islink(events)
+
+
+def open_run(path: Path) -> RunPath:
+    return RunPath(path, tuple(sorted((path / "events").glob("rank*.jsonl"))))
+
+
+def _named(path: Path) -> RunPath:
+    if os.path.isfile(path):  # Path.is_file raises for some names
+        return RunPath(None, (path.resolve(),))  # a link that the user names is followed
+    if is_run(path):
+        return open_run(path.resolve())
+    if newest := all_runs(path)[:1]:
+        return open_run(newest[0])
+    what = "a folder without runs" if os.path.isdir(path) else "not there"
+    raise RunError(
+        f"{path} is {what}: give a run folder (with events/rank000.jsonl), a folder of runs, or an "
+        "event file"
+    )
+
+
+def facts(folder: Path | None) -> dict[str, Any]:
+    """Return the contents of run.json; {} if it cannot be read."""
+    if folder is None:
+        return {}
+    with suppress(OSError):
+        values = read_json(folder / "run.json", max_bytes=_RUN_JSON_BYTES)
+        return values if isinstance(values, dict) else {}
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What is known of a run's process.
+
+    Attributes:
+        alive: None if unknown here.
+        set_up: what it does before its log begins, or did when it was killed; None: that is over.
+    """
+
+    state: str
+    alive: bool | None
+    set_up: SetUpNow | None = None
+
+
+def life_of(folder: Path | None, view: View, now_s: float, silent_s: float | None = None) -> Life:
+    """Return the state of a run and of its process, from its files and its lock.
+
+    Args:
+        silent_s: how long the reader has seen nothing new of a run on another host, whose clock may
+            be another; None: by the times in its log.
+    """
+    set_up = None if folder is None else set_up_file.read(folder)
+    alive = is_alive(folder) if set_up is None else _sets_up(folder, set_up)
+    if set_up is not None and (alive or (alive is None and now_s - set_up.time_s < SILENT_S)):
+        return Life("starting", alive, set_up)
+    if set_up is not None and alive is False and (now := is_alive(folder)) is not False:
+        return Life("starting", now)  # a newer start, which has not written its own yet
+    if set_up is not None:
+        return Life("unknown" if alive is None else "killed", alive, set_up)
+    state = (
+        "starting"
+        if alive and is_resuming(folder)
+        else state_of(view, alive, now_s, silent_s if alive is None else None)
+    )
+    return Life(state, alive)
+
+
+def _sets_up(folder: Path | None, now: SetUpNow) -> bool | None:
+    """Return whether the process that sets up is alive; None if unknown here."""
+    if folder is None or now.host != socket.gethostname():
+        return None
+    return _is_locked(folder / "lock") and _runs(now.pid, now.pid_start_ticks)
+
+
+def is_alive(folder: Path | None) -> bool | None:
+    """Return whether the run's process is alive; None if unknown here.
+
+    The lock alone is not enough: a forked child keeps the lock of a killed owner. If the owner is
+    on this machine, its pid and start time must match too.
+    """
+    if folder is None:
+        return None
+    known = facts(folder)
+    if known.get("host") not in (None, socket.gethostname()):
+        return None
+    if not _is_locked(folder / "lock"):
+        return False
+    pid, ticks = known.get("pid"), known.get("pid_start_ticks")
+    if not isinstance(pid, int) or not isinstance(ticks, int):
+        return True  # locked, and about to write run.json
+    return _runs(pid, ticks) or _owner(folder / "lock") not in (None, pid)
+
+
+def is_resuming(folder: Path | None) -> bool:
+    """Return whether a new process holds the lock that has not begun to write yet."""
+    if folder is None:
+        return False
+    pid, owner = facts(folder).get("pid"), _owner(folder / "lock")
+    return isinstance(pid, int) and owner not in (None, pid) and is_alive(folder) is True
+
+
+def killed_for_memory(folder: Path | None, set_up: SetUpNow | None = None) -> bool:
+    """Return whether a killed run was probably ended by the kernel, which had no more memory."""
+    return oom_kills.risen(set_up.oom_kills if set_up else facts(folder).get("oom_kills"))
+
+
+def state_of(view: View, alive: bool | None, now_s: float, silent_s: float | None = None) -> str:
+    """Return one of `STATES` for a run, from its log and its lock."""
+    if view.end is not None:
+        return view.end.status if view.end.status in STATES else "failed"
+    if alive is False:
+        return "killed" if view.start is not None else "failed"
+    is_new = view.is_before_first_step
+    heard_s = view.started_s if is_new else view.step_time_s
+    if silent_s is None:
+        silent_s = now_s - (heard_s or view.history.last_time_s or now_s)
+    if alive is None and silent_s > _patience_s(view, SILENT_S):
+        return "unknown"
+    if is_new:
+        return "starting"
+    return "slow" if silent_s > _patience_s(view, SLOW_S) else "running"
+
+
+def _patience_s(view: View, least_s: float) -> float:
+    return max(least_s, SLOW_FACTOR * (view.median_step_ms() or 0.0) / 1e3)
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        fd = open_descriptor(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return False
+
+
+def _owner(lock: Path) -> int | None:
+    """Return the pid of the lock's last owner."""
+    with suppress(OSError, ValueError):
+        return int(read_regular(lock, max_bytes=_LOCK_BYTES))
+    return None
+
+
+def _runs(pid: int, start_ticks: int) -> bool:
+    """Return whether this process exists and is not a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return False
+    state, *rest = stat.rpartition(")")[2].split()
+    return state not in ("Z", "X") and len(rest) > 18 and rest[18] == str(start_ticks)

@@ -1,0 +1,139 @@
+"""The columns of a log: a value of each of its steps, for each quantity and each lane.
+
+[Note: Columns]
+There may be 100,000 steps. Of each, the values of all columns are taken out of its JSON at
+once, in one call. They enter the columns when the current lines are read, one column at a
+time. The JSON itself is dropped at once: thousands of dicts would not stay in a cache.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate, islice
+from operator import itemgetter
+from typing import Any
+
+from offloadtrain.events.schema import Json
+from offloadtrain_tui.reading.series import Measured, Series, Smoothed
+from offloadtrain_tui.reading.timed import Timed
+
+LANES = (
+    *("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
+    *("write", "disk_read", "disk_write", "disk_load"),
+)
+STEP_FIELDS = (
+    "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
+    "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
+    "comm_bytes", "disk_read_bytes", "disk_written_bytes", "own_ms", "device_peak_bytes",
+    "host_peak_bytes",
+)  # fmt: skip
+_ALL_COLUMNS = itemgetter(*STEP_FIELDS)
+_NO_LANES = (None,) * len(LANES)
+DERIVED = ("h2d_gbps", "d2h_gbps", "exposed_share", "host_ms")
+_DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
+
+
+class StepColumns:
+    """What a log says of its steps, a column for each quantity."""
+
+    def __init__(self) -> None:
+        self.steps = Timed()
+        """Step numbers; position i is position i in every series."""
+        self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
+        self.val_loss = self.series["val_loss"] = Measured()
+        self.busy: dict[str, Series] = {lane: Series() for lane in LANES}
+        self._smoothed: dict[tuple[str, int], Smoothed] = {}
+        self._pending: list[tuple[Any, ...]] = []
+
+    @property
+    def step_count(self) -> int:
+        """Steps that have been read, those that are not in the columns yet too."""
+        return len(self.steps.values) + len(self._pending)
+
+    def smoothed(self, name: str, span: int) -> Smoothed:
+        """Return a series' moving average over `span` steps; reading it extends it."""
+        found = self._smoothed.get((name, span))
+        if found is None:
+            found = self._smoothed[name, span] = Smoothed(self.series[name], float(span))
+        return found
+
+    def add_step(self, number: int, time_s: float, values: Json) -> None:
+        """Take what the columns need of a step; they have it from `extend_columns` on."""
+        busy = values.get("busy_ms")
+        worked = map(busy.get, LANES) if isinstance(busy, dict) else _NO_LANES
+        self._pending.append((number, time_s, *_taken(values), *worked))
+
+    def extend_columns(self) -> None:
+        """Append the steps that have been taken."""
+        rows, self._pending = self._pending, []
+        if not rows:
+            return
+        numbers, times, *columns = zip(*rows, strict=True)
+        series = (*(self.series[name] for name in STEP_FIELDS), *self.busy.values())
+        for one, column in zip(series, columns, strict=True):
+            one.extend(_floats(column))
+        self._derive(len(rows))
+        last_s = self.steps.times[-1] if self.steps.times else 0.0
+        self.steps.values += numbers  # the length that others go by is that of the times
+        # A clock set back does not hide earlier steps.
+        self.steps.times += islice(accumulate(times, max, initial=last_s), 1, None)
+
+    def _derive(self, count: int) -> None:
+        """Compute derived columns of the last `count` steps."""
+        of = {name: self.series[name].values[-count:] for name in _DERIVED_FROM}
+        worked = {lane: series.values[-count:] for lane, series in self.busy.items()}
+        up_ms = [
+            h + (load if load == load else 0.0)
+            for h, load in zip(worked["h2d"], worked["load"], strict=True)
+        ]
+        self.series["h2d_gbps"].extend(_ratios(of["h2d_bytes"], up_ms, 1e-6))
+        self.series["d2h_gbps"].extend(_ratios(of["d2h_bytes"], worked["d2h"], 1e-6))
+        self.series["exposed_share"].extend(_ratios(of["exposed_ms"], of["step_ms"]))
+        self.series["host_ms"].extend(list(worked["host"]))
+
+
+def number_of(value: Any) -> float | None:
+    """Convert parsed JSON, in which non-finite numbers are strings."""
+    if type(value) is float or type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def _taken(values: Json) -> tuple[Any, ...]:
+    """Return a step's value of each column; None for missing ones."""
+    try:
+        found: tuple[Any, ...] = _ALL_COLUMNS(values)
+    except KeyError:
+        return tuple(map(values.get, STEP_FIELDS))
+    return found
+
+
+def _floats(values: Sequence[Any]) -> array[float]:
+    """Convert values to numbers, NaN for missing ones."""
+    try:
+        return _packed(values)
+    except (struct.error, OverflowError):
+        pass  # some are missing, or no numbers
+    if values.count(None) == len(values):
+        return array("d", [math.nan]) * len(values)
+    numbers = map(number_of, values)
+    return array("d", [math.nan if value is None else value for value in numbers])
+
+
+def _packed(values: Sequence[float]) -> array[float]:
+    """Convert numbers; in a third of the time that array() takes."""
+    found = array("d")
+    found.frombytes(struct.pack(f"{len(values)}d", *values))
+    return found
+
+
+def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:
+    """Divide element by element; NaN for zero time."""
+    pairs = zip(over, under, strict=True)
+    return [factor * a / b if b > 0 else math.nan for a, b in pairs]

@@ -1,0 +1,95 @@
+"""The sampled steps' spans: compressed lines, decoded when one is shown, and each only once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from functools import cached_property
+
+from offloadtrain.events import log_lines, schema
+from offloadtrain_tui.reading.packed import pack, unpack
+
+SAMPLED_STEPS = 256
+"""Number of newest timelines kept."""
+PLAIN_BYTES = 1 << 19
+"""Bytes of lines that are kept without compression, besides those of the newest step."""
+
+
+class Spans(tuple[schema.LaneSpan, ...]):
+    """The spans of a step. What is computed over all of them is computed once."""
+
+    @cached_property
+    def end_ms(self) -> float:
+        """When the last one ends."""
+        return max((span.start_ms + span.duration_ms for span in self), default=0.0)
+
+    @cached_property
+    def waits_ms(self) -> dict[str, float]:
+        """Lane → how long compute waited for it."""
+        waits: dict[str, float] = {}
+        for span in self:
+            if span.lane == schema.WAIT:
+                waits[span.name] = waits.get(span.name, 0.0) + span.duration_ms
+        return waits
+
+
+class Timelines:
+    """Step → its spans. One thread adds, another one reads.
+
+    The lines of the newest steps are kept as they are while they are short; those before them are
+    compressed. Of small models, whose sampled steps come fast, none are.
+    """
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[int, list[bytes] | bytes] = OrderedDict()
+        self._newest: int | None = None
+        self._open: list[bytes] = []
+        self._plain: deque[tuple[int, int]] = deque()
+        """Steps whose lines are not compressed, with their bytes; the newest is not among them."""
+        self._plain_bytes = 0
+        self._shown: list[bytes] | bytes = []
+        self._count = 0
+        self._spans = Spans()
+
+    def add(self, step: int, line: bytes) -> bool:
+        """Add a line of the log; return whether it is the first of its step."""
+        if step == self._newest:
+            self._open.append(line)
+            return False
+        self._close()
+        self._newest, self._open = step, [line]
+        self._lines[step] = self._open  # a resumed run may sample the same step again
+        self._lines.move_to_end(step)
+        while len(self._lines) > SAMPLED_STEPS:
+            self._lines.popitem(last=False)
+        return True
+
+    def _close(self) -> None:
+        """No more lines of the newest step come."""
+        if self._newest is None:
+            return
+        size = sum(map(len, self._open))
+        self._plain.append((self._newest, size))
+        self._plain_bytes += size
+        while self._plain_bytes > PLAIN_BYTES:
+            step, size = self._plain.popleft()
+            self._plain_bytes -= size
+            if isinstance(kept := self._lines.get(step), list):
+                self._lines[step] = pack(kept)
+
+    def of(self, step: int) -> Spans | None:
+        """Return the timeline of a sampled step; None if it was not sampled, or is too old."""
+        kept = self._lines.get(step)
+        if kept is None:
+            return None
+        if kept is not self._shown:
+            self._shown, self._count, self._spans = kept, 0, Spans()
+        if isinstance(kept, list) or not self._count:
+            lines = unpack(kept) if isinstance(kept, bytes) else kept
+            count = len(lines)  # another thread may append
+            if count > self._count:
+                records = map(log_lines.from_line, lines[self._count : count])
+                fresh = (record.event for record in records if record is not None)
+                told = (one for one in fresh if isinstance(one, schema.LaneSpan))
+                self._spans = Spans((*self._spans, *told))
+                self._count = count
+        return self._spans

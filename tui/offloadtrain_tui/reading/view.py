@@ -1,0 +1,166 @@
+"""A rank at one moment: what had happened by then, of a log that may grow."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+from offloadtrain.events import schema
+from offloadtrain_tui.moments import Moment
+from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.live_memory import Live
+from offloadtrain_tui.reading.timelines import SAMPLED_STEPS, Spans
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A rank at `time_s`: positions [0, length) of its series have happened."""
+
+    history: History
+    time_s: float
+    length: int
+
+    @classmethod
+    def at(cls, history: History, time_s: float | None = None) -> View:
+        """Return the view at a time; None: the newest."""
+        if time_s is None:
+            return cls(history, float("inf"), len(history.steps.times))
+        return cls(history, time_s, history.steps.count(time_s))
+
+    @property
+    def step(self) -> int:
+        """Number of the last step; before the first one of a start, the one it goes on from."""
+        start = self.start
+        if self.is_before_first_step:
+            return start.start_step if start else 0
+        number: int = self.history.steps.values[self.length - 1]
+        return number
+
+    @property
+    def is_before_first_step(self) -> bool:
+        """True if the newest start has no step yet."""
+        since_s = self.started_s
+        step_s = self.step_time_s
+        return step_s is None or (since_s is not None and step_s < since_s)
+
+    @property
+    def started_s(self) -> float | None:
+        """Time of the newest start."""
+        count = self.history.starts.count(self.time_s)
+        return self.history.starts.times[count - 1] if count else None
+
+    @property
+    def step_time_s(self) -> float | None:
+        return self.history.steps.times[self.length - 1] if self.length else None
+
+    @property
+    def start(self) -> schema.RunStarted | None:
+        found: schema.RunStarted | None = self.history.starts.at(self.time_s, None)
+        return found
+
+    @property
+    def end(self) -> schema.RunEnded | None:
+        """The end of the newest start, if it has ended."""
+        ends, starts = self.history.ends, self.history.starts
+        ended, started = ends.count(self.time_s), starts.count(self.time_s)
+        if not ended or (started and ends.times[ended - 1] < starts.times[started - 1]):
+            return None
+        found: schema.RunEnded = ends.values[ended - 1]
+        return found
+
+    @property
+    def memory(self) -> tuple[schema.MemoryRow, ...]:
+        found: schema.Memory | None = self.history.memory.at(self.time_s, None)
+        return found.rows if found else ()
+
+    @property
+    def system(self) -> schema.System | None:
+        return self.history.system(self.time_s)
+
+    @property
+    def system_time_s(self) -> float | None:
+        found = self.history.systems
+        count = found.count(self.time_s)
+        return found.times[count - 1] if count else None
+
+    @property
+    def live(self) -> Live | None:
+        """The newest sample of the rank's memory."""
+        return self.history.live.at(self.time_s)
+
+    @property
+    def curve(self) -> schema.StepMemory | None:
+        """Memory within the newest sampled step."""
+        found: schema.StepMemory | None = self.history.curves.at(self.time_s, None)
+        return found
+
+    @property
+    def val_loss(self) -> float | None:
+        found: schema.Eval | None = self.history.evals.at(self.time_s, None)
+        return found.val_loss if found else None
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.setting("train", "steps") or None
+
+    def setting(self, *keys: str) -> int:
+        """Return a whole number of the job; 0 if it has none."""
+        found: Any = self.start.config if self.start else None
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+        return found if type(found) is int and found > 0 else 0
+
+    @property
+    def spans(self) -> Spans:
+        """The timeline of the newest sampled step."""
+        sampled = self.history.sampled
+        count = sampled.count(self.time_s)
+        for step in reversed(sampled.values[max(count - SAMPLED_STEPS, 0) : count]):
+            if (found := self.history.timelines.of(step)) is not None:
+                return found
+        return Spans()
+
+    @property
+    def moments(self) -> list[Moment]:
+        moments = self.history.moments
+        return moments.values[: moments.count(self.time_s)]
+
+    def last(self, name: str) -> float | None:
+        """Return the last value of a series; None if the last step had none."""
+        return self.history.series[name].last(self.length)
+
+    def busy_ms(self, lane: str) -> float:
+        return self.history.busy[lane].last(self.length) or 0.0
+
+    def active_alerts(self) -> list[schema.Alert]:
+        """Active alerts of this start: raised, not cleared, not acknowledged, the newest last."""
+        if self.end is not None:
+            return []
+        alerts, since_s = self.history.alerts, self.started_s
+        active: dict[str, tuple[float, schema.Alert]] = {}
+        first = 0 if since_s is None else bisect_left(alerts.times, since_s)
+        for index in range(first, alerts.count(self.time_s)):
+            alert: schema.Alert = alerts.values[index]
+            active.pop(alert.code, None)
+            if alert.state == "raised":
+                active[alert.code] = (alerts.times[index], alert)
+        # Code of an alert → time of its last acknowledgement.
+        controls = self.history.controls
+        pairs = zip(controls.times, controls.values[: controls.count(self.time_s)], strict=False)
+        seen = {
+            one.message: time_s
+            for time_s, one in pairs
+            if one.action == "acknowledge" and one.state == "done"
+        }
+        return [alert for code, (at_s, alert) in active.items() if seen.get(code, -1.0) < at_s]
+
+    def median_step_ms(self, of: int = 50) -> float | None:
+        values = self.history.series["step_ms"].values[max(self.length - of, 0) : self.length]
+        return sorted(values)[len(values) // 2] if values else None
+
+    def median_own_ms(self, of: int = 50) -> float | None:
+        """The rank's own step time, without waits; the whole step if waits are unknown."""
+        values = self.history.series["own_ms"].values[max(self.length - of, 0) : self.length]
+        known = sorted(value for value in values if value > 0)
+        return known[len(known) // 2] if known else self.median_step_ms(of)

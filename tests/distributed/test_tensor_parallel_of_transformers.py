@@ -236,3 +236,23 @@ def test_every_decoder_has_the_gradients_of_one_process_or_is_refused(
             print(f"{kind}: {why}")
     assert max(apart.values()) < 1e-3
     assert len(apart) > 110
+
+
+def of_latent_attention(kind: str) -> float:
+    """`judged` of a model whose keys and values are made of few numbers."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    latent = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8)
+    latent |= {"q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    groups = dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace"), 1)
+    config = transformers.CONFIG_MAPPING[kind](**SIZES | latent | experts | groups)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    check_plan(model, 2)
+    return gradients_apart(model, mesh)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+def test_latent_attention_has_the_gradients_of_one_process(ranks: Run, kind: str) -> None:
+    assert max(ranks(2, of_latent_attention, kind)) < 1e-5

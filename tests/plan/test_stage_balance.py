@@ -31,7 +31,9 @@ def divisions(layers: int, stages: int) -> list[tuple[int, ...]]:
     return [one for one in found if min(one) >= LEAST]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))]
+)
 def test_no_division_has_a_shorter_longest_stage(seed: int) -> None:
     draw = random.Random(seed)
     stages = draw.choice([2, 3, 4])

@@ -121,10 +121,10 @@ def counts(of_ranks: list[dict[str, Any]]) -> dict[str, list[int]]:
     ("sizes", "schedule", "options"),
     [
         ((2, 1), "1f1b", {}),
-        ((2, 1), "interleaved", {"update": "delayed"}),
+        pytest.param(*((2, 1), "interleaved", {"update": "delayed"}), marks=pytest.mark.long),
         ((2, 1), "gpipe", {"working": "host", "activation": "recompute"}),
-        ((4, 1), "gpipe", {}),
-        ((2, 2), "1f1b", {"zero_stage": 2}),
+        pytest.param(*((4, 1), "gpipe", {}), marks=pytest.mark.long),
+        pytest.param(*((2, 2), "1f1b", {"zero_stage": 2}), marks=pytest.mark.long),
         ((2, 1, 2), "1f1b", {}),
     ],
 )
@@ -147,8 +147,19 @@ def test_stages_change_no_bit(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dp", "ep"), [(1, 2), (2, 2), (1, 4)])
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 3}, {"working": "host"}])
+@pytest.mark.parametrize(
+    ("dp", "ep", "options"),
+    [
+        (1, 2, {}),
+        (2, 2, {"zero_stage": 3}),
+        (1, 4, {"working": "host"}),
+        *(
+            pytest.param(*sizes, options, marks=pytest.mark.long)
+            for sizes in ((1, 2), (2, 2), (1, 4))
+            for options in ({}, {"zero_stage": 3}, {"working": "host"})
+        ),
+    ],
+)
 def test_experts_of_other_ranks(ranks: Run, dp: int, ep: int, options: dict[str, Any]) -> None:
     """Those are skipped that ranks with all experts skip; sums have another order."""
     if dp == 1 and "zero_stage" in options:

@@ -46,10 +46,15 @@ PARTITIONED = {"offload.partition_activations": "true"}
     [
         {"offload.precision": '"fp16"', "train.eval_every": 4},
         LEARNED | BF16 | {"offload.activation": '"recompute"'} | PARTITIONED,
-        BF16 | {"offload.working": '"host"', "offload.activation": '"offload"'} | PARTITIONED,
+        pytest.param(
+            BF16 | {"offload.working": '"host"', "offload.activation": '"offload"'} | PARTITIONED,
+            marks=pytest.mark.long,
+        ),
         UNFLUSHED | {"offload.state": '"split16"'} | BF16,
-        INTERLEAVED | {"train.chunked_loss": "true"},
-        {"ranks.schedule": '"gpipe"', "offload.update": '"speculative"'},
+        pytest.param(INTERLEAVED | {"train.chunked_loss": "true"}, marks=pytest.mark.long),
+        pytest.param(
+            {"ranks.schedule": '"gpipe"', "offload.update": '"speculative"'}, marks=pytest.mark.long
+        ),
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
@@ -75,7 +80,7 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
     ("first", "then"),
     [
         ((4, STAGES | PARTS), (1, {})),
-        ((4, STAGES | PARTS), (2, STAGES)),
+        pytest.param(*((4, STAGES | PARTS), (2, STAGES)), marks=pytest.mark.long),
         ((2, PARTS), (4, STAGES | PARTS)),
     ],
 )

@@ -174,16 +174,24 @@ PARTITIONED = {"partition_activations": True}
 @pytest.mark.parametrize(
     ("sizes", "both", "options"),
     [
-        ((2, 1, 2), {}, {}),
+        pytest.param(*((2, 1, 2), {}, {}), marks=pytest.mark.long),
         ((2, 2), {"precision": "fp16"}, {"schedule": "gpipe"}),
-        ((2, 1, 2), {}, {"schedule": "interleaved"}),
-        ((2, 1, 2), {"update": "delayed"}, {"schedule": "2bw"}),
+        pytest.param(*((2, 1, 2), {}, {"schedule": "interleaved"}), marks=pytest.mark.long),
+        pytest.param(
+            *((2, 1, 2), {"update": "delayed"}, {"schedule": "2bw"}), marks=pytest.mark.long
+        ),
         ((2, 1, 2), {"sequence": True}, {"activation": "recompute"}),
         ((2, 1, 2), {"sequence": True, "update": "delayed"}, {"schedule": "2bw"}),
         ((2, 1, 2), {}, {"working": "host", "activation": "recompute"} | PARTITIONED),
         ((2, 1, 2), {}, {"activation": "offload"} | PARTITIONED),
-        ((2, 1, 2), {}, {"activation": "offload", "lanes": "threads"} | PARTITIONED),
-        ((2, 1, 2), {"precision": "bf16"}, {"update": "speculative", "state_on": "device"}),
+        pytest.param(
+            *((2, 1, 2), {}, {"activation": "offload", "lanes": "threads"} | PARTITIONED),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *((2, 1, 2), {"precision": "bf16"}, {"update": "speculative", "state_on": "device"}),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             *((2, 2, 2), {}, {"zero_stage": 3, "activation": "recompute"} | PARTITIONED),
             marks=pytest.mark.long,

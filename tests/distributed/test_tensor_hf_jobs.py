@@ -59,13 +59,13 @@ def carried_hf(folder: Path, into: Path, data: Path, kind: str, **changes: Any) 
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("Llama", {}),
+        pytest.param(*("Llama", {}), marks=pytest.mark.long),
         ("Llama", {"model.init": '"random"', "train.chunked_loss": "true"}),
-        ("Qwen2", {"data.packing": '"isolated"'}),
+        pytest.param(*("Qwen2", {"data.packing": '"isolated"'}), marks=pytest.mark.long),
         ("Qwen3", {}),
-        ("Gemma2", {"offload.activation": '"recompute"'}),
+        pytest.param(*("Gemma2", {"offload.activation": '"recompute"'}), marks=pytest.mark.long),
         ("Phi3", {"offload.working": '"host"'}),
-        ("Olmo2", {}),
+        pytest.param(*("Olmo2", {}), marks=pytest.mark.long),
         ("Mixtral", {"offload.activation": '"recompute"'}),
         ("GPT2", {}),
         pytest.param("Glm4", {}, marks=pytest.mark.long),
@@ -102,7 +102,14 @@ def test_a_job_in_parts_is_near_one_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Qwen3", "Gemma3Text", "Mixtral", "Olmo2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Gemma3Text",
+        "Mixtral",
+        *(pytest.param(one, marks=pytest.mark.long) for one in ("Qwen3", "Olmo2")),
+    ],
+)
 def test_gradients_of_the_first_step_agree(
     ranks: Run,
     tmp_path: Path,
@@ -127,10 +134,15 @@ def test_gradients_of_the_first_step_agree(
     [
         ("Llama", (2, 2), (1, 1), BF16 | {"offload.state": '"split16"'}),
         ("Qwen3", (1, 1), (2, 2), FP32),
-        ("Qwen2", (4, 2), (4, 1), FP32 | {"offload.zero_stage": 2}),
-        ("Gemma2", (2, 2), (2, 1), BF16 | {"offload.working": '"host"'}),
-        ("Phi3", (2, 2), (1, 1), FP32),
-        ("Mixtral", (1, 1), (2, 2), FP32),
+        pytest.param(
+            *("Qwen2", (4, 2), (4, 1), FP32 | {"offload.zero_stage": 2}), marks=pytest.mark.long
+        ),
+        pytest.param(
+            *("Gemma2", (2, 2), (2, 1), BF16 | {"offload.working": '"host"'}),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(*("Phi3", (2, 2), (1, 1), FP32), marks=pytest.mark.long),
+        pytest.param(*("Mixtral", (1, 1), (2, 2), FP32), marks=pytest.mark.long),
         ("Mixtral", (4, 2), (4, 1), BF16 | {"offload.zero_stage": 2}),
         ("GPT2", (2, 2), (2, 1), FP32),
     ],
@@ -168,14 +180,22 @@ def test_a_checkpoint_is_the_same_on_every_mesh(
 @pytest.mark.parametrize(
     ("kind", "size", "changes"),
     [
-        ("Llama", 2, FP32),
-        ("Qwen2", 2, BF16 | {"offload.state": '"split16"', "offload.update": '"delayed"'}),
+        pytest.param(*("Llama", 2, FP32), marks=pytest.mark.long),
+        pytest.param(
+            *("Qwen2", 2, BF16 | {"offload.state": '"split16"', "offload.update": '"delayed"'}),
+            marks=pytest.mark.long,
+        ),
         ("Qwen3", 4, FP32 | {"offload.zero_stage": 3}),
-        ("Gemma2", 2, BF16 | {"offload.working": '"host"', "offload.update": '"speculative"'}),
+        pytest.param(
+            *("Gemma2", 2, BF16 | {"offload.working": '"host"', "offload.update": '"speculative"'}),
+            marks=pytest.mark.long,
+        ),
         ("Llama", 2, FP32 | {"offload.activation": '"recompute"'} | PARTITIONED),
         ("Phi3", 2, FP32 | {"offload.working": '"host"'}),
         ("Mixtral", 4, BF16 | {"offload.zero_stage": 3}),
-        ("GPT2", 2, FP32 | {"offload.update": '"speculative"'}),
+        pytest.param(
+            *("GPT2", 2, FP32 | {"offload.update": '"speculative"'}), marks=pytest.mark.long
+        ),
     ],
 )
 def test_each_part_holds_what_was_planned(

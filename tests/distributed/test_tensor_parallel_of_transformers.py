@@ -93,7 +93,7 @@ def trained(kind: str, parts: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Gemma2"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen2", marks=pytest.mark.long), "Gemma2"])
 def test_two_parts_are_near_one_and_placements_change_no_bit(ranks: Run, kind: str) -> None:
     (one,) = ranks(1, trained, kind, 1)
     two = ranks(2, trained, kind, 2)
@@ -142,7 +142,10 @@ def in_memory_order(part: Tensor, share: Share) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Phi3", "Olmo2", "Mixtral", "GPT2"])
+@pytest.mark.parametrize(
+    "kind",
+    ["Phi3", "Mixtral", *(pytest.param(one, marks=pytest.mark.long) for one in ("Olmo2", "GPT2"))],
+)
 def test_plans_of_other_kinds(ranks: Run, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Gathered outputs and cut inputs, packed experts, and no plan; near one process, with the same
     bits in every placement."""
@@ -253,6 +256,8 @@ def of_latent_attention(kind: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("deepseek_v2", marks=pytest.mark.long), "deepseek_v3"]
+)
 def test_latent_attention_has_the_gradients_of_one_process(ranks: Run, kind: str) -> None:
     assert max(ranks(2, of_latent_attention, kind)) < 1e-5

@@ -23,6 +23,7 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model.transformer import Transformer
 from tests.distributed.conftest import Run, pools, ranks  # noqa: F401  # fixtures
 from tests.distributed.test_pipeline import batches, loss_of, model_of
+from tests.distributed.test_staged_parts import Decoder
 from tests.distributed.test_tensor_parallel import Llama
 from tests.distributed.test_tensor_parallel import plan as columns_and_rows
 from tests.test_readme import ROOT
@@ -228,7 +229,7 @@ def test_the_python_of_a_page(page: str) -> None:
 
 def of_ranks(code: str, given: Names) -> None:
     """Run a block with the ranks that there are."""
-    meshes = (("(2, 4)", "(2, 2)"), ("(4, 8)", "(2, 2)"))
+    meshes = (("(2, 4)", "(2, 2)"), ("(4, 8)", "(2, 2)"), ("(2, 2, 4)", "(2, 1, 2)"))
     for said, meant in (('"cuda"', '"cpu"'), *meshes, ("microbatches=8", _EIGHT)):
         code = code.replace(said, meant)
     run(code, given)
@@ -298,6 +299,24 @@ def tensor_parallel_of_transformers(code: str) -> bool:
     return True
 
 
+def staged_parts(code: str) -> int:
+    """The number of losses of a step."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    tokens = torch.arange(64).view(8, 8) % 16
+    given: Names = {"ot": ot, "init_device_mesh": init_device_mesh, "model": Decoder(4)}
+    given |= {"parallelize_module": parallelize_module, "plan": columns_and_rows()}
+    given |= {"tokens": tokens, "loss": loss_of}
+    of_ranks(code.replace("tokens[:4]", "tokens[:2]"), given)
+    pipeline = given["pipeline"]
+    losses = pipeline.run(tokens, target=tokens)
+    pipeline.step()
+    assert bool(torch.isfinite(losses).all())
+    pipeline.close()
+    return losses.numel()
+
+
 def expert_parallel(code: str) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -334,7 +353,7 @@ def hybrid(code: str) -> bool:
 
 def test_the_python_of_ranks(ranks: Run) -> None:  # noqa: F811
     copies, alone, flushed, of_decoders, overlapped, *divided = python_of("ranks.md")
-    parts, of_transformers, of_any_plan, of_experts = divided
+    parts, of_transformers, of_any_plan, of_staged_parts, of_experts = divided
     assert ranks(4, hybrid, copies) == [True] * 4
     assert ranks(4, sharded, alone) == [True] * 4
     assert ranks(4, pipelines, flushed, overlapped) == [[4, 4]] * 4
@@ -342,4 +361,5 @@ def test_the_python_of_ranks(ranks: Run) -> None:  # noqa: F811
     assert ranks(4, tensor_parallel, parts) == [True] * 4
     for code in (of_transformers, of_any_plan):
         assert ranks(4, tensor_parallel_of_transformers, code) == [True] * 4
+    assert ranks(4, staged_parts, of_staged_parts) == [4] * 4
     assert ranks(4, expert_parallel, of_experts) == [True] * 4

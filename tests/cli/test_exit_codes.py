@@ -48,6 +48,15 @@ def wait_for_step(path: Path, process: Process, seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
+def wait_for(process: Process, words: str) -> None:
+    """Read its stderr up to the line with these words."""
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    while words not in line:
+        assert line, f"ended with {process.wait()}"
+        line = process.stderr.readline()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_75_stopped_on_request_then_0_done(tmp_path: Path, number: int) -> None:
@@ -79,6 +88,7 @@ from offloadtrain.train.trainer import Trainer
 real = Trainer._step
 def endless(self, *rest):
     if self.progress.step:
+        print("in a step without end", file=sys.stderr, flush=True)
         time.sleep(600)
     return real(self, *rest)
 Trainer._step = endless
@@ -91,11 +101,9 @@ def test_1_ended_at_once_by_a_second_signal(tmp_path: Path) -> None:
     """In a step that would not end in time."""
     job, path = job_file(tmp_path), tmp_path / "run"
     process = start("train", job, "--run-dir", path, program=("-c", _ENDLESS))
-    wait_for_step(path, process)
+    wait_for(process, "in a step without end")
     process.send_signal(signal.SIGTERM)
-    assert process.stderr is not None
-    while "stopping after this step" not in process.stderr.readline():
-        assert process.poll() is None
+    wait_for(process, "stopping after this step")
     time.sleep(REPEAT_S)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)

@@ -122,6 +122,34 @@ def test_calls_that_are_refused(ranks: Run, options: dict[str, Any], message: st
         assert re.match(message, said), said
 
 
+def other_batches(schedule: str) -> list[str]:
+    """What is said of batches of other sizes, and of the right one behind them."""
+    pipeline = of_two(schedule)
+    said = [told(lambda x=x: pipeline.run(x, target=x)) for x in map(torch.ones, OTHER_SIZES)]
+    said.append(told(lambda: pipeline.run(torch.ones(8, 4), target=torch.ones(7, 4))))
+    said.append(told(lambda: pipeline.evaluate(torch.ones(1, 4), target=torch.ones(1, 4))))
+    said.append(told(lambda: pipeline.run(torch.ones(8, 4), target=torch.ones(8, 4))))
+    pipeline.step()
+    pipeline.close()
+    return said
+
+
+OTHER_SIZES = [(4, 4), (7, 4), (16, 4), (8, 5), (8, 4, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "2bw"])
+def test_batches_of_another_size_are_told_on_every_stage(ranks: Run, schedule: str) -> None:
+    """A last, smaller batch of a loader; stages would wait for each other, or be ended by Gloo."""
+    for *inputs, target, single, right in ranks(2, other_batches, schedule):
+        for said, size in zip(inputs, OTHER_SIZES, strict=True):
+            head = f"PipelineError: inputs of {size} for 4 microbatches of (2, 4): each "
+            assert said.startswith(head) and "drop_last=True" in said
+        assert target.startswith("PipelineError: a target of 7 rows for 4 microbatches")
+        assert single.startswith("PipelineError: inputs of (1, 4) for a microbatch of (2, 4)")
+        assert right == "nothing"
+
+
 class Blind(nn.Module):
     """Its forward does not know that it is cut."""
 

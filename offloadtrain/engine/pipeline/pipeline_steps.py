@@ -4,7 +4,7 @@ optimizers."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,7 @@ class Pipeline:
         self._optimizer = StageOptimizers(self.optimizers) if several else self.optimizers[0]
         self.replicas, self.stages = axes.replicas, axes.stages
         self._loss_fn, self._microbatches, self._norm = loss_fn, microbatches, norm
+        self._example = shapes[0]
         self._losses: list[Tensor] = []
         self._divide = True
         size, rank = axes.stages.size, axes.stages.rank
@@ -127,12 +128,12 @@ class Pipeline:
             (microbatches,) fp32 on the host: their losses, on every stage.
 
         Raises:
-            PipelineError: a batch that cannot be divided into the microbatches; or an exception has
+            PipelineError: a batch that is not `microbatches` times the example; or an exception has
                 left microbatches of earlier runs in flight.
             RankError: another stage has failed: which, and why.
             EngineError, GradientError: as `OffloadOptimizer.backward`.
         """
-        self._check_batch((*inputs, *([] if target is None else [target])))
+        self._check_batch(inputs, target, self._microbatches)
         self._losses, self._divide = [], divide
         with telling(self._who):
             self._training.run(inputs, target, more)
@@ -140,7 +141,12 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
-        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage."""
+        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage.
+
+        Raises:
+            PipelineError: it has not the example's size.
+        """
+        self._check_batch(inputs, target, 1)
         self._losses = []
         with telling(self._who):
             self._forward.run(inputs, target, more)
@@ -187,13 +193,32 @@ class Pipeline:
         # Every stage waits for the last one's losses here; the norm, next, would wait for as much.
         return self.stages.all_gather_host(own)[-1].float()
 
-    def _check_batch(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            if tensor.shape[0] % self._microbatches:
-                raise PipelineError(
-                    f"a batch of {tensor.shape[0]} rows for {self._microbatches} microbatches: "
-                    "their number must divide it"
-                )
+    def _check_batch(
+        self, inputs: Sequence[Tensor], target: Tensor | None, microbatches: int
+    ) -> None:
+        """Raises PipelineError, on every stage alike, for what would not fill the buffers that
+        stages send each other: one would wait for the other, or torch would end the process."""
+        given = [tuple(one.shape) for one in inputs]
+        each = [tuple(one.shape) for one in self._example]
+        if given != [(rows * microbatches, *rest) for rows, *rest in each]:
+            raise PipelineError(
+                f"inputs of {_listed(given)} for {_said(microbatches)} of {_listed(each)}: each "
+                "has the size of the example that pipeline() was given, as stages send each other "
+                "buffers of one size. Drop a last, smaller batch (drop_last=True), or pad it"
+            )
+        if target is not None and target.shape[0] % microbatches:
+            raise PipelineError(
+                f"a target of {target.shape[0]} rows for {_said(microbatches)}: their number must "
+                "divide it"
+            )
+
+
+def _said(microbatches: int) -> str:
+    return "a microbatch" if microbatches == 1 else f"{microbatches} microbatches"
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes)) or "nothing"
 
 
 class UnflushedPipeline(Pipeline):
@@ -228,7 +253,7 @@ class UnflushedPipeline(Pipeline):
         divide: bool = True,
         **more: Any,
     ) -> Tensor:
-        self._check_batch((*inputs, *([] if target is None else [target])))
+        self._check_batch(inputs, target, self._microbatches)
         self._require_whole()
         self._step.run_begins()
         self._losses, self._divide = [], divide

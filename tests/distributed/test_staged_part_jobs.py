@@ -20,20 +20,16 @@ from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import text
 from offloadtrain.train import dry_run
 from tests.distributed.conftest import Run
-from tests.distributed.test_jobs import CONSTANT, data, job_of, trained  # noqa: F401
-from tests.distributed.test_pipeline_jobs import DEEP, STAGES, assert_same_run, figures
-from tests.distributed.test_staged_expert_jobs import ALONE, INTERLEAVED, UNFLUSHED
-from tests.distributed.test_tensor_expert_jobs import assert_as_planned
-from tests.distributed.test_tensor_jobs import (
-    BF16,
-    GPT2,
-    PARTS,
-    WIDE,
-    assert_comes_back,
-    assert_same_state,
-    carried,
-    written,
+from tests.distributed.staged_job import (
+    INTERLEAVED,
+    UNFLUSHED,
+    assert_goes_on_alone,
+    assert_same_as_alone,
+    assert_same_in_both,
 )
+from tests.distributed.test_jobs import data, job_of, trained  # noqa: F401
+from tests.distributed.test_pipeline_jobs import DEEP, STAGES
+from tests.distributed.test_tensor_jobs import BF16, GPT2, PARTS, WIDE, assert_comes_back, written
 
 BOTH = WIDE | DEEP | STAGES | PARTS
 LEARNED = GPT2 | {"model.tie_embeddings": "false"}
@@ -64,15 +60,7 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
     data: Path,  # noqa: F811
     changes: dict[str, Any],
 ) -> None:
-    """Each rank holds what was planned of its stages and parts, to the byte of each owner."""
-    chosen = BOTH | changes
-    plain = ranks(2, trained, tmp_path / "whole", data, **chosen | ALONE)
-    staged = ranks(4, trained, tmp_path / "staged", data, **chosen)
-    assert_same_run(tmp_path / "whole", tmp_path / "staged", 4)
-    assert_same_state(tmp_path / "whole", tmp_path / "staged")
-    assert {found["val"] for found in staged} == {plain[0]["val"]}
-    for found in staged:
-        assert_as_planned(found)
+    assert_same_as_alone(ranks, tmp_path, data, BOTH | changes)
 
 
 @pytest.mark.slow
@@ -91,28 +79,14 @@ def test_a_checkpoint_is_the_same_in_every_division(
     first: tuple[int, dict[str, Any]],
     then: tuple[int, dict[str, Any]],
 ) -> None:
-    """(ranks, division) → the same: masters and moments to the bit, each saved once, and back."""
-    chosen = WIDE | DEEP | LEARNED | BF16 | {"train.steps": 3, "train.eval_every": 0}
-    before, after = (chosen | changes for _, changes in (first, then))
-    ranks(first[0], trained, tmp_path / "run", data, **before)
-    ranks(then[0], carried, tmp_path / "run", tmp_path / "carried", data, **after)
-    assert_same_state(tmp_path / "run", tmp_path / "carried")
-    ranks(first[0], carried, tmp_path / "carried", tmp_path / "back", data, **before)
-    assert_same_state(tmp_path / "run", tmp_path / "back")
+    chosen = WIDE | DEEP | LEARNED | BF16
+    assert_same_in_both(ranks, tmp_path, data, chosen, first, then)
     assert main(["checkpoints", f"{tmp_path}/run", "--verify"]) == 0
 
 
 @pytest.mark.slow
 def test_a_job_goes_on_without_stages(ranks: Run, tmp_path: Path, data: Path) -> None:  # noqa: F811
-    """Stopped after 6 steps and resumed in the same parts: the run that never stopped, bit for
-    bit."""
-    chosen = WIDE | DEEP | CONSTANT | PARTS
-    ranks(2, trained, tmp_path / "whole", data, **chosen)
-    for size, changes, steps in ((4, STAGES, 6), (2, {}, 12)):
-        some = chosen | changes | {"train.steps": steps}
-        ranks(size, trained, tmp_path / "run", data, resume=steps > 6, **some)
-    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
-    assert_same_state(tmp_path / "run", tmp_path / "whole")
+    assert_goes_on_alone(ranks, tmp_path, data, WIDE | DEEP | PARTS, STAGES)
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ class RanksConfig:
         stages_per_rank: stages that each rank holds with "interleaved": the first of all ranks come
             first, then the second ones.
         layers_per_stage: number of layers of each stage, in order; (): the same, as far as they
-            divide. "auto", for jobs: as the plan balances what the stages compute, the head too.
+            divide. "auto", for jobs: as the plan balances what the stages compute, the head too, as
+            far as it fits.
         tensor: number of parts that the matrices of every layer are divided into (tensor parallel);
             the ranks must be divisible by it, and those of one part divide the batch.
         shard: number of ranks that share one copy of the state, as a rule those of a host; each

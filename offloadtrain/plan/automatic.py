@@ -12,6 +12,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.offload import StateOn
 from offloadtrain.config.ranks_options import evenly
 from offloadtrain.plan.prediction import Prediction
+from offloadtrain.plan.stage_balance import divisions_from
 
 FULL = 0.95
 """The share of the device's memory that is planned full: activations are estimated to 5 %."""
@@ -53,8 +54,8 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
 
 
 def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    """Return the job with stages that take about as long as each other, if they fit. Tried with the
-    least memory for what else is open."""
+    """Return the job with stages that take about as long as each other, as far as they fit. Tried
+    with the least memory for what else is open."""
 
     def with_layers(one: Config, each: tuple[int, ...]) -> Config:
         return replace(one, ranks=replace(one.ranks, layers_per_stage=each))
@@ -62,12 +63,11 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
     least = with_state_on(job, 0.0) if job.offload.state_on == "auto" else job
     if job.offload.recompute_blocks == "auto":
         least = _with_recompute(least, _num_layers(job))
-    even = planned(with_layers(least, ()))
-    balanced = even.balanced_layers
-    if balanced == evenly(sum(balanced), len(balanced)):
-        return with_layers(job, ())
-    fits = planned(with_layers(least, balanced)).fits or not even.fits
-    return with_layers(job, balanced if fits else ())
+    balanced = planned(with_layers(least, ())).balanced_layers
+    even = evenly(sum(balanced), len(balanced))
+    tried = ((), *divisions_from(even, balanced))
+    fitting = (each for each in reversed(tried) if planned(with_layers(least, each)).fits)
+    return with_layers(job, next(fitting, tried[-1]))
 
 
 def with_state_on(job: Config, share: float) -> Config:

@@ -6,7 +6,7 @@ as several of them, and as every stage waits for the slowest, the last one gets 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -65,3 +65,13 @@ def divided(layers: Sequence[int], before: int, behind: int, stages: int) -> tup
                 found[end] = min(found.get(end, one), one)
         best = found
     return best[len(layers)][2]
+
+
+def divisions_from(first: Sequence[int], last: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield the divisions between two, and the last, each with one layer more where it belongs: out
+    of the stage that has the most too many, into the one that lacks the most."""
+    each = list(first)
+    while any(more := [have - meant for have, meant in zip(each, last, strict=True)]):
+        each[more.index(max(more))] -= 1
+        each[more.index(min(more))] += 1
+        yield tuple(each)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,11 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.automatic import decided
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.pipeline_search import search
 from offloadtrain.plan.search.why import why
-from offloadtrain.plan.stage_balance import LEAST, divided
+from offloadtrain.plan.stage_balance import LEAST, divided, divisions_from
 from offloadtrain.step.proof.pipeline_drive import Schedule
 from tests.config.test_config import JOB
 from tests.plan.test_pipeline_search import FREE, pipeline
@@ -74,16 +77,40 @@ def test_auto_is_the_fastest_division_of_all(schedule: Schedule) -> None:
     assert [stage.repeated for stage in auto.stages] == list(auto.job.ranks.layers_per_stage)
 
 
-def test_stages_that_do_not_fit_stay_even() -> None:
-    """More layers on the first stage are more memory than a device has."""
+def within(plan: Plan) -> Machine:
+    """A machine whose devices have room for this plan, and for no larger one."""
+    room = sum(plan.device.values()) + FREE.gpu_reserved_bytes
+    return replace(FREE, gpu_memory=f"{room // 1024 + 1} KiB")
+
+
+def test_stages_are_balanced_as_far_as_they_fit() -> None:
+    """Of a job whose first stage has more memory to spare than two layers take, one more fits."""
     job = pipeline(2, 8, "1f1b", **HEAD)
-    even, auto = planned(job, ()), planned(job, "auto")
-    needed = [sum(one.device.values()) for one in (even, auto)]
-    assert needed[0] < needed[1]
-    reserved = FREE.gpu_reserved_bytes
-    tight = replace(FREE, gpu_memory=f"{(sum(needed) // 2 + reserved) // 1024} KiB")
-    assert planned(job, (), tight).fits and not planned(job, (6, 2), tight).fits
-    assert planned(job, "auto", tight).job.ranks.layers_per_stage == ()
+    assert planned(job, "auto").job.ranks.layers_per_stage == (6, 2)
+    some = within(planned(job, (5, 3)))
+    assert not planned(job, (6, 2), some).fits
+    assert planned(job, "auto", some).job.ranks.layers_per_stage == (5, 3)
+    none = replace(FREE, gpu_memory=f"{FREE.gpu_reserved_bytes // 1024 + 1} KiB")
+    assert planned(job, "auto", none).job.ranks.layers_per_stage == (6, 2)
+
+
+@pytest.mark.parametrize(("most", "chosen"), [(4, ()), (5, (5, 3)), (6, (6, 2)), (3, (6, 2))])
+def test_the_most_layers_that_a_stage_has_room_for(most: int, chosen: tuple[int, ...]) -> None:
+    """None of any stage: what is asked for is planned, and told not to fit."""
+
+    def plan(one: Config) -> Any:
+        each = one.ranks.given_layers or (4, 4)
+        return SimpleNamespace(fits=max(each) <= most, balanced_layers=(6, 2))
+
+    auto = pipeline(2, 8, "1f1b")
+    auto = replace(auto, ranks=replace(auto.ranks, layers_per_stage="auto"))
+    assert decided(auto, plan).ranks.layers_per_stage == chosen
+
+
+def test_divisions_between_two() -> None:
+    found = list(divisions_from((3, 3, 3, 3), (5, 4, 2, 1)))
+    assert found == [(4, 3, 3, 2), (5, 3, 2, 2), (5, 4, 2, 1)]
+    assert not list(divisions_from((2, 2), (2, 2)))
 
 
 def test_alike_stages_stay_as_they_are() -> None:

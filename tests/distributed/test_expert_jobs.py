@@ -93,6 +93,7 @@ def test_a_job_of_experts_is_near_ranks_that_hold_all(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.4)
 @pytest.mark.parametrize(
     ("first", "then", "changes"),
     [
@@ -143,6 +144,7 @@ def test_a_run_of_experts_is_verified_and_exported_like_any(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("size", "parts", "changes"),
     [
@@ -188,6 +190,7 @@ def test_a_job_goes_on_with_experts_elsewhere(
     assert 0 < worst(tmp_path / "whole", tmp_path / "run") < 1e-3
 
 
+@pytest.mark.draws(0.35)
 @pytest.mark.parametrize(
     ("size", "parts", "changes"),
     [
@@ -412,6 +415,7 @@ def planned_share(data: Path, **changes: Any) -> float:  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 @pytest.mark.parametrize(("size", "parts"), [(2, 2), (4, 4)])
 def test_activations_are_near_the_plan(

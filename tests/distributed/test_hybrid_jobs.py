@@ -82,6 +82,7 @@ def test_a_job_in_groups_has_the_bits_of_ranks_that_add_in_the_same_order(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("first", "then", "changes"),
     [
@@ -116,6 +117,7 @@ def test_a_checkpoint_is_the_same_in_every_group(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize("changes", [{}, {"offload.zero_stage": 3, "offload.precision": '"fp16"'}])
 def test_a_job_in_groups_goes_on(
     ranks: Run,
@@ -149,6 +151,7 @@ def test_a_job_goes_on_in_groups_and_without(
     assert_same_state(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -94,6 +94,7 @@ def test_all_stages_of_a_rank_evaluate_without_dropout(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -80,6 +80,7 @@ def trained_hf(folder: Path, data: Path, kind: str, **changes: Any) -> dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("kind", "size", "options"),
     [
@@ -169,6 +170,7 @@ def test_a_rank_reads_only_its_stage(ranks: Run, tmp_path: Path, data: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.4)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 2), (1, 2)])
 def test_a_job_goes_on_in_other_stages(
     ranks: Run,

@@ -33,6 +33,7 @@ STAGED = DEEP | EXPERTS | {"model.router_aux_loss_coef": 0.0, "ranks.expert": 2}
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -54,6 +55,7 @@ def test_a_job_in_stages_has_the_bits_of_one_without(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.4)
 @pytest.mark.parametrize(
     ("first", "then"),
     [

@@ -72,6 +72,7 @@ def test_a_job_in_parts_is_near_one_without(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("changes", "then"),
     [
@@ -111,6 +112,7 @@ def test_a_job_goes_on(ranks: Run, tmp_path: Path, data: Path) -> None:  # noqa:
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     "changes",
     [

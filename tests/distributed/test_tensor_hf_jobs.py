@@ -56,6 +56,7 @@ def carried_hf(folder: Path, into: Path, data: Path, kind: str, **changes: Any) 
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.6)
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -129,6 +130,7 @@ def test_gradients_of_the_first_step_agree(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("kind", "first", "then", "changes"),
     [
@@ -177,6 +179,7 @@ def test_a_checkpoint_is_the_same_on_every_mesh(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("kind", "size", "changes"),
     [
@@ -268,6 +271,7 @@ def test_what_is_divided(ranks: Run, data: Path) -> None:  # noqa: F811
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1)])
 def test_a_job_in_parts_goes_on(
     ranks: Run,

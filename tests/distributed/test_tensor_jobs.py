@@ -134,6 +134,7 @@ BF16 = {"offload.precision": '"bf16"'}
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.4)
 @pytest.mark.parametrize(
     ("first", "then", "changes"),
     [
@@ -247,6 +248,7 @@ def test_a_job_in_parts_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("size", "changes"),
     [

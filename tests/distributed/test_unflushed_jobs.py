@@ -112,6 +112,7 @@ def flushed_steps(changes: dict[str, Any], steps: int = 12) -> set[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("size", "options"),
     [
@@ -218,6 +219,7 @@ def test_a_run_that_only_skips_ends_with_its_checkpoint(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

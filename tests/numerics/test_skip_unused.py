@@ -117,6 +117,7 @@ def test_the_bits_of_a_loop_that_skips(place: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("precision", DTYPES)

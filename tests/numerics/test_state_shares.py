@@ -31,6 +31,7 @@ def test_the_bits_of_a_resident_run(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
@@ -56,6 +57,7 @@ def test_buckets_in_pieces(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("split", ["host", {"device": 0.5}], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("state", "precision"), CASES)

@@ -18,11 +18,11 @@ from offloadtrain.engine.checks.model_checks import (
     check_arguments,
     check_compiled,
     check_model,
-    check_parts,
     check_rule,
     offloaded,
     warn_of_no_layers,
 )
+from offloadtrain.engine.checks.part_checks import check_parts
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.experts import check_skips
 from offloadtrain.engine.norm import StagePlace, Stages
@@ -267,10 +267,11 @@ def attach(
     rule = rule or AdamW()
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
-    check_same_model(model, groups, chosen, ranks)
+    parts = ALONE if place is None else place.parts
+    check_same_model(model, groups, chosen, ranks, parts)
     check_compiled(model, chosen)
-    check_parts(model, rule, ALONE if place is None else place.parts, ranks)
     whole = ledger is None and (place is None or place.stages.ranks.is_single)
+    check_parts(model, rule, parts, ranks, is_stage=not whole)
     check_skips(model, chosen, rule, whole=whole)
     if place is not None:
         check_same_options(chosen, rule, place)

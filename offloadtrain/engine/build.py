@@ -91,7 +91,7 @@ def build(
     gradients = Gradients(*sources, in_order=place.in_order)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
-        adopt_weights(model, parts, blocks, rules, config, device, ranks, param_init_fn)
+        adopt_weights(model, parts, blocks, rules, config, device, ranks, place, param_init_fn)
     else:
         view_weights(model, blocks, config)
     moves = ActivationOffloader(program, interpreter, block_inputs, place.parts)

@@ -54,6 +54,14 @@ def local(tensor: Tensor) -> Tensor:
     return held
 
 
+def part_as(param: Any, values: Any) -> Tensor:
+    """Return this rank's part of values of a parameter's shape, divided as the parameter is; where
+    they are divided otherwise, in a collective of its mesh."""
+    if is_distributed(values) and values.placements != param.placements:
+        values = values.redistribute(param.device_mesh, param.placements)
+    return local(values)
+
+
 def sharers(param: Tensor, ranks: Ranks) -> Ranks:
     """Return those of `ranks` that hold the same part of a parameter, and so share its state."""
     return ranks.of_experts if holds_experts(param) else ranks

@@ -20,6 +20,7 @@ from zlib import crc32
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.checks.part_checks import check_same_gradients
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, Measured
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
@@ -273,24 +274,28 @@ class NormMeasure:
             # This shard's ranks of all groups hold copies of it, which must be decided on alike and
             # have got the same gradient; see [Note: Copies] in `runtime.process_group`.
             told = own.told[self._ranks.rank].tolist()
-            rows = copies.all_gather_host([*told, _digest(own.of_parameter)])
-            _check_alike(rows, "copy", (*_WHAT, "the sums of squares"), intent[0])
+            rows = copies.all_gather_host([*told, _digest(own.of_parameter), _agree(own.told)])
+            self._check_ranks(self._ranks, own.told, intent[0])
+            _check_alike(rows, "copy", (*_WHAT, "the sums of squares", _AGREEMENT), intent[0])
         return own if self._parts.is_single else self._of_all_parts(own, intent)
 
     def _of_all_parts(self, own: Measured, intent: Sequence[float]) -> Measured:
         """Add the squares of the other parts of DTensors, in the order of ranks; what every rank
         holds whole counts once, as the first rank has it."""
-        # Of what all parts hold whole, a rate of one part's own would make several weights.
-        hyperparameters = _digest(self._functions.hyperparameters())
-        same = [*intent, *self.counts, hyperparameters]
+        same = [*self._intent_of_part(intent), _agree(own.told)]
         # Waits for the same backward on the other ranks.
         rows = self._parts.all_gather_host([*same, *own.of_parameter])
-        told = len(same)
-        _check_alike(rows[:, :told], "part", (*_OF_ALL, *_OF_STAGES, _HYPER), intent[0])
-        divided, sums, nonfinite = self._gradients.divided, [], dict(own.nonfinite)
+        told, divided = len(same), self._gradients.divided
+        # Behind the exchange: the other parts wait in it.
+        self._check_ranks(self._ranks, own.told, intent[0])
+        _check_alike(rows[:, :told], "part", (*_OF_PARTS, _AGREEMENT), intent[0])
+        check_same_gradients(self.names, rows[:, told:], divided, int(intent[0]))
+        sums, nonfinite = [], dict(own.nonfinite)
         for index, values in enumerate(rows[:, told:].T.tolist()):
+            # All parts skip a step in which one of them has had an overflow.
+            once = index not in divided and all(map(math.isfinite, values))
             total = 0.0
-            for value in values if index in divided else values[:1]:
+            for value in values[:1] if once else values:
                 total += value
             if not math.isfinite(total):
                 nonfinite.setdefault(self.names[index], ())
@@ -303,10 +308,13 @@ class NormMeasure:
         Raises:
             RankError: ranks disagree about the step.
         """
+        intent = [step_count, _digest(coef), float(skip)]
         if not self._ranks.is_single:
-            intent = self._intent([step_count, _digest(coef), float(skip)])
-            rows = self._ranks.everyone.all_gather_host(intent)
+            rows = self._ranks.everyone.all_gather_host(self._intent(intent))
             self._check_ranks(self._ranks.everyone, rows, step_count)
+        if not self._parts.is_single:
+            rows = self._parts.all_gather_host(self._intent_of_part(intent))
+            _check_alike(rows, "part", _OF_PARTS, step_count)
 
     def _check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None:
         """Raises RankError unless all of `ranks` are about to do the same."""
@@ -324,10 +332,18 @@ class NormMeasure:
         written = _digest(sorted(self._written.items()))
         return [*intent, *self.counts, self._functions.take_digest(), hyperparameters, written]
 
+    def _intent_of_part(self, intent: Sequence[float]) -> list[float]:
+        """Return what must be the same on all parts, in the order of `_OF_PARTS`: of what each
+        holds whole, a rate of one part's own would make several weights."""
+        return [*intent, *self.counts, _digest(self._functions.hyperparameters())]
+
 
 _OF_ALL = ("the step count", "clip_grad_norm_", "the skips asked for")
 _OF_STAGES = ("the number of backwards",)
 _HYPER = "hyperparameters"
+_OF_PARTS = (*_OF_ALL, *_OF_STAGES, _HYPER)
+_AGREEMENT = "the agreement among the ranks"
+"""Where a part's replicas, or a copy's ranks, differ, all others end with them."""
 _WHAT = (
     *_OF_ALL,
     *_OF_STAGES,
@@ -350,6 +366,10 @@ def _check_written(of_ranks: Sequence[Mapping[str, int]], step: int) -> None:
             )
 
 
+def _agree(rows: Tensor) -> float:
+    return float(rows.eq(rows[:1]).all())
+
+
 def _digest(value: object) -> float:
     return float(crc32(repr(value).encode()))
 
@@ -368,6 +388,6 @@ def _check_alike(rows: Tensor, each: str, what: Sequence[str], step_count: float
             differs = what[int((row != rows[0]).nonzero()[0, 0])]
             raise RankError(
                 f"ranks disagree in step {int(step_count) + 1}: {differs} of {each} {number} are "
-                f"not those of {each} 0. Every rank must run the same model and schedule; only "
-                "its batches differ"
+                f"not those of {each} 0. Every rank must run the same model and schedule"
+                + ("; only its batches differ" if each in ("rank", "copy") else "")
             )

@@ -120,9 +120,19 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Group | None, device: torch.device) -> Ranks:
-        """Return the ranks of `group`; None: all ranks."""
+        """Return the ranks of `group`; None: all ranks.
+
+        Raises:
+            ValueError: this process is none of them, and would train alone.
+        """
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not one of the ranks of process_group, which "
+                "dist.new_group() returns to all: call offload() on those only, or give each rank "
+                "a group that it belongs to"
+            )
         return cls(group, device)
 
     @classmethod
@@ -186,6 +196,11 @@ class Ranks:
     @property
     def is_single(self) -> bool:
         return self.size == 1
+
+    @property
+    def members(self) -> list[int]:
+        """The numbers of these processes among all."""
+        return dist.get_process_group_ranks(self._groups[-1]) if self._groups else [self.world_rank]
 
     @property
     def world_rank(self) -> int:

@@ -202,7 +202,7 @@ def spoiled(what: str) -> str:
         copies.all_reduce = wrong  # type: ignore[method-assign]
     try:
         optimizer.backward(loss_of(model, own_batches(1)[0]))
-        if other and what == "hyperparameters":
+        if (other and what == "hyperparameters") or (dist.get_rank() == 3 and what == "one"):
             optimizer.param_groups[0]["lr"] = 0.5
         optimizer.step()
     except RankError as error:
@@ -221,6 +221,14 @@ def test_a_group_that_would_make_another_update_is_told(
 ) -> None:
     for told in own_ranks(4, spoiled, what):
         assert f"{differs} of copy 1 are not those of copy 0" in told
+
+
+@pytest.mark.slow
+def test_what_one_rank_of_a_group_would_do_is_told_to_all(own_ranks: Run) -> None:
+    first, second, third, last = own_ranks(4, spoiled, "one")
+    assert "the agreement among the ranks of copy 1 are not those of copy 0" in first
+    assert "hyperparameters of copy 1 are not those of copy 0" in second
+    assert "hyperparameters of rank 1 are not those of rank 0" in third and third == last
 
 
 def refused(*sizes: int, names: tuple[str, ...]) -> str:

@@ -19,6 +19,7 @@ from offloadtrain.engine.autograd.replaced_forward import CompiledForward
 from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.saved_tensor_hooks import Chain, SavedTensors
 from offloadtrain.engine.block import Block
+from offloadtrain.engine.checks.model_checks import has_compiled
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lanes, Span
 
@@ -302,12 +303,7 @@ def _saved_tensors(blocks: Sequence[Block], residency: Residency) -> SavedTensor
 def _has_compiled(model: nn.Module) -> bool:
     """Tell whether a forward in it is compiled: torch.compile gives up for good if its first run is
     under a dispatch mode."""
-    return any(
-        hasattr(module, "_orig_mod")
-        or module._compiled_call_impl is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
-    )
+    return any(map(has_compiled, model.modules()))
 
 
 def _looks_up(module: nn.Module) -> bool:

@@ -45,15 +45,22 @@ def check_alike(ranks: Ranks, told: Mapping[str, Any], each: str, remedy: str = 
 
 
 def check_same_model(
-    model: nn.Module, groups: list[dict[str, Any]], config: OffloadConfig, ranks: Ranks
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    config: OffloadConfig,
+    ranks: Ranks,
+    parts: Ranks,
 ) -> None:
-    """Raises RankError unless all ranks have the same model, groups and options."""
+    """Raises RankError unless all ranks have the same model, groups and options, and all parts of
+    it the same model and groups."""
     names = {param: name for name, param in model.named_parameters()}
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
     grouped = [[names[param] for param in group["params"]] for group in groups]
     options = _options(config, but=_OF_ONE_HOST)
     options["zero_stage"] = str(config.zero_stage_among(ranks.size))
-    check_alike(ranks.everyone, {"model": shapes, "groups": grouped, "options": options}, "rank")
+    told = {"model": shapes, "groups": grouped}
+    check_alike(ranks.everyone, told | {"options": options}, "rank")
+    check_alike(parts, told, "part")
 
 
 def check_same_options(config: OffloadConfig, rule: AnyRule, place: StagePlace) -> None:

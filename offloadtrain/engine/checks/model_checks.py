@@ -16,9 +16,9 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import local
 from offloadtrain.engine.partition import partition
-from offloadtrain.optim import AnyRule, MatrixRule, Rule, keeps_whole
+from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
+from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.step.spec.formats import FORMATS
 
 _log = logging.getLogger(__name__)
@@ -179,7 +179,8 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
     divided = is_distributed(param)
     yield (
         divided and not param.requires_grad,
-        "is a frozen DTensor: only trained ones can be offloaded",
+        "is a frozen DTensor: only trained ones can be offloaded. Leave it out of the plan of "
+        "parallelize_module, whole on each rank, or train it",
     )
     yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
     yield (
@@ -205,51 +206,27 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
 
 
 def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
-    """Raises ModelError if layers are to be compiled that torch's compiler does not see through."""
-    divided = next((name for name, p in model.named_parameters() if is_distributed(p)), None)
-    if config.compile_blocks and divided is not None:
-        raise ModelError(
-            f"compile_blocks=True, and parameter '{divided}' is a DTensor: torch does not compile "
-            "those whose memory moves. Leave compile_blocks out"
-        )
+    """Raises ModelError if layers are to be compiled that torch's compiler does not see through, or
+    are already."""
+    for name, module in model.named_modules():
+        compiled = config.compile_blocks or has_compiled(module)
+        divided = compiled and any(map(is_distributed, module.parameters()))
+        if divided:
+            asked = "compile_blocks=True" if config.compile_blocks else f"'{name}' is compiled"
+            found = next(n for n, p in model.named_parameters() if is_distributed(p))
+            raise ModelError(
+                f"{asked}, and parameter '{found}' is a DTensor: torch does not compile "
+                "those whose memory moves. Leave the compiler out"
+            )
 
 
-def check_parts(model: nn.Module, rule: AnyRule, parts: Ranks, ranks: Ranks) -> None:
-    """Raises ModelError for DTensors whose other parts the norm would not see, or whose rule needs
-    whole matrices.
-
-    Args:
-        parts: the ranks of tensor parallel.
-        ranks: those that share the state; of them some hold other experts.
-    """
-    divided = ranks.size // ranks.of_experts.size
-    if divided > 1 and not any(map(holds_experts, model.parameters())):
-        raise ModelError(
-            f"the mesh has an axis 'ep' of {divided} ranks, and no experts of the model are "
-            "divided along it: call ot.expert_parallel(model, mesh) before offload(), or name the "
-            "axis 'dp'"
-        )
-    for name, param in model.named_parameters():
-        if not is_distributed(param):
-            continue
-        if holds_experts(param) and param.device_mesh.size() != divided:  # type: ignore[attr-defined]
-            raise ModelError(
-                f"the experts of '{name}' are divided among {param.device_mesh.size()} ranks, and "  # type: ignore[attr-defined]
-                f"offload() knows of {divided}: pass it the mesh of expert_parallel, "
-                "offload(model, mesh=mesh), with the axes 'dp' and 'ep'"
-            )
-        if not holds_experts(param) and param.device_mesh.size() != parts.size:  # type: ignore[attr-defined]
-            raise ModelError(
-                f"parameter '{name}' is a DTensor on {param.device_mesh.size()} ranks, and "  # type: ignore[attr-defined]
-                f"{parts.size} hold parts of the model: pass the mesh, offload(model, mesh=mesh), "
-                "whose axis 'tp' is that of parallelize_module. Shards of data parallelism are the "
-                "engine's own (zero_stage): do not wrap the model in FSDP"
-            )
-        if keeps_whole(rule):
-            raise ModelError(
-                f"parameter '{name}' is a part of a tensor, and {type(rule).__name__} updates "
-                "whole ones: use ot.AdamW"
-            )
+def has_compiled(module: nn.Module) -> bool:
+    """Tell whether a module's forward is compiled."""
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
 
 
 def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -20,7 +20,9 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks.model_checks import ModelError, keeps_fp32
-from offloadtrain.engine.local_part import LocalPart, local, rebuilt
+from offloadtrain.engine.checks.part_checks import check_same_weights
+from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as, rebuilt
+from offloadtrain.engine.norm import StagePlace
 from offloadtrain.engine.partition import Part
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
@@ -47,12 +49,17 @@ def adopt_weights(
     config: OffloadConfig,
     device: torch.device,
     ranks: Ranks,
+    place: StagePlace,
     param_init_fn: ParamInit | None,
 ) -> None:
     """Set masters from the weights as given, make parameters views, move the rest to the device.
 
+    Args:
+        place: its ranks of other parts hold what is not divided whole, too.
+
     Raises:
         ModelError: for values beyond the range of the working weights.
+        RankError: parts hold other values of what each has whole.
     """
     block_of = {block.module: block for block in blocks}
     full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
@@ -64,11 +71,13 @@ def adopt_weights(
         for module in part.module.modules() if part.repeated else (part.module,):
             materialise(module, param_init_fn)
         # Tied ones are those of an earlier part, which may have left the device.
-        new = [p for _, p in part.parameters if p not in agreed]
+        new = {p: name for name, p in part.parameters if p not in agreed}
         agreed.update(new)
         _agree_on([p for p in new if not holds_experts(p)], ranks.everyone)
         # Ranks with other experts have others: those with the same ones agree.
         _agree_on([p for p in new if holds_experts(p)], ranks.of_experts)
+        whole = {name: p for p, name in new.items() if not is_divided(p)}
+        _check_parts_agree(whole, place.parts)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rules[bucket.group], device)
@@ -175,7 +184,9 @@ def adopt_loaded(
     rounded = False
     for bucket, slot in slots:
         if slot.param in written:
-            values = slot.local.data if given is None else given.of(slot.name, slot.param)
+            values = slot.local.data
+            if given is not None:
+                values = part_as(slot.param, given.of(slot.name, slot.param))
             _check_range(slot.name, values, bucket.dtype)
             if told is not None:
                 told(bucket, slot, values)
@@ -244,13 +255,25 @@ def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
     if ranks.is_single or not tensors:
         return
     values = [local(tensor.detach()) for tensor in tensors]
-    on_host = (value.cpu().contiguous().reshape(-1).view(torch.uint8) for value in values)
-    sums = ranks.all_gather_host([float(crc32(each.numpy().data)) for each in on_host])
+    sums = ranks.all_gather_host(_checksums(values))
     for value, of_ranks in zip(values, sums.T, strict=True):
         if not bool((of_ranks == of_ranks[0]).all()):
             first = value.cpu().contiguous()
             ranks.broadcast(first)
             value.copy_(first)
+
+
+def _check_parts_agree(whole: Mapping[str, Tensor], parts: Ranks) -> None:
+    """Raises RankError unless all parts have the values of what they hold whole. Not overwritten:
+    a module may divide itself without DTensors, which is told here."""
+    if not parts.is_single:
+        values = [local(tensor.detach()) for tensor in whole.values()]
+        check_same_weights([*whole], _checksums(values), parts)
+
+
+def _checksums(values: Sequence[Tensor]) -> list[float]:
+    on_host = (value.cpu().contiguous().reshape(-1).view(torch.uint8) for value in values)
+    return [float(crc32(each.numpy().data)) for each in on_host]
 
 
 def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:

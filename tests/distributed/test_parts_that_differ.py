@@ -239,9 +239,12 @@ def test_all_parts_skip_the_overflow_of_one(ranks: Run) -> None:
 
 
 def loaded(precision: str) -> bool:
-    """What `model.state_dict()` returned comes back, in full precision."""
+    """A state dict has each layer's own part, and DTensors come back in full precision."""
     model, mesh = parts()
     optimizer = offloaded(model, mesh, precision=precision)
+    own = dict(model.named_parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(local(value), local(own[name])), name
     other, _ = parts(Llama())
     given = {name: value.clone() for name, value in other.state_dict().items()}
     model.load_state_dict(given)
@@ -252,5 +255,5 @@ def loaded(precision: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_dtensors_of_a_state_dict_become_masters(ranks: Run, precision: str) -> None:
+def test_state_dicts_of_parts(ranks: Run, precision: str) -> None:
     assert ranks(2, loaded, precision) == [True, True]

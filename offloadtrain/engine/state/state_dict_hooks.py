@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel
+from offloadtrain.engine.local_part import local
 
 
 class WeightsOwner(Protocol):
@@ -54,7 +55,8 @@ class _CopyToHost(_StateDictHook):
         copies: dict[tuple[int, torch.Size], Tensor] = {}
         for name, value in state_dict.items():
             if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
-                key = (value.data_ptr(), value.shape)
+                # A DTensor itself has no memory, and address 0.
+                key = (local(value).data_ptr(), value.shape)
                 # Always a copy: the next upload writes the memory that the parameter views.
                 if key not in copies:
                     copies[key] = value.detach().to("cpu", copy=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
@@ -31,7 +32,12 @@ class LocalPart:
 
     @data.setter
     def data(self, view: Tensor) -> None:
-        self.param._local_tensor = view
+        before = self.data._version
+        # Counts writes of its own, as a parameter does whose data is set: not the engine's, into
+        # the buffer that is viewed.
+        self.param._local_tensor = view.data
+        while self.data._version < before:
+            increment_version(self.data)
 
     def of_gradient(self, grad: Any) -> Tensor:
         """Return this rank's part of a gradient. One that is still to be summed is summed here, in

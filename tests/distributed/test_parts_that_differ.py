@@ -257,3 +257,29 @@ def loaded(precision: str) -> bool:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_state_dicts_of_parts(ranks: Run, precision: str) -> None:
     assert ranks(2, loaded, precision) == [True, True]
+
+
+def written(working: str, *, adopt: bool) -> tuple[str, bool]:
+    """Each part writes into what it has of one matrix."""
+    model, mesh = parts()
+    optimizer = offloaded(model, mesh, working=working)
+    step(model, optimizer)
+    optimizer.synchronize()
+    name = "layers.1.attention.q.weight"
+    part: Any = model.layers[1].attention.q.weight
+    with torch.no_grad():
+        part.to_local().fill_(0.5)
+    if adopt:
+        optimizer.adopt_written_weights()
+    adopted = bool((dict(optimizer.master_weights())[name] == 0.5).all())
+    said = told(lambda: step(model, optimizer))
+    optimizer.close()
+    return said, adopted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_a_part_that_is_written_is_noticed(ranks: Run, working: str) -> None:
+    assert ranks(2, written, working, adopt=True) == [("nothing", True)] * 2
+    for said, _ in ranks(2, written, working, adopt=False):
+        assert "'layers.1.attention.q.weight' was written in place" in said

@@ -32,7 +32,7 @@ class ParameterGuard:
     def written(self) -> list[nn.Parameter]:
         """Return the parameters whose values were written by others since the last renewal."""
         pairs = zip(self._params, self._seals, strict=True)
-        return [param for param, seal in pairs if param._version != seal[0]]
+        return [param for param, seal in pairs if _version(param) != seal[0]]
 
     def renew(self) -> None:
         """Accept the values as they are."""
@@ -40,7 +40,7 @@ class ParameterGuard:
 
     def _seal(self, param: nn.Parameter) -> _Seal:
         address = 0 if id(param) in self._moving else local(param).data_ptr()
-        return (param._version, address, param.requires_grad)
+        return (_version(param), address, param.requires_grad)
 
     def check(self) -> None:
         """Raises ModelError naming the first parameter that others have changed."""
@@ -81,14 +81,21 @@ def _parameters(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in found.values() if param is not None]
 
 
+def _version(param: nn.Parameter) -> int:
+    """Count the writes into a parameter; of a DTensor also those into its part
+    (`to_local().copy_(…)`), which are those into itself, too."""
+    held = local(param)
+    return held._version + (param._version if held is not param else 0)
+
+
 def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:
     version, _, trainable = seal
     if not same:
         what = "was replaced by another object"
     elif param.requires_grad != trainable:
         what = "was frozen" if trainable else "was unfrozen"
-    elif param._version == version:
+    elif _version(param) == version:
         what = MOVED
     else:
-        what = f"was written in place ({param._version - version} time(s))"
+        what = f"was written in place ({_version(param) - version} time(s))"
     return changed(name, what)

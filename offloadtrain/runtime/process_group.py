@@ -36,6 +36,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -111,6 +112,7 @@ class Ranks:
                     members,
                     backend=backend,
                     use_local_synchronization=self._of_some,
+                    timeout=_timeout(),
                 )
             assert isinstance(made, Group)  # this process is one of them
             self._groups.append(made)
@@ -344,6 +346,14 @@ class Ranks:
         """
         if not dist.is_initialized():
             self.close()
+
+
+def _timeout() -> timedelta | None:
+    """Return the timeout that `init_process_group` was given: new groups would have torch's."""
+    world = dist.distributed_c10d._get_default_group()
+    backends = (world._get_backend(device) for device in world._device_types)
+    options = (getattr(backend, "options", None) for backend in backends)
+    return next((one._timeout for one in options if one is not None), None)
 
 
 _named: dict[tuple[int, ...], list[int]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import offloadtrain as ot
 from offloadtrain.engine.local_part import local
+from offloadtrain.runtime.process_group import Ranks
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline_misuse import told
 from tests.distributed.test_tensor_parallel import (
@@ -283,3 +285,20 @@ def test_a_part_that_is_written_is_noticed(ranks: Run, working: str) -> None:
     assert ranks(2, written, working, adopt=True) == [("nothing", True)] * 2
     for said, _ in ranks(2, written, working, adopt=False):
         assert "'layers.1.attention.q.weight' was written in place" in said
+
+
+def timeouts() -> tuple[timedelta, set[timedelta]]:
+    device = torch.device("cpu")
+    world, own = dist.distributed_c10d._get_default_group(), Ranks.of(None, device)
+    given, *made = (
+        group._get_backend(device).options._timeout  # type: ignore[attr-defined]
+        for group in (world, *own._groups)
+    )
+    own.close()
+    return given, set(made)
+
+
+@pytest.mark.slow
+def test_waits_end_with_the_timeout_of_the_user(ranks: Run) -> None:
+    for given, made in ranks(2, timeouts):
+        assert made == {given} and given != timedelta(minutes=30)

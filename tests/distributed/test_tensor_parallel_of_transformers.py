@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import offloadtrain as ot
@@ -20,6 +20,7 @@ from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.integrations.tensor_plan import check_plan, divide
 from offloadtrain.runtime.tensor_parts import Share, is_distributed, shares_of
 from tests.distributed.conftest import Run
+from tests.distributed.test_pipeline_misuse import told
 from tests.distributed.test_pipeline_of_transformers import batches
 from tests.distributed.test_pipeline_of_transformers import small as small_of
 from tests.distributed.test_tensor_parallel import whole
@@ -261,3 +262,23 @@ def of_latent_attention(kind: str) -> float:
 )
 def test_latent_attention_has_the_gradients_of_one_process(ranks: Run, kind: str) -> None:
     assert max(ranks(2, of_latent_attention, kind)) < 1e-5
+
+
+def untied(*, again: bool) -> str:
+    config = transformers.LlamaConfig(**SIZES | {"tie_word_embeddings": True})
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    whole = {"input_layouts": Replicate()}, {"output_layouts": Replicate()}
+    parallelize_module(model.model.embed_tokens, mesh["tp"], RowwiseParallel(**whole[0]))
+    parallelize_module(model.lm_head, mesh["tp"], ColwiseParallel(**whole[1]))
+    if again:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return told(lambda: ot.offload(model, device="cpu", mesh=mesh).close())
+
+
+@pytest.mark.slow
+def test_a_head_that_was_untied_is_refused(ranks: Run) -> None:
+    for said in ranks(2, untied, again=False):
+        assert "the head and the embedding of the model are two parameters" in said
+    assert ranks(2, untied, again=True) == ["nothing", "nothing"]

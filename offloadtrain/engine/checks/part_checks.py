@@ -41,6 +41,7 @@ def check_parts(
         is_stage: other stages may hold what is divided.
     """
     _check_axes(model, parts, ranks, is_stage=is_stage)
+    _check_tie(model)
     for name, param in model.named_parameters():
         if not is_distributed(param):
             continue
@@ -70,6 +71,24 @@ def _check_axes(model: nn.Module, parts: Ranks, ranks: Ranks, *, is_stage: bool)
             "name the axis 'dp' if each of its ranks has batches of its own. Matrices that are "
             "divided otherwise have to be DTensors, or their norm would be that of one part"
         )
+
+
+def _check_tie(model: Any) -> None:
+    """Refuse a model of transformers whose head was tied to its embedding until one was divided."""
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    if not (tied and getattr(model, "_tied_weights_keys", None)):
+        return
+    pair = model.get_input_embeddings(), model.get_output_embeddings()
+    first, last = (getattr(module, "weight", None) for module in pair)
+    # Not of a stage, which has one of them.
+    if first is not None and last is not None and first is not last:
+        if is_distributed(first) or is_distributed(last):
+            raise ModelError(
+                "the head and the embedding of the model are two parameters, and its config ties "
+                "them: parallelize_module makes new ones. Divide both alike and tie them behind "
+                "it (model.lm_head.weight = model.get_input_embeddings().weight), or leave both "
+                "whole"
+            )
 
 
 def _check_experts(name: str, param: Any, ranks: Ranks) -> None:

@@ -257,6 +257,8 @@ def _offload_part(
 def check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:
     """Raises ConfigError for a model that cannot do these: its loss in parts, or documents whose
     attention does not cross their ends."""
+    if not (chunked or isolated):
+        return
     empty = empty_model(_config(hf.folder), None)
     try:
         if isolated:

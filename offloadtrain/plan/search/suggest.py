@@ -396,4 +396,4 @@ def _text(value: Any) -> str:
     """Return a value as `--set` takes it."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}={share}' for key, share in value.items())}}}"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

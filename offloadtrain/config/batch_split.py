@@ -40,28 +40,31 @@ def replicas(config: Config, ranks: int) -> int:
     parts, experts = config.ranks.tensor, config.ranks.expert
     together = experts * parts * config.ranks.pipeline
     if ranks % together and experts > 1:
-        many = f"{ranks} rank{'s' if ranks > 1 else ''}"
         of_stage = " of a stage" if config.ranks.pipeline > 1 else ""
         of_stage += " for a part" if parts > 1 else ""
         raise ConfigError(
-            f"ranks.expert = {experts} and {many}: each group of {experts} ranks holds all "
+            f"ranks.expert = {experts} and {_many(ranks)}: each group of {experts} ranks holds all "
             f"experts{of_stage}. Start a multiple of {together} (--nproc), or set ranks.expert = 1"
         )
     if ranks % together and parts > 1:
         of_stage = " of each stage" if config.ranks.pipeline > 1 else ""
         raise ConfigError(
-            f"ranks.tensor = {parts} and {ranks} ranks: the ranks of all parts read one batch, and "
-            f"each part{of_stage} needs one. Start a multiple of {together} (--nproc), or set "
+            f"ranks.tensor = {parts} and {_many(ranks)}: the ranks of all parts read one batch, "
+            f"and each part{of_stage} needs one. Start a multiple of {together} (--nproc), or set "
             "ranks.tensor = 1"
         )
     count, rest = divmod(ranks // parts, config.ranks.pipeline)
     if rest or not count:
         raise ConfigError(
-            f"ranks.pipeline = {config.ranks.pipeline} and {ranks} ranks: each stage needs as many "
-            f"ranks as the others. Start a multiple of {config.ranks.pipeline} (--nproc), or set "
-            "ranks.pipeline = 1"
+            f"ranks.pipeline = {config.ranks.pipeline} and {_many(ranks)}: each stage needs as "
+            f"many ranks as the others. Start a multiple of {config.ranks.pipeline} (--nproc), or "
+            "set ranks.pipeline = 1"
         )
     return count
+
+
+def _many(ranks: int) -> str:
+    return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def shards(config: Config, ranks: int) -> int:
@@ -75,11 +78,11 @@ def shards(config: Config, ranks: int) -> int:
         return count
     if count % size:
         beside = config.ranks.pipeline * config.ranks.tensor
-        many = f"{ranks} rank{'s' if ranks > 1 else ''}"
         of_part = f", {count} of each part of the model" if beside > 1 else ""
         raise ConfigError(
-            f"ranks.shard = {size} and {many}{of_part}: each group of {size} holds a whole copy of "
-            f"the state. Start a multiple of {size * beside} (--nproc), or set ranks.shard = 0"
+            f"ranks.shard = {size} and {_many(ranks)}{of_part}: each group of {size} holds a whole "
+            f"copy of the state. Start a multiple of {size * beside} (--nproc), or set "
+            "ranks.shard = 0"
         )
     return size
 

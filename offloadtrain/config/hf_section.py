@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from offloadtrain.config import toml
@@ -14,6 +15,7 @@ from offloadtrain.config.hf_model import (
     shape_of,
 )
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.offload import OffloadConfig
 
 HF_KEYS = ("hf", "init", "lora")
 """Keys of the section; those of the model's shape are config.json's."""
@@ -50,3 +52,12 @@ def looked_at(
     except (OSError, ValueError) as error:
         job.problems.append(f"model.hf = {toml.shown(hf.hf)} {error}")
         return hf, None
+
+
+def contradictions(hf: HfModel | None, offload: OffloadConfig) -> Iterator[str]:
+    """Yield a sentence for each option that only models of transformers take."""
+    if hf is None and offload.keep_fp32 and offload.precision != "fp32":
+        yield (
+            f"offload.keep_fp32 = {toml.shown([*offload.keep_fp32])} without model.hf: the shipped "
+            "transformer computes in one dtype. Leave it out, or set offload.precision = 'fp32'"
+        )

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from offloadtrain.config import (
     command_hooks,
     data_options,
+    hf_section,
     optim_options,
     ranks_options,
     rules,
@@ -337,6 +338,7 @@ def _problems(config: Config) -> Iterator[str]:
             "models. Set 'offload' or 'recompute', or give each rank the whole model"
         )
     yield from data_options.contradictions(config.data, evaluates=config.train.eval_every)
+    yield from hf_section.contradictions(config.hf, config.offload)
     yield from optim_options.contradictions(config.optim, config.offload)
     yield from problems_of_ranks(config)
     yield from _of_several_sections(config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, off
 from offloadtrain.engine.pipeline.decoder_probe import check_stages
 from offloadtrain.engine.pipeline.stage_modules import divide as divide_layers
 from offloadtrain.integrations.adapters import attach, lora_config
-from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
+from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
@@ -143,7 +144,6 @@ def build(
     device: torch.device,
     seed: int,
     terms: LossTerms | None = None,
-    isolated: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[CausalLm, OffloadOptimizer]:
     """Return the model in training mode, with its optimizer.
@@ -154,7 +154,6 @@ def build(
     Args:
         seed: of random weights and of adapters.
         terms: those of a loss in parts; None: whole logits.
-        isolated: attention must not cross the ends of documents.
         mesh: as in `offload`.
 
     Raises:
@@ -163,33 +162,32 @@ def build(
     import transformers
 
     if mesh is not None and mesh.tensor is not None:
-        lm, weights = whole_model(hf, seed=seed, terms=terms, isolated=isolated)
+        lm, weights = whole_model(hf, seed=seed, terms=terms)
         divide_matrices(lm.module, mesh.tensor, weights)
         optimizer = _offload_part(lm.module, weights, rule, groups, config, device, mesh)
         if terms is not None:
             chunk_loss(lm.module, **asdict(terms))
         return lm, optimizer
-    _check_can(hf, chunked=terms is not None, isolated=isolated)
-    torch.manual_seed(seed)
     keys = None if hf.lora is None else lora_keys(hf.lora)
-    if hf.init == "weights":
-        model, optimizer = from_pretrained(
-            hf.folder,
-            rule,
-            auto_class=AUTO_CLASS,
-            lora=keys,
-            params=groups,
-            device=device,
-            config=config,
-            mesh=mesh,
-        )
-    else:
-        model = transformers.AutoModelForCausalLM.from_config(
-            _config(hf.folder), dtype=torch.float32
-        )
-        model = model if hf.lora is None else _with_adapters(model, hf.lora)
-        own = groups(model)
-        optimizer = offload(model, rule, params=own, device=device, config=config, mesh=mesh)
+    with _drawn_by(seed):
+        if hf.init == "weights":
+            model, optimizer = from_pretrained(
+                hf.folder,
+                rule,
+                auto_class=AUTO_CLASS,
+                lora=keys,
+                params=groups,
+                device=device,
+                config=config,
+                mesh=mesh,
+            )
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(
+                _config(hf.folder), dtype=torch.float32
+            )
+            model = model if hf.lora is None else _with_adapters(model, hf.lora)
+            own = groups(model)
+            optimizer = offload(model, rule, params=own, device=device, config=config, mesh=mesh)
     if terms is not None:
         chunk_loss(model, **asdict(terms))
     model.train()
@@ -197,7 +195,7 @@ def build(
 
 
 def whole_model(
-    hf: HfModel, *, seed: int, terms: LossTerms | None, isolated: bool
+    hf: HfModel, *, seed: int, terms: LossTerms | None
 ) -> tuple[CausalLm, DeferredWeights | None]:
     """Return the whole model, to be divided among ranks, and what fills the modules that a rank
     keeps; None: it has its weights. The loss in parts is left to the caller: `chunk_loss` refers to
@@ -208,15 +206,23 @@ def whole_model(
     """
     import transformers
 
-    _check_can(hf, chunked=terms is not None, isolated=isolated)
-    torch.manual_seed(seed)
     weights: DeferredWeights | None = None
-    if hf.init == "weights":
-        model, weights = deferred_model(hf.folder, AUTO_CLASS)
-    else:
-        config = _config(hf.folder)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with _drawn_by(seed):
+        if hf.init == "weights":
+            model, weights = deferred_model(hf.folder, AUTO_CLASS)
+        else:
+            config = _config(hf.folder)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return CausalLm.of(model.train(), chunked=terms is not None), weights
+
+
+@contextmanager
+def _drawn_by(seed: int) -> Iterator[None]:
+    """Draw weights on the host by this seed, alike on all ranks, and leave the generators of each
+    as they were: dropout is its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # not that of a device, which draws none
+        yield
 
 
 def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | None) -> None:
@@ -248,12 +254,19 @@ def _offload_part(
     return optimizer
 
 
-def _check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:
+def check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:
+    """Raises ConfigError for a model that cannot do these: its loss in parts, or documents whose
+    attention does not cross their ends."""
+    if not (chunked or isolated):
+        return
     empty = empty_model(_config(hf.folder), None)
-    if isolated:
-        CausalLm.of(empty).check_isolates()
-    if chunked:
-        try:
+    try:
+        if isolated:
+            CausalLm.of(empty).check_isolates()
+    except CausalLmError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        if chunked:
             chunk_loss(empty)
-        except ModelError as error:
-            raise ConfigError(f"train.chunked_loss = true: {error}") from None
+    except ModelError as error:
+        raise ConfigError(f"train.chunked_loss = true: {error}") from None

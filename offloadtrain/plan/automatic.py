@@ -77,7 +77,10 @@ def with_state_on(job: Config, share: float) -> Config:
 
 
 def _with_recompute(job: Config, count: int) -> Config:
-    return replace(job, offload=replace(job.offload, recompute_blocks=count))
+    # Without a layer that runs again no input is kept that could be divided.
+    divides = job.offload.partition_activations and count > 0
+    offload = replace(job.offload, recompute_blocks=count, partition_activations=divides)
+    return replace(job, offload=offload)
 
 
 def _with_state_that_fits(job: Config, planned: Callable[[Config], Planned]) -> Config:

@@ -173,10 +173,12 @@ def described(job: Config) -> Config:
 
     Raises:
         ConfigError: transformers is not installed, or does not know the model, or the stages of
-            [ranks] cannot divide it.
+            [ranks] cannot divide it; or the model cannot do what the job asks for.
     """
     if job.hf is None:
         return job
+    isolated = job.data.packing == "isolated"
+    hf_job.check_can(job.hf, chunked=job.train.chunked_loss, isolated=isolated)
     return replace(job, hf=hf_job.described(job.hf, job.ranks, job.model.num_layers))
 
 
@@ -206,7 +208,6 @@ def _offloaded(
             device=device,
             seed=config.train.seed,
             terms=terms,
-            isolated=config.data.packing == "isolated",
             mesh=None if mesh.is_plain else mesh,
         )
         return found, optimizer, None

@@ -168,10 +168,7 @@ def _of_transformers(
     device: torch.device,
 ) -> PipelinedCausalLm:
     assert config.hf is not None
-    isolated = config.data.packing == "isolated"
-    lm, weights = hf_job.whole_model(
-        config.hf, seed=config.train.seed, terms=terms, isolated=isolated
-    )
+    lm, weights = hf_job.whole_model(config.hf, seed=config.train.seed, terms=terms)
     if mesh.tensor is not None:
         hf_job.divide_matrices(lm.module, mesh.tensor, weights)
     sizes, loss = (lm.max_seq_len, lm.vocab_size), _CausalLoss()

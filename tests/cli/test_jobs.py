@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from offloadtrain.cli.commands import train
 from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
@@ -87,3 +88,21 @@ def test_one_override_shortens_a_job_and_says_what_it_changes(
     assert main(["plan", "gpt2_124m", "--machine", "rtx4090", "--set", "train.steps=40"]) == 0
     out, err = capsys.readouterr()
     assert err == "optim.warmup_steps 700 -> 4 (train.steps = 40)\n" and "It fits: " in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("pipeline=2", "ranks.pipeline = 2 and 1 rank: each stage needs"),
+        ("expert=2", "ranks.expert = 2 and 1 rank: each group of 2 ranks"),
+    ],
+)
+def test_a_division_that_nobody_starts_is_refused_before_torch_is_loaded(
+    table: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "guarded", None)  # what comes next
+    changed = ["model.num_layers=4", "model.num_experts=4", "model.router_aux_loss_coef=0"]
+    whole = [*changed, "model.tie_embeddings=false", "train.sample_tokens=0"]
+    assert main(["train", "debug", "--set", *whole, f"ranks.{table}"]) == 2
+    assert said in capsys.readouterr().err

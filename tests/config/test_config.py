@@ -332,6 +332,16 @@ def test_a_contradiction_is_told_in_one_sentence(overrides: list[str], sentence:
     assert only.partition(": ")[2].startswith(sentence)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "auto"])
+def test_weights_of_the_shipped_transformer_have_one_dtype(precision: str) -> None:
+    """Its products refuse two in the first forward."""
+    kept = ["offload.keep_fp32=['*norm*']", f"offload.precision={precision}"]
+    (only,) = problems(JOB, *kept)
+    assert "without model.hf" in only and "set offload.precision = 'fp32'" in only
+    assert job(*kept, "offload.precision=fp32").offload.keep_fp32 == ("*norm*",)
+
+
 UNKNOWN_KEYS = [
     ("optim.lrr", "; did you mean lr? (known in [optim]: name, lr, betas, "),
     ("train.lr", "; did you mean optim.lr? (known in [train]: steps, micro_batch, "),
@@ -620,6 +630,7 @@ def _configs(draw: st.DrawFn) -> Config:
         "resident_blocks": st.none() | st.integers(0, 9 if working != "device" else 0),
         "zero_stage": st.integers(0, 3),
         "keep_whole": st.just(()) | st.tuples(_PATHS) if working == "host" else st.just(()),
+        "keep_fp32": st.just(()) | st.tuples(_PATHS) if precision == "fp32" else st.just(()),
         "partition_activations": st.just(False),
         "activation": st.just(activation),
         "recompute_blocks": again,

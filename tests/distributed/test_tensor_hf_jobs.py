@@ -15,9 +15,11 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.plan import PROCESS, make
+from offloadtrain.runtime.failure_detector import RankInfo
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
 from offloadtrain.train import dry_run
-from offloadtrain.train.build import described
+from offloadtrain.train.build import assemble, described
 from tests.distributed import test_tensor_jobs
 from tests.distributed.conftest import Run
 from tests.distributed.test_jobs import CONSTANT, close, data  # noqa: F401
@@ -100,6 +102,33 @@ def test_a_job_in_parts_is_near_one_process(
     with capsys.disabled():
         print(f"\n{kind}: worst difference of a master to one process after 12 steps: {apart:.2g}")
     assert 0 < apart < 1e-3  # a tenth of what one step of lr moves
+
+
+def drawn_next(data: Path, **changes: Any) -> float:  # noqa: F811
+    """What dropout would draw first on this rank, whose model is built."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    job = described(hf_job(data, "GPT2", **changes))
+    context = assemble(job, ranks=ranks, rank_info=RankInfo(rank=ranks.rank, size=ranks.size))
+    found = float(torch.rand(()))
+    context.optimizer.close()
+    ranks.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("init", ["random", "weights"])
+def test_ranks_with_other_batches_draw_other_numbers(
+    ranks: Run,
+    data: Path,  # noqa: F811
+    init: str,
+) -> None:
+    """First weights are drawn alike on all ranks, and dropout is not, but for that of parts."""
+    chosen = FP32 | {"model.init": f'"{init}"'}
+    saved(data, "GPT2", **MORE["GPT2"])
+    one, other = ranks(2, drawn_next, data, **chosen)
+    assert one != other
+    one, other = ranks(2, drawn_next, data, **chosen, **PARTS)
+    assert one == other
 
 
 @pytest.mark.slow

@@ -129,6 +129,17 @@ def test_it_is_settled_before_the_engine_sees_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("open_", [AUTO, ("device.placement=auto",)])
+def test_where_nothing_runs_again_no_input_is_divided(open_: tuple[str, ...]) -> None:
+    """What is settled is checked once more where it is used."""
+    parts = ("ranks.tensor=2", "model.num_heads=4", "train.sample_tokens=0")
+    divides = ("offload.activation=recompute", "offload.partition_activations=true")
+    config = settled(job(*parts, *divides, *open_), "", find("h100")[1], 2)
+    assert not config.offload.recomputes and not config.offload.partition_activations
+    assert not [*config.offload.problems()]
+
+
+@pytest.mark.slow
 def test_the_report_has_the_number() -> None:
     found = planned(job(*AUTO))
     count = found.job.offload.recompute_blocks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from offloadtrain.config.job import Config
+from offloadtrain.config.job import Config, loads
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import pipeline_times as timing
@@ -26,7 +26,7 @@ from offloadtrain.step.proof.pipeline_drive import (
     stage_steps,
 )
 from offloadtrain.step.proof.prove import prove
-from tests.plan.test_memory import job
+from tests.plan.test_memory import JOB, job
 
 A100 = find("a100_80gb")[1]
 FREE = replace(
@@ -261,3 +261,25 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
             assert one.seconds >= ample[where].seconds
     recomputed = {where for where, one in tight.items() if one.plan.job.offload.recomputes}
     assert {("1f1b", 2), ("2bw", 2)} <= recomputed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["ranks.pipeline=2", "ranks.layers_per_stage=[2,2]"],
+        ["ranks.pipeline=2", "ranks.schedule=interleaved", "ranks.stages_per_rank=2"],
+        [
+            *("ranks.tensor=2", "offload.activation=recompute", "offload.recompute_blocks=auto"),
+            "offload.partition_activations=true",
+        ],
+    ],
+)
+def test_the_keys_of_a_division_are_taken_by_the_job_that_was_asked_for(asked: list[str]) -> None:
+    layers = 8 if "interleaved" in asked[1] else 4
+    sizes = [f"model.num_layers={layers}", "model.tie_embeddings=false", "train.micro_batch=16"]
+    one = loads(JOB, overrides=[*sizes, *asked, "device.kind=auto"])
+    for found in search(one, "a100_80gb", A100, 4):
+        job_of_keys = loads(JOB, overrides=[*sizes, *asked, *found.keys.split()])
+        assert job_of_keys.ranks == found.plan.job.ranks, found.keys
+        assert job_of_keys.offload.recomputes == found.plan.job.offload.recomputes

@@ -23,6 +23,7 @@ from offloadtrain.step.spec.formats import ADAM_MOMENTS, FORMATS
 from offloadtrain.step.spec.state_tiers import device_share
 from offloadtrain.step.spec.tiers import Tier
 from offloadtrain.train.dry_run import check
+from tests.plan.test_memory import job as small_job
 
 JOB = "examples/gpt_13b_32gb.toml"
 H100 = find("h100")[1]
@@ -94,6 +95,13 @@ def test_the_engine_lays_out_what_was_planned_and_its_program_is_proved(ranks: i
     found = planned(ranks=ranks)
     assert 0 < device_share(found.placed.spec) <= 1
     assert "free of races" in check(found)
+
+
+@pytest.mark.slow
+def test_ranks_without_gpus_are_as_many_as_are_asked_for() -> None:
+    """The machine file of a CPU has one."""
+    two = small_job(offload__state_on="auto")
+    assert settled(two, "cpu2", find("cpu2")[1], 2).offload.state_on == "host"
 
 
 @pytest.mark.slow

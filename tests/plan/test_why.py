@@ -9,10 +9,16 @@ import pytest
 
 from benchmarks.exposure import planned
 from offloadtrain.cli.main import main
+from offloadtrain.config.job import load
+from offloadtrain.hardware.machine import find
 from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.plan import make
+from offloadtrain.plan.search.choices import value_of
+from offloadtrain.plan.search.suggest import single_changes
 from offloadtrain.plan.search.why import as_json, text, why
 from offloadtrain.plan.times import predict
+
+JOB = "offloadtrain/cli/jobs/llama_1b.toml"
 
 
 @pytest.mark.slow
@@ -71,3 +77,11 @@ def test_compiled_layers_take_less_time_and_run_again_as_a_whole() -> None:
     assert compiled_kept[0] < kept[0] and compiled_kept[1] < kept[1]
     assert compiled[1] - compiled_kept[1] == pytest.approx(compiled[0])
     assert eager[1] - kept[1] < eager[0]  # without its last product
+
+
+@pytest.mark.slow
+def test_changes_are_printed_as_overrides_take_them() -> None:
+    found = single_changes(load(JOB), "h100", find("h100")[1], 1)
+    assert "offload.compile_blocks=true" in [change.text for change in found]
+    for change in found:
+        assert value_of(load(JOB, change.text.split()), next(iter(change.keys))) is not None

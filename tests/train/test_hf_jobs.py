@@ -311,7 +311,15 @@ def test_what_a_model_cannot_do_is_refused_before_its_weights_are_read(
     config.save_pretrained(tmp_path)
     chunked, isolated = "chunked" in override, "isolated" in override
     with pytest.raises(OffloadTrainError, match=why):
-        hf_job._check_can(HfModel(hf=str(tmp_path)), chunked=chunked, isolated=isolated)
+        hf_job.check_can(HfModel(hf=str(tmp_path)), chunked=chunked, isolated=isolated)
+
+
+@pytest.mark.slow
+def test_what_a_model_cannot_do_is_refused_by_its_plan(tmp_path: Path) -> None:
+    """Which everything begins with."""
+    job = hf_job_of(tmp_path, "mixtral", "data.packing=isolated")
+    with pytest.raises(ConfigError, match="MixtralForCausalLM lets attention"):
+        described(job)
 
 
 def test_random_weights_are_those_that_transformers_draws(tmp_path: Path) -> None:

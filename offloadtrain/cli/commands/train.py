@@ -89,6 +89,8 @@ def train(
         check_packages(config.log)
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: give 0 or more")
+    # Before torch is loaded: also a division among ranks that nobody starts is refused at once.
+    count = _ranks_wanted(nproc, config) if rank_info.size == 1 else rank_info.size
     waiting = _choose_waiting(config, rank_info)
     if rank_info.size == 1 and nproc != "1":
         from offloadtrain.cli.commands.launch import launch
@@ -97,8 +99,7 @@ def train(
             print(f"torch's threads: {waiting}", file=sys.stderr)
         arguments = ["train", str(path), *(["--set", *overrides] if overrides else [])]
         opening = ["--resume", resume, *(["--run-dir", str(run_dir)] if run_dir else [])]
-        count, timeout_s = _ranks_wanted(nproc, config), config.train.hang_timeout_s
-        named = roles(config, count)
+        timeout_s, named = config.train.hang_timeout_s, roles(config, count)
         return launch(count, max_restarts, arguments, opening, timeout_s, named)
     if rank_info.size == 1 and max_restarts:
         raise ConfigError("--max-restarts restarts ranks: it needs --nproc")

@@ -49,9 +49,11 @@ class Found:
 
     Attributes:
         plan: of its stage with the most memory.
+        asked: the job that is divided.
     """
 
     plan: Plan
+    asked: Config
 
     @property
     def schedule(self) -> Schedule:
@@ -85,21 +87,34 @@ class Found:
 
     @property
     def keys(self) -> str:
-        """The job's keys that give it, as for --set."""
-        config, offload = self.plan.job, self.plan.job.offload
-        again = f" offload.recompute_blocks={offload.recompute_blocks}"
+        """The job's keys that give it, as for --set; what the job has itself is taken back where
+        the division is another."""
+        config, asked = self.plan.job, self.asked
         each = config.ranks.stages_per_rank
-        per_rank = f"ranks.stages_per_rank={each} " if each > 1 else ""
+        several = max(each, asked.ranks.stages_per_rank) > 1
         layers = ",".join(map(str, config.ranks.layers_per_stage))
-        uneven = f"ranks.layers_per_stage=[{layers}] " if layers else ""
+        uneven = bool(layers or asked.ranks.layers_per_stage)
         return (
             f"ranks.pipeline={self.stages} ranks.schedule={config.ranks.schedule} "
-            f"{per_rank}{uneven}"
-            f"train.micro_batch={config.train.micro_batch} "
+            + (f"ranks.stages_per_rank={each} " if several else "")
+            + (f"ranks.layers_per_stage=[{layers}] " if uneven else "")
+            + f"train.micro_batch={config.train.micro_batch} "
             f"train.grad_accum_steps={config.train.grad_accum_steps} "
-            f"train.global_batch_tokens=0 offload.activation={offload.activation}"
-            + ("" if offload.recompute_blocks is None else again)
+            f"train.global_batch_tokens=0 {self._keys_of_activations}"
             + ("" if config.ranks.flushes else " offload.update=delayed offload.warmup_steps=0")
+        )
+
+    @property
+    def _keys_of_activations(self) -> str:
+        offload, asked = self.plan.job.offload, self.asked.offload
+        activation, count = offload.activation, offload.recompute_blocks
+        if count is None and asked.recompute_blocks is not None:
+            activation, count = "recompute", 0  # the same: a number cannot be left out by --set
+        whole = asked.partition_activations and not offload.partition_activations
+        return (
+            f"offload.activation={activation}"
+            + ("" if count is None else f" offload.recompute_blocks={count}")
+            + (" offload.partition_activations=false" if whole else "")
         )
 
 
@@ -121,7 +136,7 @@ def search(
     replicas(replace(job, ranks=kept), ranks)
     groups: dict[tuple[int, Schedule], list[Found]] = {}
     for division in _divisions(job, ranks, schedules):
-        planned = (_planned(one, name, machine, ranks) for one in division)
+        planned = (_planned(one, job, name, machine, ranks) for one in division)
         # Where all activations are kept, nothing that recomputes some is faster.
         if one := next(filter(None, planned), None):
             groups.setdefault((one.stages, one.schedule), []).append(one)
@@ -234,19 +249,25 @@ def _divided(
 ) -> Config:
     train = replace(job.train, micro_batch=size, grad_accum_steps=count, global_batch_tokens=0)
     again: Literal["auto"] | None = None if activation == "keep" else "auto"
-    offload = replace(job.offload, activation=activation, recompute_blocks=again)
+    divides = job.offload.partition_activations and activation != "keep"
+    offload = replace(
+        job.offload,
+        activation=activation,
+        recompute_blocks=again,
+        partition_activations=divides,
+    )
     if not ranks.flushes:
         offload = replace(offload, update="delayed", warmup_steps=0)
     return replace(job, ranks=ranks, train=train, offload=offload)
 
 
-def _planned(job: Config, name: str, machine: Machine, ranks: int) -> Found | None:
+def _planned(job: Config, asked: Config, name: str, machine: Machine, ranks: int) -> Found | None:
     """Return the plan, if the ranks can share the batch so, and it fits."""
     try:
         plan = make(job, name, machine, ranks)
     except ConfigError:
         return None
-    return Found(plan) if plan.fits else None
+    return Found(plan, asked) if plan.fits else None
 
 
 def _least(plan: Plan) -> float:

@@ -194,11 +194,12 @@ def settled(
     plan = make(job, name, machine, ranks, trace)
     job = replace(job, ranks=plan.job.ranks)
     if job.offload.recompute_blocks == "auto":
-        offload = replace(job.offload, recompute_blocks=plan.job.offload.recompute_blocks)
-        job = replace(job, offload=offload)
+        own = plan.job.offload
+        keys = {key: getattr(own, key) for key in ("recompute_blocks", "partition_activations")}
+        job = replace(job, offload=replace(job.offload, **keys))
     if job.offload.state_on != "auto":
         return job
-    return with_state_on(job, state_share.enough(plan.placed, machine) if plan.fits else 0.0)
+    return with_state_on(job, state_share.enough(plan.placed, plan.machine) if plan.fits else 0.0)
 
 
 def planned(
@@ -383,6 +384,8 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
         changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
     if changed.offload.activation not in ("recompute", "offload"):
         changed = replace(changed, offload=replace(changed.offload, recompute_blocks=None))
+    if not changed.offload.recomputes:
+        changed = replace(changed, offload=replace(changed.offload, partition_activations=False))
     if changed.offload.activation != "offload_saved":
         offload = replace(changed.offload, offload_saved_above=OFFLOAD_SAVED_ABOVE)
         changed = replace(changed, offload=offload)
@@ -393,4 +396,4 @@ def _text(value: Any) -> str:
     """Return a value as `--set` takes it."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}={share}' for key, share in value.items())}}}"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

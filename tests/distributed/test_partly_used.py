@@ -68,6 +68,7 @@ def test_a_block_that_is_not_complete_leaves_in_front_of_the_next_gather(ranks: 
 
 
 @pytest.mark.slow
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("lanes", ["in order", "threads", "seeded"])
 @pytest.mark.parametrize(
     "options",

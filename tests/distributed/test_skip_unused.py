@@ -97,6 +97,7 @@ def test_the_bits_of_ranks_that_skip(ranks: Run, placed: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("placed", OPTIONS)

@@ -67,6 +67,8 @@ class Stages:
         self._members: list[weakref.ref[NormMeasure]] = []
         self._names: list[list[str]] = []
         self._found: dict[NormMeasure, Measured] = {}
+        self._asked: Sequence[float] = ()
+        """The intent of the last exchange."""
 
     def join(self, member: NormMeasure) -> None:
         """Add this process's next stage."""
@@ -86,7 +88,14 @@ class Stages:
         if self.ranks.is_single and len(self._members) == 1:
             own = member.own(intent)
             return lambda: own
-        receive = self._exchange(intent) if member not in self._found else None
+        receive = None
+        if member not in self._found:
+            receive, self._asked = self._exchange(intent), intent
+        elif [*intent] != [*self._asked]:
+            raise RankError(
+                f"stages of one process disagree in step {int(intent[0]) + 1}: clip_grad_norm_ and "
+                "skips are the same for each of pipeline.optimizers"
+            )
 
         def measured() -> Measured:
             if receive is not None:

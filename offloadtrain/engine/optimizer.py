@@ -23,7 +23,7 @@ from offloadtrain.engine.eager import eager
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
-from offloadtrain.engine.partition import partition
+from offloadtrain.engine.partition import layers_of
 from offloadtrain.engine.split_step import SplitStep
 from offloadtrain.engine.state import parameter_state as state
 from offloadtrain.engine.state.load_weights import ParamInit
@@ -94,7 +94,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         except BaseException:
             self._finalizer()
             raise
-        self._part_ranks = place.parts
+        self._part_ranks, self._stage_ranks = place.parts, place.stages.ranks
         self.model, self._flips = model, config.update == "speculative"
         # The first upload: parameters hold the weights when offload() returns.
         self._engine.emit()
@@ -106,7 +106,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
-        layers = [part.module for part in partition(model) if part.repeated]
+        layers = layers_of(model)
         self._handles = hook_parameters(self._engine, self._blocks)
         self._handles += attach_state_dict_hooks(model, self)
         self._handles += check_evaluations(model, self._engine, ranks)

@@ -7,10 +7,12 @@ that owns parameters directly (embeddings, final norm, head) is a part of its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
+
+_LAYERS = "_offloadtrain_layers"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +46,19 @@ def partition(model: nn.Module) -> list[Part]:
         by_module.setdefault(part.module, part)
     first: dict[nn.Parameter, str] = {}
     return [replace(part, tied=_tied(part, first)) for part in by_module.values()]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """List the layers of its list; of a stage of a pipeline also one that is left alone in it."""
+    names = getattr(model, _LAYERS, None)
+    if names is None:
+        return [part.module for part in partition(model) if part.repeated]
+    return [model.get_submodule(name) for name in names]
+
+
+def remember_layers(stage: nn.Module, names: Sequence[str]) -> None:
+    """A copy of the stage remembers them, too."""
+    setattr(stage, _LAYERS, tuple(names))
 
 
 def _tied(part: Part, first: dict[nn.Parameter, str]) -> tuple[str, ...]:

@@ -89,6 +89,8 @@ class SplitStep:
         """
         if self._asked is not None:
             raise EngineError("step() twice: run() the microbatches of the next step first")
+        if not self._engine.guard.in_flight:
+            raise EngineError("step() without run(): run() the microbatches of a step first")
         self._check()
         now = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
         self._asked = now, skip

@@ -57,7 +57,8 @@ class Mesh:
         """Join the axes of a mesh; every process of it calls this at the same point.
 
         Raises:
-            ValueError: it has an axis of another name, or axes that do not go together.
+            ValueError: it has an axis of another name, or axes that do not go together, or this
+                process is not in it.
         """
         names = mesh.mesh_dim_names or ()
         if unknown := [
@@ -68,6 +69,11 @@ class Mesh:
                 "state; or 'dp_replicate' and 'dp_shard'), 'ep' (experts), 'pp' (stages of a "
                 "pipeline) and 'tp' (parts of matrices), as in init_device_mesh('cuda', (2, 4), "
                 "mesh_dim_names=('dp', 'tp'))"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {mesh.get_rank()} is not in the mesh of {mesh.size()} ranks: start as many "
+                "processes, or call this on the ranks of the mesh alone"
             )
         groups = {name: mesh.get_group(name) for name in names if mesh[name].size() > 1}
         stages, host = groups.get("pp"), torch.device("cpu")

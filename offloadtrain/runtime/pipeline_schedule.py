@@ -74,16 +74,44 @@ class _Stage(PipelineStage):
             group=group,
         )
         self._micro_step = spec.micro_step
+        self._sent = _described(spec.outputs)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with HEARTBEAT.computing():
-            return super().forward_one_chunk(*args, **kwargs)
+            output = super().forward_one_chunk(*args, **kwargs)
+        outputs = output if isinstance(output, tuple) else (output,)
+        # torch detaches each of them behind its backward.
+        if kinds := [type(one).__name__ for one in outputs if not isinstance(one, Tensor)]:
+            raise ValueError(f"the model returns a {kinds[0]}: return a tensor, or a tuple of them")
+        if self.is_last:
+            return output
+        made = _described(outputs)
+        # The next stage receives into buffers of these sizes: torch would end its process.
+        if made != self._sent:
+            raise ValueError(
+                f"stage {self.stage_index} returns {', '.join(made)}, and {', '.join(self._sent)} "
+                "for the example: a stage returns the same shapes and dtypes for every microbatch, "
+                "contiguous (x.contiguous()), also where run() is inside torch.autocast"
+            )
+        return output
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        # torch asks the last stage, too, which may return more tensors than its one description.
+        return [] if self.is_last else super().get_fwd_send_ops(fwd_chunk_id)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         if not self.has_backward:
             return None
         with HEARTBEAT.computing(), self._micro_step():
             return super().backward_one_chunk(*args, **kwargs)
+
+
+def _described(tensors: Sequence[Tensor]) -> list[str]:
+    return [
+        f"{tuple(one.shape)} {one.dtype}"
+        + ("" if one.is_contiguous() else f" of strides {one.stride()}")
+        for one in tensors
+    ]
 
 
 def _with_gradients(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -117,11 +145,12 @@ class Schedule:
         self._microbatches = microbatches
         self._takes_input = stages[0].index == 0
         self._has_loss = stages[-1].index == count - 1
+        self._loss_fn, self._has_target = loss_fn, False
         # torch would divide gradients by the number of microbatches, where they have left already.
         self._schedule = SCHEDULES[kind](
             made if kind == "interleaved" else made[0],
             microbatches,
-            loss_fn=loss_fn,
+            loss_fn=self._loss,
             scale_grads=False,
         )
 
@@ -133,12 +162,14 @@ class Schedule:
         """
         run = self._schedule.step if torch.is_grad_enabled() else self._schedule.eval
         given = inputs if self._takes_input else ()
+        self._has_target = target is not None
         # torch asks for a target even where the model makes the loss itself.
-        if self._has_loss and target is None:
-            target = torch.zeros(self._microbatches)
-        labels = target if self._has_loss else None
+        labels = torch.zeros(self._microbatches) if target is None else target
         with _among_stages():
-            run(*given, target=labels, return_outputs=False, **more)
+            run(*given, target=labels if self._has_loss else None, return_outputs=False, **more)
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        return self._loss_fn(output, target if self._has_target else None)
 
 
 def _check_torch() -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.engine.partition import Part
+from offloadtrain.engine.partition import Part, remember_layers
 from offloadtrain.engine.pipeline.stage_modules import PipelineError, StandIn, cut
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
@@ -131,6 +131,7 @@ def cut_decoder(
 def cut_stage(model: nn.Module, stages: Sequence[Sequence[Part]], index: int) -> None:
     """Leave one of the stages of `divide`, whose modules are this model's or one's of its kind."""
     every, own = [part for parts in stages for part in parts], [part.name for part in stages[index]]
+    remember_layers(model, [part.name for part in stages[index] if part.repeated])
     if is_of_transformers(model):
         cut_decoder(model, own, every, index=index, count=len(stages))
     else:

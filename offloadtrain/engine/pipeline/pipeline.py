@@ -20,6 +20,7 @@ from offloadtrain.engine.experts import check_names
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.pipeline.decoder_probe import check_stages
 from offloadtrain.engine.pipeline.decoder_stages import check_dtype, cut_stage, is_of_transformers
+from offloadtrain.engine.pipeline.own_forward import WholeForward
 from offloadtrain.engine.pipeline.pipeline_steps import Pipeline, UnflushedPipeline
 from offloadtrain.engine.pipeline.stage_modules import (
     InitInOrder,
@@ -59,11 +60,11 @@ def pipeline(
 
     Afterwards the model holds this process's stage only (its last one): modules of other stages are
     None, and missing from lists of layers. Its forward must pass its first argument on where they
-    are None; a `Sequential` does. Causal language models of transformers need not: see [Note:
-    Stages of a decoder] in `decoder_stages`; their last stage returns logits, or the loss where
-    `run` gets `labels=`. Each stage gets as many layers as any other, unless `layers_per_stage`
-    says otherwise, the first one also what is registered before the layers, the last one what is
-    registered behind them.
+    are None, and do nothing else to it outside of layers; a `Sequential` does so. Causal language
+    models of transformers need not: see [Note: Stages of a decoder] in `decoder_stages`; their last
+    stage returns logits, or the loss where `run` gets `labels=`. Each stage gets as many layers as
+    any other, unless `layers_per_stage` says otherwise, the first one also what is registered
+    before the layers, the last one what is registered behind them.
 
     A step has the bits of one process with the same microbatches: gradients are summed microbatch
     by microbatch, the norm is that of the whole model, and all stages clip and skip together.
@@ -78,8 +79,8 @@ def pipeline(
         rule, params, device, param_init_fn: as in `offload`.
         example: the inputs of one microbatch of this rank; only shapes and dtypes count.
         microbatches: of a step, on each replica.
-        loss_fn: (output of the model, target of the microbatch) → loss, the mean over the
-            microbatch. None: the output is the loss.
+        loss_fn: (output of the model, target of the microbatch, or None) → loss, the mean over
+            the microbatch. None: the output is the loss.
         schedule: "gpipe": all forwards, then all backwards; "1f1b": fewer microbatches in flight
             (PipeDream-Flush); "interleaved": 1F1B over `stages_per_rank` stages in each process,
             which makes the bubble shorter; "2bw": no flush between steps, see below.
@@ -119,10 +120,10 @@ def pipeline(
     if param_init_fn is not None and init_in_order:
         in_order = InitInOrder(model, param_init_fn)
     numbers = {param: number for number, param in enumerate(model.parameters())}
-    modules = _own_stages(model, axes, stages_per_rank, each, chosen)
-    shapes = _shapes(modules, axes.stages, inputs, chosen)
+    modules, whole = _own_stages(model, axes, stages_per_rank, each, chosen, inputs)
+    shapes = _shapes(modules, axes.stages, inputs, chosen, whole)
     stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
-    groups = None if params is None else list(params)
+    groups = None if params is None else [_listed(group) for group in params]
     for module in modules:
         if in_order is not None:
             in_order.follow(module)
@@ -240,37 +241,49 @@ def _own_stages(
     per_rank: int,
     layers_per_stage: Sequence[int],
     config: OffloadConfig,
-) -> list[nn.Module]:
+    inputs: Sequence[Tensor],
+) -> tuple[list[nn.Module], WholeForward | None]:
     """Cut this process's stages out of the model; all but the last one are copies that share its
-    parameters."""
+    parameters. And return what its own forward did; None for models of transformers, whose stages
+    are compared here."""
     count = axes.stages.size * per_rank
     of_stages = divide(model, count, layers_per_stage)
     check_alone(of_stages, config, axes.replicas.size)
+    whole = None
     if is_of_transformers(model):
         check_stages(model, of_stages)
+    elif count > 1:
+        whole = WholeForward(model, of_stages, _on_meta(_described(inputs)), config)
     shared = {id(param): param for param in model.parameters()}
     found = [copy.deepcopy(model, dict(shared)) for _ in range(per_rank - 1)] + [model]
     indices = range(axes.stages.rank, count, axes.stages.size)
     for module, index in zip(found, indices, strict=True):
         cut_stage(module, of_stages, index)
-    return found
+    return found, whole
 
 
 def _shapes(
-    modules: Sequence[nn.Module], stages: Ranks, inputs: Sequence[Tensor], config: OffloadConfig
+    modules: Sequence[nn.Module],
+    stages: Ranks,
+    inputs: Sequence[Tensor],
+    config: OffloadConfig,
+    whole: WholeForward | None,
 ) -> list[tuple[Tensor, ...]]:
     """Return the inputs of every stage, and a scalar for the output of the last.
 
     Raises:
-        PipelineError: a stage's forward fails; on every stage.
+        PipelineError: a stage's forward fails, or does something else than the whole model's; on
+            every stage.
     """
     found, count = [_on_meta(_described(inputs))], stages.size * len(modules)
-    for index in range(count - 1):
-        own, told = index % stages.size == stages.rank, ""
-        described: list[Any] = []
-        if own:
+    for index in range(count):
+        told, described = "", list[Any]()
+        if index % stages.size == stages.rank:
+            stage, is_last = modules[index // stages.size], index == count - 1
             try:
-                described = _described(_output_of(modules[index // stages.size], found[-1], config))
+                described = [] if is_last else _described(_output_of(stage, found[-1], config))
+                if whole is not None:
+                    whole.check(stage, index, found[-1])
             except PipelineError as error:
                 told = str(error)
         # Each stage waits here for the shapes that the one before it makes.
@@ -278,7 +291,7 @@ def _shapes(
         if told:
             raise PipelineError(f"stage {index}: {told}")
         found.append(_on_meta(described))
-    return [*found, (torch.empty((), device="meta"),)]
+    return [*found[:-1], (torch.empty((), device="meta"),)]
 
 
 def _output_of(
@@ -301,14 +314,19 @@ def _on_meta(described: Sequence[Any]) -> tuple[Tensor, ...]:
     )
 
 
+def _listed(group: Any) -> Any:
+    """Return a group, or a parameter, that can be read for each stage."""
+    return group | {"params": [*group["params"]]} if isinstance(group, dict) else group
+
+
 def _own_groups(
     groups: Sequence[Any] | None, module: nn.Module
 ) -> list[nn.Parameter] | list[dict[str, Any]] | None:
-    """Return the groups without other stages' parameters."""
+    """Return the groups without other stages' parameters. One that is empty then stays: numbers of
+    groups are the same in every stage."""
     if groups is None:
         return None
     own = set(module.parameters())
     if not isinstance(groups[0], dict):
         return [param for param in groups if param in own]
-    cut_down = [group | {"params": [p for p in group["params"] if p in own]} for group in groups]
-    return [group for group in cut_down if group["params"]]
+    return [group | {"params": [p for p in group["params"] if p in own]} for group in groups]

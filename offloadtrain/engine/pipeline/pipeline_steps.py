@@ -4,17 +4,20 @@ optimizers."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from offloadtrain.engine.norm import Stages
+from offloadtrain.engine.norm import EngineError, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.pipeline.stage_modules import PipelineError
 from offloadtrain.engine.pipeline.stage_optimizers import StageModules, StageOptimizers
+from offloadtrain.engine.step_report import Phase
 from offloadtrain.runtime.lost_ranks import telling
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.pipeline_schedule import (
@@ -58,6 +61,8 @@ class Pipeline:
         self._example = shapes[0]
         self._losses: list[Tensor] = []
         self._divide = True
+        self._is_broken = False
+        """An exception has left microbatches that other stages wait for."""
         size, rank = axes.stages.size, axes.stages.rank
         self.indices = tuple(range(rank, size * len(optimizers), size))
         """The numbers of this process's stages."""
@@ -133,9 +138,13 @@ class Pipeline:
             RankError: another stage has failed: which, and why.
             EngineError, GradientError: as `OffloadOptimizer.backward`.
         """
-        self._check_batch(inputs, target, self._microbatches)
+        self._check_batch(inputs, target, more, self._microbatches)
+        self._require_whole()
+        phases = {one.phase for one in self.optimizers}
+        if phases & {Phase.BACKWARD, Phase.ACCUMULATED}:
+            raise EngineError("run() between run() and step(): end the step first")
         self._losses, self._divide = [], divide
-        with telling(self._who):
+        with self._exchanging():
             self._training.run(inputs, target, more)
             return self._of_last_stage(self._microbatches)
 
@@ -146,9 +155,10 @@ class Pipeline:
         Raises:
             PipelineError: it has not the example's size.
         """
-        self._check_batch(inputs, target, 1)
+        self._check_batch(inputs, target, more, 1)
+        self._require_whole()
         self._losses = []
-        with telling(self._who):
+        with self._exchanging():
             self._forward.run(inputs, target, more)
             return self._of_last_stage(1)[0]
 
@@ -157,7 +167,9 @@ class Pipeline:
 
         Raises:
             RankError: stages disagree about the step.
+            PipelineError: an exception has left the run.
         """
+        self._require_whole()
         with telling(self._who):
             self.optimizer.step(skip=skip)
 
@@ -182,6 +194,23 @@ class Pipeline:
             optimizer.close()
         self.stages.close()
 
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Microbatches of all stages run inside: behind an exception others wait for some of them,
+        or have sent some, which would meet those of the next run."""
+        self._require_whole()
+        self._is_broken = True
+        with telling(self._who):
+            yield
+        self._is_broken = False
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise PipelineError(
+                "an exception has left run() or evaluate() with microbatches in flight, which "
+                "other stages wait for: end every process, and go on from a checkpoint"
+            )
+
     def _loss(self, output: Any, target: Any) -> Tensor:
         """Return the loss to differentiate, and keep it as it is."""
         loss = self._loss_fn(output, target)
@@ -194,7 +223,11 @@ class Pipeline:
         return self.stages.all_gather_host(own)[-1].float()
 
     def _check_batch(
-        self, inputs: Sequence[Tensor], target: Tensor | None, microbatches: int
+        self,
+        inputs: Sequence[Tensor],
+        target: Tensor | None,
+        more: Mapping[str, Any],
+        microbatches: int,
     ) -> None:
         """Raises PipelineError, on every stage alike, for what would not fill the buffers that
         stages send each other: one would wait for the other, or torch would end the process."""
@@ -206,11 +239,28 @@ class Pipeline:
                 "has the size of the example that pipeline() was given, as stages send each other "
                 "buffers of one size. Drop a last, smaller batch (drop_last=True), or pad it"
             )
-        if target is not None and target.shape[0] % microbatches:
+        if target is not None and not isinstance(target, Tensor):
             raise PipelineError(
-                f"a target of {target.shape[0]} rows for {_said(microbatches)}: their number must "
+                f"target is a {type(target).__name__}: give a tensor, whose first dimension is "
+                "divided; several can be its columns"
+            )
+        if target is not None and (target.ndim == 0 or target.shape[0] % microbatches):
+            raise PipelineError(
+                f"a target of {_rows(target)} for {_said(microbatches)}: their number must "
                 "divide it"
             )
+        for name, value in more.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != given[0][0]):
+                    raise PipelineError(
+                        f"'{name}' of {_rows(leaf)} beside inputs of {given[0][0]}: tensors are "
+                        "divided along their first dimension, as inputs are. Expand it to as many "
+                        "rows, or pass a number"
+                    )
+
+
+def _rows(tensor: Tensor) -> str:
+    return f"{tensor.shape[0]} rows" if tensor.ndim else "no dimension"
 
 
 def _said(microbatches: int) -> str:
@@ -234,8 +284,6 @@ class UnflushedPipeline(Pipeline):
         self._step = self.optimizers[0].split_step()
         self._last: Callable[[], Tensor] | None = None
         """Waits for the losses of the last step."""
-        self._is_broken = False
-        """A run was left by an exception."""
         self._unflushed = Unflushed(
             replace(self._specs[0], micro_step=self._step.micro_step),
             microbatches=self._microbatches,
@@ -253,14 +301,16 @@ class UnflushedPipeline(Pipeline):
         divide: bool = True,
         **more: Any,
     ) -> Tensor:
-        self._check_batch(inputs, target, self._microbatches)
+        self._check_batch(inputs, target, more, self._microbatches)
         self._require_whole()
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "run() without gradients: schedule = '2bw' has no forwards alone. Take evaluate()"
+            )
         self._step.run_begins()
         self._losses, self._divide = [], divide
-        self._is_broken = True
-        with telling(self._who):
+        with self._exchanging():
             self._unflushed.run(inputs, target, more)
-        self._is_broken = False
         own = torch.stack(self._losses).float().cpu() if self._losses else None
         before, self._last = self._last, self._send_losses(own)
         # The last stage has sent these before it sent the gradients that this stage has received.
@@ -269,6 +319,7 @@ class UnflushedPipeline(Pipeline):
     def step(self, *, skip: bool = False) -> None:
         """End a step: what `param_groups` hold now is its update's. Stages have microbatches of it
         left, and decide it in the next `run`."""
+        self._require_whole()
         self._step.ask(skip=skip)
 
     def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
@@ -296,13 +347,6 @@ class UnflushedPipeline(Pipeline):
                 self.step(skip=True)
             self.drain()
         super().close()
-
-    def _require_whole(self) -> None:
-        if self._is_broken:
-            raise PipelineError(
-                "an exception has left run() with microbatches in flight, which other stages wait "
-                "for: end every process, and go on from a checkpoint"
-            )
 
     def before_forward(self, number: int) -> None:
         if number == 0:

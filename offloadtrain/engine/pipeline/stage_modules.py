@@ -24,7 +24,7 @@ from offloadtrain.config.ranks_options import evenly
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.checks.model_checks import keeps_fp32
 from offloadtrain.engine.local_part import local, rebuilt
-from offloadtrain.engine.partition import Part, partition
+from offloadtrain.engine.partition import Part, layers_of, partition
 from offloadtrain.engine.state.load_weights import ParamInit, materialise
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.tensor_parts import is_distributed
@@ -61,6 +61,8 @@ def divide(model: nn.Module, stages: int, layers_per_stage: Sequence[int] = ()) 
             "ModuleList or Sequential, and each stage needs one. Take fewer stages"
         )
     _check_nesting(parts)
+    if stages > 1:
+        _check_once(model, parts)
     each = tuple(layers_per_stage) or evenly(len(layers), stages)
     if len(each) != stages or sum(each) != len(layers) or min(each) < 1:
         raise PipelineError(
@@ -70,6 +72,7 @@ def divide(model: nn.Module, stages: int, layers_per_stage: Sequence[int] = ()) 
     bounds = [0, *(layers[sum(each[:index])] for index in range(1, stages)), len(parts)]
     found = [parts[lo:hi] for lo, hi in pairwise(bounds)]
     _check_tied(found)
+    _check_trained(found)
     return found
 
 
@@ -86,6 +89,19 @@ def _check_nesting(parts: Sequence[Part]) -> None:
             )
 
 
+def _check_once(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Raises PipelineError for a part with two names: of these a cut would take one away."""
+    names = {part.module: part.name for part in parts}
+    for name, module in model.named_modules(remove_duplicate=False):
+        first = names.get(module, name)
+        # Those around it may have two names, too.
+        if first != name:
+            raise PipelineError(
+                f"'{first}' and '{name}' are one module, which stages would each hold and update "
+                "for themselves: register it once, and use each layer once"
+            )
+
+
 def _check_tied(stages: Sequence[Sequence[Part]]) -> None:
     first: dict[nn.Parameter, tuple[int, str]] = {}
     for number, parts in enumerate(stages):
@@ -98,6 +114,18 @@ def _check_tied(stages: Sequence[Sequence[Part]]) -> None:
                     "transformers tie_word_embeddings of its config.json), since each stage "
                     "updates its own parameters"
                 )
+
+
+def _check_trained(stages: Sequence[Sequence[Part]]) -> None:
+    """Raises PipelineError for a stage without a gradient; on every stage, not on that one alone,
+    which the others would wait for."""
+    for number, parts in enumerate(stages):
+        if not any(param.requires_grad for part in parts for _, param in part.parameters):
+            raise PipelineError(
+                f"stage {number} has nothing to train: no parameter of '{parts[0].name}' to "
+                f"'{parts[-1].name}' has requires_grad=True. Give it layers that are trained "
+                "(layers_per_stage, or fewer stages)"
+            )
 
 
 def cut(model: nn.Module, own: Sequence[str], parts: Sequence[str]) -> None:
@@ -182,20 +210,25 @@ def output_of(
         return _output_of_twin(stage, given, config, device)
 
 
-def _output_of_twin(
-    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, device: str
-) -> tuple[Tensor, ...]:
+def twin_of(stage: nn.Module, config: OffloadConfig, device: str) -> nn.Module:
+    """Return a copy without values that computes as the stage does once offloaded."""
     dtype, full = PRECISIONS[config.precision], keeps_fp32(stage, config.keep_fp32)
     twins: dict[int, object] = {id(one): _without_values(one, device) for one in stage.buffers()}
     for param in stage.parameters():
         narrow = param.is_floating_point() and param not in full
-        twin_of = _without_values(local(param), device, dtype if narrow else None)
+        made = _without_values(local(param), device, dtype if narrow else None)
         # A plan of tensor parallel has hooks that take its products for those of DTensors.
-        twin_of = rebuilt(param, twin_of) if is_distributed(param) else twin_of
-        twins[id(param)] = nn.Parameter(twin_of, False)
+        made = rebuilt(param, made) if is_distributed(param) else made
+        twins[id(param)] = nn.Parameter(made, False)
     twin: nn.Module = copy.deepcopy(stage, twins)
-    layers = [part.module for part in partition(twin) if part.repeated]
-    attach_casts(twin, layers, dtype, cast_inputs=config.cast_inputs)
+    attach_casts(twin, layers_of(twin), dtype, cast_inputs=config.cast_inputs)
+    return twin
+
+
+def _output_of_twin(
+    stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, device: str
+) -> tuple[Tensor, ...]:
+    twin = twin_of(stage, config, device)
     try:
         found = twin(*inputs)
     except Exception as error:
@@ -207,6 +240,12 @@ def _output_of_twin(
     if not all(isinstance(one, Tensor) for one in outputs):
         kinds = ", ".join(type(one).__name__ for one in outputs)
         raise PipelineError(f"a stage returns {kinds}: return a tensor, or a tuple of them")
+    for one in outputs:
+        if not one.is_contiguous():
+            raise PipelineError(
+                f"a stage returns {_shapes([one])} with strides {one.stride()}: stages send each "
+                "other contiguous tensors. End its last layer with x.contiguous()"
+            )
     return outputs
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from offloadtrain.engine.experts import merged_steps
+from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.engine.step_report import StepReport
@@ -46,6 +47,15 @@ class StageModules(nn.Module):
             except AttributeError:
                 continue  # another stage's
         return self._stages[-1].get_submodule(target)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return _merged(stage.state_dict(*args, **kwargs) for stage in self._stages)
+
+    def load_state_dict(self, *_: Any, **__: Any) -> Any:
+        raise EngineError(
+            "several stages in one process: load the weights of each into its own model, "
+            "pipeline.optimizers[i].model.load_state_dict(…, strict=False)"
+        )
 
 
 class StageOptimizers:

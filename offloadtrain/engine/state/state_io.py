@@ -42,6 +42,7 @@ class StateIO:
     model: nn.Module
     ranks: Ranks
     _part_ranks: Ranks = ALONE
+    _stage_ranks: Ranks = ALONE
     _blocks: Sequence[Block]
     _engine: Engine
     _rules: Sequence[AnyRule]
@@ -57,9 +58,10 @@ class StateIO:
 
     @property
     def _held_by(self) -> dict[str, tuple[int, int]]:
-        """Number and count of the ranks that share the state, and of those that hold parts."""
-        both = {"rank": self.ranks, "part": self._part_ranks}
-        return {name: (some.rank, some.size) for name, some in both.items()}
+        """Number and count of the ranks that share the state, and of those that hold parts and
+        stages."""
+        each = {"rank": self.ranks, "part": self._part_ranks, "stage": self._stage_ranks}
+        return {name: (some.rank, some.size) for name, some in each.items()}
 
     @cached_property
     def parts(self) -> Parts:

@@ -336,10 +336,9 @@ class NormMeasure:
         """Return what must be the same on every data-parallel rank, in the order of `_WHAT`."""
         if self._ranks.is_single:
             return []
-        hyperparameters = _digest(self._functions.hyperparameters())
         self._written = self._functions.take_written()
         written = _digest(sorted(self._written.items()))
-        return [*intent, *self.counts, self._functions.take_digest(), hyperparameters, written]
+        return [*self._intent_of_part(intent), self._functions.take_digest(), written]
 
     def _intent_of_part(self, intent: Sequence[float]) -> list[float]:
         """Return what must be the same on all parts, in the order of `_OF_PARTS`: of what each
@@ -349,17 +348,10 @@ class NormMeasure:
 
 _OF_ALL = ("the step count", "clip_grad_norm_", "the skips asked for")
 _OF_STAGES = ("the number of backwards",)
-_HYPER = "hyperparameters"
-_OF_PARTS = (*_OF_ALL, *_OF_STAGES, _HYPER)
+_OF_PARTS = (*_OF_ALL, *_OF_STAGES, "hyperparameters")
 _AGREEMENT = "the agreement among the ranks"
 """Where a part's replicas, or a copy's ranks, differ, all others end with them."""
-_WHAT = (
-    *_OF_ALL,
-    *_OF_STAGES,
-    "the collectives",
-    _HYPER,
-    "the weights loaded or written since the last step",
-)
+_WHAT = (*_OF_PARTS, "the collectives", "the weights loaded or written since the last step")
 
 
 def _check_written(of_ranks: Sequence[Mapping[str, int]], step: int) -> None:

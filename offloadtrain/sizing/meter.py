@@ -20,15 +20,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offloadtrain.engine.autograd.forward_hooks import in_backward
+from offloadtrain.runtime.grouped_products import GROUPED_PRODUCTS
 from offloadtrain.sizing.ctc import CTC, CTC_BACKWARD, ctc_loss, ctc_loss_backward
-from offloadtrain.sizing.grouped_products import GROUPED, grouped_product
 from offloadtrain.sizing.known_values import with_values
 from offloadtrain.sizing.operation_work import Count, Operation, count_operation
 
 _OWN: dict[Any, Callable[..., Any]] = {
     CTC: ctc_loss,
     CTC_BACKWARD: ctc_loss_backward,
-    **{getattr(GROUPED, name): grouped_product for name in GROUPED.overloads()},
+    **GROUPED_PRODUCTS,
 }
 """Operations that torch does not describe for fake tensors."""
 

@@ -356,6 +356,7 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("Gemma3Text", 4, 2, {"clip_norm": 0.3, "zero_stage": 2}),
     ("Llama", 2, 1, {"clip_norm": 0.3, "schedule": "2bw"}),
     ("Llama", 2, 1, {"meta": True}),
+    ("Mixtral", 2, 1, {"precision": "fp32"}),
 ]
 MORE: list[tuple[str, int, int, dict[str, Any]]] = [
     ("Mistral", 2, 1, {"precision": "fp16", "schedule": "gpipe"}),
@@ -365,6 +366,7 @@ MORE: list[tuple[str, int, int, dict[str, Any]]] = [
     ("Gemma3Text", 2, 1, {"activation": "offload", "schedule": "interleaved"}),
     ("Llama", 2, 1, {"meta": True, "schedule": "interleaved"}),
     ("Mixtral", 2, 1, {"clip_norm": 0.3, "activation": "recompute"}),
+    ("Mixtral", 2, 1, {"precision": "fp16"}),
     ("GPTNeoX", 2, 1, {"activation": "offload_saved", "offload_saved_above": 0}),
 ]
 

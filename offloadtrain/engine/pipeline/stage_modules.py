@@ -27,6 +27,7 @@ from offloadtrain.engine.local_part import local, rebuilt
 from offloadtrain.engine.partition import Part, layers_of, partition
 from offloadtrain.engine.state.load_weights import ParamInit, materialise
 from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.grouped_products import Described
 from offloadtrain.runtime.tensor_parts import is_distributed
 
 
@@ -204,7 +205,9 @@ def output_of(
     Raises:
         PipelineError: its forward fails.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext():
+    # Entered last, the description of grouped products sees them first.
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
+    with fake, Described() if faked else nullcontext():  # type: ignore[no-untyped-call]
         device = "cpu" if faked else "meta"
         given = tuple(_without_values(one, device) for one in inputs)
         return _output_of_twin(stage, given, config, device)

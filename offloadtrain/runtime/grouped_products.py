@@ -5,10 +5,13 @@ torch's own description of them refuses all but bf16; its kernels compute in oth
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-GROUPED = torch.ops.aten._grouped_mm
+_GROUPED = torch.ops.aten._grouped_mm
 """A product per group. A matrix has its groups in a dimension in front, or they are ranges of its
 rows or columns, which end at `offs`."""
 
@@ -39,3 +42,20 @@ def grouped_product(
         groups = len(a) if a.dim() == 3 or offs is None else len(offs)
         sizes = [groups, *sizes]
     return torch.empty(sizes, dtype=out_dtype or a.dtype, device=a.device)
+
+
+GROUPED_PRODUCTS = {getattr(_GROUPED, name): grouped_product for name in _GROUPED.overloads()}
+"""What torch calls → what describes it."""
+
+
+class Described(TorchDispatchMode):
+    """While entered within a `FakeTensorMode`, grouped products have results in every dtype."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return GROUPED_PRODUCTS.get(func, func)(*args, **(kwargs or {}))

@@ -20,7 +20,7 @@ NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 help:
 	@echo "make demo      install, then train a byte-level GPT on Python's standard library (2 minutes)"
 	@echo "make test      install, then run the quick tests (5 minutes)"
-	@echo "make test-all  run these and the slow ones: faults, sanitizers, larger samples (20 minutes)"
+	@echo "make test-all  run these and the slow ones: faults, sanitizers, larger samples (40 minutes)"
 	@echo "make test-long run every case of every test (over an hour)"
 	@echo "make lint      run ruff, format, strict mypy, import contracts"
 	@echo "make docs      build the documentation's pages in build/site; any warning is an error"

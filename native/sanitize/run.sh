@@ -11,7 +11,7 @@ trap 'rm -rf "$out"' EXIT
 part="$1"
 shift
 compiler="${CXX:-c++}"
-common=(-std=c++17 -g -O1 -Wno-unknown-pragmas "$@")
+common=(-std=c++17 -g1 -O1 -Wno-unknown-pragmas "$@")
 
 has() { grep -qw "$1" /proc/cpuinfo; }
 
@@ -58,6 +58,7 @@ if [ "$part" = bits ]; then
 fi
 checks=(-fsanitize=address,undefined -fno-sanitize-recover=all)
 "$compiler" "${common[@]}" "${checks[@]}" -c "$here/kernels.cpp" -o "$out/driver.o"
+"$compiler" "${common[@]}" "${checks[@]}" -DPLANT_FAULT -c "$here/kernels.cpp" -o "$out/faulty.o"
 for isa in $(isas); do
   # shellcheck disable=SC2046
   "$compiler" "${common[@]}" "${checks[@]}" -ffp-contract=off -fno-math-errno -fno-trapping-math \
@@ -65,3 +66,11 @@ for isa in $(isas); do
   "$compiler" "${checks[@]}" "$out/driver.o" "$out/$isa.o" -o "$out/$isa"
   "$out/$isa"
 done
+# Proof that a fault is seen: a buffer that is too short by one.
+"$compiler" "${checks[@]}" "$out/faulty.o" "$out/baseline.o" -o "$out/faulty"
+if "$out/faulty" 2>"$out/seen" || ! grep -q heap-buffer-overflow "$out/seen"; then
+  cat "$out/seen" >&2
+  echo "the planted fault was not seen" >&2
+  exit 1
+fi
+echo "planted fault: seen"

@@ -27,6 +27,7 @@ BOTH = STAGES | PARTS | FP32
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [

@@ -37,6 +37,7 @@ PARTITIONED = {"offload.partition_activations": "true"}
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.6)
 @pytest.mark.parametrize(
     "changes",
     [

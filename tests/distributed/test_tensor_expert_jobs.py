@@ -199,6 +199,7 @@ def test_what_parts_have_in_common_is_saved_once(ranks: Run, data: Path, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_activations_are_near_the_plan(ranks: Run, data: Path, policy: str) -> None:  # noqa: F811
     """Where all experts get as many tokens, which the plan assumes."""

@@ -101,6 +101,7 @@ def test_a_job_of_fp16(
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize("stop", [4, pytest.param(7, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("before", "after"),

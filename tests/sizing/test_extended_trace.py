@@ -192,6 +192,7 @@ _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.4)
 @pytest.mark.parametrize("name", _LONG)
 def test_the_extended_trace_of_transformers_is_the_whole_one(
     monkeypatch: pytest.MonkeyPatch, name: str

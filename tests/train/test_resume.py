@@ -59,6 +59,7 @@ SKIPS = [
 
 
 @pytest.mark.slow
+@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("overrides", "limits"),
     [

@@ -445,3 +445,19 @@ def test_misuse_is_refused_by_name(ranks: Run) -> None:
         assert "'tp', 'ep': experts take 'ep'" in said["tp"]
         assert "no experts of the model are divided along it: call ot.exp" in said["undivided"]
         assert "expert_parallel after offload()" in said["late"]
+
+
+def held_in_state_dicts() -> bool:
+    model, mesh = made(), mesh_of(1, 2)
+    ot.expert_parallel(model, mesh)
+    optimizer = ot.offload(model, device="cpu", mesh=mesh, precision="fp32")
+    own = dict(model.named_parameters())
+    found = {n: torch.equal(local(x), local(own[n])) for n, x in model.state_dict().items()}
+    optimizer.close()
+    return all(found.values()) and any("experts" in name for name in found)
+
+
+@pytest.mark.slow
+def test_a_state_dict_has_the_experts_of_each_layer(ranks: Run) -> None:
+    """A DTensor has no address of its own: those of one shape are not one tensor."""
+    assert ranks(2, held_in_state_dicts) == [True, True]

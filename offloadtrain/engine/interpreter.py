@@ -15,6 +15,7 @@ from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
 from offloadtrain.runtime.lost_ranks import LostRankError, is_of_exchange
 from offloadtrain.step.program.operations import (
+    Allocate,
     Enter,
     Flip,
     Free,
@@ -74,6 +75,7 @@ class Interpreter:
             Wait: self._wait,
             HostWait: self._host_wait,
             Undefined: lambda op: lanes.alloc(memory[op.ref], op.lane),
+            Allocate: lambda op: memory.allocate(op.ref, lanes),
             # Compute has waited for the copy: the allocator may give the memory out again.
             Free: lambda op: memory.free(op.ref),
             # Parameters change their views when the operations are launched, not when the lanes

@@ -3,6 +3,8 @@ legal orders that nobody would choose, and each wait of it shown to be needed.""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import modes
+from offloadtrain.step.program.dependencies import Dependencies
+from offloadtrain.step.program.operations import Allocate, Ref
 from offloadtrain.step.proof.prove import order, prove
 from offloadtrain.step.proof.recording import Entry, Recorded, Waited
 from offloadtrain.step.spec import step_spec as spec
@@ -116,6 +120,26 @@ def test_no_race(name: str, mode: str, accum: int, state: str, precision: str) -
     assert prove(program(name, state, precision, accum=accum, steps=4, **options)) == []
 
 
+@pytest.mark.parametrize("options", [{"working": "host"}, {"activation": "recompute"}], ids=str)
+def test_what_the_stream_sanitizer_cannot_see(options: dict[str, Any]) -> None:
+    """The training thread waits for the last gradient in step(). Where the copy is complete by then,
+    a query of its event says so, and torch's stream sanitizer does not follow queries. Without this
+    order the program has the race on device memory that the sanitizer reported, and no other."""
+    whole = program("chain", **options)
+    without = [
+        entry
+        for entry in whole
+        if not (isinstance(entry, Waited) and entry.why == "the last gradient")
+    ]
+    assert len(without) < len(whole) and prove(whole) == []
+    on_device = {fault.message for fault in prove(without) if "gradient staging" in fault.message}
+    assert on_device == {
+        f"'gather {bucket}' on compute is not ordered after 'd2h {before}': "
+        f"both touch gradient staging[{slot}]"
+        for bucket, before, slot in (("head", "layers.0", 0), ("norm", "embed", 1))
+    }
+
+
 @pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("accum", [1, 2])
 @each_mode
@@ -146,6 +170,7 @@ def test_no_race_with_streamed_weights(
     accum=st.integers(1, 3),
     seed=st.integers(0, 2**32),
     late=st.booleans(),
+    deterministic=st.booleans(),
 )
 def test_any_legal_order_has_the_same_bits(
     name: str,
@@ -155,13 +180,50 @@ def test_any_legal_order_has_the_same_bits(
     accum: int,
     seed: int,
     late: bool,
+    deterministic: bool,
 ) -> None:
     options = options_of(mode, case[1]) | (PLACEMENTS[placement] if name in STREAMED else {})
-    expected = run(SequentialLanes(), name, *case, accum=accum, steps=4, **options)
-    found = run(SeededLanes(seed, late=late), name, *case, accum=accum, steps=4, **options)
+    with deterministic_mode(deterministic):
+        expected = run(SequentialLanes(), name, *case, accum=accum, steps=4, **options)
+        found = run(SeededLanes(seed, late=late), name, *case, accum=accum, steps=4, **options)
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
+
+
+@contextmanager
+def deterministic_mode(on: bool = True) -> Iterator[None]:
+    """torch fills memory that it allocates."""
+    torch.use_deterministic_algorithms(on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("activation", "late"), [("offload", False), ("offload", True), ("offload_saved", False)]
+)
+def test_memory_that_deterministic_mode_fills(
+    activation: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fill of what comes back in backward is ordered before its copy. It was not: gradients
+    were NaN on a GPU, and every step was skipped."""
+    options: dict[str, Any] = {"working": "host", "activation": activation, "clip_norm": 0.5}
+    if activation == "offload_saved":
+        options["offload_saved_above"] = 0
+    with deterministic_mode():
+        expected = run(SequentialLanes(), "skipping", **options)
+        found = run(SeededLanes(5, late=late), "skipping", **options)
+        monkeypatch.setattr(Dependencies, "allocate", allocate_after_the_event)
+        wrong = run(SeededLanes(5, late=late), "skipping", **options)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert not all(torch.equal(wrong[key], value) for key, value in expected.items())
+
+
+def allocate_after_the_event(order: Dependencies, ref: Ref) -> None:
+    order.was_read([ref], order.record(Lane.COMPUTE, "compute so far"))
+    order.operations.append(Allocate(ref))
 
 
 @levels.examples(24)

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import cuda_driver, kernels
-from offloadtrain.runtime.lanes import CudaLanes, Lane, Operation, Range, Span
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, Operation, Range, Span
 from offloadtrain.runtime.lanes import cuda as cuda_module
 from offloadtrain.runtime.lanes.host_lane import PythonHostLane, make_host_lane
 from offloadtrain.runtime.lanes.recorder import extent
@@ -204,6 +205,7 @@ class Gpu:
             lambda *args: LoggedHost(logged, PythonHostLane(*args), args[-1]),
         )
         patch.setattr(Worker, "put", self._late(Worker.put))
+        patch.setattr(Ledger, "device_tensor", self._allocates(Ledger.device_tensor))
         patch.setattr(Tensor, "backward", self._on_its_own_thread(Tensor.backward))
 
     def use(self, streams: dict[Lane, FakeStream]) -> None:
@@ -232,6 +234,11 @@ class Gpu:
     def set_device(self, device: torch.device) -> None:
         self.check_device(device)
         self.on_device.add(threading.get_ident())
+
+    def allocated(self, memory: Tensor) -> None:
+        """The current stream may still fill it, or run an earlier user of it."""
+        lane, memory_bytes = self.lane_of(self.current_stream()), extent(Buffer("", memory).whole)
+        self.log.on_stream(lane, Launched(lane, "allocate", (), (memory_bytes,)))
 
     def binds(self) -> None:
         """The runtime makes its context current on the thread that asks it for something."""
@@ -264,6 +271,14 @@ class Gpu:
             put(worker, run, always=always)
 
         return later
+
+    def _allocates(self, allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def logged(*args: Any) -> Tensor:
+            memory = allocate(*args)
+            self.allocated(memory)
+            return memory
+
+        return logged
 
     def _on_its_own_thread(self, backward: Callable[..., None]) -> Callable[..., None]:
         def run(loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -320,6 +335,11 @@ class LoggedLanes(CudaLanes):
         self._log.add(Undefined(extent(range_)))
         return super().alloc(range_, lane)
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = super().allocate(numel, dtype, device)
+        self._gpu.allocated(memory)
+        return memory
+
 
 def _bytes(ranges: Sequence[Range]) -> tuple[Bytes, ...]:
     return tuple(map(extent, ranges))
@@ -345,12 +365,13 @@ def installed(host: str = "queue", **times: float) -> Iterator[Gpu]:
     until = time.monotonic() + 60
     while (left := running() - before) and time.monotonic() < until:
         time.sleep(1e-3)
-    assert not left, "these threads are left"
+    assert not left, f"these threads are left: {left}"
 
 
 def running() -> set[object]:
-    """Threads of Python, and native queues by their number in the kernel."""
-    found: set[object] = set(threading.enumerate())
+    """Threads of Python, but for the process's watch over its ranks, and native queues by their
+    number in the kernel."""
+    found: set[object] = {one for one in threading.enumerate() if one.name != "long waits"}
     for file in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # it has just ended
             if file.read_text() == "ot-host-lane\n":

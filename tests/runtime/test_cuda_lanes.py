@@ -22,10 +22,12 @@ from offloadtrain.engine.step_report import StepReport
 from offloadtrain.runtime.lanes import CudaLanes, Lane, LaneError, LaneEvent, Lanes, copy, on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.program import modes
+from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Kind
 from tests.distributed.conftest import Run
 from tests.distributed.test_sharded import own_batches
 from tests.engine.test_async_save import Copies
+from tests.engine.test_proof import allocate_after_the_event
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.runtime.fake_cuda import (
     HOSTS,
@@ -353,23 +355,36 @@ def leaves_out(name: str) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(CudaLanes, name, lambda *_: None)
 
 
-MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "no stream waits": (waits_for_the_flag_only, "^race: "),
-    "waits for what is not recorded": (waits_without_the_flag, "never recorded|^race: "),
-    "records at once": (records_at_once, "after what was launched later"),
-    "all on one stream": (runs_on_the_current_stream, "^race: |after what was launched later"),
-    "the host lane does not wait": (leaves_out("_queue_waits"), "^race: "),
-    "nobody waits for events": (leaves_out("_block_on"), "^race: "),
+def allocates_after_the_event(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dependencies, "allocate", allocate_after_the_event)
+
+
+MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = {
+    "no stream waits": (waits_for_the_flag_only, "streamed, int8", "^race: "),
+    "waits for what is not recorded": (
+        waits_without_the_flag,
+        "streamed, int8",
+        "never recorded|^race: ",
+    ),
+    "records at once": (records_at_once, "streamed, int8", "after what was launched later"),
+    "all on one stream": (
+        runs_on_the_current_stream,
+        "streamed, int8",
+        "^race: |after what was launched later",
+    ),
+    "the host lane does not wait": (leaves_out("_queue_waits"), "streamed, int8", "^race: "),
+    "nobody waits for events": (leaves_out("_block_on"), "streamed, int8", "^race: "),
+    "allocates after the event": (allocates_after_the_event, "offloaded", "^race: .*'allocate'"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: str) -> None:
-    plant, said = MISTAKES[mistake]
+    plant, case, said = MISTAKES[mistake]
     with installed("thread") as gpu:
         plant(monkeypatch)
         try:
-            over_streams(gpu, CASES["streamed, int8"])
+            over_streams(gpu, CASES[case])
         except (LaneError, FakeCudaError) as error:
             assert re.search(said, str(error))
         else:

@@ -17,7 +17,7 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.proof.recording import Entry, Launched
+from offloadtrain.step.proof.recording import Entry, Launched, trace
 from offloadtrain.step.spec import step_spec as spec
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.test_offload import train
@@ -59,8 +59,12 @@ def driven(optimizer: ot.OffloadOptimizer) -> Lanes:
     program = Program(optimizer._engine.program.spec, optimizer.ranks.rank)
     program.masters_set()
     program.synchronized()
-    launches = [op for op in steps(program, STEPS, input_bytes=64) if isinstance(op, Launch)]
-    return by_lane((op.lane.value, op.name) for op in launches if op.kind not in OURS)
+    operations = [
+        op
+        for op in steps(program, STEPS, input_bytes=64)
+        if not (isinstance(op, Launch) and op.kind in OURS)
+    ]
+    return launched(trace(program.spec, operations, optimizer.ranks.rank))
 
 
 def compared(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.runtime.lanes import Buffer, Range
+from offloadtrain.runtime.lanes import Buffer, Lanes, Range
 from offloadtrain.step.program.operations import Memory, Ref
 from offloadtrain.step.spec.formats import ITEMSIZE
 from offloadtrain.step.spec.memory import slot_offsets
@@ -55,22 +55,23 @@ class BlockInputs:
         self.likes: dict[int, Tensor] = {}
         self._back: dict[int, Tensor] = {}
 
+    def allocate(self, ref: Ref, lanes: Lanes) -> None:
+        """Allocate the memory of an input that is about to be fetched."""
+        # No record_stream: the program orders every reuse.
+        self._back[int(ref.owner)] = lanes.allocate(ref.hi, dtype_of(ref), self.device)
+
     def buffer(self, ref: Ref) -> Buffer:
-        """Return its flat memory; that of a fetched input is allocated when it is first named."""
+        """Return its flat memory."""
         number = int(ref.owner)
-        if ref.copy == 0:
-            return Buffer("block input", self.leaving[number][0])
-        # Allocated on compute's stream and written on the load lane, which waits for compute so
-        # far: see `ActivationPath`. No record_stream: the program orders every reuse.
-        if number not in self._back:
-            self._back[number] = torch.empty_like(self.likes[number], device=self.device)
-        return Buffer("block input", self._back[number].view(-1))
+        flat = self.leaving[number][0] if ref.copy == 0 else self._back[number]
+        return Buffer("block input", flat)
 
     def take(self, number: int) -> Tensor:
         """Hand an input to autograd, which owns it from here on: compute has waited. One that is
         still leaving did not go; its copy may read it until it is freed."""
-        held = self.leaving.get(number)
-        return self._back.pop(number) if held is None else held[0]
+        leaving = self.leaving.get(number)
+        flat = self._back.pop(number) if leaving is None else leaving[0]
+        return flat.view(self.likes[number].shape)
 
     def free(self, ref: Ref) -> None:
         """Give up an input: compute is behind its copy, so the allocator may reuse the memory."""
@@ -127,6 +128,10 @@ class MemoryMap(dict[Ref, Range]):
         found = self[ref] = Range(self._made[key], ref.lo, ref.hi)
         return found
 
+    def allocate(self, ref: Ref, lanes: Lanes) -> None:
+        """Allocate the device memory of a block's input."""
+        self._inputs.allocate(ref, lanes)
+
     def free(self, ref: Ref) -> None:
         """Free a block's input on the device."""
         self._inputs.free(ref)
@@ -144,7 +149,7 @@ class MemoryMap(dict[Ref, Range]):
             return self._norms[Tier(str(ref.owner))]
         if ref.memory in self._staging:
             name, memory = self._staging[ref.memory](ref.owner, ref.nbytes)
-            return Buffer(name, memory.view(_dtype(ref)))
+            return Buffer(name, memory.view(dtype_of(ref)))
         if ref.memory in _BY_SLOT:
             return Buffer(f"{ref.memory} {ref.owner}", self._in_disk_slot(ref, int(ref.owner)))
         bucket = self._buckets[str(ref.owner)]
@@ -153,7 +158,7 @@ class MemoryMap(dict[Ref, Range]):
         if ref.memory is Memory.GRADIENT and bucket.spec.gradient_on_disk:
             assert bucket.gradient is not None
             whole = self._disk_slots[ref.memory][ref.copy][: bucket.gradient.flat.nbytes]
-            return Buffer(f"slot {ref.copy}: {bucket.gradient.name}", whole.view(_dtype(ref)))
+            return Buffer(f"slot {ref.copy}: {bucket.gradient.name}", whole.view(dtype_of(ref)))
         if ref.memory is Memory.WEIGHT_FILE:
             return bucket.weight_files[ref.copy]
         if ref.memory is Memory.STATE or ref.memory is Memory.STATE_FILE:
@@ -166,12 +171,12 @@ class MemoryMap(dict[Ref, Range]):
         assert isinstance(found, Buffer)
         # Matrices that are updated lie where their gradient was, in a dtype of their own; copied
         # fields of the state lie one behind the other in bytes.
-        own = found.flat.dtype == _dtype(ref)
-        return found if own else Buffer(found.name, found.flat.view(_dtype(ref)))
+        own = found.flat.dtype == dtype_of(ref)
+        return found if own else Buffer(found.name, found.flat.view(dtype_of(ref)))
 
     def _in_disk_slot(self, ref: Ref, slot: int) -> Tensor:
         memory, size = self._disk_slots[ref.memory][slot], ITEMSIZE[ref.dtype]
-        return memory[: memory.numel() // size * size].view(_dtype(ref))
+        return memory[: memory.numel() // size * size].view(dtype_of(ref))
 
     def _in_state_slot(self, bucket: Bucket, ref: Ref) -> Buffer:
         file, lo = bucket.state[ref.field], slot_offsets(bucket.spec)[ref.field]
@@ -185,7 +190,8 @@ class MemoryMap(dict[Ref, Range]):
             return Buffer(f"working {bucket.name}", memory.view(bucket.dtype))
 
 
-def _dtype(ref: Ref) -> torch.dtype:
+def dtype_of(ref: Ref) -> torch.dtype:
+    """Return the dtype that a ref names."""
     found = getattr(torch, ref.dtype)
     assert isinstance(found, torch.dtype)
     return found

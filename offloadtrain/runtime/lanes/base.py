@@ -271,6 +271,17 @@ class Lanes(ABC):
             self._poison(lane, range_.view)
         return range_
 
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory of the compute device that other lanes will write.
+
+        This is an operation on the compute lane: only what waits for an event recorded after it is
+        ordered after earlier uses of this memory, and after the fill of torch's deterministic mode.
+
+        Returns:
+            (numel,), of undefined contents.
+        """
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def _poison(self, lane: Lane, memory: Tensor) -> None:
         """Fill with NaN, in the order of the lane."""
         memory.fill_(float("nan"))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from offloadtrain.runtime.lanes.base import (
+    Buffer,
     HostProgress,
     Interval,
     LaneEvent,
@@ -24,6 +28,7 @@ from offloadtrain.step.proof.recording import (
     Recorded,
     Undefined,
     Waited,
+    allocated,
 )
 
 
@@ -118,6 +123,11 @@ class RecordingLanes(Lanes):
     def alloc(self, range_: Range, lane: Lane) -> Range:
         self.program.append(Undefined(extent(range_)))
         return self.inner.alloc(range_, lane)
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = self.inner.allocate(numel, dtype, device)
+        self.program += allocated(extent(Buffer("block input", memory).whole))
+        return memory
 
 
 def _bytes(ranges: Sequence[Range]) -> tuple[Bytes, ...]:

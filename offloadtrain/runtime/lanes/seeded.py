@@ -1,7 +1,8 @@
 """Execution of the lanes in any legal order on one thread, chosen by a seed or an adversary.
 
 Compute runs when it is launched, because autograd does. Any other operation stays in its lane's
-queue until a draw chooses its lane or, with `late`, until a wait needs it.
+queue until a draw chooses its lane or, with `late`, until a wait needs it. In torch's deterministic
+mode an allocation fills memory, on compute: as late as compute's next event or operation allows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from offloadtrain.runtime.lanes.base import (
@@ -65,6 +67,8 @@ class SeededLanes(Lanes):
         }
         self._launched = self._begun = self._ended = 0
         """Operations of the host lane."""
+        self._unfilled: list[Tensor] = []
+        """Memory that compute has still to fill."""
 
     def launch(
         self,
@@ -77,6 +81,7 @@ class SeededLanes(Lanes):
         operands = views(reads, writes)
         self._count(lane, name, writes)
         if lane is Lane.COMPUTE:
+            self._fill_allocated()
             fn(*operands)
         else:
             self._put(lane, _Run(fn, operands))
@@ -87,6 +92,7 @@ class SeededLanes(Lanes):
         event = _Flag(lane)
         # Compute has run all that it was given.
         if lane is Lane.COMPUTE:
+            self._fill_allocated()
             event.done = True
         else:
             self._queues[lane].append(_Set(event))
@@ -97,6 +103,8 @@ class SeededLanes(Lanes):
         # Compute cannot be held back: what it waits for runs now. Other lanes' queues are blocked.
         if lane is Lane.COMPUTE:
             self._run_until(flag)
+            # Nothing held the fills back, and nothing made the other lane wait for them.
+            self._fill_allocated()
         else:
             self._queues[lane].append(_Await(flag))
 
@@ -106,6 +114,18 @@ class SeededLanes(Lanes):
     def synchronize(self) -> None:
         while any(self._queues.values()):
             self._run_one()
+        self._fill_allocated()
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        memory = super().allocate(numel, dtype, device)
+        if fills_allocations():
+            self._unfilled.append(memory)
+        return memory
+
+    def _fill_allocated(self) -> None:
+        for memory in self._unfilled:
+            memory.view(torch.uint8).fill_(0xFF)  # NaN in every floating-point format
+        self._unfilled.clear()
 
     def close(self) -> None:
         # What is queued may still be due on disk or in a master: it is run, and not dropped.
@@ -175,3 +195,11 @@ class SeededLanes(Lanes):
 
 def _blocked(entry: _Run | _Await | _Set) -> bool:
     return isinstance(entry, _Await) and not entry.event.done
+
+
+def fills_allocations() -> bool:
+    """Return True if torch fills uninitialized memory: its deterministic mode does, by default."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory
+    )

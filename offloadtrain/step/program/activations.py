@@ -10,6 +10,12 @@ Host buffers are kept by size and reused from the second micro-step on. With "of
 large memory that autograd saves goes this way, in a longer queue. What backward needs while the
 queue still holds it, the logits as a rule, is taken from there: it does not come back over the bus.
 
+[Note: Allocation]
+Allocation is an operation on compute's stream. torch's allocator gives out memory that compute
+kernels launched earlier may still use, and in deterministic mode torch fills new memory there. So
+an allocation counts as a write on compute, and the lane that fills the memory waits for the event
+after it.
+
 [Note: Partitioned activations]
 Ranks that hold parts of one layer's matrices (tensor parallel) have the same input of it, each as a
 whole. With `partition_activations` (ZeRO-R Pa) each of t ranks keeps 1/t of it: on the host
@@ -172,10 +178,7 @@ class ActivationPath:
             return
         # Taken before: a retained graph runs backward again and needs a new copy.
         one.fetched, one.taken = True, False
-        # torch's allocator may give out memory that compute kernels launched earlier still use: it
-        # orders reuse on compute's stream only. This event makes the copy wait for them.
-        so_far = self._order.record(Lane.COMPUTE, "whatever had it before")
-        self._order.was_read([one.back], so_far)
+        self._order.allocate(one.back)
         lo, hi = self._own(one.back.hi)
         part = one.back._replace(lo=lo, hi=hi)
         kind, lane = (Kind.ACTIVATION_UP, Lane.LOAD)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from offloadtrain.step.program.operations import (
+    Allocate,
     Event,
     HostWait,
     Kind,
@@ -94,6 +95,13 @@ class Dependencies:
             use.written = event
             use.read.clear()
         return event
+
+    def allocate(self, ref: Ref) -> None:
+        """Allocate memory on compute, which counts as compute's write; see [Note: Allocation] in
+        `step.program.activations`."""
+        self.operations.append(Allocate(ref))
+        allocated = self._advance(Lane.COMPUTE, None, "its allocation", say=True)
+        self._uses[ref[:3]] = _Use(allocated)
 
     def record(self, lane: Lane, what: str) -> Event:
         """Return the event behind all that was launched on the lane so far, and behind code that

@@ -340,6 +340,13 @@ class Undefined(NamedTuple):
     lane: Lane
 
 
+class Allocate(NamedTuple):
+    """Allocate this memory, in the order of compute: see [Note: Allocation] in
+    `step.program.activations`."""
+
+    ref: Ref
+
+
 class Free(NamedTuple):
     """Compute has waited for every use of this memory: it may be given to compute again."""
 
@@ -384,6 +391,17 @@ class Flip(NamedTuple):
 
 
 Operation = (
-    Launch | Record | Wait | HostWait | Undefined | Free | Enter | Leave | Renew | Swap | Flip
+    Launch
+    | Record
+    | Wait
+    | HostWait
+    | Undefined
+    | Allocate
+    | Free
+    | Enter
+    | Leave
+    | Renew
+    | Swap
+    | Flip
 )
 Operations = list[Operation]

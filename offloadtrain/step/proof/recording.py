@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offloadtrain.step.program.operations import (
+    Allocate,
     Event,
     HostWait,
     Lane,
@@ -131,7 +132,14 @@ def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> lis
                 found.append(Waited(None, numbers[op.event], str(op.why)))
             case Undefine():
                 found.append(Undefined(at.bytes(op.ref)))
+            case Allocate():
+                found += allocated(at.bytes(op.ref))
     return found
+
+
+def allocated(memory: Bytes) -> list[Entry]:
+    """Return the entries of an allocation: a write on compute whose values nobody may read."""
+    return [Launched(Lane.COMPUTE, "allocate", (), (memory,)), Undefined(memory)]
 
 
 class _Addresses:

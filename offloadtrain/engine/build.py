@@ -31,7 +31,7 @@ from offloadtrain.engine.memory.allocation import (
     map_state,
     map_weights,
 )
-from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Staging
+from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Norms, Staging
 from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
@@ -41,7 +41,7 @@ from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.runtime.lanes import Buffer, Lanes
+from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.operations import Memory
 from offloadtrain.step.program.program import Program
@@ -49,7 +49,6 @@ from offloadtrain.step.spec import layout, memory
 from offloadtrain.step.spec.block_spec import BlockSpec
 from offloadtrain.step.spec.memory import MemoryRequest, disk_slot_requests, slot_requests
 from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
 
 
 def build(
@@ -124,7 +123,7 @@ def build(
 class MappedMemory:
     """Memory for all that a spec asks for, and no values in it."""
 
-    norms: dict[Tier, Buffer]
+    norms: Norms
     slots: list[Tensor]
     disk_slots: dict[Memory, list[Tensor]]
     staging: dict[Memory, Staging]

@@ -338,6 +338,7 @@ _ALIKE: dict[Kind, Operation] = {
     Kind.ROUND: _round,
     Kind.GRAD_DOWN: copy,
     Kind.COPY: copy,
+    Kind.NORMS_DOWN: copy,
     Kind.ADD: _add,
     Kind.MATRIX_UP: copy,
     Kind.MATRIX_DOWN: copy,

@@ -30,7 +30,7 @@ ranks where it is complete it has been sent since the gather before.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import chain
@@ -46,11 +46,11 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
+from offloadtrain.engine.memory.memory_map import Norms
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.program.prefetch_policy import ReduceOrder
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec.tiers import Tier
 
 
 class GradientError(OffloadTrainError):
@@ -110,18 +110,18 @@ class Gradients:
         interpreter: Interpreter,
         functions: Functions,
         ranks: Ranks,
-        norms: Mapping[Tier, Buffer],
+        norms: Norms,
         *,
         in_order: bool,
     ) -> None:
-        """`norms`: of each tier that measures, (number of parameters,) fp64: the sum of squares of
-        each parameter that was measured there, in this rank's shards. `in_order`: of `InFlight`."""
+        """`norms`: of this rank's shards. `in_order`: of `InFlight`."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
         self._functions = functions
         self._ranks = ranks
-        self._norms = norms
+        self._norms = {tier: norms.get((tier, 1), norms[tier, 0]).flat for tier, _ in norms}
+        """Tier that measures → its sums of squares, where the host can read them."""
         self._count = next(iter(norms.values())).flat.numel()
         self._grad_accum_steps = program.spec.config.grad_accum_steps
         self._deliveries = {block: _Delivery() for block in blocks}
@@ -298,18 +298,16 @@ class Gradients:
 
     def _squares(self) -> Tensor:
         """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""
-        # The norms are written: the program's last operations have waited for them. Those of the
-        # device cross the bus here, 8 bytes per parameter tensor.
-        told = {tier: norms.flat.cpu() for tier, norms in self._norms.items()}
+        # The program's last operations have waited for them.
         buckets = [bucket for block in self._trained for bucket in block.buckets]
         where = {bucket.name: self._program.buckets[bucket.name].measured_on for bucket in buckets}
         tiers = set(where.values())
         if len(tiers) == 1:
-            return told[tiers.pop()]
+            return self._norms[tiers.pop()]
         squares = torch.zeros(self._count, dtype=torch.float64, device="cpu")
         for bucket in buckets:
             own = [slot.index for slot in bucket.slots]
-            squares[own] = told[where[bucket.name]][own]
+            squares[own] = self._norms[where[bucket.name]][own]
         return squares
 
     def _begin(self) -> None:

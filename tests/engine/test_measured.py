@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -69,7 +71,7 @@ def test_the_norm_counts_where_it_was_taken_last() -> None:
         names = [
             one.lane
             for one in lanes.program
-            if isinstance(one, Launched) and one.name.startswith("norm")
+            if isinstance(one, Launched) and one.name.startswith("norm ")
         ]
         lanes.program.clear()
         return {lane: names.count(lane) for lane in set(names)}
@@ -84,3 +86,39 @@ def test_the_norm_counts_where_it_was_taken_last() -> None:
     assert measured() == {Lane.COMPUTE: buckets}
     step(model, optimizer, b, both=False)  # a layer without a gradient
     assert measured() == {Lane.COMPUTE: buckets - 1, Lane.HOST: 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"state_on": "device"},
+        {"state_on": {"device": 0.5}},
+        {"grad_accum_steps": 2, "sums_on": "device"},
+    ],
+    ids=str,
+)
+def test_no_memory_of_the_device_is_read_in_a_step(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU such a read waits for all of compute's stream. The norms come down by a copy into
+    host memory, and the thread waits for its event."""
+    torch.manual_seed(0)
+    model = Picky()
+    optimizer = offload(model, AdamW(lr=1e-3), device="cpu", clip_norm=0.1, **options)
+
+    def refuse(tensor: Tensor, *_: object) -> None:
+        raise AssertionError(f"reads {tensor.numel()} elements of the device")
+
+    for number in range(3):
+        for _ in range(options.get("grad_accum_steps", 1)):
+            optimizer.backward(model(torch.randn(11, 33).bfloat16()))
+        with monkeypatch.context() as patch:
+            if number:
+                patch.setattr(Tensor, "cpu", refuse)
+                patch.setattr(Tensor, "item", refuse)
+            optimizer.step()
+    on_host = [tensor for tensor in optimizer._engine._gradients._norms.values()]
+    rows = [row for row in optimizer.ledger.rows() if row.owner == "norms" and row.tier == "host"]
+    assert rows[0].bytes == sum(tensor.nbytes for tensor in on_host)
+    optimizer.close()

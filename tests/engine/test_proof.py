@@ -122,14 +122,15 @@ def test_no_race(name: str, mode: str, accum: int, state: str, precision: str) -
 
 @pytest.mark.parametrize("options", [{"working": "host"}, {"activation": "recompute"}], ids=str)
 def test_what_the_stream_sanitizer_cannot_see(options: dict[str, Any]) -> None:
-    """The training thread waits for the last gradient in step(). Where the copy is complete by then,
-    a query of its event says so, and torch's stream sanitizer does not follow queries. Without this
-    order the program has the race on device memory that the sanitizer reported, and no other."""
+    """The training thread waits for the norm in step(), which comes down behind the gradients. If
+    it is there, a query of its event says so, and torch's stream sanitizer does not follow queries.
+    Without this order the program has the race on device memory that the sanitizer reported, and no
+    other."""
     whole = program("chain", **options)
     without = [
         entry
         for entry in whole
-        if not (isinstance(entry, Waited) and entry.why == "the last gradient")
+        if not (isinstance(entry, Waited) and entry.why == "the gradient norm")
     ]
     assert len(without) < len(whole) and prove(whole) == []
     on_device = {fault.message for fault in prove(without) if "gradient staging" in fault.message}

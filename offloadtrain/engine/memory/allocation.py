@@ -11,13 +11,14 @@ from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
-from offloadtrain.engine.memory.memory_map import Staging
+from offloadtrain.engine.memory.memory_map import Norms, Staging
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.step.program.operations import Memory
 from offloadtrain.step.spec.memory import (
+    DEVICE_NORMS,
     MemoryRequest,
     Role,
     disk_requests,
@@ -31,11 +32,8 @@ from offloadtrain.step.spec.step_spec import StepSpec
 from offloadtrain.step.spec.tiers import Tier
 
 
-def map_state(
-    arena: Arena, memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec
-) -> dict[Tier, Buffer]:
-    """Map all that is kept, bucket by bucket, on its tier; returns the sums of squares of each tier
-    that measures, (number of parameters,) fp64."""
+def map_state(arena: Arena, memory: DeviceMemory, blocks: Sequence[Block], spec: StepSpec) -> Norms:
+    """Map all that is kept, bucket by bucket, on its tier; returns the sums of squares."""
     buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
     on_host, on_device = list(kept_requests(spec)), list(state_requests(spec, Tier.DEVICE))
     mapped = {
@@ -48,8 +46,10 @@ def map_state(
             buffer = Buffer(request.name, tensor)
             if request.bucket:
                 give(buckets[request.bucket], request, buffer)
+            elif request.name == DEVICE_NORMS:
+                norms[Tier.DEVICE, 1] = buffer
             else:
-                norms[tier] = buffer
+                norms[tier, 0] = buffer
     return norms
 
 

@@ -34,6 +34,10 @@ _OTHERS = {
 _BY_SLOT = (Memory.WEIGHT_SLOT, Memory.NEW_WEIGHTS)
 """Host slots that a ref names by number; its bucket's dtype is its own."""
 
+Norms = Mapping[tuple[Tier, int], Buffer]
+"""Tier that measures, and 0, or 1 for its copy on the host → (number of parameters,) fp64: sums of
+squares."""
+
 Staging = Callable[[str | int, int], tuple[str, Tensor]]
 """(slot or owner, bytes that are needed) → the slot's name and its memory, (n,) uint8."""
 
@@ -96,15 +100,15 @@ class MemoryMap(dict[Ref, Range]):
         self,
         blocks: Sequence[Block],
         *,
-        norms: Mapping[Tier, Buffer],
+        norms: Norms,
         slots: Sequence[Tensor],
         disk_slots: Mapping[Memory, Sequence[Tensor]],
         staging: Mapping[Memory, Staging],
         inputs: BlockInputs,
     ) -> None:
-        """`norms`: of each tier that measures, (number of parameters,) fp64. `slots`: device
-        memory that streamed blocks share, each (n,) uint8. `disk_slots`: host memory that buckets
-        share whose state, gradient or weights are on the disk, each (n,) uint8."""
+        """`slots`: device memory that streamed blocks share, each (n,) uint8. `disk_slots`: host
+        memory that buckets share whose state, gradient or weights are on the disk, each (n,)
+        uint8."""
         super().__init__()
         self._norms = norms
         self.slots = slots
@@ -146,7 +150,7 @@ class MemoryMap(dict[Ref, Range]):
 
     def _make(self, ref: Ref) -> Buffer:
         if ref.memory is Memory.NORMS:
-            return self._norms[Tier(str(ref.owner))]
+            return self._norms[Tier(str(ref.owner)), ref.copy]
         if ref.memory in self._staging:
             name, memory = self._staging[ref.memory](ref.owner, ref.nbytes)
             return Buffer(name, memory.view(dtype_of(ref)))

@@ -130,7 +130,7 @@ class Costs:
                 return self.computed[op.owner].backward
             case Kind.ACTIVATION_UP | Kind.MATRIX_UP:
                 return op.writes[0].nbytes / self.bus(self.machine.h2d_gbps)
-            case Kind.ACTIVATION_DOWN | Kind.MATRIX_DOWN:
+            case Kind.ACTIVATION_DOWN | Kind.MATRIX_DOWN | Kind.NORMS_DOWN:
                 return op.writes[0].nbytes / self.bus(self.machine.d2h_gbps)
             case Kind.GATHER_INPUT:
                 return self.parts.gather_s(op.writes[0].nbytes)

@@ -6,10 +6,12 @@ the first one is on a GPU, all are, and torch does the work (`on_device`). Start
 then `native.py`; `selection.py` picks the backend.
 
 [Note: The norm]
-A gradient's global norm has one definition on device, host and ranks: the sum of squares of a
-parameter is taken in fp64 (squares of fp32 and narrower are exact there) over segments of 2,048
-elements counted from the parameter's start, the last padded with zeros. Within a segment, element i
-is added to element i + 1024 for i < 1024, then i + 512, down to 1; segments are added in order.
+A gradient's global norm has one definition on host and ranks: the sum of squares of a parameter is
+taken in fp64 (squares of fp32 and narrower are exact there) over segments of 2,048 elements counted
+from the parameter's start, the last padded with zeros. Within a segment, element i is added to
+element i + 1024 for i < 1024, then i + 512, down to 1; segments are added in order. Kernels of a
+GPU add in an order of their own: a norm that is measured there agrees with this definition to a
+relative 1e-14.
 """
 
 from __future__ import annotations

@@ -201,5 +201,5 @@ def fills_allocations() -> bool:
     """Return True if torch fills uninitialized memory: its deterministic mode does, by default."""
     return (
         torch.are_deterministic_algorithms_enabled()
-        and torch.utils.deterministic.fill_uninitialized_memory
+        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     )

@@ -10,10 +10,11 @@ tensor by tensor where backward has left it: no pass over the host's memory. Whe
 of the same backward is added, or none has come, the norm is taken where the sum is, and counts
 instead.
 
-The norm is then known before the last gradient is on the host. Where all state is there, step()
-waits for that one, too: a decided step needs the device no more and can be finished without it
-([Note: Salvage] in `engine.state.salvage`). The update begins no later: its first bucket is that of
-the first forward, whose gradient comes down last.
+The device's sums of squares come down into pinned memory by a copy that nobody waits in. Where all
+state is on the host, it is behind the copies of the gradients, so that step() waits for these, too:
+a decided step needs the device no more and can be finished without it ([Note: Salvage] in
+`engine.state.salvage`). The update begins no later: its first bucket is that of the first forward,
+whose gradient comes down last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import GradientSlots
-from offloadtrain.step.program.operations import Event, Kind, Lane, Launch, Memory, Ref
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Memory, Ref
 from offloadtrain.step.program.places import NORMS_DTYPE, BucketRefs, Ring
 from offloadtrain.step.spec.step_spec import StepSpec
 from offloadtrain.step.spec.tiers import Tier
@@ -41,9 +42,10 @@ class GradientPath:
         self._is_single = spec.is_single
         self._has_copies = spec.copies > 1
         self._measures_gathered = spec.measures_gathered
-        self._can_do_without_device = all(one.state_tier is Tier.HOST for one in spec.buckets)
-        self._last_down: Event | None = None
-        """Behind the last copy of a gradient that is measured in front of it."""
+        on_host = all(one.state_tier is Tier.HOST for one in spec.buckets)
+        # See [Note: Measured in the gather]. Compute has nothing else to do until the step is
+        # decided.
+        self._norms_lane = Lane.D2H if on_host and self._measures_gathered else Lane.COMPUTE
         self._keeps_pieces = spec.zero_stage == 1
         """Every piece has staging of its own."""
         self._order = order
@@ -123,15 +125,17 @@ class GradientPath:
                 self._measure(bucket)
             if not bucket.arrived:
                 self._bring_down(bucket)
-        # A decided step needs the device no more, see [Note: Measured in the gather]. Nothing is
-        # decided yet: if the device fails during this wait, the step is given up.
-        if self._can_do_without_device and self._last_down is not None:
-            self._order.host_wait(self._last_down, "the last gradient")
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
-        # The last gradient has come down behind its own norm, which then is there.
-        for norms in self._norms.values():
-            if (measured := self._order.written(norms)) is not None:
+        for tier, norms in self._norms.items():
+            measured = self._order.written(norms)
+            if measured is not None and tier is Tier.DEVICE:
+                down = norms._replace(copy=1)
+                op = Launch(Kind.NORMS_DOWN, self._norms_lane, "", (norms,), (down,))
+                # Reading the device's memory would wait for all of compute's stream.
+                measured = self._order.launch(op)
+            # Nothing is decided yet: if the device fails during this wait, the step is given up.
+            if measured is not None:
                 self._order.host_wait(measured, "the gradient norm")
         # And which experts are used, which ranks tell each other next.
         for used in marked:
@@ -195,9 +199,7 @@ class GradientPath:
         target = bucket.piece(lo, hi)
         # Beside backward of the next blocks; norm and Adam wait for it. It waits for the last
         # step's upload, which may read new weights from the gradient's memory.
-        copied = self._order.launch(Launch(kind, lane, bucket.name, (staged,), (target,), lo, hi))
-        if self._measures_gathered and kind is Kind.GRAD_DOWN:
-            self._last_down = copied
+        self._order.launch(Launch(kind, lane, bucket.name, (staged,), (target,), lo, hi))
 
     def _beside_gradient(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
         """Return the piece on the tier where it is added."""

@@ -71,6 +71,8 @@ class Kind(StrEnum):
     NORM = "norm"
     """compute, host, update: the sums of squares of a bucket's gradient; on compute before it is
     gathered."""
+    NORMS_DOWN = "norms down"
+    """d2h, compute: the sums of squares that the device took, to the host."""
     MARK = "mark used"
     """compute: which experts of a bucket have a gradient, before it is gathered."""
     DIRECTION = "direction"
@@ -172,7 +174,8 @@ class Memory(StrEnum):
     SPILL = "checkpoint spill"
     """Host: state that was copied, until it is written into a checkpoint."""
     NORMS = "norms"
-    """Host or device: the sum of squares of every parameter that was measured there."""
+    """Host or device: the sum of squares of every parameter that was measured there; copy 1 of the
+    device's is on the host."""
     USED = "used experts"
     """Device: a byte for each expert of a bucket: it got a gradient in this step."""
     ACTIVATION = "block input"
@@ -192,7 +195,8 @@ class Ref(NamedTuple):
         copy: for `STATE`, the number of the copy, or, where the state is on the disk, of the host
             slot; for `WORKING`, that of the device slot of a streamed block, or of the version; for
             `GRADIENT`, that of the sum, or of its host slot where it is on the disk; for
-            `WEIGHT_FILE`, that of the version; otherwise 0.
+            `WEIGHT_FILE`, that of the version; for `NORMS`, 1 on the host for the device's;
+            otherwise 0.
         dtype: torch's name of it.
         field: for `STATE`, `STATE_FILE` and `SPILL`, the number of the tensor.
     """

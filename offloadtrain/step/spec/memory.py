@@ -30,6 +30,10 @@ OWNERS = {"master": "master weights", "weight": "host weights"}
 """Field of the state → its owner in the Ledger, where that is not the field's name."""
 
 
+DEVICE_NORMS = "norms of the device"
+"""The name of the host's copy of the device's sums of squares."""
+
+
 class Role(StrEnum):
     """The purpose of a bucket's memory, by the name of the attribute of the engine's bucket."""
 
@@ -94,6 +98,8 @@ def state_requests(spec: StepSpec, tier: Tier) -> Iterator[MemoryRequest]:
     on a tier; on the device the sums that are made there, and which experts are used, too."""
     if spec.measures_on(tier):
         yield MemoryRequest("norms", spec.num_tensors, "float64", "norms")
+    if tier is Tier.HOST and spec.measures_on(Tier.DEVICE):
+        yield MemoryRequest("norms", spec.num_tensors, "float64", DEVICE_NORMS)
     for bucket in spec.buckets_on(tier):
         yield from bucket_requests(spec, bucket, copied=spec.has_second_copy(bucket))
     for bucket in spec.buckets if tier is Tier.DEVICE else ():

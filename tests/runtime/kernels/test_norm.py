@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import Backend
+from offloadtrain.runtime.kernels import Backend, on_device
 from tests.runtime.kernels.kernel_cases import DTYPES, LENGTHS, each_backend, random_state, threaded
 
 SEGMENT = 2048
@@ -46,6 +46,21 @@ def test_sum_of_squares(dtype: torch.dtype, backend: Backend) -> None:
         for numel in LENGTHS:
             values = gradient(numel, dtype)
             assert kernels.sum_squares(values) == reference(values), numel
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_device_adds_in_its_own_order(dtype: torch.dtype) -> None:
+    """Its norm agrees with the definition to 1e-14; shown with torch's kernels of the CPU."""
+    gradients = [(number, gradient(numel, dtype)) for number, numel in enumerate(LENGTHS)]
+    expected = [reference(values) for _, values in gradients]
+    squares = torch.full((len(gradients),), -1.0, dtype=torch.float64)
+    on_device.sum_squares_each(gradients, squares)
+    assert squares.tolist() == pytest.approx(expected, rel=2e-14)
+    assert squares.sum().sqrt().item() == pytest.approx(math.sqrt(math.fsum(expected)), rel=1e-14)
+    for number, values in gradients:
+        layout = kernels.Layout([0], [values.numel()], [number])
+        on_device.sum_squares(values, layout, squares)
+    assert squares.tolist() == pytest.approx(expected, rel=2e-14)
 
 
 @each_backend

@@ -61,7 +61,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = any("::" in arg for arg in config.args)
     kept = levels.selected(items, config.option.level, config.option.seed)
+    kept = list(items) if named and config.option.level == "full" else kept
     if not _one_thread_and_a_gpu():
         kept = _without_gpu(config, kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])

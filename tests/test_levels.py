@@ -72,6 +72,9 @@ def test_some(a, b): ...
 @levels.examples(10)
 @given(n=st.integers())
 def test_draws(a, n): ...
+@SIX
+@pytest.mark.parametrize("lanes", range(4), ids=[f"{levels.LANES_PREFIX}{n}" for n in range(4)])
+def test_on_lanes(a, lanes): ...
 """
 
 
@@ -157,6 +160,9 @@ def test_quick_holds_every_pair_and_draws_a_few_others(suite: list[pytest.Item])
     assert ids(quick, "test_draws") == {"test_draws[0]"}
     assert not ids(quick, "test_slow") and not ids(quick, "test_long")
     assert not ids(quick, "test_slow_values")
+    on_lanes = [item.callspec for item in quick if item.name.startswith("test_on_lanes")]  # type: ignore[attr-defined]
+    assert sorted(call.params["a"] for call in on_lanes) == list(range(6)), "each case once"
+    assert {call.params["lanes"] for call in on_lanes} == set(range(4)), "on lanes of every kind"
 
 
 def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[pytest.Item]) -> None:
@@ -173,7 +179,9 @@ def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[py
 
 def test_no_case_is_out_of_reach(suite: list[pytest.Item]) -> None:
     """What is left out of quick comes up in the draws of some seeds; what is long, in full."""
-    assert levels.selected(suite, "full", 0) == suite
+    full = levels.selected(suite, "full", 0)
+    assert {item.name.partition("[")[0] for item in suite if item not in full} == {"test_on_lanes"}
+    assert len(ids(full, "test_on_lanes")) == 6, "each case on lanes of one kind"
     reached = {
         item
         for seed in range(150)

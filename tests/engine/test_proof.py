@@ -192,6 +192,18 @@ def test_any_legal_order_has_the_same_bits(
         assert torch.equal(found[key], value), key
 
 
+def test_late_lanes_show_a_wait_that_the_default_lanes_hide(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = run(SequentialLanes(), "chain")
+    monkeypatch.setattr(Dependencies, "needs", lambda *_: None)
+    on_default, late = (
+        run(lanes, "chain") for lanes in (SequentialLanes(), SeededLanes(1, late=True))
+    )
+    assert all(torch.equal(on_default[key], value) for key, value in expected.items())
+    assert not all(torch.equal(late[key], value) for key, value in expected.items())
+
+
 @contextmanager
 def deterministic_mode(on: bool = True) -> Iterator[None]:
     """torch fills memory that it allocates."""

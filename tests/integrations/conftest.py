@@ -8,6 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from tests.drawn_lanes import drawn_lanes
+from tests.drawn_lanes import parametrize as pytest_generate_tests
+
+__all__ = ["drawn_lanes", "pytest_generate_tests"]
+
 OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -106,6 +106,8 @@ def test_a_model_without_layers_has_the_same_bits(above: int) -> None:
             optimizer.step()
             losses.append(loss)
         assert torch.equal(*losses)
+    for optimizer in pair:
+        optimizer.synchronize()
     assert all(
         torch.equal(a, b) for a, b in zip(kept.parameters(), model.parameters(), strict=True)
     )
@@ -125,6 +127,8 @@ def test_memory_that_tensors_see_in_different_ways(make: Callable[[], nn.Module]
         for optimizer, one in zip(pair, (kept, model), strict=True):
             optimizer.backward(one(x).square().mean())
             optimizer.step()
+    for optimizer in pair:
+        optimizer.synchronize()
     assert all(
         torch.equal(a, b) for a, b in zip(kept.parameters(), model.parameters(), strict=True)
     )

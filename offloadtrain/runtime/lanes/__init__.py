@@ -4,7 +4,7 @@ One interface, `base.py`: streams and native threads on CUDA, threads or none on
 order by a seed, a recorder. No lane knows what it runs. Start at `base.Lanes`, then `cuda.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -50,21 +50,22 @@ __all__ = [
     "views",
 ]
 
-_chosen: ContextVar[Lanes | None] = ContextVar("lanes", default=None)
+_chosen: ContextVar[Lanes | Callable[[], Lanes] | None] = ContextVar("lanes", default=None)
 
 
 def lanes_for(device: torch.device, *, among_ranks: bool = False) -> Lanes:
     """Make the lanes of a device: streams on CUDA, in order on the CPU; or those of `on_lanes`."""
     if (chosen := _chosen.get()) is not None:
-        return chosen
+        return chosen if isinstance(chosen, Lanes) else chosen()
     if device.type != "cuda":
         return SequentialLanes()
     return CudaLanes(device, among_ranks=among_ranks)
 
 
 @contextmanager
-def on_lanes(lanes: Lanes) -> Iterator[None]:
-    """Models offloaded inside run on these lanes: for tests and measurements."""
+def on_lanes(lanes: Lanes | Callable[[], Lanes]) -> Iterator[None]:
+    """Models offloaded inside run on these lanes, or each on new ones that a function makes: for
+    tests and measurements."""
     token = _chosen.set(lanes)
     try:
         yield

@@ -27,7 +27,6 @@ from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware.machine import find
 from offloadtrain.hardware.memory_sampler import Window, thinned
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.runtime.lanes import Interval
 from offloadtrain.train.log.records import plan_facts, step_record
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
@@ -209,7 +208,7 @@ class GeneratedRank:
             step_record(
                 number,
                 self.progress,
-                self.report(number, slower, timeline=()),
+                self.report(number, slower),
                 self.clock(seconds),
                 StepStats(loss, own_ms, False, False, False),
                 lr=self.job.optim.lr * min(number / self.job.optim.warmup_steps, 1.0),
@@ -231,7 +230,7 @@ class GeneratedRank:
             self.sample(number, (self.now_s - began_s) / seconds)
             self.next_sample_s += self.sample_s
 
-    def report(self, number: int, slower: float, timeline: tuple[Interval, ...]) -> StepReport:
+    def report(self, number: int, slower: float) -> StepReport:
         planned = self.plan.prediction
         return StepReport(
             step=number,
@@ -247,7 +246,6 @@ class GeneratedRank:
             d2h_bytes=planned.d2h_bytes,
             h2d_bytes=planned.h2d_bytes,
             comm_bytes=planned.comm_bytes,
-            timeline=timeline,
         )
 
     def clock(self, seconds: float) -> StepClock:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -55,7 +55,7 @@ class Seen:
     gaps: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
 
-    def add(self, timeline: list[Interval]) -> None:
+    def add(self, timeline: Sequence[Interval]) -> None:
         """The updates of one step, all queued when its norm was known."""
         updates = sorted(
             (i for i in timeline if i.lane == Lane.HOST and i.name.startswith("adam")),
@@ -96,7 +96,7 @@ def measure(width: int, kind: str, python: bool, seen: Seen) -> None:
         if python:
             run_python(0.2)
         loss = model(x).float().square().mean()
-        timeline = lanes.take_timeline()
+        timeline = lanes.end_timeline().intervals
         if step > 0:
             seen.add(timeline)
     optimizer.close()

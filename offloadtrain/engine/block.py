@@ -54,6 +54,7 @@ class Block:
         repeated: one of several alike that are used one after the other: it can be streamed.
         leaf: see `Part`; in ZeRO stage 3 it can be streamed.
         recomputed: its forward runs again in backward.
+        compiled: torch compiles its forward.
         then: see `BlockSpec`.
         streamed: its weights are loaded into a device slot for their use.
         reads: told of reads of its parameters while they have no weights.
@@ -81,6 +82,7 @@ class Block:
         repeated: bool = False,
         leaf: bool = False,
         recomputed: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.name = name or "root"
         self.module = module
@@ -88,6 +90,7 @@ class Block:
         self.frozen = frozen
         self.repeated = repeated
         self.recomputed = recomputed
+        self.compiled = compiled
         self.leaf = leaf
         self.then: tuple[str, ...] = ()
         self.streamed = False
@@ -217,7 +220,8 @@ class Block:
 
     # [Note: Backward spans]
     # Autograd reads a block's weights from the first unpacking of a saved handle until the last
-    # handle is freed with its graph node. That interval is the block's backward span.
+    # handle is freed with its graph node, or, of a compiled block, until its first gradient comes.
+    # That interval is the block's backward span.
 
     def packed(self) -> None:
         self._readings[self.generation] = self._readings.get(self.generation, 0) + 1
@@ -260,7 +264,10 @@ class Block:
         if self._readings[generation] == 0:
             del self._readings[generation]
             self._read.pop(generation, None)
-            self._end_span(generation)
+            # A compiled backward frees what its forward saved before it runs: its span ends when
+            # its first gradient comes.
+            if not (self.compiled and self.expected):
+                self._end_span(generation)
 
     def end_backward(self) -> None:
         for generation in tuple(self._backward):

@@ -16,7 +16,7 @@ from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
-from offloadtrain.engine.checks.model_checks import ModelError, keeps_fp32
+from offloadtrain.engine.checks.model_checks import ModelError, has_compiled, keeps_fp32
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.experts import skipped_in
 from offloadtrain.engine.functions import Functions
@@ -261,6 +261,7 @@ def make_blocks(
                 "repeated": part.repeated,
                 "leaf": part.leaf,
                 "recomputed": part in again,
+                "compiled": (part.repeated and config.compile_blocks) or has_compiled(part.module),
             }
             block = Block(label, part.module, buckets, lanes, frozen=frozen, **kind)
             blocks.append(block)

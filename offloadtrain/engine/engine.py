@@ -369,7 +369,7 @@ class Engine:
         self.residency.expose_host_weights()
 
     def sample_timeline(self) -> None:
-        """Record the intervals of all lanes until the next step(), which then waits for them."""
+        """Record the intervals of all lanes until the next step()."""
         self._reporter.sample_timeline()
 
     def close(self) -> None:

@@ -160,6 +160,8 @@ class Gradients:
         """
         if not self.open:
             self._begin()
+        if block.compiled:
+            block.end_backward()
         grad = slot.param.grad
         if grad is None or grad.layout is not torch.strided or grad.shape != slot.global_shape:
             raise _bad_gradient(slot, grad)

@@ -286,8 +286,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._fill_state()
 
     def sample_timeline(self) -> None:
-        """Make the next step's `last_step.timeline` hold the intervals of each lane; of a pipeline
-        without flushes, that of the step behind the next one to be decided."""
+        """Record the intervals of each lane in the next step, for its report's `timeline`; of a
+        pipeline without flushes, in the step after the next one to be decided. Nothing waits for
+        the lanes until the timeline is read."""
         (self._split or self._engine).sample_timeline()
 
     @property

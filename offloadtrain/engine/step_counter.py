@@ -6,7 +6,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.norm import Norm
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.optim import LossScaler
-from offloadtrain.runtime.lanes import Interval, Lanes
+from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.modes import Decision, Speculation
 
@@ -85,7 +85,7 @@ class Reporter:
         self._sampling = False
 
     def sample_timeline(self) -> None:
-        """Record the intervals of all lanes until the next report, which then waits for them."""
+        """Record the intervals of all lanes until the next report."""
         self._sampling = True
         self._lanes.start_timeline()
 
@@ -98,11 +98,8 @@ class Reporter:
         speculation: Speculation,
     ) -> StepReport:
         """Report the step that `counter` counted last, before its loss scale changes."""
-        timeline: tuple[Interval, ...] = ()
-        # A sampled step waits for its lanes, so that its intervals have ended; others never wait.
-        if self._sampling:
-            self._sampling = False
-            timeline = tuple(self._lanes.take_timeline())
+        sampled, self._sampling = self._sampling, False
+        timeline = self._lanes.end_timeline() if sampled else None
         totals = self._lanes.read_totals()
         spent, self._totals = totals.minus(self._totals), totals
         return StepReport(
@@ -124,5 +121,5 @@ class Reporter:
             comm_bytes=spent.comm_bytes,
             disk_read_bytes=spent.disk_read_bytes,
             disk_written_bytes=spent.disk_written_bytes,
-            timeline=timeline,
+            sampled=timeline,
         )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from offloadtrain.runtime.lanes import Interval, exposed_by_lane
+from offloadtrain.runtime.lanes import Interval, Timeline, exposed_by_lane
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +58,7 @@ class StepReport:
             without those inside of the model's own forward and backward.
         disk_read_bytes, disk_written_bytes: of optimizer state that is there, since the step
             before; a checkpoint reads it once.
-        timeline: intervals of the lanes, if this step was sampled; on the lane "wait", the waits of
-            compute, each with the name of the awaited lane.
+        sampled: its timeline, if it was sampled.
     """
 
     step: int
@@ -80,12 +79,23 @@ class StepReport:
     skipped_in_a_row: int = 0
     nonfinite: tuple[str, ...] = ()
     nonfinite_ranks: tuple[tuple[int, ...], ...] = ()
-    timeline: tuple[Interval, ...] = field(default=(), repr=False)
+    sampled: Timeline | None = field(default=None, repr=False)
+
+    @property
+    def timeline(self) -> tuple[Interval, ...]:
+        """The intervals of the lanes, if this step was sampled: what ran when it began, such as the
+        update of the step before, and what was launched until `step()` returned. On the lane "wait"
+        are the waits of compute, each with the name of the awaited lane.
+
+        Reading it waits until this step's update is done. A training loop that does not want that
+        wait reads it after the next step.
+        """
+        return self.sampled.intervals if self.sampled else ()
 
     @property
     def exposed_by_lane(self) -> dict[str, float]:
         """Lane → milliseconds that compute waited for work of this lane, if this step was sampled.
-        The sum is `exposed_ms` without the wait at the step's end."""
+        The sum is `exposed_ms`."""
         return exposed_by_lane(self.timeline)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -147,4 +148,31 @@ def test_copies_in_a_timeline_have_their_bytes(lanes: type[Lanes], accum: int) -
         for lane in ("d2h", "h2d", "compute", "host")
     }
     assert moved == {"d2h": report.d2h_bytes, "h2d": report.h2d_bytes, "compute": 0, "host": 0}
+    optimizer.close()
+
+
+def test_a_sampled_step_waits_for_no_lane() -> None:
+    """As in any step, its update runs beside what follows, and that of the step before beside it:
+    only reading the timeline waits."""
+    lanes, opened = ThreadLanes(), (threading.Event(), threading.Event())
+    with on_lanes(lanes):
+        optimizer = ot.offload(model := Chain(4), device="cpu", clip_norm=0.5)
+    first, second = batches(2)
+    optimizer.backward(loss_of(model, first))
+    lanes.launch(Lane.HOST, "in front of the first update", opened[0].wait)
+    optimizer.step()
+    optimizer.sample_timeline()
+    opened[0].set()
+    optimizer.backward(loss_of(model, second))
+    lanes.launch(Lane.HOST, "in front of the second update", opened[1].wait)
+    optimizer.step()  # returns while the host lane is held
+    report = optimizer.last_step
+    assert report is not None and lanes.host_progress().ended < lanes.host_progress().launched
+    opened[1].set()
+    names = [one.name for one in report.timeline if one.lane == "host"]
+    assert names.count("adam layers.0") == 2 and "in front of the first update" in names
+    assert {one.lane for one in report.timeline} >= {"compute", "d2h", "host", "h2d"}
+    optimizer.backward(loss_of(model, first))
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.timeline == ()
     optimizer.close()

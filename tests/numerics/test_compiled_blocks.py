@@ -14,6 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.engine.autograd.recompute import RecomputeError
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Slot
+from offloadtrain.engine.gradients import Gradients
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from tests import levels
@@ -179,3 +182,26 @@ def _trained(shape: ModelShape, options: dict[str, Any]) -> tuple[list[float], l
     found = [weight.clone() for _, weight in optimizer.master_weights()]
     optimizer.close()
     return losses, found
+
+
+@pytest.mark.cover(0, levels.ALL)
+@placed
+def test_compute_is_busy_until_a_compiled_backward_has_run(
+    options: dict[str, Any], compiler: CompileCounterWithBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It frees the saved tensors before it runs, with which other backwards end."""
+    model, open_spans = Chain(3), []
+    optimizer = ot.offload(model, RULE, device="cpu", compile_blocks=True, **options)
+    deliver = Gradients.deliver
+
+    def watched(gradients: Gradients, block: Block, slot: Slot) -> Any:
+        if block.repeated and gradients._deliveries[block].arrived == 0:
+            open_spans.append(bool(block._backward))
+        return deliver(gradients, block, slot)
+
+    monkeypatch.setattr(Gradients, "deliver", watched)
+    for tokens in batches(2):
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+    assert open_spans == [True] * 6
+    optimizer.close()

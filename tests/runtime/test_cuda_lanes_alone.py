@@ -48,7 +48,7 @@ def test_busy_times_are_the_sums_of_the_intervals(lanes: LoggedLanes) -> None:
     for lane in Lane:
         for _ in range(2):
             lanes.launch(lane, f"on {lane}", sleeps(2), [], [buffer.whole])
-    taken = lanes.take_timeline()
+    taken = lanes.end_timeline().intervals
     wall_ms = 1e3 * (time.perf_counter() - began)
     spent = lanes.read_totals().busy_ms
     for lane in Lane:
@@ -108,7 +108,7 @@ def test_a_run_that_is_not_timed_counts_as_long_as_usual(gpu: Gpu, lane: Lane) -
     assert spent(30) == (pytest.approx(usual_ms), 0)
     lanes.start_timeline()
     sampled_ms, _ = spent(30)
-    lanes.take_timeline()
+    assert lanes.end_timeline().intervals
     assert sampled_ms >= 30 and spent(0) == (pytest.approx(sampled_ms), 0)
     lanes.close()
 
@@ -171,7 +171,7 @@ def test_what_compute_waits_is_not_its_work(lanes: LoggedLanes) -> None:
         lanes.close_span(span)
         wall_ms = 1e3 * (time.perf_counter() - began)
         lanes.launch(Lane.HOST, "after", sleeps(5))
-        (wait,) = (one for one in lanes.take_timeline() if one.lane == WAIT)
+        (wait,) = (one for one in lanes.end_timeline().intervals if one.lane == WAIT)
         worked_ms = lanes.read_totals().busy_ms[Lane.COMPUTE] - before
         assert wait.name == Lane.HOST and wait.duration_ms >= 10
         assert 5 <= worked_ms <= wall_ms - wait.duration_ms + 1e-6
@@ -257,7 +257,7 @@ def copies_wait(lanes: LoggedLanes, event: LaneEvent) -> None:
 
 def timeline_is_taken(lanes: LoggedLanes, event: LaneEvent) -> None:
     lanes.start_timeline()
-    lanes.take_timeline()
+    assert lanes.end_timeline().intervals == ()
 
 
 WAYS: dict[str, Callable[[LoggedLanes, LaneEvent], None]] = {
@@ -435,7 +435,9 @@ def test_bytes_of_a_timeline_that_begins_amid_work(lanes: LoggedLanes) -> None:
     lanes.start_timeline()
     lanes.launch(Lane.LOAD, "load", sleeps(0), [], [memory.first(32)])
     gate.set()
-    assert [one for one in lanes.take_timeline() if one.lane == "load"][-1].num_bytes == 128
+    assert [one for one in lanes.end_timeline().intervals if one.lane == "load"][
+        -1
+    ].num_bytes == 128
 
 
 @timely

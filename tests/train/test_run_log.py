@@ -88,7 +88,7 @@ def test_owners_are_logged_when_now_or_peak_moves(
     records: list[schema.Event] = []
     ring = tmp_path / "rank000.ring"
     memory = RunMemory(optimizer, records.append, ring, nvml=Nvml(), warn=_no_warning)
-    report: Any = SimpleNamespace(timeline=("a span",))
+    report: Any = SimpleNamespace(sampled="a timeline")
 
     def other() -> tuple[int, int]:
         (row,) = [row for row in memory.news() if row.owner == "activations and gradients"]

@@ -16,6 +16,7 @@ from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.optim import LossScaleError
+from offloadtrain.runtime.lanes import Timeline
 from offloadtrain.runtime.process_group import Extent
 from offloadtrain.step.program.operations import Written
 
@@ -215,7 +216,9 @@ def _together(reports: Sequence[StepReport]) -> StepReport:
     return replace(
         first,
         busy_ms={lane: sum(one.busy_ms[lane] for one in reports) for lane in first.busy_ms},
-        timeline=tuple(interval for report in reports for interval in report.timeline),
+        sampled=Timeline(lambda: [interval for one in reports for interval in one.timeline])
+        if first.sampled
+        else None,
         speculation_hit=all(guesses) if guesses else None,
         nonfinite_ranks=nonfinite_ranks,
         **{key: sum(getattr(one, key) for one in reports) for key in (*_SUMS, *_MORE_SUMS)},

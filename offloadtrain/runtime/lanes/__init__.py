@@ -13,7 +13,6 @@ import torch
 from offloadtrain.runtime.lanes.base import (
     Buffer,
     HostProgress,
-    Interval,
     LaneError,
     LaneEvent,
     Lanes,
@@ -27,6 +26,7 @@ from offloadtrain.runtime.lanes.base import (
 from offloadtrain.runtime.lanes.cuda import CudaLanes
 from offloadtrain.runtime.lanes.exposed_time import exposed_by_lane
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
+from offloadtrain.runtime.lanes.timeline import Interval, Timeline
 from offloadtrain.step.program.operations import Lane
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "Range",
     "SequentialLanes",
     "Span",
+    "Timeline",
     "copy",
     "exposed_by_lane",
     "lanes_for",

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.runtime.lanes.timeline import Interval, Timeline, with_bytes
 from offloadtrain.step.program.operations import Kind, Lane
 
 _STRIDED_KEPT = 256
@@ -106,22 +107,6 @@ class LaneEvent:
         return event
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """One interval of work on a lane; times are relative to the start of the sampled step.
-
-    Attributes:
-        num_bytes: bytes that a copy or a collective wrote, 0 for other work. A collective's
-            "algorithm bandwidth" in NCCL's tests is this over its time.
-    """
-
-    lane: str
-    name: str
-    start_ms: float
-    duration_ms: float
-    num_bytes: int = 0
-
-
 @dataclass(slots=True)
 class LaneTotals:
     """Totals of the lanes since they were made; the step report takes differences.
@@ -193,6 +178,11 @@ class Lanes(ABC):
     def __init__(self) -> None:
         self.totals = LaneTotals()
         self._sizes: dict[tuple[str, str], deque[int]] | None = None
+        """In a sampled step, the bytes of each copy and collective, by lane and name."""
+        self._timeline: Timeline | None = None
+        """The last one, while it is not read."""
+        self._is_reading = False
+        """This thread waits for a timeline: that is no wait of compute."""
         self._last: dict[Lane, str] = {}
         self.loads_cross_bus = True
         """Streamed weights come from the host; false where they come from shards on the device."""
@@ -243,14 +233,49 @@ class Lanes(ABC):
         """After a failure of the device: what is launched and has not begun will never run. Returns
         when the host lane is at rest, and does not touch the device."""
 
-    @abstractmethod
     def start_timeline(self) -> None:
-        """Record an `Interval` for each operation until `take_timeline`."""
+        """Record an `Interval` for each operation until `end_timeline`. What already runs on other
+        lanes than compute is recorded, too."""
+        if self._timeline is not None:
+            _ = self._timeline.intervals
+        self._sizes = {}
+        self._begin_sampling()
+
+    def end_timeline(self) -> Timeline:
+        """End the sampling. Nothing waits: operations that were launched by now still belong to the
+        timeline, compute's later ones and its later waits do not."""
+        # What is launched later is not recorded.
+        for lane in Lane:
+            self._run_in_order(lane, partial(self._end_sampling, lane))
+        ends = [self.record(lane) for lane in Lane]
+        sizes, self._sizes = self._sizes or {}, None
+
+        def read() -> list[Interval]:
+            self._is_reading = True
+            for event in ends:
+                self.host_wait(event, "the timeline")
+            self._is_reading = False
+            self._timeline = None
+            return with_bytes(self._sampled(), sizes)
+
+        self._timeline = Timeline(read)
+        return self._timeline
 
     @abstractmethod
-    def take_timeline(self) -> list[Interval]:
-        """Return the intervals since `start_timeline`, by start; waits for the lanes, ends the
-        sampling."""
+    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+        """Run a task of the launching code in the order of a lane; it is not counted."""
+
+    @abstractmethod
+    def _begin_sampling(self) -> None:
+        """Begin to record intervals."""
+
+    @abstractmethod
+    def _end_sampling(self, lane: Lane) -> None:
+        """Record no more intervals of a lane; runs in the order of the lane."""
+
+    @abstractmethod
+    def _sampled(self) -> list[Interval]:
+        """Return the recorded intervals, all of which have ended."""
 
     @abstractmethod
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
@@ -316,28 +341,6 @@ class Lanes(ABC):
             self.totals.disk_read_bytes += nbytes
         elif lane is Lane.DISK_WRITE:
             self.totals.disk_written_bytes += nbytes
-
-    def _keep_sizes(self) -> None:
-        """Keep the bytes of each copy and collective, for `_sized`."""
-        self._sizes = {}
-
-    def _sized(self, intervals: Iterable[Interval]) -> list[Interval]:
-        """Sort intervals by start and add their bytes."""
-        # Operations of one lane and name end in the order of their launch. The first ones may have
-        # been launched before the sampling: their bytes are not known.
-        sizes, self._sizes = self._sizes or {}, None
-        ordered = sorted(intervals, key=lambda interval: interval.start_ms)
-        earlier = Counter((interval.lane, interval.name) for interval in ordered)
-        earlier.subtract({key: len(launched) for key, launched in sizes.items()})
-        found = []
-        for interval in ordered:
-            key = (interval.lane, interval.name)
-            if earlier[key] > 0 or key not in sizes:
-                earlier[key] -= 1
-                found.append(interval)
-            else:
-                found.append(replace(interval, num_bytes=sizes[key].popleft()))
-        return found
 
 
 def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from offloadtrain.events.schema import WAIT
-from offloadtrain.runtime.lanes.base import Interval, Lanes, Range, Span, now_ms
+from offloadtrain.runtime.lanes.base import Lanes, Range, Span, now_ms
+from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.step.program.operations import Lane
 
 
@@ -14,25 +15,23 @@ class ClockedLanes(Lanes):
 
     def __init__(self) -> None:
         super().__init__()
-        self._timeline: list[Interval] | None = None
+        self._intervals: list[Interval] = []
+        self._samples = dict.fromkeys(Lane, False)
+        """Lane → True while its intervals are recorded. Each lane ends it on its own thread."""
         self._origin_ms = 0.0
-        self._draining = False
-        """The lanes are drained at the end of a sampled step: these waits are not compute's."""
         self._open_spans = 0
         self._computes_since = (0.0, 0.0)
         """The beginning of the outermost open span, and the exposed time up to then."""
 
-    def start_timeline(self) -> None:
-        self._timeline, self._origin_ms = [], now_ms()
-        self._keep_sizes()
+    def _begin_sampling(self) -> None:
+        self._intervals, self._origin_ms = [], now_ms()
+        self._samples = dict.fromkeys(Lane, True)
 
-    def take_timeline(self) -> list[Interval]:
-        # Threads append to the timeline until the lanes are empty.
-        self._draining = True
-        self.synchronize()
-        self._draining = False
-        taken, self._timeline = self._timeline or [], None
-        return self._sized(taken)
+    def _end_sampling(self, lane: Lane) -> None:
+        self._samples[lane] = False
+
+    def _sampled(self) -> list[Interval]:
+        return self._intervals
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         began_ms = now_ms()
@@ -50,7 +49,7 @@ class ClockedLanes(Lanes):
                 began_ms, waited_ms = self._computes_since
                 waited_ms = self.totals.exposed_ms - waited_ms
                 self.totals.busy_ms[Lane.COMPUTE] += ended_ms - began_ms - waited_ms
-            self._note(Lane.COMPUTE, span.name, span.mark, ended_ms)
+            self._note(Lane.COMPUTE, Lane.COMPUTE, span.name, span.mark, ended_ms)
         span.closed = True
 
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
@@ -60,18 +59,16 @@ class ClockedLanes(Lanes):
         # is the only writer of its entry.
         if lane is not Lane.COMPUTE or self._open_spans == 0:
             self.totals.busy_ms[lane] += end_ms - start_ms
-        self._note(lane, name, start_ms, end_ms)
+        self._note(lane, lane, name, start_ms, end_ms)
 
     def _expose(self, lane: Lane, start_ms: float) -> None:
         """Count the time since `start_ms`, in which compute waited for `lane`."""
         end_ms = now_ms()
         self.totals.exposed_ms += end_ms - start_ms
-        if not self._draining:
-            self._note(WAIT, lane.value, start_ms, end_ms)
+        self._note(Lane.COMPUTE, WAIT, lane.value, start_ms, end_ms)
 
-    def _note(self, lane: str, name: str, start_ms: float, end_ms: float) -> None:
-        # Read once: another thread may end the sampling.
-        timeline = self._timeline
-        if timeline is not None:
+    def _note(self, of: Lane, row: str, name: str, start_ms: float, end_ms: float) -> None:
+        """Record an interval of a lane; `row`: the lane, or that of the waits."""
+        if self._samples[of]:
             start, duration = start_ms - self._origin_ms, end_ms - start_ms
-            timeline.append(Interval(lane, name, start, duration))
+            self._intervals.append(Interval(row, name, start, duration))

@@ -26,7 +26,6 @@ import torch
 from offloadtrain.runtime import cuda_driver
 from offloadtrain.runtime.lanes.base import (
     HostProgress,
-    Interval,
     LaneError,
     LaneEvent,
     Lanes,
@@ -43,6 +42,7 @@ from offloadtrain.runtime.lanes.host_lane import (
     make_host_lane,
 )
 from offloadtrain.runtime.lanes.stream_times import StreamEvent, StreamTimes
+from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.program.operations import Lane
 
@@ -80,8 +80,6 @@ class CudaLanes(Lanes):
         """Lanes that work on the CPU."""
         self._closed = False
         self._times = StreamTimes()
-        self._draining = False
-        """The lanes are drained at the end of a sampled step: these waits are not compute's."""
         self._computed_on: torch.cuda.Stream | None = None
 
     def launch(
@@ -189,7 +187,8 @@ class CudaLanes(Lanes):
             # While this thread is blocked compute runs dry: its stream is idle between the events.
             began = self._timing_event(Lane.COMPUTE)
             self._block_on(awaited)
-            self._expose(awaited.lane, began)
+            if not self._is_reading:
+                self._expose(awaited.lane, began)
         self._failure.check()
 
     def synchronize(self) -> None:
@@ -224,24 +223,33 @@ class CudaLanes(Lanes):
                 except RuntimeError as error:
                     self._failure.fail(error)
 
-    def start_timeline(self) -> None:
-        # Compute is empty from here on, so an event happens as soon as it is recorded.
+    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+        worker = self._workers.get(lane)
+        if lane in self._queues:
+            self._queues[lane].run(task)
+        elif worker is not None:
+            self._put(lane, worker, task)
+        else:
+            task()
+
+    def _begin_sampling(self) -> None:
+        # Compute is empty from here on, so an event happens as soon as it is recorded. After step()
+        # it is: the thread has waited for the norm.
         self._stream(Lane.COMPUTE).synchronize()
-        self._times.start_timeline(self._stream(Lane.COMPUTE))
+        self._times.begin_sampling(self._stream(Lane.COMPUTE))
         for queue in self._queues.values():
             queue.keep_intervals(True)
-        self._keep_sizes()
 
-    def take_timeline(self) -> list[Interval]:
-        # The intervals need events that have happened, and threads append to the list until then.
-        self._draining = True
-        self.synchronize()
-        self._draining = False
-        began_ms, resolved = self._times.take_timeline()
+    def _end_sampling(self, lane: Lane) -> None:
+        self._times.end_sampling(lane)
+        if lane in self._queues:
+            self._queues[lane].keep_intervals(False)
+
+    def _sampled(self) -> list[Interval]:
+        began_ms, resolved = self._times.sampled()
         for queue in self._queues.values():
             resolved += queue.take_intervals(began_ms)
-            queue.keep_intervals(False)
-        return self._sized(resolved)
+        return resolved
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         mark = self._times.open(name, self._compute_event, self.totals)
@@ -328,7 +336,7 @@ class CudaLanes(Lanes):
     def _expose(self, lane: Lane, began: torch.cuda.Event) -> None:
         """Count a stall of compute since `began`, in which it waited for `lane`."""
         ended = self._timing_event(Lane.COMPUTE)
-        self._times.waited(lane, began, ended, drains=self._draining)
+        self._times.waited(lane, began, ended)
 
     def _timing_event(self, lane: Lane) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

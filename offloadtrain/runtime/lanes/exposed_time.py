@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offloadtrain.events.schema import WAIT
-from offloadtrain.runtime.lanes.base import Interval
+from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.step.program.operations import Lane
 
 _CAUSES = (

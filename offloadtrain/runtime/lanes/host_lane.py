@@ -16,7 +16,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.lanes.base import HostProgress, Interval, Operation, now_ms
+from offloadtrain.runtime.lanes.base import HostProgress, Operation, now_ms
+from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.program.operations import Lane
 
@@ -53,6 +54,10 @@ class HostLane(Endable, Protocol):
     ) -> None:
         """Queue a call of `fn` with the operands; counted. It is preceded by a pause and takes at
         least `least_s`: for tests and measurements."""
+        ...
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Queue a task that is not counted."""
         ...
 
     def set(self, flag: Flag) -> None:
@@ -142,6 +147,9 @@ class PythonHostLane:
         # From here on the queue owns the operands; this thread goes on to launch.
         self._worker.put(_delayed(lambda: self._timed.run(name, task), pause_s))
 
+    def run(self, task: Callable[[], None]) -> None:
+        self._worker.put(task)
+
     def set(self, flag: Flag) -> None:
         # After a failure, too: another thread may be waiting for the flag.
         self._worker.put(flag.set, always=True)
@@ -194,7 +202,7 @@ class NativeHostLane:
         # The native queue stops with the other workers, and they with it.
         failure.watch(self._queue.error, self._queue.fail)
         if begin is not None:
-            self._run(begin)
+            self.run(begin)
 
     def make_flag(self) -> Flag:
         flag: Flag = self._native.make_flag()
@@ -213,7 +221,7 @@ class NativeHostLane:
         self._launched += 1
         if calls is None:
             task, timed = _paced(lambda: fn(*operands), least_s), self._timed
-            self._run(_delayed(lambda: timed.run(name, task), pause_s))
+            self.run(_delayed(lambda: timed.run(name, task), pause_s))
         else:
             # The calls hold addresses only: the operands keep their memory alive.
             held = (calls, fn, operands)
@@ -258,7 +266,7 @@ class NativeHostLane:
         # the thread that needs it would never end.
         self._queue.end()
 
-    def _run(self, task: Callable[[], None]) -> None:
+    def run(self, task: Callable[[], None]) -> None:
         # Not `self`: the lane would be held by its own `_held`.
         failure = self._failure
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,6 @@ from torch import Tensor
 from offloadtrain.runtime.lanes.base import (
     Buffer,
     HostProgress,
-    Interval,
     LaneEvent,
     Lanes,
     LaneTotals,
@@ -18,6 +17,7 @@ from offloadtrain.runtime.lanes.base import (
     Range,
     Span,
 )
+from offloadtrain.runtime.lanes.timeline import Interval, Timeline
 from offloadtrain.step.program.operations import Lane
 from offloadtrain.step.proof.recording import (
     Bytes,
@@ -104,8 +104,20 @@ class RecordingLanes(Lanes):
     def start_timeline(self) -> None:
         self.inner.start_timeline()
 
-    def take_timeline(self) -> list[Interval]:
-        return self.inner.take_timeline()
+    def end_timeline(self) -> Timeline:
+        return self.inner.end_timeline()
+
+    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+        self.inner._run_in_order(lane, task)
+
+    def _begin_sampling(self) -> None:
+        self.inner._begin_sampling()
+
+    def _end_sampling(self, lane: Lane) -> None:
+        self.inner._end_sampling(lane)
+
+    def _sampled(self) -> list[Interval]:
+        return self.inner._sampled()
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         span = self.inner.open_span(name, reads, writes)

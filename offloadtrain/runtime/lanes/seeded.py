@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from offloadtrain.runtime.lanes.base import (
     HostProgress,
-    Interval,
     LaneEvent,
     Lanes,
     Operation,
@@ -25,6 +24,7 @@ from offloadtrain.runtime.lanes.base import (
     Span,
     views,
 )
+from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.step.program.operations import Lane
 
 
@@ -138,12 +138,16 @@ class SeededLanes(Lanes):
         for queue in self._queues.values():
             queue.clear()
 
-    def start_timeline(self) -> None:
+    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+        task()
+
+    def _begin_sampling(self) -> None:
         """Does nothing: there is no time here."""
 
-    def take_timeline(self) -> list[Interval]:
-        # As other lanes do, whose intervals are known only when nothing runs any more.
-        self.synchronize()
+    def _end_sampling(self, lane: Lane) -> None:
+        """Does nothing: there is no time here."""
+
+    def _sampled(self) -> list[Interval]:
         return []
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offloadtrain.runtime.lanes.base import (
     HostProgress,
@@ -68,7 +68,10 @@ class SequentialLanes(ClockedLanes):
         """Does nothing: nothing is ever pending."""
 
     def close(self) -> None:
-        self._timeline = None
+        """Does nothing: nothing is ever pending."""
+
+    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+        task()
 
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
         super()._account(lane, name, start_ms)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from offloadtrain.events.schema import WAIT
-from offloadtrain.runtime.lanes.base import Interval, LaneEvent, LaneTotals, now_ms
+from offloadtrain.runtime.lanes.base import LaneEvent, LaneTotals, now_ms
 from offloadtrain.runtime.lanes.host_lane import Flag
+from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.runtime.lanes.usual_times import UsualTimes
 from offloadtrain.step.program.operations import Lane
 
@@ -98,13 +99,15 @@ class StreamTimes:
         """The name of the outermost open span, which was opened first."""
         self._computes_since: torch.cuda.Event | None = None
         """Where it was opened, if it is timed."""
-        self._timeline: list[StreamInterval] | None = None
+        self._intervals: list[StreamInterval] = []
+        self._samples = dict.fromkeys(Lane, False)
+        """Lane → True while its intervals are recorded. Each lane ends it on its own thread."""
         self._origin: tuple[float, torch.cuda.Event] | None = None
 
     def times(self, lane: Lane, name: str) -> bool:
         """Tell whether an operation that is about to run should be timed: `ran` follows. Otherwise
         its usual time is counted."""
-        if self._timeline is not None:
+        if self._samples[lane]:
             return True
         # Compute's operations inside a span are in the span's time.
         if lane is Lane.COMPUTE and self._open_spans:
@@ -125,19 +128,15 @@ class StreamTimes:
         interval = StreamInterval(lane, name, start, end)
         if lane is not Lane.COMPUTE or self._open_spans == 0:
             self._running[lane].append(interval)
-        self._sample(interval)
+        self._sample(lane, interval)
 
-    def waited(
-        self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event, *, drains: bool
-    ) -> None:
-        """Note a stall of compute, which waited for `lane`; one that `drains` the lanes for a
-        timeline is not in it."""
+    def waited(self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Note a stall of compute, which waited for `lane`."""
         wait = StreamInterval(WAIT, lane.value, start, end)
         self._waits.append(wait)
         if self._open_spans:
             self._waits_in_span.append(wait)
-        if not drains:
-            self._sample(wait)
+        self._sample(Lane.COMPUTE, wait)
 
     def open(
         self, name: str, event: Callable[[], torch.cuda.Event], totals: LaneTotals
@@ -149,7 +148,7 @@ class StreamTimes:
         outermost = self._open_spans == 0
         self._open_spans += 1
         unknown = outermost and self._usual.of(Lane.COMPUTE, name) is None
-        began = event() if unknown or self._timeline is not None else None
+        began = event() if unknown or self._samples[Lane.COMPUTE] else None
         if outermost:
             self._computes, self._computes_since = name, began
         return began
@@ -160,7 +159,7 @@ class StreamTimes:
         """Note that a span closes; `start`: what `open` returned."""
         self._open_spans -= 1
         since, last = self._computes_since, self._open_spans == 0
-        samples = start is not None and self._timeline is not None
+        samples = start is not None and self._samples[Lane.COMPUTE]
         end = event() if samples or (last and since is not None) else None
         if last:
             waits, self._waits_in_span = tuple(self._waits_in_span), []
@@ -170,7 +169,7 @@ class StreamTimes:
                 whole = StreamInterval(Lane.COMPUTE, self._computes, since, end, waits)
                 self._running[Lane.COMPUTE].append(whole)
         if start is not None and end is not None:
-            self._sample(StreamInterval(Lane.COMPUTE, name, start, end))
+            self._sample(Lane.COMPUTE, StreamInterval(Lane.COMPUTE, name, start, end))
 
     def settle(self, totals: LaneTotals) -> None:
         """Count the intervals that have ended; never waits."""
@@ -187,26 +186,31 @@ class StreamTimes:
         while self._waits and self._waits[0].is_over():
             totals.exposed_ms += self._waits.popleft().elapsed_ms()
 
-    def start_timeline(self, stream: torch.cuda.Stream) -> None:
-        """Keep intervals from now on. `stream` is empty: its events happen as soon as recorded."""
+    def begin_sampling(self, stream: torch.cuda.Stream) -> None:
+        """Record intervals from now on. `stream` is empty: an event happens when it is recorded."""
         tries = [_read_clocks(stream) for _ in range(_CLOCK_READS)]
         _, now, event = min(tries, key=lambda found: found[0])
-        self._timeline, self._origin = [], (now, event)
+        self._intervals, self._origin = [], (now, event)
+        self._samples = dict.fromkeys(Lane, True)
         self._usual.begin_sample()
 
-    def take_timeline(self) -> tuple[float, list[Interval]]:
-        """Return the host clock in ms at its start, and the intervals since; all are over."""
+    def end_sampling(self, lane: Lane) -> None:
+        """Record no more intervals of a lane."""
+        self._samples[lane] = False
+
+    def sampled(self) -> tuple[float, list[Interval]]:
+        """Return the host clock in ms at the start of sampling, and the intervals, which have all
+        ended."""
         assert self._origin is not None
-        taken, self._timeline = self._timeline or [], None
         began_ms, origin = self._origin
         return began_ms, [
             Interval(one.lane, one.name, origin.elapsed_time(one.start), one.elapsed_ms())
-            for one in taken
+            for one in self._intervals
         ]
 
-    def _sample(self, interval: StreamInterval) -> None:
-        if (timeline := self._timeline) is not None:
-            timeline.append(interval)
+    def _sample(self, lane: Lane, interval: StreamInterval) -> None:
+        if self._samples[lane]:
+            self._intervals.append(interval)
 
 
 def _read_clocks(stream: torch.cuda.Stream) -> tuple[float, float, torch.cuda.Event]:

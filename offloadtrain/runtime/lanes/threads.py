@@ -10,7 +10,6 @@ from torch import Tensor
 
 from offloadtrain.runtime.lanes.base import (
     HostProgress,
-    Interval,
     LaneError,
     LaneEvent,
     LaneTotals,
@@ -21,6 +20,7 @@ from offloadtrain.runtime.lanes.base import (
 )
 from offloadtrain.runtime.lanes.clocked import ClockedLanes
 from offloadtrain.runtime.lanes.host_lane import Endable, Flag, make_host_lane
+from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.program.operations import Lane
 
@@ -117,7 +117,8 @@ class ThreadLanes(ClockedLanes):
         flag, start_ms = _Flag.own(event), now_ms()
         if not flag.happened.is_set():
             flag.happened.wait()
-            self._expose(flag.lane, start_ms)
+            if not self._is_reading:
+                self._expose(flag.lane, start_ms)
         # A lane that failed has set the flag without doing the work.
         self._failure.check()
 
@@ -149,15 +150,25 @@ class ThreadLanes(ClockedLanes):
         self.totals.busy_ms[Lane.HOST] = self._host.busy_ms()
         return super().read_totals()
 
-    def start_timeline(self) -> None:
-        super().start_timeline()
+    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+        if lane is Lane.COMPUTE:
+            task()
+        elif lane is Lane.HOST:
+            self._host.run(task)
+        else:
+            self._workers[lane].put(task)
+
+    def _begin_sampling(self) -> None:
+        super()._begin_sampling()
         self._host.keep_intervals(True)
 
-    def take_timeline(self) -> list[Interval]:
-        rest = super().take_timeline()
-        self._host.keep_intervals(False)
-        host = self._host.take_intervals(self._origin_ms)
-        return sorted([*rest, *host], key=lambda interval: interval.start_ms)
+    def _end_sampling(self, lane: Lane) -> None:
+        super()._end_sampling(lane)
+        if lane is Lane.HOST:
+            self._host.keep_intervals(False)
+
+    def _sampled(self) -> list[Interval]:
+        return [*super()._sampled(), *self._host.take_intervals(self._origin_ms)]
 
     def _pending(self) -> dict[Lane, int]:
         found = {lane: worker.pending() for lane, worker in self._workers.items()}

@@ -23,6 +23,7 @@ from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.telemetry import Sampler, probe
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.lanes import Timeline
 from offloadtrain.step.spec.tiers import Tier
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.manifest import CheckpointError
@@ -41,7 +42,7 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.signals import StoppedEarlyError
 
 _TIMELINE_EVERY_S = 10.0
-_TIMELINE_EVERY_STEPS = 20  # a sampled step waits for its lanes: at most 1 step in 20 is sampled
+_TIMELINE_EVERY_STEPS = 20  # a sampled step times every operation: at most 1 step in 20
 
 
 class RunLog:
@@ -79,6 +80,8 @@ class RunLog:
         self._peak_flops: float | None = None
         self._pace = Pace(config.train)
         self._next_timeline, self._follows_next = (0.0, 2), False
+        self._sampled_step: tuple[int, Timeline] | None = None
+        """A step whose timeline is not logged yet."""
         self._optimizer: AnyOptimizer | None = None
         self._hindsight: Hindsight | None = None
 
@@ -156,6 +159,8 @@ class RunLog:
 
     def ended(self, status: str, message: str = "") -> None:
         """Log the last record of this start."""
+        if status != "failed":  # the lanes of a failed run may never end
+            self._log_timeline()
         self._compare_with_plan()
         self._close_samplers()  # before a wait that is no stalled step
         if self._config.log.to:
@@ -248,14 +253,24 @@ class RunLog:
         self._keep_run()
         if self._rank == 0:
             self._alerts.step(step)
-        for interval in report.timeline:
-            self._writer.emit(schema.LaneSpan(step=number, **asdict(interval)))
+        self._log_timeline()
+        if report.sampled is not None:
+            self._sampled_step = number, report.sampled
         if self._memory is not None and (rows := self._memory.news()):
             self._tell(schema.Memory(step=number, rows=rows))
         self._pace.end_step(clock.total_ms / 1e3)
         if self._hindsight is not None:
             self._hindsight.step(report, clock.total_ms)
         self._console.step(self._line(step), force=number in (1, self._config.train.steps))
+
+    def _log_timeline(self) -> None:
+        """Log the timeline of a sampled step: after the step that follows it, when reading it waits
+        for nothing."""
+        if self._sampled_step is None:
+            return
+        (number, timeline), self._sampled_step = self._sampled_step, None
+        for interval in timeline.intervals:
+            self._writer.emit(schema.LaneSpan(step=number, **asdict(interval)))
 
     def _keep_run(self) -> None:
         """Keep the run folder; a missing or foreign link does not end the run."""

@@ -68,7 +68,7 @@ class RunMemory:
     def step_ends(self, report: StepReport) -> tuple[int, int]:
         """Return the step's peaks on device and host in bytes; log its curve if it was sampled."""
         on_host, curve = self._sampler.step_ends()
-        if curve is not None and report.timeline:
+        if curve is not None and report.sampled:
             self._emit(curve)
         return (self._allocator.step_ends() if self._allocator else 0), on_host
 

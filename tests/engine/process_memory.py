@@ -1,0 +1,132 @@
+"""Trains in every placement and prints the anonymous memory of the process beside the Ledger.
+
+    MALLOC_MMAP_THRESHOLD_=65536 python -m tests.engine.process_memory [FAULT]
+
+The weights of a layer and its input are of the same size, so that no copy of either goes unnoticed.
+With this setting of the C library freed memory returns to the kernel at once. FAULT: `reuse`, the
+host memory of block inputs is not used again; `copies`, something keeps a copy of each of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
+from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.program.activations import ActivationPath
+from offloadtrain.step.spec.tiers import Tier
+
+LAYERS, SIZE, STEPS = 6, 500_000, 10
+INPUT_BYTES = 2 * SIZE
+FAULTS = ("reuse", "copies")
+LANES: list[Callable[[], Lanes]] = [
+    SequentialLanes,
+    lambda: SeededLanes(1, late=True),
+    lambda: ThreadLanes(longest_delay_ms=0.2),
+]
+SAVED = {"activation": "offload_saved", "offload_saved_above": 0}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "device": {},
+    "streamed": {"working": "host"},
+    "streamed, inputs offloaded": {"working": "host", "activation": "offload", "state": "int8"},
+    "inputs offloaded": {"activation": "offload", "state": "split16"},
+    "saved tensors offloaded": SAVED,
+    "streamed, saved tensors offloaded": {"working": "host", **SAVED},
+    "recompute": {"activation": "recompute", "grad_accum_steps": 2},
+    "speculative": {"update": "speculative", "clip_norm": 1e9, "working": "host"},
+    "delayed": {"update": "delayed", "warmup_steps": 1, "activation": "offload"},
+    "half of the state on the device": {"state_on": {"device": 0.5}},
+    "all of the state on the device": {"state_on": "device", "activation": "offload"},
+    "disk": {
+        "state_on": "disk",
+        "scratch_dir": tempfile.gettempdir(),
+        "scratch_in_memory": True,
+        "activation": "offload",
+        "working": "host",
+    },
+}
+
+
+class Scale(nn.Module):
+    """A layer with as many weights as its input has elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+
+def anonymous_bytes() -> int:
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(re.findall(r"Anonymous: +(\d+) kB", text)[0])
+
+
+def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str, list[int]]:
+    """After each step, the bytes of the Ledger on both tiers, since the device's memory is the
+    process's own, and the anonymous bytes of the process without what it had before."""
+    gc.collect()
+    before = anonymous_bytes()
+    with torch.device("meta"):
+        model = nn.Sequential(*(Scale() for _ in range(LAYERS)))
+    with on_lanes(make_lanes):
+        optimizer = ot.offload(
+            model, device="cpu", param_init_fn=lambda module: None, **({"clip_norm": 1.0} | options)
+        )
+    in_ledger, anonymous = [], []
+    for _ in range(STEPS):
+        for _ in range(options.get("grad_accum_steps", 1)):
+            x = torch.zeros(SIZE, dtype=torch.bfloat16, requires_grad=True)
+            optimizer.backward(model(x).float().square().mean())
+            del x
+        optimizer.step()
+        optimizer.synchronize()
+        in_ledger.append(sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE)))
+        anonymous.append(anonymous_bytes() - before)
+    optimizer.close()
+    return {"in_ledger": in_ledger, "anonymous": anonymous}
+
+
+def plant(fault: str) -> None:
+    if fault == "reuse":
+        ActivationPath._give_back = lambda path, buffer: None  # type: ignore[method-assign]
+    if fault == "copies":
+        copies, offload = [], ActivationOffloader.offload
+
+        def keeps(offloader: ActivationOffloader, tensor: Tensor) -> OffloadedActivation:
+            copies.append(tensor.detach().clone())
+            return offload(offloader, tensor)
+
+        ActivationOffloader.offload = keeps  # type: ignore[method-assign]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # Kernels are loaded, modules imported, threads have their stacks.
+    for state in ("fp32", "split16", "int8"):
+        train({"state": state, "activation": "offload"}, LANES[-1])
+    placements = PLACEMENTS
+    for fault in sys.argv[1:]:
+        plant(fault)
+        placements = {"inputs offloaded": PLACEMENTS["inputs offloaded"]}
+    for number, (name, options) in enumerate(placements.items()):
+        found = train(options, LANES[number % len(LANES)])
+        print(json.dumps({"placement": name, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What the process has of anonymous memory is what the Ledger says, in every placement."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.process_memory import INPUT_BYTES, PLACEMENTS, SAVED, STEPS
+
+ROOT = Path(__file__).parents[2]
+CONSTANT = 2 * INPUT_BYTES
+"""Of six layers: a second copy of their inputs, or of their weights, is larger."""
+IN_FLIGHT = 8 * INPUT_BYTES
+"""The saved tensors that the device keeps until the next forward saves its first."""
+SETTING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+def trained(*arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.engine.process_memory", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | SETTING, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def faults(run: dict[str, Any]) -> list[str]:
+    allowed = CONSTANT
+    if PLACEMENTS[run["placement"]].items() >= SAVED.items():
+        allowed += IN_FLIGHT
+    beyond = max(a - b for a, b in zip(run["anonymous"], run["in_ledger"], strict=True))
+    found = [f"{beyond} bytes are not in the Ledger"] if beyond > allowed else []
+    return found + (["the Ledger grows"] if len(set(run["in_ledger"])) > 1 else [])
+
+
+def test_the_process_has_what_the_ledger_says() -> None:
+    runs = trained()
+    assert [run["placement"] for run in runs] == list(PLACEMENTS)
+    assert all(len(run["anonymous"]) == STEPS for run in runs)
+    assert {run["placement"]: faults(run) for run in runs} == {name: [] for name in PLACEMENTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "told"), [("reuse", "grows"), ("copies", "not in the Ledger")])
+def test_a_planted_fault_is_found(fault: str, told: str) -> None:
+    (run,) = trained(fault)
+    assert any(told in line for line in faults(run))

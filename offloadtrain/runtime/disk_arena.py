@@ -9,18 +9,30 @@ file: operations of a step get such a view and a slot of host memory, and move t
 file and slot with O_DIRECT, several requests at once, without touching the mapping. Who reads the
 views does so while the lanes are empty: the kernel writes dirty pages before a direct read, and
 drops cached ones behind a direct write.
+
+[Note: Checksums of the scratch file]
+State lives in the file for days, and a checkpoint of wrong bytes would verify. So each window of a
+buffer, which is one request, has a checksum in host memory (xxh3-64), computed while it is written
+and compared after it was read. A read of other bytes than were written ends the run. A window
+without a checksum gets one when it is read: frozen weights are never written.
+
+Writes through the mapping cannot be seen, so all checksums are dropped (`drop_checksums`) whenever
+the engine has emptied the lanes for somebody who may use the views. Until a window is moved again,
+its bytes are not checked; nor is what is read through the mapping.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from offloadtrain.config.errors import DiskError
@@ -39,8 +51,8 @@ from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.step.spec.memory import MemoryRequest, largest_owners
 from offloadtrain.step.spec.tiers import Tier
 
-_Move = Callable[[DirectFile, memoryview, int], None]
-"""(file, memory, offset in the file) → moves all of the memory's bytes."""
+_Move = Callable[[memoryview, int], None]
+"""(memory, offset in the file) → moves all of the memory's bytes."""
 
 
 class DiskArena:
@@ -53,6 +65,11 @@ class DiskArena:
         self._folder = Path(folder or "")
         self._in_memory = in_memory
         self._booked: list[MemoryRequest] = []
+        self._offsets: list[int] = []
+        """Where the buffer of each booked request begins in the file."""
+        self._checksums: dict[int, int] = {}
+        """Offset of a window → xxh3-64 of its bytes. Each buffer is always moved whole, so that
+        its windows are always the same ones."""
         self._base = 0
         """The address at which the file is mapped."""
 
@@ -65,20 +82,23 @@ class DiskArena:
         if not requests:
             return []
         sizes = [padded(request.nbytes) for request in requests]
-        *offsets, whole = accumulate(sizes, initial=0)
+        *self._offsets, whole = accumulate(sizes, initial=0)
         self._check(requests, whole)
         try:
             self._file = DirectFile.scratch(self._folder, whole)
         except OSError as error:
             raise self._refused(requests, whole, str(error.strerror)) from error
         self._threads = ThreadPoolExecutor(2 * THREADS, "offloadtrain-disk")
+        # Beyond those that move windows: a checksum takes a tenth of the time of its write, and is
+        # ready before it.
+        self._hashing = ThreadPoolExecutor(2, "offloadtrain-hash")
         # The memoryview holds the mapping as long as a tensor does.
         mapped = torch.frombuffer(self._file.mapped(), dtype=torch.uint8)
         self._base = mapped.data_ptr()
         self._book(requests, 1)
         return [
             mapped[offset : offset + request.nbytes].view(DTYPES[request.dtype])
-            for offset, request in zip(offsets, requests, strict=True)
+            for offset, request in zip(self._offsets, requests, strict=True)
         ]
 
     def read(self, *views: Tensor) -> None:
@@ -86,10 +106,10 @@ class DiskArena:
         first half names.
 
         Raises:
-            DiskError: the disk fails.
+            DiskError: the disk fails, or returns other bytes than were written.
         """
         half = len(views) // 2
-        self._move("reading", _read, views[:half], views[half:])
+        self._move("reading", self._read, views[:half], views[half:])
 
     def write(self, *views: Tensor) -> None:
         """Write the first half of the views, host memory, to the ranges of the file that the second
@@ -99,12 +119,18 @@ class DiskArena:
             DiskError: the disk is full or fails.
         """
         half = len(views) // 2
-        self._move("writing", _write, views[half:], views[:half])
+        self._move("writing", self._write, views[half:], views[:half])
+
+    def drop_checksums(self) -> None:
+        """The lanes are empty, and somebody may write to the views: nothing is known of the bytes
+        in the file."""
+        self._checksums.clear()
 
     def close(self) -> None:
         """Close the file. Its space is free when the last view of it is gone. Idempotent."""
         if self._booked:
             self._threads.shutdown()
+            self._hashing.shutdown()
             self._file.close()
             self._book(self._booked, -1)
             self._booked = []
@@ -119,7 +145,7 @@ class DiskArena:
         ]
         # This lane's thread waits for all requests: an event behind it stands for the whole bucket.
         try:
-            list(self._threads.map(lambda piece: move(self._file, *piece), pieces))
+            list(self._threads.map(lambda piece: move(*piece), pieces))
         except OSError as error:
             nbytes = sum(slot.nbytes for slot in slots)
             name = errno.errorcode.get(error.errno or 0, "")
@@ -130,6 +156,30 @@ class DiskArena:
                 "lost, its checkpoints are intact: resume from the last one, with scratch_dir on "
                 "another drive or with state_on = 'host'"
             ) from error
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        self._checksums.pop(offset, None)  # a write that fails leaves unknown bytes
+        checksum = self._hashing.submit(xxhash.xxh3_64_intdigest, data)
+        _write(self._file, data, offset)
+        self._checksums[offset] = checksum.result()
+
+    def _read(self, into: memoryview, offset: int) -> None:
+        _read(self._file, into, offset)
+        checksum = xxhash.xxh3_64_intdigest(into)
+        if self._checksums.setdefault(offset, checksum) != checksum:
+            raise self._damaged(offset, len(into))
+
+    def _damaged(self, offset: int, num_bytes: int) -> DiskError:
+        request = self._booked[bisect_right(self._offsets, offset) - 1]
+        field = request.name.removesuffix(f" {request.bucket}")
+        return DiskError(
+            f"{field} of bucket '{request.bucket}': {format_bytes(num_bytes)} read from the "
+            f"scratch file in scratch_dir = '{self._folder}', from byte {offset} on, are not those "
+            "that were written (xxh3-64). The drive or memory has changed them, unless they were "
+            "written through optimizer.state without optimizer.synchronize() before. The state of "
+            "this run is lost, its checkpoints are intact: resume from the last one (--resume), "
+            "with scratch_dir on another drive or with state_on = 'host'"
+        )
 
     def _check(self, requests: Sequence[MemoryRequest], num_bytes: int) -> None:
         try:

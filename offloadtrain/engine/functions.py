@@ -124,6 +124,11 @@ class Functions:
         written, self._written = self._written, {}
         return written
 
+    def hand_out(self, bucket: Bucket, views: Mapping[str, Tensor]) -> None:
+        """The user gets these views of a bucket's state, and may write to them."""
+        if bucket.spec.is_on_disk:
+            self._disk.hand_out(views.values())
+
     def at_rest(self) -> None:
         """The lanes are empty, and the caller may write to state, gradients and weights."""
         self._disk.drop_checksums()

@@ -18,7 +18,9 @@ without a checksum gets one when it is read: frozen weights are never written.
 
 Writes through the mapping cannot be seen, so all checksums are dropped (`drop_checksums`) whenever
 the engine has emptied the lanes for somebody who may use the views. Until a window is moved again,
-its bytes are not checked; nor is what is read through the mapping.
+its bytes are not checked; nor is what is read through the mapping. Views that the user keeps may be
+written at any other time, too: torch counts writes to a tensor (`_version`), and where the count of
+a buffer's views has changed since its checksum, other bytes are no damage.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from __future__ import annotations
 import errno
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
@@ -67,9 +69,11 @@ class DiskArena:
         self._booked: list[MemoryRequest] = []
         self._offsets: list[int] = []
         """Where the buffer of each booked request begins in the file."""
-        self._checksums: dict[int, int] = {}
-        """Offset of a window → xxh3-64 of its bytes. Each buffer is always moved whole, so that
-        its windows are always the same ones."""
+        self._checksums: dict[int, tuple[int, int]] = {}
+        """Offset of a window → xxh3-64 of its bytes, and the writes to its buffer's views until
+        then. Each buffer is always moved whole, so that its windows are always the same ones."""
+        self._views: dict[int, dict[int, Tensor]] = {}
+        """Number of a request → the user's views of its buffer, by address."""
         self._base = 0
         """The address at which the file is mapped."""
 
@@ -121,6 +125,13 @@ class DiskArena:
         half = len(views) // 2
         self._move("writing", self._write, views[half:], views[:half])
 
+    def hand_out(self, views: Iterable[Tensor]) -> None:
+        """The user gets these views of the file."""
+        for view in views:
+            if view.numel() and not view.is_inference():  # which torch counts no writes to
+                number = self._number_at(view.data_ptr() - self._base)
+                self._views.setdefault(number, {})[view.data_ptr()] = view
+
     def drop_checksums(self) -> None:
         """The lanes are empty, and somebody may write to the views: nothing is known of the bytes
         in the file."""
@@ -132,6 +143,7 @@ class DiskArena:
             self._threads.shutdown()
             self._hashing.shutdown()
             self._file.close()
+            self._views.clear()
             self._book(self._booked, -1)
             self._booked = []
 
@@ -161,24 +173,34 @@ class DiskArena:
         self._checksums.pop(offset, None)  # a write that fails leaves unknown bytes
         checksum = self._hashing.submit(xxhash.xxh3_64_intdigest, data)
         _write(self._file, data, offset)
-        self._checksums[offset] = checksum.result()
+        self._checksums[offset] = checksum.result(), self._view_writes(offset)
 
     def _read(self, into: memoryview, offset: int) -> None:
         _read(self._file, into, offset)
-        checksum = xxhash.xxh3_64_intdigest(into)
-        if self._checksums.setdefault(offset, checksum) != checksum:
-            raise self._damaged(offset, len(into))
+        found = xxhash.xxh3_64_intdigest(into), self._view_writes(offset)
+        checksum, view_writes = self._checksums.setdefault(offset, found)
+        if checksum != found[0]:
+            if view_writes == found[1]:
+                raise self._damaged(offset, len(into))
+            self._checksums[offset] = found
+
+    def _number_at(self, offset: int) -> int:
+        """Return the number of the request whose buffer has this byte of the file."""
+        return bisect_right(self._offsets, offset) - 1
+
+    def _view_writes(self, offset: int) -> int:
+        views = self._views.get(self._number_at(offset), {})
+        return sum(view._version for view in views.values())
 
     def _damaged(self, offset: int, num_bytes: int) -> DiskError:
-        request = self._booked[bisect_right(self._offsets, offset) - 1]
+        request = self._booked[self._number_at(offset)]
         field = request.name.removesuffix(f" {request.bucket}")
         return DiskError(
             f"{field} of bucket '{request.bucket}': {format_bytes(num_bytes)} read from the "
             f"scratch file in scratch_dir = '{self._folder}', from byte {offset} on, are not those "
-            "that were written (xxh3-64). The drive or memory has changed them, unless they were "
-            "written through optimizer.state without optimizer.synchronize() before. The state of "
-            "this run is lost, its checkpoints are intact: resume from the last one (--resume), "
-            "with scratch_dir on another drive or with state_on = 'host'"
+            "that were written (xxh3-64): the drive or memory has changed them. The state of this "
+            "run is lost, its checkpoints are intact: resume from the last one (--resume), with "
+            "scratch_dir on another drive or with state_on = 'host'"
         )
 
     def _check(self, requests: Sequence[MemoryRequest], num_bytes: int) -> None:

@@ -55,6 +55,7 @@ class OffloadConfig:
         precision: "auto" is for jobs only, and is resolved before `offload`.
         state_on: "auto" is decided by the plan of a job, or by `device_memory_limit`.
         recompute_blocks: "auto" is for jobs only, and decided by their plan.
+        sums_on: the same; `sums_down` applies if the plan decides on the device.
     """
 
     precision: Precision = "bf16"
@@ -63,7 +64,7 @@ class OffloadConfig:
     scratch_dir: str | None = None
     scratch_in_memory: bool = False
     grad_on: Literal["host", "disk"] = "host"
-    sums_on: Literal["host", "device"] = "host"
+    sums_on: Literal["auto", "host", "device"] = "host"
     sums_down: Literal["fp32", "working"] = "fp32"
     seed: int = 0
     update: Literal["exact", "speculative", "delayed"] = "exact"

@@ -136,7 +136,7 @@ def offload(
             written. Not in update mode "delayed". The same bits.
         sums_on: where microbatches are summed, in fp32, if the state is on the host. "device": 4
             bytes per parameter there; one copy goes down per step, in fp32, whatever the number of
-            microbatches. The same bits.
+            microbatches. The same bits. "auto" is decided by the plan of a job.
         sums_down: with sums on the device, the dtype in which they go down. "working": rounded
             once, before the norm is taken: half the bytes, on the bus and in `gradients`; as exact
             as a gradient of one microbatch.

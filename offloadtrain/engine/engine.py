@@ -337,7 +337,6 @@ class Engine:
         self._norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.cut is not None and not self._interpreter.torn:
-            # Operations were cut short: end what was launched, forget the rest.
             # First, as operations in flight still use the memory that is released below.
             self.lanes.synchronize()
             self._forward_hooks.reset()
@@ -362,10 +361,11 @@ class Engine:
 
     def _drain(self) -> None:
         """Wait until all lanes are empty; parameters hold the weights that forward uses."""
-        # The caller reads or writes state past the lanes: nothing may be in flight.
+        # The caller reads or writes state past the lanes: nothing may be in flight. Later launches
+        # wait for nothing before this point, and the disk's checksums may not be true any more.
         self.lanes.synchronize()
-        # The program knows it too: later launches wait for nothing before this point.
         self.program.synchronized()
+        self.functions.at_rest()
         self.residency.expose_host_weights()
 
     def sample_timeline(self) -> None:

@@ -55,6 +55,7 @@ class Functions:
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
         self._lanes = lanes
         self._ranks = ranks
+        self._disk = disk
         self._parts = parts
         self._rules = rules
         self._groups = groups
@@ -122,6 +123,15 @@ class Functions:
         """Return a checksum of each that was loaded or written since the last call."""
         written, self._written = self._written, {}
         return written
+
+    def hand_out(self, bucket: Bucket, views: Mapping[str, Tensor]) -> None:
+        """The user gets these views of a bucket's state, and may write to them."""
+        if bucket.spec.is_on_disk:
+            self._disk.hand_out(views.values())
+
+    def at_rest(self) -> None:
+        """The lanes are empty, and the caller may write to state, gradients and weights."""
+        self._disk.drop_checksums()
 
     def _gather(self, op: Launch) -> Operation:
         """Make a flat copy of the gradients, zero where there is none, each rank's part behind the

@@ -387,7 +387,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
             step = bucket.experts.steps_of(slot) if bucket.experts else self._step_tensor
-            self.state[slot.param] = {"step": step, **state.views(bucket, slot)}
+            self._engine.functions.hand_out(bucket, views := state.views(bucket, slot))
+            self.state[slot.param] = {"step": step, **views}
 
 
 def _release(lanes: Lanes, arena: Arena, disk: DiskArena, ranks: Ranks, place: StagePlace) -> None:

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from typing import IO, TypeAlias
 
 from offloadtrain.boundary.safe_open import open_descriptor
+from offloadtrain.boundary.safe_write import own_folder
 from offloadtrain.events.log_lines import to_line
 from offloadtrain.events.schema import Event, LaneSpan, RunEnded, Warning_
 
@@ -38,6 +39,11 @@ class EventWriter:
     END_WITHIN_S for the disk; then the rest is lost too, except its `RunEnded`, for which
     RESERVED_BYTES were reserved in an unnamed file when the log was opened.
 
+    [Note: A log that is removed] Training does not end because somebody removes its log. Before
+    each record the writer compares the file at the log's path with the open one. If they differ,
+    it makes the folder and the file again; the new log begins with a warning. If it cannot, it
+    continues in the open file, which may have been renamed together with the run folder.
+
     Attributes:
         error: the current error of the disk, or None.
     """
@@ -49,6 +55,7 @@ class EventWriter:
         capacity: int = 4096,
         on_error: Callable[[OSError], None] | None = None,
         on_recovery: Callable[[int], None] | None = None,
+        on_removed: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Open the log for appending, with mode 0600 if it is new.
@@ -57,6 +64,7 @@ class EventWriter:
             path: None: events are held until `open`.
             on_error: called once, on the writer's thread, when the disk begins to refuse.
             on_recovery: called there with the number of lost events, when the rest is written.
+            on_removed: called there with a sentence, once each time the log is removed or renamed.
             clock: the time of a record, in Unix seconds.
 
         Raises:
@@ -65,11 +73,12 @@ class EventWriter:
         self.error: OSError | None = None
         self._rank, self._clock = rank, clock
         self._capacity = capacity
-        self._on_error, self._on_recovery = on_error, on_recovery
+        self._on_error, self._on_recovery, self._on_removed = on_error, on_recovery, on_removed
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
         self._drop_lock = threading.RLock()  # reentrant: a signal handler may emit
         self._dropped = self._told_dropped = self._dropped_before = 0
         self._refused: OSError | None = None  # until the recovery was reported
+        self._reported_removal = False
         self._give_up_s = math.inf
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
@@ -82,8 +91,9 @@ class EventWriter:
         Raises:
             OSError: the log cannot be opened.
         """
+        self._path = Path(path)
         self._fd, self._torn = _open_log(path)
-        self._reserve = _reserved(Path(path).parent)
+        self._reserve = _reserved(self._path.parent)
         self._thread.start()
 
     @property
@@ -136,6 +146,7 @@ class EventWriter:
         self._give_back_reserve()
 
     def _write(self, event: Event, time_s: float, monotonic_ns: int) -> None:
+        self._restore_removed_log()
         try:
             line = to_line(event, self._rank, time_s, monotonic_ns)
         except (TypeError, ValueError, RecursionError) as error:
@@ -147,6 +158,36 @@ class EventWriter:
                     self._count_drop()
                 return
             time.sleep(RETRY_S)
+
+    def _restore_removed_log(self) -> None:
+        """Make the log again if it was removed or renamed; see [Note: A log that is removed]."""
+        try:
+            is_removed = not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except FileNotFoundError:
+            is_removed = True
+        except OSError:
+            return  # the disk fails: the next write reports it
+        if not is_removed:
+            self._reported_removal = False
+            return
+        message = f"{self._path} was removed or renamed during the run: "
+        try:
+            own_folder(self._path.parent)
+            fd, torn = _open_log(self._path)
+        except OSError as error:
+            if not self._reported_removal and self._on_removed:
+                self._on_removed(
+                    f"{message}it cannot be made again ({error.strerror}); training continues, "
+                    "later records are in the removed file"
+                )
+            self._reported_removal = True
+            return
+        os.close(self._fd)
+        self._fd, self._torn = fd, torn
+        message += "training continues with a new log, without the records before"
+        self._appended(self._warning_line("log-removed", message))
+        if self._on_removed:
+            self._on_removed(message)
 
     def _appended(self, line: bytes) -> bool:
         """Append with one call, or more after a partial write; return whether all was written."""
@@ -190,7 +231,10 @@ class EventWriter:
         message = f"{lost} events were dropped: the log's disk was slower than the run"
         if self._refused:
             message = f"{lost} events were lost: the log's disk refused ({self._refused.strerror})"
-        warning = Warning_(code="events-dropped", message=message)
+        return self._warning_line("events-dropped", message)
+
+    def _warning_line(self, code: str, message: str) -> bytes:
+        warning = Warning_(code=code, message=message)
         return to_line(warning, self._rank, time.time(), time.monotonic_ns())
 
     def _give_back_reserve(self) -> None:

@@ -1,12 +1,12 @@
-"""What a job leaves to its plan: "auto" of `ranks.layers_per_stage`, `offload.recompute_blocks` and
-`offload.state_on`."""
+"""What a job leaves to its plan: "auto" of `ranks.layers_per_stage`, `offload.recompute_blocks`,
+`offload.state_on` and `offload.sums_on`."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import StateOn
@@ -16,6 +16,10 @@ from offloadtrain.plan.stage_balance import divisions_from
 
 FULL = 0.95
 """The share of the device's memory that is planned full: activations are estimated to 5 %."""
+
+SUMS_GAIN = 0.03
+"""Sums move to the device if the step gains at least this, which is a prediction's accuracy: they
+take its memory, and no emergency checkpoint can be made of them."""
 
 
 class Planned(Protocol):
@@ -37,8 +41,11 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
     """Return the job with all keys decided: the layers of each stage, the fewest layers recomputed
     that fit, and then as much state on the device. Where both of these are open, of three numbers
     of layers the fastest: what is kept on the device takes room from state, and which of them is
-    waited for is the step's to say.
+    waited for is the step's to say. All of this with sums of microbatches on the host and on the
+    device, if that is open.
     """
+    if job.offload.sums_on == "auto":
+        return _with_faster_sums(job, planned)
     if job.ranks.layers_per_stage == "auto":
         job = _with_balanced_stages(job, planned)
     if job.offload.recompute_blocks != "auto":
@@ -51,6 +58,31 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
     numbers = sorted({fewest, (fewest + len(layers)) // 2, len(layers)})
     tried = [_with_state_that_fits(_with_recompute(job, n), planned) for n in numbers]
     return max(tried, key=lambda one: planned(one).prediction.tokens_per_s)
+
+
+def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Config:
+    on_host = decided(with_sums_on(job, "host"), planned)
+    if job.train.grad_accum_steps == 1:
+        return on_host
+    on_device = decided(with_sums_on(job, "device"), planned)
+    if not planned(on_host).fits:
+        return on_device if planned(on_device).fits else on_host
+    if not planned(on_device).has_room:
+        return on_host
+    host, device = (planned(one).prediction.tokens_per_s for one in (on_host, on_device))
+    return on_device if device >= host * (1 + SUMS_GAIN) else on_host
+
+
+def with_sums_on(job: Config, tier: Literal["host", "device"]) -> Config:
+    """Return the job with microbatches summed there; on the host they are summed in fp32."""
+    down = job.offload.sums_down if tier == "device" else "fp32"
+    return replace(job, offload=replace(job.offload, sums_on=tier, sums_down=down))
+
+
+def with_sums_of(job: Config, plan_job: Config) -> Config:
+    """Return the job with the sums that its plan has decided on."""
+    keys = {key: getattr(plan_job.offload, key) for key in ("sums_on", "sums_down")}
+    return replace(job, offload=replace(job.offload, **keys))
 
 
 def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> Config:

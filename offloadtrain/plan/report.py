@@ -61,6 +61,8 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "streamed_blocks": len(spec.streamed),
         "recomputed_blocks": plan.placed.recomputed,
         "state_on_device": device_share(spec),
+        "sums_on": plan.job.offload.sums_on,
+        "sums_down": plan.job.offload.sums_down,
         "device_bytes": plan.device,
         "device_room_bytes": plan.device_room,
         "host_bytes": plan.host,
@@ -149,6 +151,11 @@ def _head(plan: Plan) -> str:
     if job.offload.recompute_blocks is not None:
         again = f"{plan.placed.recomputed} of {plan.placed.repeated} blocks"
         lines.append(f"the forward of {again} runs again, the others keep their activations")
+    if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
+        down = "fp32" if job.offload.sums_down == "fp32" else "the working dtype"
+        lines.append(
+            f"microbatches are summed on the device; a step's sum goes down once, in {down}"
+        )
     if job.offload.compile_blocks:
         timed = "fused" if plan.placed.traced is None else "uncompiled"
         lines.append(

@@ -9,18 +9,32 @@ file: operations of a step get such a view and a slot of host memory, and move t
 file and slot with O_DIRECT, several requests at once, without touching the mapping. Who reads the
 views does so while the lanes are empty: the kernel writes dirty pages before a direct read, and
 drops cached ones behind a direct write.
+
+[Note: Checksums of the scratch file]
+State lives in the file for days, and a checkpoint of wrong bytes would verify. So each window of a
+buffer, which is one request, has a checksum in host memory (xxh3-64), computed while it is written
+and compared after it was read. A read of other bytes than were written ends the run. A window
+without a checksum gets one when it is read: frozen weights are never written.
+
+Writes through the mapping cannot be seen, so all checksums are dropped (`drop_checksums`) whenever
+the engine has emptied the lanes for somebody who may use the views. Until a window is moved again,
+its bytes are not checked; nor is what is read through the mapping. Views that the user keeps may be
+written at any other time, too: torch counts writes to a tensor (`_version`), and where the count of
+a buffer's views has changed since its checksum, other bytes are no damage.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from offloadtrain.config.errors import DiskError
@@ -39,8 +53,8 @@ from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.step.spec.memory import MemoryRequest, largest_owners
 from offloadtrain.step.spec.tiers import Tier
 
-_Move = Callable[[DirectFile, memoryview, int], None]
-"""(file, memory, offset in the file) → moves all of the memory's bytes."""
+_Move = Callable[[memoryview, int], None]
+"""(memory, offset in the file) → moves all of the memory's bytes."""
 
 
 class DiskArena:
@@ -53,6 +67,13 @@ class DiskArena:
         self._folder = Path(folder or "")
         self._in_memory = in_memory
         self._booked: list[MemoryRequest] = []
+        self._offsets: list[int] = []
+        """Where the buffer of each booked request begins in the file."""
+        self._checksums: dict[int, tuple[int, int]] = {}
+        """Offset of a window → xxh3-64 of its bytes, and the writes to its buffer's views until
+        then. Each buffer is always moved whole, so that its windows are always the same ones."""
+        self._views: dict[int, dict[int, Tensor]] = {}
+        """Number of a request → the user's views of its buffer, by address."""
         self._base = 0
         """The address at which the file is mapped."""
 
@@ -65,20 +86,23 @@ class DiskArena:
         if not requests:
             return []
         sizes = [padded(request.nbytes) for request in requests]
-        *offsets, whole = accumulate(sizes, initial=0)
+        *self._offsets, whole = accumulate(sizes, initial=0)
         self._check(requests, whole)
         try:
             self._file = DirectFile.scratch(self._folder, whole)
         except OSError as error:
             raise self._refused(requests, whole, str(error.strerror)) from error
         self._threads = ThreadPoolExecutor(2 * THREADS, "offloadtrain-disk")
+        # Beyond those that move windows: a checksum takes a tenth of the time of its write, and is
+        # ready before it.
+        self._hashing = ThreadPoolExecutor(2, "offloadtrain-hash")
         # The memoryview holds the mapping as long as a tensor does.
         mapped = torch.frombuffer(self._file.mapped(), dtype=torch.uint8)
         self._base = mapped.data_ptr()
         self._book(requests, 1)
         return [
             mapped[offset : offset + request.nbytes].view(DTYPES[request.dtype])
-            for offset, request in zip(offsets, requests, strict=True)
+            for offset, request in zip(self._offsets, requests, strict=True)
         ]
 
     def read(self, *views: Tensor) -> None:
@@ -86,10 +110,10 @@ class DiskArena:
         first half names.
 
         Raises:
-            DiskError: the disk fails.
+            DiskError: the disk fails, or returns other bytes than were written.
         """
         half = len(views) // 2
-        self._move("reading", _read, views[:half], views[half:])
+        self._move("reading", self._read, views[:half], views[half:])
 
     def write(self, *views: Tensor) -> None:
         """Write the first half of the views, host memory, to the ranges of the file that the second
@@ -99,13 +123,27 @@ class DiskArena:
             DiskError: the disk is full or fails.
         """
         half = len(views) // 2
-        self._move("writing", _write, views[half:], views[:half])
+        self._move("writing", self._write, views[half:], views[:half])
+
+    def hand_out(self, views: Iterable[Tensor]) -> None:
+        """The user gets these views of the file."""
+        for view in views:
+            if view.numel() and not view.is_inference():  # which torch counts no writes to
+                number = self._number_at(view.data_ptr() - self._base)
+                self._views.setdefault(number, {})[view.data_ptr()] = view
+
+    def drop_checksums(self) -> None:
+        """The lanes are empty, and somebody may write to the views: nothing is known of the bytes
+        in the file."""
+        self._checksums.clear()
 
     def close(self) -> None:
         """Close the file. Its space is free when the last view of it is gone. Idempotent."""
         if self._booked:
             self._threads.shutdown()
+            self._hashing.shutdown()
             self._file.close()
+            self._views.clear()
             self._book(self._booked, -1)
             self._booked = []
 
@@ -119,7 +157,7 @@ class DiskArena:
         ]
         # This lane's thread waits for all requests: an event behind it stands for the whole bucket.
         try:
-            list(self._threads.map(lambda piece: move(self._file, *piece), pieces))
+            list(self._threads.map(lambda piece: move(*piece), pieces))
         except OSError as error:
             nbytes = sum(slot.nbytes for slot in slots)
             name = errno.errorcode.get(error.errno or 0, "")
@@ -130,6 +168,40 @@ class DiskArena:
                 "lost, its checkpoints are intact: resume from the last one, with scratch_dir on "
                 "another drive or with state_on = 'host'"
             ) from error
+
+    def _write(self, data: memoryview, offset: int) -> None:
+        self._checksums.pop(offset, None)  # a write that fails leaves unknown bytes
+        checksum = self._hashing.submit(xxhash.xxh3_64_intdigest, data)
+        _write(self._file, data, offset)
+        self._checksums[offset] = checksum.result(), self._view_writes(offset)
+
+    def _read(self, into: memoryview, offset: int) -> None:
+        _read(self._file, into, offset)
+        found = xxhash.xxh3_64_intdigest(into), self._view_writes(offset)
+        checksum, view_writes = self._checksums.setdefault(offset, found)
+        if checksum != found[0]:
+            if view_writes == found[1]:
+                raise self._damaged(offset, len(into))
+            self._checksums[offset] = found
+
+    def _number_at(self, offset: int) -> int:
+        """Return the number of the request whose buffer has this byte of the file."""
+        return bisect_right(self._offsets, offset) - 1
+
+    def _view_writes(self, offset: int) -> int:
+        views = self._views.get(self._number_at(offset), {})
+        return sum(view._version for view in views.values())
+
+    def _damaged(self, offset: int, num_bytes: int) -> DiskError:
+        request = self._booked[self._number_at(offset)]
+        field = request.name.removesuffix(f" {request.bucket}")
+        return DiskError(
+            f"{field} of bucket '{request.bucket}': {format_bytes(num_bytes)} read from the "
+            f"scratch file in scratch_dir = '{self._folder}', from byte {offset} on, are not those "
+            "that were written (xxh3-64): the drive or memory has changed them. The state of this "
+            "run is lost, its checkpoints are intact: resume from the last one (--resume), with "
+            "scratch_dir on another drive or with state_on = 'host'"
+        )
 
     def _check(self, requests: Sequence[MemoryRequest], num_bytes: int) -> None:
         try:

@@ -12,6 +12,7 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.events.control import Requests
+from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
@@ -75,7 +76,8 @@ def run(
         trainer = trainer_of(config, context, folder, log)
         _resume(trainer, opened, ranks)
         trainer.saving.check_room(trainer.progress.step)
-        _warn_of_damage(opened.begin(job=job_text, resolved=jobs.dump(config), ranks=ranks), log)
+        resolved = jobs.dump(with_sums_of(config, context.plan.job))
+        _warn_of_damage(opened.begin(job=job_text, resolved=resolved, ranks=ranks), log)
         _warn_without_locks(folder, log, ranks)
         if distributed is not None:
             distributed.began(folder)

@@ -74,8 +74,10 @@ class RunFolder:
         Raises:
             RunFolderError: it is not a run folder, or a process is running in it.
         """
-        if not (path / "events").is_dir():
-            raise RunFolderError(f"{path} is not a run folder: it has no folder events")
+        if not ((path / "events").is_dir() or holds_run(path) or _has_checkpoint(path)):
+            raise RunFolderError(
+                f"{path} is not a run folder: it has no events, no run.json and no checkpoint"
+            )
         # Its parts are not elsewhere: a run writes into them, and removes files. Checkpoints may
         # be on another disk.
         for name in ("events", "control"):
@@ -170,6 +172,7 @@ class RunFolder:
         self.announce()
         self._kept = self._kept or not self._announced
         try:
+            self._make_folders()
             os.truncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
             if job is not None:
@@ -187,7 +190,7 @@ class RunFolder:
         Raises:
             RunFolderError: it is missing: the hosts share no file system at this path.
         """
-        if not (path / "events").is_dir():
+        if not (path / "checkpoints").is_dir():
             raise RunFolderError(
                 f"{path} is not on {socket.gethostname()}: all hosts of a job must see the run "
                 "folder; set runs_dir to a file system that they share"
@@ -259,11 +262,15 @@ class RunFolder:
         lacking = [path for name in _CONTENT if not (path := self.path / name).exists()]
         self._lock = _lock(self.path / "lock")
         self._made += [path for path in lacking if path.name == "lock" or not path.exists()]
-        own_folder(self.path / "events")
-        (self.path / "checkpoints").mkdir(mode=_MODE, exist_ok=True)
+        self._make_folders()
         # Durable before a checkpoint is: it would be lost with the name of a folder above it.
         for folder in dict.fromkeys(made.parent for made in self._made):
             sync_folder(folder)
+
+    def _make_folders(self) -> None:
+        """Make the folders that a run writes into; a resumed one may have lost them."""
+        own_folder(self.path / "events")
+        (self.path / "checkpoints").mkdir(mode=_MODE, exist_ok=True)
 
 
 def holds_run(path: Path) -> bool:

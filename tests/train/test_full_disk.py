@@ -164,7 +164,8 @@ def test_a_run_folder_that_is_removed_meanwhile_costs_one_line(
 
     monkeypatch.setattr(Trainer, "_between_steps", removed)
     assert run(small_job(tmp_path), path) == 0
-    assert f"{path} was removed or renamed during the run" in capsys.readouterr().err
+    output, log = capsys.readouterr().err, path / "events" / "rank000.jsonl"
+    assert f"{log} was removed or renamed during the run" in output
     assert [saved.name for saved in sorted((path / "checkpoints").iterdir())] == [
         "step-00000009",
         "step-00000012",

@@ -10,8 +10,11 @@ from tempfile import gettempdir
 from typing import Any
 
 import pytest
+import torch
 
+from offloadtrain.cli.exit_codes import FAILED, of_error
 from offloadtrain.config.errors import DiskError
+from offloadtrain.engine import AnyOptimizer, OffloadOptimizer
 from offloadtrain.events import schema
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.plan import make
@@ -19,6 +22,7 @@ from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.lanes import LaneError
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.log.run_log import RunLog
 from tests.engine.test_proof import MODES, PLACEMENTS
 from tests.train.bitwise import Case, differ, parted, saving, whole
 from tests.train.small_job import events_of, run, small_job, tensor_hashes
@@ -97,6 +101,34 @@ def test_the_log_says_how_many_bytes_each_step_moves(tmp_path: Path, more: tuple
     moved = [(one.disk_read_bytes, one.disk_written_bytes) for one in found]
     assert planned.written_bytes > 0
     assert moved[2:-1] == [(planned.read_bytes, planned.written_bytes)] * 2
+
+
+def test_a_flipped_bit_ends_the_job_and_its_last_checkpoint_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step uses the bit and no checkpoint has it; resumed, the run has the bits of another."""
+    before_step = RunLog.before_step
+
+    def flip_before_step_6(log: RunLog, optimizer: AnyOptimizer) -> None:
+        before_step(log, optimizer)
+        if optimizer.tries == 5:
+            optimizer.lanes.synchronize()
+            assert isinstance(optimizer, OffloadOptimizer)
+            # The last bucket is in no slot of the host: only the file has its state.
+            state = optimizer._blocks[-2].buckets[-1].state[0].flat
+            state.view(torch.uint8)[100] ^= 1
+
+    disk = ("offload.state_on=disk", "offload.scratch_in_memory=true", "model.num_layers=4")
+    whole_run, damaged = tmp_path / "whole", tmp_path / "damaged"
+    assert run(small_job(tmp_path, *disk), whole_run) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "before_step", flip_before_step_6)
+        with pytest.raises((DiskError, LaneError), match=r"of bucket '.*--resume") as raised:
+            run(small_job(tmp_path, *disk), damaged)
+    assert of_error(raised.value) == FAILED and "\n" not in str(raised.value)
+    assert [found.name for found in checkpoint.find(damaged / "checkpoints")] == ["step-00000003"]
+    assert run(small_job(tmp_path, *disk), damaged, resume=str(damaged)) == 0
+    assert tensor_hashes(damaged, 12) == tensor_hashes(whole_run, 12)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.plan import report
+from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
@@ -20,15 +21,16 @@ from offloadtrain.train.dry_run import check
 from offloadtrain.train.job_trace import needed_trace
 
 
-def preview(config: Config, ranks: int = 1) -> tuple[str, bool]:
-    """Return the needs of a job and whether it fits, on its machine or else on this one."""
-    config = described(config)
-    name, machine = _machine(config)
-    trace = needed_trace(config, machine, ranks)
-    job = settled(config, name, machine, ranks, trace)
+def preview(config: Config, ranks: int = 1) -> tuple[str, bool, Config]:
+    """Return the needs of a job, whether it fits, and the job with its decided sums, on its machine
+    or else on this one."""
+    described_job = described(config)
+    name, machine = _machine(described_job)
+    trace = needed_trace(described_job, machine, ranks)
+    job = settled(described_job, name, machine, ranks, trace)
     plan = make(job, name, machine, ranks, trace)
     lines = [report.text(plan), _formats(plan, trace), check(plan)]
-    return "\n\n".join(lines), plan.fits
+    return "\n\n".join(lines), plan.fits, with_sums_of(config, plan.job)
 
 
 def _machine(config: Config) -> tuple[str, Machine]:

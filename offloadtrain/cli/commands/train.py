@@ -132,9 +132,9 @@ def _preview(config: Config, ranks: int) -> int:
     from offloadtrain.cli.commands.dry_run import preview
     from offloadtrain.config import job as jobs
 
-    text, fits = preview(config, ranks)
+    text, fits, resolved = preview(config, ranks)
     print(text, file=sys.stderr)
-    print(jobs.dump(config), end="")
+    print(jobs.dump(resolved), end="")
     return DONE if fits else DOES_NOT_FIT
 
 

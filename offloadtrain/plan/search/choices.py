@@ -48,6 +48,8 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
         "offload.activation": policies,
         "offload.state": tuple(states),
         "offload.state_on": distinct(job.offload.state_on, "host"),
+        "offload.sums_on": distinct(job.offload.sums_on, "device"),
+        "offload.sums_down": distinct(job.offload.sums_down, "working"),
         "ranks.shard": distinct(job.ranks.shard, 0),
         "ranks.expert": distinct(
             job.ranks.expert, gcd(job.model.num_experts, of_stage) if own else 1

@@ -24,6 +24,7 @@ from offloadtrain.config.ranks_options import (
 )
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.automatic import with_sums_on
 from offloadtrain.plan.pipeline_times import least_seconds
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.step.proof.pipeline_drive import Schedule
@@ -101,6 +102,11 @@ class Found:
             + f"train.micro_batch={config.train.micro_batch} "
             f"train.grad_accum_steps={config.train.grad_accum_steps} "
             f"train.global_batch_tokens=0 {self._keys_of_activations}"
+            + "".join(
+                f" offload.{key}={getattr(config.offload, key)}"
+                for key in ("sums_on", "sums_down")
+                if getattr(config.offload, key) != getattr(asked.offload, key)
+            )
             + ("" if config.ranks.flushes else " offload.update=delayed offload.warmup_steps=0")
         )
 
@@ -191,6 +197,7 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
             "micro_batch": one.micro_batch,
             "activation": one.plan.job.offload.activation,
             "recompute_blocks": one.plan.job.offload.recompute_blocks,
+            "sums_on": one.plan.job.offload.sums_on,
             "device_bytes": sum(one.plan.device.values()),
             "bubbles": [] if one.plan.pipeline is None else list(one.plan.pipeline.bubbles),
             "seconds": one.seconds,
@@ -214,11 +221,21 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
             for size in (
                 1 << power for power in range(own.bit_length()) if own % (1 << power) == 0
             ):
-                tried = (
-                    _divided(job, of_job, size, sequences // size, activation)
-                    for activation in ACTIVATIONS
-                )
-                yield [one for one in tried if not any(_problems(one))]
+                for one in _with_sums(job, sequences // size):
+                    tried = (
+                        _divided(one, of_job, size, sequences // size, activation)
+                        for activation in ACTIVATIONS
+                    )
+                    yield [one for one in tried if not any(_problems(one))]
+
+
+def _with_sums(job: Config, count: int) -> Iterator[Config]:
+    """Yield the job with so many microbatches summed on the host, unless it asks for the device,
+    and on the device."""
+    if job.offload.sums_on != "device":
+        yield with_sums_on(job, "host")
+    if job.offload.sums_on == "device" or count > 1:
+        yield with_sums_on(job, "device")
 
 
 def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:

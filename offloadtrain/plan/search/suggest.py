@@ -13,7 +13,7 @@ from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
-from offloadtrain.plan.automatic import with_state_on
+from offloadtrain.plan.automatic import with_state_on, with_sums_of
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
@@ -31,9 +31,9 @@ from offloadtrain.plan.search.choices import (
 SIMULATED = 12
 """Most candidates with a predicted time; each takes a fraction of a second."""
 
-
 PLACES = ("offload.working", "offload.activation")
-OFFLOAD = (*PLACES, "offload.state", "offload.state_on", "ranks.shard", "ranks.expert")
+SUMS = ("offload.sums_on", "offload.sums_down")
+OFFLOAD = (*PLACES, "offload.state", "offload.state_on", *SUMS, "ranks.shard", "ranks.expert")
 ALL = (*OFFLOAD, "train.micro_batch")
 
 SAME = 0.03
@@ -101,6 +101,7 @@ def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> l
     ordered = _fastest(list(largest.values()))
     best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
     near = [one for one in ordered if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
+    near.sort(key=lambda one: one.plan.job.offload.sums_down == "working")
     near.sort(key=lambda one: list(STATE_PRECISIONS).index(one.plan.job.offload.state))
     return [*near, *ordered[len(near) :]]
 
@@ -114,6 +115,7 @@ def single_changes(
         "offload.state_on": distinct("auto", "host"),
         "offload.recompute_blocks": ("auto",) if job.offload.recomputes else (),
         "offload.sums_on": ("host", "device"),
+        "offload.sums_down": ("fp32", "working"),
         "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
         # What a trace tells is of eager operations.
         "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
@@ -189,10 +191,10 @@ def settled(
         found = automatic(resolved(job, machine), name, machine, ranks, trace)
         job = _consistent(job, found.keys)
     asked = job.offload.recompute_blocks, job.offload.state_on, job.ranks.layers_per_stage
-    if "auto" not in asked:
+    if "auto" not in (*asked, job.offload.sums_on):
         return job
     plan = make(job, name, machine, ranks, trace)
-    job = replace(job, ranks=plan.job.ranks)
+    job = with_sums_of(replace(job, ranks=plan.job.ranks), plan.job)
     if job.offload.recompute_blocks == "auto":
         own = plan.job.offload
         keys = {key: getattr(own, key) for key in ("recompute_blocks", "partition_activations")}
@@ -361,12 +363,10 @@ def _changed(
     if "train.micro_batch" in keys and not job.train.global_batch_tokens:
         keys["train.grad_accum_steps"] = microbatches_of(job, keys["train.micro_batch"])
     changed = _consistent(job, keys)
-    broken = (
-        changed.offload.problems(),
-        contradictions(changed.optim, changed.offload),
-        problems_of_ranks(changed),
-    )
-    if any(map(any, broken)):
+    if changed.train.grad_accum_steps == 1 and keys.keys() & SUMS:
+        return None  # nothing is summed
+    of_rule = contradictions(changed.optim, changed.offload)
+    if any(map(any, (changed.offload.problems(), of_rule, problems_of_ranks(changed)))):
         return None
     try:
         return Change(keys, make(changed, name, machine, ranks, trace))
@@ -380,16 +380,16 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     train = changed.train
     train = replace(train, grad_accum_steps=microbatches_of(job, train.micro_batch))
     changed = replace(changed, train=train)
-    if changed.offload.working == "device" and changed.offload.resident_blocks:
-        changed = replace(changed, offload=replace(changed.offload, resident_blocks=None))
-    if changed.offload.activation not in ("recompute", "offload"):
-        changed = replace(changed, offload=replace(changed.offload, recompute_blocks=None))
-    if not changed.offload.recomputes:
-        changed = replace(changed, offload=replace(changed.offload, partition_activations=False))
-    if changed.offload.activation != "offload_saved":
-        offload = replace(changed.offload, offload_saved_above=OFFLOAD_SAVED_ABOVE)
-        changed = replace(changed, offload=offload)
-    return changed
+    offload = changed.offload
+    if offload.working == "device" and offload.resident_blocks:
+        offload = replace(offload, resident_blocks=None)
+    if offload.activation not in ("recompute", "offload"):
+        offload = replace(offload, recompute_blocks=None)
+    if not offload.recomputes:
+        offload = replace(offload, partition_activations=False)
+    if offload.activation != "offload_saved":
+        offload = replace(offload, offload_saved_above=OFFLOAD_SAVED_ABOVE)
+    return replace(changed, offload=offload)
 
 
 def _text(value: Any) -> str:

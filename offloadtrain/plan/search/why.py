@@ -38,6 +38,7 @@ NOTES = {
     ("offload.update", "delayed"): "one step of staleness",
     ("offload.state", "split16"): "rounds moments",
     ("offload.state", "int8"): "rounds masters and moments",
+    ("offload.sums_down", "working"): "rounds the sum of microbatches",
     ("offload.compile_blocks", True): "rounds elsewhere",
 }
 """Changes that change the numbers of a run, and how."""

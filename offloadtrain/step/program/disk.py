@@ -19,7 +19,8 @@ those of a whole update are launched before the first load of the next forward.
 
 The file always holds what the slot held when its last write was launched, so a slot can be taken
 away at any time. Whoever touches the state past the lanes, between steps, reads and writes the
-file, and the slots are forgotten.
+file, and the slots are forgotten. So are the checksums of what was written: see [Note: Checksums of
+the scratch file] in `runtime/disk_arena.py`.
 """
 
 from __future__ import annotations

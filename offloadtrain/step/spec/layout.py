@@ -54,6 +54,11 @@ def lay_out(
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
+    if config.sums_on == "auto":
+        raise OptionError(
+            "sums_on = 'auto' is decided by the plan of a job; in offload() give 'host' or "
+            "'device', which plan_model(..., sums_on='auto') tells"
+        )
     if config.partition_activations and parts == 1:
         raise OptionError(
             "partition_activations = True divides block inputs among the ranks of tensor parallel, "

@@ -65,7 +65,11 @@ class RunLog:
         self._spent_before_s = dict(HEARTBEAT.spent_s)
         self._nvml = Nvml()
         self._writer = EventWriter(
-            None, rank, on_error=self._cannot_write, on_recovery=self._writes_again
+            None,
+            rank,
+            on_error=self._cannot_write,
+            on_recovery=self._writes_again,
+            on_removed=lambda message: console.say(f"warning: {message}"),
         )
         self._loggers = Loggers(lambda told: self.warn("logger-failed", told))
         self._alerts = Alerts(self._alert, time.monotonic, config.train.spike_score)

@@ -15,6 +15,7 @@ from offloadtrain.config.units import format_count
 from offloadtrain.events import schema
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import SystemInfo
+from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.train.build import TrainingContext
@@ -85,7 +86,7 @@ class RunStart:
         return schema.RunStarted(
             run_id=self.run.run_id,
             pid=os.getpid(),
-            config=as_tables(self.config),
+            config=as_tables(with_sums_of(self.config, self.context.plan.job)),
             plan=self._plan(),
             backend=asdict(kernels.backend()),
             machine=asdict(self.machine),

@@ -30,8 +30,9 @@ def words(
     """
     took = f"\n{step} steps in {format_duration(seconds)}"
     if not log.exists():
+        missing = log if run.is_dir() else run
         return (
-            f"{took}\n{run} was removed or renamed during the run: its log is lost; later "
+            f"{took}\n{missing} was removed or renamed during the run: its log is lost; later "
             f"checkpoints are in {run / 'checkpoints'}"
         )
     curve = "" if stopped else f"\n{summary(log)}\n"

@@ -201,6 +201,8 @@ def _smaller(config: Config) -> Iterator[str]:
         yield f'offload.activation = "{"recompute" if kept else "offload"}"'
     if not train.chunked_loss:
         yield "train.chunked_loss = true"
+    if offload.sums_on != "host":
+        yield 'offload.sums_on = "host"'
     if offload.device_share or offload.state_on == "auto":
         yield 'offload.state_on = "host"'
     elif offload.working == "device":

@@ -1,0 +1,119 @@
+"""Where microbatches are summed: the plan decides `sums_on = "auto"`, and the search tries the
+device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offloadtrain.cli.commands.dry_run import preview
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import OptionError
+from offloadtrain.events import schema
+from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.plan import report
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search import pipeline_search
+from offloadtrain.plan.search.suggest import nearest, settled
+from offloadtrain.step.spec.block_spec import BlockSpec
+from offloadtrain.step.spec.layout import lay_out
+from tests.train.small_job import events_of, run, small_job
+
+H100 = find("h100")[1]
+LLAMA = ("model.num_layers=8", "offload.state=int8", "train.grad_accum_steps=32",
+         "train.micro_batch=1", "train.global_batch_tokens=0")  # fmt: skip
+
+
+def job(*overrides: str) -> Config:
+    return jobs.load("offloadtrain/cli/jobs/llama_1b.toml", [*LLAMA, *overrides])
+
+
+def planned(config: Config, machine: Machine = H100) -> Plan:
+    return make(config, "", machine)
+
+
+def with_memory(gpu: str = "80 GiB", host: str = "2 TiB") -> Machine:
+    return replace(H100, gpu_memory=gpu, host_memory=host)
+
+
+def test_many_microbatches_are_summed_on_a_device_that_has_room() -> None:
+    found = planned(job("offload.sums_on=auto"))
+    on_host, on_device = (planned(job(f"offload.sums_on={tier}")) for tier in ("host", "device"))
+    assert (found.job.offload.sums_on, found.job.offload.sums_down) == ("device", "fp32")
+    assert found.prediction == on_device.prediction
+    assert found.prediction.tokens_per_s > 1.03 * on_host.prediction.tokens_per_s
+    assert "microbatches are summed on the device" in report.text(found)
+
+
+def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> None:
+    on_host, on_device = (planned(job(f"offload.sums_on={tier}")) for tier in ("host", "device"))
+    used = [sum(plan.device.values()) + H100.gpu_reserved_bytes for plan in (on_host, on_device)]
+    machine = with_memory(gpu=f"{sum(used) // 2} B")
+    assert planned(on_host.job, machine).fits and not planned(on_device.job, machine).fits
+    found = planned(job("offload.sums_on=auto", "offload.sums_down=working"), machine)
+    assert (found.job.offload.sums_on, found.job.offload.sums_down) == ("host", "fp32")
+    assert found.fits and "summed on the device" not in report.text(found)
+
+
+def test_a_step_of_one_microbatch_keeps_the_host() -> None:
+    assert planned(job("offload.sums_on=auto", "train.grad_accum_steps=1")).job.offload.sums_on == (
+        "host"
+    )
+
+
+def _host_between() -> Machine:
+    """Return a machine whose host has room for 16-bit gradients and none for fp32 sums."""
+    narrow = ("offload.sums_on=device", "offload.sums_down=working")
+    wide, less = (max(planned(job(*some)).host_peaks.values()) for some in ((), narrow))
+    assert less < wide
+    machine = with_memory(host="1 TiB")
+    room = planned(job(), machine).host_room
+    return with_memory(host=f"{(1 << 40) - room + (wide + less) // 2} B")
+
+
+def test_where_only_sums_on_the_device_fit_they_are_there() -> None:
+    machine = _host_between()
+    assert not planned(job(), machine).fits
+    open_job = job("offload.sums_on=auto", "offload.sums_down=working")
+    found = planned(open_job, machine)
+    assert found.fits
+    assert (found.job.offload.sums_on, found.job.offload.sums_down) == ("device", "working")
+    assert settled(open_job, "", machine, 1) == replace(open_job, offload=found.job.offload)
+
+
+def test_a_job_that_lacks_host_memory_for_its_sums_is_told_to_sum_on_the_device() -> None:
+    """It keeps the tokens of its step."""
+    config, machine = job("offload.working=host"), _host_between()
+    changes = nearest(config, "", machine, 1)
+    assert {"offload.sums_on": "device", "offload.sums_down": "working"}.items() <= (
+        changes[0].keys.items()
+    )
+    assert changes[0].plan.fits and changes[0].plan.job.batch_tokens == config.batch_tokens
+
+
+@pytest.mark.slow
+def test_the_search_of_stages_sums_on_the_device_where_that_is_faster() -> None:
+    config = job("train.grad_accum_steps=128")
+    first, *_ = pipeline_search.search(config, "", with_memory(gpu="20 GiB"), 2, ("1f1b",))
+    assert first.plan.job.offload.sums_on == "device"
+    assert " offload.sums_on=device" in first.keys
+
+
+def test_the_engine_refuses_what_only_a_plan_decides() -> None:
+    config = replace(job("offload.sums_on=auto").offload, precision="bf16")
+    with pytest.raises(OptionError, match="sums_on = 'auto' is decided by the plan"):
+        lay_out([BlockSpec("a", (), ())], config, ranks=1, num_tensors=1, available_bytes=None)
+
+
+def test_the_decision_is_in_the_dry_run_the_run_folder_and_the_log(tmp_path: Path) -> None:
+    config = small_job(tmp_path, "train.steps=2", "offload.sums_on=auto")
+    text, fits, resolved = preview(config)
+    assert fits and resolved.offload.sums_on in ("host", "device")
+    assert run(config, tmp_path / "run") == 0
+    saved = jobs.load(tmp_path / "run" / "resolved.toml").offload.sums_on
+    (started,) = events_of(tmp_path / "run", schema.RunStarted)
+    assert resolved.offload.sums_on == saved == started.config["offload"]["sums_on"]
+    assert ("summed on the device" in text) == (saved == "device")

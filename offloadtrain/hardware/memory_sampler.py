@@ -99,6 +99,7 @@ class MemorySampler:
         *,
         read_device: Callable[[], DeviceMemory] | None = None,
         pinned: Callable[[], int | None] = lambda: None,
+        each_second: Callable[[], None] = lambda: None,
         ring: RingWriter | None = None,
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.time,
@@ -108,9 +109,11 @@ class MemorySampler:
         Args:
             emit: gets a record every RECORD_S, on the sampler's thread.
             read_device: None: the host is sampled alone.
+            each_second: called on the sampler's thread.
             ring: closed with the sampler, or when its disk refuses.
         """
         self._emit, self._read_device, self._pinned = emit, read_device, pinned
+        self._each_second = each_second
         self._ring, self._interval_s, self._clock = ring, interval_s, clock
         self._window = Window()
         self._step = 0
@@ -164,6 +167,7 @@ class MemorySampler:
         device = self._read_device() if self._read_device else None
         if time.monotonic() >= self._host_until_s:
             self._host, self._host_until_s = read_host(), time.monotonic() + HOST_S
+            self._each_second()
         point = point_of(self._clock(), self._step, device, self._pinned(), self._host)
         self._window.add(point, device.peak if device else None)
         self._host_peak = max(self._host_peak, point.rss or 0)

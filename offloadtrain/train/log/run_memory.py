@@ -17,6 +17,7 @@ from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.device_memory import AllocatorCounters
 from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.train.log.unaccounted import UnaccountedMemory
 
 _EVERY_S = 1.0
 _CHANGE = 0.005
@@ -54,8 +55,16 @@ class RunMemory:
         if optimizer.device.type == "cuda":
             free = partial(nvml.memory_free, gpu_uuid(optimizer.device))
             self._allocator = AllocatorCounters(optimizer.device, free)
+        # On the CPU activations are in the same memory, and in no Ledger.
+        unaccounted = UnaccountedMemory(optimizer.ledger) if self._allocator else None
+
+        def compare() -> None:
+            if unaccounted is not None and (message := unaccounted.look()):
+                warn("host-memory", message)
+
         self._sampler = MemorySampler(
             emit,
+            each_second=compare,
             read_device=self._allocator.read if self._allocator else None,
             pinned=lambda: optimizer.ledger.total(Tier.HOST) if optimizer.pinned else 0,
             ring=_ring(ring, warn),

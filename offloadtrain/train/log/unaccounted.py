@@ -1,0 +1,91 @@
+"""Host memory of the process that the engine's Ledger does not know of."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from offloadtrain.config.units import format_bytes
+from offloadtrain.runtime.arena import Ledger
+from offloadtrain.step.spec.tiers import Tier
+
+ALLOWED_BYTES = 4 << 30
+"""Growth since training began: libraries that are loaded late, compiled code, batches."""
+_NEAR = 0.2
+"""Relative difference in size below which an owner is named as a likely cause."""
+
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)$")
+_PRIVATE = re.compile(r"^Anonymous: +(\d+) kB$")
+
+
+class UnaccountedMemory:
+    """Compares the anonymous memory of this process with the Ledger's host memory.
+
+    What is pinned or used by the engine is in the Ledger, byte by byte. Whatever else grows is not
+    planned and may end the run by the kernel's hand.
+    """
+
+    def __init__(self, ledger: Ledger, read: Callable[[], int | None] | None = None) -> None:
+        """`read` returns the anonymous bytes of the process; None: not known."""
+        self._ledger = ledger
+        self._read = read or anonymous_bytes
+        self._before = self._beyond()
+        self._is_told = self._was_beyond = False
+
+    def look(self) -> str | None:
+        """Return the sentence to warn with, once: memory has grown past the Ledger by more than
+        ALLOWED_BYTES in two looks in a row. Memory that is being mapped is in no Ledger yet."""
+        beyond = self._beyond()
+        if self._is_told or beyond is None or self._before is None:
+            return None
+        growth = beyond - self._before
+        was_beyond, self._was_beyond = self._was_beyond, growth > ALLOWED_BYTES
+        if not (was_beyond and self._was_beyond):
+            return None
+        self._is_told = True
+        held = self._ledger.total(Tier.HOST)
+        return (
+            f"this process has {format_bytes(held + beyond)} of host memory, and the engine knows "
+            f"of {format_bytes(held)}: what it does not know of has grown by "
+            f"{format_bytes(growth)} since training began{self._near(growth)}. Largest in the "
+            f"process: {_largest_mappings()}. If it grows on, the kernel may end the run: lower "
+            "train.micro_batch, or keep less on the host"
+        )
+
+    def _beyond(self) -> int | None:
+        anonymous = self._read()
+        return None if anonymous is None else anonymous - self._ledger.total(Tier.HOST)
+
+    def _near(self, growth: int) -> str:
+        """Name the owner of about the same size, of which a copy may exist."""
+        rows = [row for row in self._ledger.rows() if row.tier == Tier.HOST.value and row.bytes]
+        near = min(rows, key=lambda row: abs(row.bytes - growth), default=None)
+        if near is None or abs(near.bytes - growth) > _NEAR * growth:
+            return ""
+        return f", about the size of '{near.owner}' ({format_bytes(near.bytes)})"
+
+
+def anonymous_bytes() -> int | None:
+    """Return the anonymous resident memory of this process; None: not known. It takes microseconds,
+    unlike /proc/self/smaps_rollup, which walks all pages."""
+    with suppress(OSError):
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+        if found := re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE):
+            return int(found[1]) << 10
+    return None
+
+
+def _largest_mappings(count: int = 2) -> str:
+    """Describe where the anonymous memory is, by the names that the kernel gives to mappings."""
+    sizes: Counter[str] = Counter()
+    name = ""
+    with suppress(OSError):
+        for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
+            if mapping := _MAPPING.match(line):
+                name = mapping[1] or "mappings without a name"
+            elif private := _PRIVATE.match(line):
+                sizes[name] += int(private[1]) << 10
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.most_common(count))

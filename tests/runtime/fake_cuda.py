@@ -6,6 +6,9 @@ GPU would *tell* of it comes late: an event is reached some time after it was re
 before what its stream waits for. Tasks of a lane's thread begin late too, so that events are often
 waited for before they are recorded.
 
+An allocation of device memory counts as a write of the current stream, which may still run an
+earlier user of that memory, and fills it in deterministic mode.
+
 It is strict where CUDA says nothing: a stream that waits for an event that was never recorded
 raises, the driver refuses a thread on which no context is current, and times of events that have
 not happened are refused as by torch itself. Where all is done at once a missing wait changes no

@@ -25,7 +25,7 @@ help:
 	@echo "make lint      run ruff, format, strict mypy, import contracts"
 	@echo "make docs      build the documentation's pages in build/site; any warning is an error"
 	@echo "make bench     compare CPU Adam with the traffic limit and torch, in one process"
-	@echo "make gpu       run the GPU tests, then measurements, within 8 minutes and offline"
+	@echo "make gpu       run the GPU tests, then measurements, within 6 minutes and offline"
 	@echo "make sanitize  run kernels under ASan and UBSan, the pool and the queue under TSan"
 	@echo "make clean     remove .venv, builds and caches; data and runs are kept"
 
@@ -60,7 +60,7 @@ bench: .venv/.runtime
 
 # With the Python and torch that are there, and nothing from the network: the extension is built
 # with their nanobind and put beside the sources; without one the Numba kernels take over.
-# GPU_ARGS: --budget-minutes, --only, --gpu-memory, --out.
+# GPU_ARGS: --list 2 for what is asked more rarely, --only, --budget-minutes, --gpu-memory, --out.
 gpu:
 	-cmake -S native -B build/gpu -DPython_EXECUTABLE="$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 	-cmake --build build/gpu --parallel && cp build/gpu/_native*.so offloadtrain/

@@ -64,21 +64,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = any("::" in arg for arg in config.args)
     kept = levels.selected(items, config.option.level, config.option.seed)
     kept = list(items) if named and config.option.level == "full" else kept
-    if not _one_thread_and_a_gpu():
-        kept = _without_gpu(config, kept)
+    _one_thread()
     config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
     items[:] = sorted(kept, key=_without_pools)
 
 
-def _one_thread_and_a_gpu() -> bool:
-    """Set torch's threads, and say whether it has a GPU. The tests of the ground and of the monitor
-    run where torch is not installed."""
+def _one_thread() -> None:
+    """Set torch's threads. The tests of the ground and of the monitor run without torch."""
     if find_spec("torch") is None:
-        return False
+        return
     import torch  # here: the process that only hands out tests does not wait for it
 
     torch.set_num_threads(1)
-    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test marked `gpu` runs on the CPU where there is no GPU: `tests/gpu/stand_in.py`."""
+    mark = item.get_closest_marker("gpu")
+    if mark is None:
+        return (yield)
+    from tests.gpu.precision import HAS_GPU
+    from tests.gpu.stand_in import stand_in
+
+    if HAS_GPU:
+        return (yield)
+    with stand_in(mark.kwargs.get("until")):
+        return (yield)
 
 
 def _without_pools(item: pytest.Item) -> bool:
@@ -99,13 +111,3 @@ def pytest_collection(session: pytest.Session) -> Iterator[object]:
     if session.config.option.level != "full":
         gc.set_threshold(GARBAGE_EVERY)
     return found
-
-
-def _without_gpu(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests that need a GPU are left out where there is none, and say so if they are asked for."""
-    if "gpu" not in config.option.markexpr:
-        return [item for item in items if item.get_closest_marker("gpu") is None]
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-    return items

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.gpu --out DIR [--budget-minutes 8] [--only GROUP,…] [--gpu-memory 32GiB]`.
+"""`python -m benchmarks.gpu [--list 2] [--only GROUP,…] [--budget-minutes 8] [--out DIR]`.
 
-Runs the tests marked `gpu`, then the measurements in order of value until the time is used up; each
-in a process of its own, its figures written before the next begins. Started again within a day it
-goes on where it was cut off.
+Runs a list of the suite (1: the tests marked `gpu`, and what is asked first), or groups of either,
+in order of value until the time is used up; each measurement in a process of its own, its figures
+written before the next begins. Started again within a day it goes on where it was cut off.
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from benchmarks.gpu.planned import planned
 from benchmarks.gpu.results import Results, machine, title
 from benchmarks.gpu.suite import Here, Item, items
 from benchmarks.gpu.systems import here, precision_of
-from offloadtrain.config.units import parse_bytes
+from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
 
 ROOT = Path(__file__).resolve().parents[2]
+PROCESSES = "10"
+"""Of pytest: the GPU tests then take 70 s."""
+_START_MOST_S = 60.0
+"""Of a process, where DeepSpeed compiles its Adam first."""
 _LAST = 2000
 """Characters of a failed process's output that are kept."""
 
@@ -40,7 +44,7 @@ def main() -> int:
     results.describe(machine=machine(), command=command)
     failed = 0
     chosen = _chosen(options)
-    traced = next((item.name for item in chosen if len(item.specs) == 1), "")
+    traced = next((item.name for item in chosen if item.spec is not None), "")
     for item in chosen:
         left = 60 * options.budget_minutes - (time.monotonic() - began)
         if results.has(item.name):
@@ -60,7 +64,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--budget-minutes", type=float, default=8.0)
-    parser.add_argument("--only", default="", help="groups, with commas between")
+    parser.add_argument("--list", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--only", default="", help="groups of either list, with commas between")
     parser.add_argument("--gpu-memory", default="", help="stands in for a smaller card: 32GiB")
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
     return parser.parse_args()
@@ -73,17 +78,18 @@ def _chosen(options: argparse.Namespace) -> list[Item]:
     if unknown:
         known = ", ".join(dict.fromkeys(item.group for item in found))
         raise SystemExit(f"--only {options.only}: {unknown.pop()!r} is not one of {known}")
-    return [item for item in found if not groups or item.group in groups]
+    if groups:
+        return [item for item in found if item.group in groups]
+    return [item for item in found if item.list == options.list]
 
 
 def _here(gpu_memory: str) -> Here:
     cap = parse_bytes(gpu_memory) if gpu_memory else 0
     if not torch.cuda.is_available():
-        return Here(card=0, cap=cap)
-    card = torch.cuda.get_device_properties(0)
+        return Here(cap=cap)
     chosen = precision_of(here())
-    flops = peak_flops(card.name, chosen)
-    return Here(card=card.total_memory, cap=cap, flops=flops, precision=chosen)
+    flops = peak_flops(torch.cuda.get_device_name(0), chosen)
+    return Here(cap=cap, flops=flops, precision=chosen)
 
 
 def _run(
@@ -92,21 +98,23 @@ def _run(
     """Its figures, or {"error": …}. `traced`: a step's timeline is kept beside the results."""
     if not item.arguments:
         return _tests(options.out, left, toy=options.toy)
-    trace = [str(options.out / f"{results.path.stem}-trace.json")] if traced else []
-    found = _process([*item.arguments, *trace], min(left, 2 * item.seconds))
-    return with_plans(item, results, found) | {"group": item.group}
+    more: list[str] = []
+    if item.group == "job":
+        more = [str(options.out / f"{results.path.stem}-run")]
+    elif traced:
+        more = [str(options.out / f"{results.path.stem}-trace.json")]
+    found = _process([*item.arguments, *more], min(left, _START_MOST_S + 2 * item.seconds))
+    return with_plan(item, results, found) | {"group": item.group}
 
 
-def with_plans(item: Item, results: Results, found: dict[str, Any]) -> dict[str, Any]:
-    """The plan's word on ours beside what was found, once the machine is measured."""
+def with_plan(item: Item, results: Results, found: dict[str, Any]) -> dict[str, Any]:
+    """Add the plan's figures to what was found of ours, once the machine is measured."""
     rates: dict[str, Any] | None = results.get("machine").get("machine")
-    if rates is None:
+    if rates is None or item.spec is None or item.spec.system != "offloadtrain":
         return found
-    for spec in item.specs:
-        measured = found.get("systems", {}).get(spec.name, found)
-        if spec.system == "offloadtrain" and "figures" in measured:
-            measured["planned"] = planned(spec, Machine(**rates))
-    return found
+    if "figures" not in found:
+        return found
+    return found | {"planned": planned(item.spec, Machine(**rates))}
 
 
 def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
@@ -116,6 +124,7 @@ def _tests(out: Path, left: float, *, toy: bool) -> dict[str, Any]:
     arguments = ["-m", "pytest", "-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
     arguments += files
     arguments += ["--collect-only"] if toy else []
+    arguments += ["-n", PROCESSES] if find_spec("xdist") and not toy else []
     began = time.monotonic()
     try:
         done = subprocess.run(
@@ -171,12 +180,16 @@ def _line(found: dict[str, Any]) -> str:
         return f"failed: {found['error'].splitlines()[-1] if found['error'] else ''}"
     if "missing" in found:
         return str(found["missing"])
-    if "ratio" in found:
-        return f"ratio {found['ratio']:.2f} of steps in turn"
     figures = found.get("figures", {})
     if "tokens_per_s" in figures:
-        mfu = f", MFU {figures['mfu']:.3f}" if figures.get("mfu") else ""
-        return f"{figures['step_s']:.3f} s, {figures['tokens_per_s']:.0f} tokens/s{mfu}"
+        line = f"{figures['step_s']:.3f} s, {figures['tokens_per_s']:.0f} tokens/s"
+        line += f", MFU {figures['mfu']:.3f}" if figures.get("mfu") else ""
+        if figures.get("right_guesses") is not None:
+            line += f", {100 * figures['right_guesses']:.0f} % of the guesses were right"
+        if "anonymous_bytes" in figures:
+            line += f"; host: {format_bytes(figures['anonymous_bytes'])} of the process, "
+            line += f"{format_bytes(figures['host_bytes'])} in the Ledger"
+        return line
     return str(found.get("summary", "measured"))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.systems import System, make
+from benchmarks.resident_memory import resident
 from offloadtrain.config.model_shape import flops_per_token, num_params
 from offloadtrain.engine import StepReport
 from offloadtrain.events.chrome_trace import chrome_trace
@@ -38,12 +39,18 @@ class Running:
         self.spec = spec
         self.device = device
         torch.manual_seed(0)
+        torch.zeros(1, device=device)  # CUDA's context is the process's, not the system's
+        self._anonymous_before, _ = resident()
+        self._anonymous_bytes = 0
         self.system: System = make(spec, device)
         size = (spec.micro_batch, spec.seq_len)
         self._tokens = torch.randint(spec.shape.vocab_size, size, device=device)
         self.losses: list[float] = []
         self.reports: list[dict[str, Any]] = []
         self._exposed_ms: list[float] = []
+        self._right_guesses: list[bool] = []
+        """For each measured step, whether its update inside backward was right. A step that makes
+        none, since too many were wrong before, counts as wrong."""
         self._exposed_by_lane: dict[str, float] = {}
 
     def steps(self, count: int) -> list[float]:
@@ -57,18 +64,12 @@ class Running:
         return samples
 
     def measured(self, count: int) -> list[float]:
-        """The same of steps that are like any other: no first one, none after a rest, none that is
-        sampled. Only of these is it kept how long compute waited."""
+        """The same of steps that are like any other: no first one, none that is sampled. Only these
+        count in how long compute waited and which guesses were right."""
         samples = self.steps(count)
         self._exposed_ms += [told["exposed_ms"] for told in self.reports[-count:]]
+        self._right_guesses += [told["speculation_hit"] is True for told in self.reports[-count:]]
         return samples
-
-    def rest(self) -> None:
-        """Return when nothing of it is under way."""
-        if self.system.optimizer is not None:
-            self.system.optimizer.synchronize()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def sample(self, trace: Path | None = None) -> None:
         """Make a step more, where it is ours, and keep what compute waited for; `trace`: write its
@@ -103,6 +104,7 @@ class Running:
         total = sum(self.system.micro(self._tokens, self._tokens) for _ in range(accum))
         self.system.step()
         self.losses.append(float(total) / accum)
+        self._anonymous_bytes = max(self._anonymous_bytes, resident()[0])
         if (report := self._report()) is not None:
             self.reports.append(_told(report))
 
@@ -113,12 +115,15 @@ class Running:
         report = self._report()
         if report is None or self.system.optimizer is None:
             return {}
+        speculates = self.spec.options.get("update") == "speculative"
         params, ledger = num_params(self.spec.shape), self.system.optimizer.ledger
         host = ledger.total(Tier.HOST)
         return {
             "exposed_ms": statistics.median(self._exposed_ms),
             "exposed_by_lane": self._exposed_by_lane,
             "host_bytes": host,
+            "anonymous_bytes": self._anonymous_bytes - self._anonymous_before,
+            "right_guesses": statistics.mean(self._right_guesses) if speculates else None,
             "host_bytes_per_param": host / params,
             "bus_bytes_per_param": (report.d2h_bytes + report.h2d_bytes) / params,
             "ledger": [asdict(row) for row in ledger.rows()],
@@ -145,6 +150,7 @@ def _speed(spec: Spec, device: torch.device, step_s: float) -> dict[str, Any]:
 def _told(report: StepReport) -> dict[str, Any]:
     return {
         "exposed_ms": report.exposed_ms,
+        "speculation_hit": report.speculation_hit,
         "busy_ms": {str(lane): spent for lane, spent in report.busy_ms.items()},
         "d2h_bytes": report.d2h_bytes,
         "h2d_bytes": report.h2d_bytes,

@@ -17,7 +17,6 @@ class Spec:
 
     Attributes:
         size: a name of `model_shape.SIZES`.
-        custom: fields of a `ModelShape` in place of a named size.
         options: of `offload`, as JSON values.
         gpu_memory: bytes that stand in for a smaller card; 0: the whole of this one.
         steps: measured, after `warm`.
@@ -25,7 +24,6 @@ class Spec:
 
     size: str
     system: str = "offloadtrain"
-    custom: dict[str, Any] = field(default_factory=dict)
     seq_len: int = 1024
     micro_batch: int = 8
     grad_accum_steps: int = 1
@@ -57,7 +55,7 @@ class Spec:
 
     @property
     def shape(self) -> ModelShape:
-        shape = ModelShape(**self.custom) if self.custom else SIZES[self.size]
+        shape = SIZES[self.size]
         return replace(shape, max_seq_len=max(shape.max_seq_len, self.seq_len))
 
     def dumps(self) -> str:

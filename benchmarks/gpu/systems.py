@@ -85,16 +85,15 @@ def make(spec: Spec, device: torch.device) -> System:
 def _offloadtrain(spec: Spec, device: torch.device) -> System:
     with torch.device("meta"):
         model = Transformer(spec.shape)
-    activation = {"activation": "recompute"} if spec.recompute else {}
+    activation: dict[str, Any] = {"activation": "recompute"} if spec.recompute else {}
     optimizer = offload(
         model,
         AdamW(lr=LR),
         device=device,
         precision=spec.precision,
-        clip_norm=CLIP_NORM,
         grad_accum_steps=spec.grad_accum_steps,
         param_init_fn=fill,
-        **activation | spec.options,
+        **{"clip_norm": CLIP_NORM} | activation | spec.options,
     )
 
     def micro(inputs: Tensor, targets: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
             if ctx.divisor is not None:
                 grad_RV.masked_fill_((targets_N[rows] == IGNORED)[:, None], 0.0)
             grad_NV[rows] = grad_RV.mul_(scale)
+            del grad_RV  # before the next chunk's logits are widened
         return grad_NV, None, None
 
 

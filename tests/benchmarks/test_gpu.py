@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import bus, convergence, largest
-from benchmarks.gpu.__main__ import main, with_plans
+from benchmarks.gpu import __main__ as suite_command
+from benchmarks.gpu import bus, job
+from benchmarks.gpu.__main__ import main, with_plan
 from benchmarks.gpu.__main__ import test_files as gpu_test_files
-from benchmarks.gpu.pair import ROUNDS, compare
 from benchmarks.gpu.planned import planned
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import Running
@@ -55,6 +55,7 @@ def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
     assert alone["figures"]["tokens_per_s"] > 0 and alone["losses"][-1] < alone["losses"][0]
     assert alone["figures"]["exposed_by_lane"].keys() == {"d2h", "host", "h2d"}
     assert alone["planned"]["step_s"] > 0 and len(alone["samples"]) == 2
+    assert "in the Ledger" in first.stderr
     assert json.loads((tmp_path / f"{path.stem}-trace.json").read_text())["traceEvents"]
     again = command(*arguments)
     assert again.stderr.count("measured before") == 2
@@ -73,24 +74,28 @@ def test_only_usual_steps_tell_what_compute_waits() -> None:
     assert len(waits) == 6 and found["figures"]["exposed_ms"] == sorted(waits[2:5])[1]
 
 
-@pytest.mark.parametrize("options", [{}, {"state_on": "device"}])
-def test_ours_and_the_resident_one_in_turn(options: dict[str, str]) -> None:
-    found = compare(replace(TINY, options=options), replace(TINY, system="resident"))
-    ours, theirs = found["systems"].values()
-    assert [ours["spec"]["system"], theirs["spec"]["system"]] == ["offloadtrain", "resident"]
-    assert len(found["ratios"]) == ROUNDS and found["ratio"] == sorted(found["ratios"])[1]
+def test_a_step_counts_guesses_and_the_memory_of_its_process() -> None:
+    """With a norm that never clips all guesses are right, with one that always does none."""
+    options = {"update": "speculative"}
+    right = measure(replace(TINY, options=options | {"clip_norm": 1e9}))["figures"]
+    wrong = measure(replace(TINY, options=options | {"clip_norm": 1e-6}))["figures"]
+    assert right["right_guesses"] == 1.0 and wrong["right_guesses"] == 0.0
+    found = measure(replace(TINY, size="gpt2-124m"))["figures"]
+    assert found["right_guesses"] is None
+    assert 0.9 < found["anonymous_bytes"] / found["host_bytes"] < 3.0
+
+
+def test_ours_and_the_resident_one_from_the_same_weights() -> None:
+    ours, theirs = (measure(replace(TINY, system=name)) for name in ("offloadtrain", "resident"))
     count = len(theirs["losses"])  # the norm that clips is fp64 in one, fp32 in the other
     assert ours["losses"][:count] == pytest.approx(theirs["losses"], rel=1e-3)
-    assert len(ours["samples"]) == len(theirs["samples"]) == 2 * ROUNDS
 
 
 @pytest.mark.slow
-def test_the_largest_and_the_curves() -> None:
-    found = largest.train(1 << 30, toy=True)
-    assert found["planned"]["params"] > 1e8 and found["figures"]["tokens_per_s"] > 0
-    losses = {case: convergence.curve(case, toy=True)["losses"] for case in convergence.CASES}
-    for curve in losses.values():
-        assert curve[-1] < curve[0] and curve == pytest.approx(losses["resident"], rel=1e-3)
+def test_a_job_with_its_run_folder(tmp_path: Path) -> None:
+    found = job.train(tmp_path / "run", toy=True)
+    assert len(found["losses"]) == 4 and found["checkpoints"] > 0 and found["tokens_per_s"] > 0
+    assert "4 steps" in found["summary"] and (tmp_path / "run" / "resolved.toml").exists()
 
 
 def test_what_the_time_does_not_allow_is_left_out(
@@ -101,6 +106,10 @@ def test_what_the_time_does_not_allow_is_left_out(
     assert main() == 0
     out, err = capsys.readouterr()
     assert "left out" in err and json.loads(Path(out.strip()).read_text())["measurements"] == {}
+    assert "fsdp2" not in err
+    monkeypatch.setattr(sys, "argv", [*arguments, "--budget-minutes", "0", "--list", "2"])
+    assert main() == 0
+    assert "fsdp2" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*arguments, "--only", "all"])
     with pytest.raises(SystemExit, match="'all' is not one of"):
         main()
@@ -144,21 +153,19 @@ def test_every_system_trains_the_same_model(keys: dict[str, Any]) -> None:
     assert found["losses"][-1] < found["losses"][0]
 
 
-def test_ours_have_the_plan_s_word_beside_them(tmp_path: Path) -> None:
-    """Alone and in a pair, once the machine is measured; others have no plan."""
-    ours, theirs = TINY, replace(TINY, system="resident")
-    item = Item(group="peers", name="a pair", seconds=1, specs=(ours, theirs))
+def test_ours_have_a_plan(tmp_path: Path) -> None:
+    """Once the machine is measured; other systems have none."""
+    ours, theirs = (
+        Item(group="peers", list=1, name=system, seconds=1, spec=replace(TINY, system=system))
+        for system in ("offloadtrain", "resident")
+    )
     results = Results(tmp_path, "cpu")
     measured = {"figures": {"step_s": 1.0}}
-    assert with_plans(item, results, {"systems": {ours.name: dict(measured)}}) == {
-        "systems": {ours.name: measured}
-    }
+    assert with_plan(ours, results, measured) == measured
     results.add("machine", {"machine": asdict(find("h200")[1])})
-    systems = {spec.name: dict(measured) for spec in item.specs}
-    found = with_plans(item, results, {"systems": systems})["systems"]
-    assert found[ours.name]["planned"]["step_s"] > 0 and "planned" not in found[theirs.name]
-    alone = with_plans(replace(item, specs=(ours,)), results, dict(measured))
-    assert alone["planned"] == found[ours.name]["planned"]
+    assert with_plan(ours, results, measured)["planned"]["step_s"] > 0
+    assert with_plan(theirs, results, measured) == measured
+    assert with_plan(ours, results, {"error": "killed"}) == {"error": "killed"}
 
 
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,45 +188,6 @@ def test_peers_that_are_not_here_are_told() -> None:
         assert "figures" in found or "not installed" in told or "needs a GPU" in told
 
 
-@pytest.mark.parametrize(
-    ("too_large", "told"),
-    [("resident", "resident does not fit"), ("offloadtrain", "both do not fit")],
-)
-def test_what_does_not_fit_beside_the_other(
-    too_large: str, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither is ours a failure then: alone it may fit."""
-
-    def full(running: Running, spec: Spec, device: torch.device) -> None:
-        if spec.system == too_large:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        begin(running, spec, device)
-
-    begin = Running.__init__
-    monkeypatch.setattr(Running, "__init__", full)
-    assert told in compare(TINY, replace(TINY, system="resident"))["missing"]
-
-
-@pytest.mark.slow
-def test_a_pair_on_smaller_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has its own: what it takes beyond it would be the other's."""
-    specs = [replace(TINY, gpu_memory=GIB), replace(TINY, system="resident", gpu_memory=GIB)]
-    real = Running.found
-
-    def found(running: Running, samples: list[float], peak: int | None) -> dict[str, Any]:
-        took = 2 * GIB if running.spec.system == too_large else GIB
-        return real(running, samples, took)
-
-    monkeypatch.setattr(Running, "found", found)
-    too_large = "neither"
-    assert compare(*specs)["ratio"] > 0
-    too_large = "resident"
-    assert (
-        "resident debug 2x16x1 bf16 1GiB does not fit: it took 2.0 GiB"
-        in (compare(*specs)["missing"])
-    )
-
-
 def test_the_copies_go_through_the_engines_lanes() -> None:
     found = bus.rates(torch.device("cpu"), 1 << 20)
     assert found.keys() == {"h2d", "d2h", "both", "pinned"}
@@ -227,27 +195,47 @@ def test_the_copies_go_through_the_engines_lanes() -> None:
 
 
 def test_the_suite() -> None:
-    """Names are unique, specs survive their text, goals come first, and a cap reaches all."""
+    """Names are unique, specs survive their text, the tests come first, and a cap reaches all."""
     for toy in (True, False):
-        found = items(Here(card=139 * GIB, flops=989e12), toy=toy)
+        found = items(Here(flops=989e12), toy=toy)
         names = [item.name for item in found]
         assert len(set(names)) == len(names)
-        specs = [spec for item in found for spec in item.specs]
+        specs = [item.spec for item in found if item.spec is not None]
         assert {spec.system for spec in specs} == set(SYSTEMS)
         for spec in specs:
             assert Spec.loads(spec.dumps()) == spec and spec.shape.num_layers > 0
         assert [item.group for item in found][:3] == ["tests", "machine", "resident"]
-    capped = items(Here(card=39 * GIB, cap=24 * GIB), toy=False)
-    assert all(s.gpu_memory in (24 * GIB, 32 * GIB) for i in capped for s in i.specs)
-    assert next(i.name for i in capped if i.group == "largest") == "largest 32 GiB"
-    assert "largest 80 GiB" not in [i.name for i in capped]
+        assert [item.list for item in found] == sorted(item.list for item in found)
+    capped = items(Here(cap=20 * GIB), toy=False)
+    caps = {item.spec.gpu_memory for item in capped if item.spec is not None}
+    assert caps == {20 * GIB, 24 * GIB, 32 * GIB}
+
+
+def test_every_system_has_a_resident_run_to_be_compared_with() -> None:
+    """In the same list or the one before: but for what does not fit resident."""
+    specs = [item.spec for item in items(Here(), toy=False) if item.spec is not None]
+    resident = {(spec.size, spec.step_tokens) for spec in specs if spec.system == "resident"}
+    others = {spec.size for spec in specs if (spec.size, spec.step_tokens) not in resident}
+    assert others == {"llama-8b", "gpt-13b"}
 
 
 def test_a_card_without_bf16_is_measured_in_fp16() -> None:
-    found = items(Here(card=32 * GIB, precision="fp16"), toy=False)
-    assert {spec.precision for item in found for spec in item.specs} == {"fp16"}
+    found = items(Here(precision="fp16"), toy=False)
+    assert {item.spec.precision for item in found if item.spec is not None} == {"fp16"}
     assert not any("split16" in item.name for item in found)
-    assert len([item for item in found if item.group == "grid"]) == 216
+
+
+@pytest.mark.parametrize("card", ["h100", "h200"])
+def test_the_first_list_ends_within_six_minutes_and_everything_fits(card: str) -> None:
+    """A host as it is rented with one card: 16 cores and 125 GiB."""
+    machine = replace(find(card)[1], host_memory="118GiB", cores=16)
+    found = items(Here(flops=989e12), toy=False)
+    assert sum(item.seconds for item in found if item.list == 1) <= 360
+    for item in found:
+        if item.spec is not None and item.spec.system == "offloadtrain":
+            plan = planned(item.spec, machine)
+            assert plan["fits"] and plan["step_s"] > 0, item.name
+            assert plan["host_bytes"] < 110 * GIB, item.name
 
 
 @pytest.mark.parametrize(("has_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
@@ -259,46 +247,25 @@ def test_the_precision_of_a_card(
     assert precision_of(torch.device("cpu")) == "bf16"
 
 
-def test_the_grid_is_whole() -> None:
-    """Every size, mode, format, accumulation and length, under 32 GB; near the usual first."""
-    here = Here(card=139 * GIB, flops=989e12)
-    grid = [item for item in items(here, toy=False) if item.group == "grid"]
-    assert sum(item.seconds for item in grid) < 14 * 3600
-    found = [item.specs[0] for item in grid]
-    cells = {
-        (s.size, s.options["update"], s.options["state"], s.grad_accum_steps, s.seq_len)
-        for s in found
-    }
-    assert len(cells) == len(found) == 4 * 3 * 3 * 3 * 3
-    assert all(spec.gpu_memory == 32 * GIB for spec in found)
-    first = [spec for spec in found if spec.size == found[0].size][:5]
-    assert {s.grad_accum_steps for s in first} | {s.options["state"] for s in first} >= {1, 4, 16}
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_tests_run_on_ten_processes(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pytest-xdist is there; without it on one."""
+    asked: list[list[str]] = []
 
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "480 passed", "")
 
-def test_what_a_goal_is_about_is_measured_within_three_calls_of_ten_minutes() -> None:
-    """On an H200, by the allowances, which are long: the tests, then pairs, then 13B."""
-    found = items(Here(card=139 * GIB, flops=989e12), toy=False)
-    first = found[: next(n for n, item in enumerate(found) if item.group == "modes") + 1]
-    assert {item.group for item in first} == {
-        "tests",
-        "machine",
-        "resident",
-        "peers",
-        "13b",
-        "modes",
-    }
-    assert sum(item.seconds for item in first) < 3 * 540
-
-
-@pytest.mark.slow
-def test_every_measurement_has_a_plan() -> None:
-    machine = find("h200")[1]
-    for item in items(Here(card=139 * GIB), toy=False):
-        for spec in item.specs if item.group != "grid" else ():
-            if spec.system == "offloadtrain":
-                found = planned(spec, machine)
-                assert found["step_s"] > 0
-                assert found["fits"] or spec.options.get("update") == "speculative", item.name
+    monkeypatch.setattr(suite_command, "find_spec", lambda name: installed or name != "xdist")
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["gpu", "--out", str(tmp_path), "--only", "tests"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert main() == 0
+    assert ("-n" in asked[-1]) == installed and "tests/gpu/test_engine_cuda.py" in asked[-1]
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["measurements"]["tests"]["summary"] == "480 passed"
 
 
 def test_the_tests_of_a_gpu_are_found() -> None:
@@ -317,8 +284,7 @@ class Absent:
         if name.partition(".")[0] in {absent!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Absent())
-import benchmarks.gpu.__main__, benchmarks.gpu.largest, benchmarks.gpu.machine
-import benchmarks.gpu.convergence
+import benchmarks.gpu.__main__, benchmarks.gpu.machine, benchmarks.gpu.job
 from benchmarks.gpu.spec import Spec
 from benchmarks.gpu.step import measure
 tiny = Spec(size="debug", seq_len=16, micro_batch=2, warm=1, steps=2)

@@ -1,4 +1,7 @@
-"""What the card that is there computes in: a V100 has no bf16."""
+"""The device of these tests and what it computes in: a V100 has no bf16.
+
+Without a GPU it is the CPU, under the stand-in for CUDA (`stand_in.py`).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import torch
 
 import offloadtrain as ot
 
-HAS_BF16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
+HAS_BF16 = not HAS_GPU or torch.cuda.is_bf16_supported(including_emulation=False)
 NAME, DTYPE = ("bf16", torch.bfloat16) if HAS_BF16 else ("fp32", torch.float32)
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32} | {NAME: DTYPE}
 
-offload = partial(ot.offload, device="cuda", precision=NAME)
-"""In that precision, where the call names no other."""
+offload = partial(ot.offload, device=DEVICE.type, precision=NAME)
+"""On that device (of a rank, its own) and in that precision, where the call names no other."""

@@ -17,13 +17,13 @@ from torch import nn
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
-from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, LaneError, on_lanes
+from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
 from offloadtrain.runtime.lanes import copy as transfer_copy
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.spec.memory import MemoryRequest
 from offloadtrain.step.spec.tiers import Tier
-from tests.gpu.precision import DTYPE, DTYPES, offload
+from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_update_modes import DelayedRun
@@ -49,13 +49,14 @@ def deterministic() -> object:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
-    twin = copy.deepcopy(model).cuda()
+    twin = copy.deepcopy(model).to(DEVICE)
     optimizer = offload(
         model,
         ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
@@ -64,7 +65,7 @@ def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: in
         grad_accum_steps=accum,
     )
     resident = ResidentOnGpu(twin, DTYPES[precision], clip_norm=0.5, scale=optimizer.loss_scale)
-    stream = [tokens.cuda() for tokens in batches(10 * accum)]
+    stream = [tokens.to(DEVICE) for tokens in batches(10 * accum)]
     for step in range(10):
         micro = stream[step * accum : (step + 1) * accum]
         expected = resident.step(micro, loss_of)
@@ -84,6 +85,7 @@ def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: in
     optimizer.close()
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("activation", ["keep", "recompute"])
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
@@ -91,7 +93,7 @@ def test_nothing_offloaded(name: str, accum: int, activation: str) -> None:
     """Masters and moments on the GPU: the bits of torch's fused AdamW there."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    twin = copy.deepcopy(model).cuda()
+    twin = copy.deepcopy(model).to(DEVICE)
     optimizer = offload(
         model,
         ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
@@ -100,7 +102,7 @@ def test_nothing_offloaded(name: str, accum: int, activation: str) -> None:
         grad_accum_steps=accum,
     )
     resident = ResidentRun(twin, DTYPE)
-    stream = [tokens.cuda() for tokens in batches(6 * accum)]
+    stream = [tokens.to(DEVICE) for tokens in batches(6 * accum)]
     for step in range(6):
         micro = stream[step * accum : (step + 1) * accum]
         expected = resident.step(micro, loss_of)
@@ -118,7 +120,7 @@ def test_nothing_offloaded(name: str, accum: int, activation: str) -> None:
         "padding",
     }
     for key, state in optimizer.named_state():
-        assert state["master"].is_cuda
+        assert state["master"].device == DEVICE
         assert torch.equal(state["master"], resident.master(key)), key
     optimizer.close()
 
@@ -149,13 +151,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", STREAMED)
 def test_every_mode_and_placement_over_streams(name: str, options: str, accum: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
-    twin = copy.deepcopy(model).cuda()
+    twin = copy.deepcopy(model).to(DEVICE)
     chosen = {"clip_norm": 0.5} | OPTIONS[options]
     optimizer = offload(
         model,
@@ -165,7 +168,7 @@ def test_every_mode_and_placement_over_streams(name: str, options: str, accum: i
     )
     run = DelayedOnGpu if "delayed" in options else ResidentOnGpu
     resident = run(twin, DTYPE, clip_norm=chosen["clip_norm"])
-    stream = [tokens.cuda() for tokens in batches(6 * accum)]
+    stream = [tokens.to(DEVICE) for tokens in batches(6 * accum)]
     for step in range(6):
         micro = stream[step * accum : (step + 1) * accum]
         losses = []
@@ -187,18 +190,18 @@ def test_every_mode_and_placement_over_streams(name: str, options: str, accum: i
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_log_of_a_run_over_streams_is_proved(options: str) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    lanes = RecordingLanes(CudaLanes(device))
+    lanes = RecordingLanes(lanes_for(DEVICE))
     model = Chain(5)
     with on_lanes(lanes):
         optimizer = offload(model, **({"clip_norm": 0.5} | OPTIONS[options]))
     for tokens in batches(4):
-        optimizer.backward(loss_of(model, tokens.cuda()))
+        optimizer.backward(loss_of(model, tokens.to(DEVICE)))
         optimizer.step()
     optimizer.close()
     assert prove(lanes.program) == []
 
 
+@pytest.mark.gpu(until="torch.cuda.max_memory_allocated")
 def test_the_peak_does_not_grow_with_depth() -> None:
     """Streamed weights and offloaded inputs: what torch's allocator has given out at most."""
     peaks = []
@@ -209,7 +212,7 @@ def test_the_peak_does_not_grow_with_depth() -> None:
         before = torch.cuda.memory_allocated()
         optimizer = offload(model, working="host", activation="offload")
         for tokens in batches(3):
-            optimizer.backward(loss_of(model, tokens.repeat(40, 1).cuda()))
+            optimizer.backward(loss_of(model, tokens.repeat(40, 1).to(DEVICE)))
             optimizer.step()
         optimizer.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
@@ -217,12 +220,15 @@ def test_the_peak_does_not_grow_with_depth() -> None:
     assert peaks[1] <= peaks[0] + 64 * 1024  # the allocator rounds each tensor to 512 bytes
 
 
+WIDTH = 2048 if HAS_GPU else 64
+
+
 class TinyComputeBigTransfer(nn.Module):
     """Wide layers over one row: copies and Adam take far longer than compute, so races show."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -234,17 +240,18 @@ class TinyComputeBigTransfer(nn.Module):
 def test_race_provoking_shapes(working: str) -> None:
     torch.manual_seed(0)
     model = TinyComputeBigTransfer()
-    twin = copy.deepcopy(model).cuda()
+    twin = copy.deepcopy(model).to(DEVICE)
     optimizer = offload(
         model,
         ot.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
         working=working,
     )
     resident = ResidentOnGpu(twin, DTYPE, lr=1e-3)
-    inputs = [torch.randn(1, 2048, device="cuda", dtype=DTYPE) for _ in range(20)]
+    inputs = [torch.randn(1, WIDTH, device=DEVICE, dtype=DTYPE) for _ in range(20)]
 
-    def loss(net: nn.Module, x: object) -> torch.Tensor:
-        return net(x).float().square().mean()
+    def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = net(x)
+        return output.float().square().mean()
 
     # In separate loops: the other model's work would give a missing wait time to go unnoticed.
     mine = []
@@ -272,6 +279,7 @@ def test_masters_come_back_to_the_host_as_they_were_given(options: dict[str, Any
     optimizer.close()
 
 
+@pytest.mark.gpu(until="cuda_driver.register")
 def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     ledger = Ledger()
     arena = Arena(ledger, pin=True)
@@ -279,7 +287,7 @@ def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     assert arena.pinned
     assert memory.is_pinned() and memory[1000:].is_pinned()
     kernels.cast(torch.randn(1 << 20), memory)
-    on_device = torch.empty(1 << 20, device="cuda")
+    on_device = torch.empty(1 << 20, device=DEVICE)
     on_device.copy_(memory, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(on_device.cpu(), memory)
@@ -287,10 +295,11 @@ def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     assert ledger.total(Tier.HOST) == 0
 
 
+@pytest.mark.gpu(until="torch.cuda._sleep")
 def test_lanes_keep_their_order_under_delays() -> None:
-    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
-    host = Buffer("host", torch.zeros(1 << 20).pin_memory())
-    device = Buffer("device", torch.zeros(1 << 20, device="cuda"))
+    lanes = lanes_for(DEVICE)
+    host = Buffer("host", torch.zeros(1 << 20, pin_memory=HAS_GPU))
+    device = Buffer("device", torch.zeros(1 << 20, device=DEVICE))
     for round_ in range(1, 6):
         torch.cuda._sleep(20_000_000)
         lanes.launch(Lane.COMPUTE, "fill", lambda t, r=round_: t.fill_(r), (), [device.whole])
@@ -306,7 +315,7 @@ def test_lanes_keep_their_order_under_delays() -> None:
 
 
 def test_a_failure_on_the_host_lane_is_raised_and_nothing_hangs() -> None:
-    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
+    lanes = lanes_for(DEVICE)
     buffer = Buffer("host", torch.zeros(4))
 
     def fail(_: torch.Tensor) -> None:
@@ -318,11 +327,12 @@ def test_a_failure_on_the_host_lane_is_raised_and_nothing_hangs() -> None:
     lanes.close()
 
 
+@pytest.mark.gpu(until="torch.cuda.set_sync_debug_mode")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_training_waits_for_nothing_but_the_norm() -> None:
     model = Chain()
     optimizer = offload(model)
-    tokens = batches(1)[0].cuda()
+    tokens = batches(1)[0].to(DEVICE)
     for _ in range(3):
         optimizer.backward(loss_of(model, tokens))
         optimizer.step()
@@ -338,7 +348,7 @@ def test_training_waits_for_nothing_but_the_norm() -> None:
 def test_the_timeline_shows_adam_beside_uploads() -> None:
     model = TinyComputeBigTransfer()
     optimizer = offload(model)
-    x = torch.randn(1, 2048, device="cuda", dtype=DTYPE)
+    x = torch.randn(1, WIDTH, device=DEVICE, dtype=DTYPE)
     optimizer.backward(model(x).float().square().mean())
     optimizer.step()
     optimizer.sample_timeline()
@@ -353,10 +363,11 @@ def test_the_timeline_shows_adam_beside_uploads() -> None:
     optimizer.close()
 
 
+@pytest.mark.gpu(until="torch.cuda._sleep")
 def test_what_compute_waits_is_read_off_its_stream() -> None:
     """A host lane that is busy for 50 ms, with compute that has nothing to do meanwhile, and with
     compute that is busy itself for longer."""
-    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
+    lanes = lanes_for(DEVICE)
     spent = []
     for cycles in (0, 400_000_000):
         lanes.synchronize()
@@ -376,12 +387,12 @@ def test_every_lane_tells_how_long_it_worked() -> None:
     torch.manual_seed(0)
     model = Chain(6)
     optimizer = offload(model, clip_norm=1.0, working="host")
-    totals = dict.fromkeys(Lane, 0.0)
+    totals = dict.fromkeys(map(str, Lane), 0.0)
     began = torch.cuda.Event(enable_timing=True)
     ended = torch.cuda.Event(enable_timing=True)
     began.record()
     for tokens in batches(20):
-        optimizer.backward(loss_of(model, tokens.cuda()))
+        optimizer.backward(loss_of(model, tokens.to(DEVICE)))
         optimizer.step()
         assert optimizer.last_step is not None
         for lane, busy_ms in optimizer.last_step.busy_ms.items():
@@ -397,9 +408,9 @@ def test_every_lane_tells_how_long_it_worked() -> None:
 
 def test_a_host_lane_waits_for_a_stream_without_python() -> None:
     """The native queue waits for an event through the driver's own function."""
-    lanes = CudaLanes(torch.device("cuda", torch.cuda.current_device()))
-    device = Buffer("device", torch.ones(1 << 24, device="cuda"))
-    host = Buffer("host", torch.zeros(1 << 24).pin_memory())
+    lanes = lanes_for(DEVICE)
+    device = Buffer("device", torch.ones(1 << 24, device=DEVICE))
+    host = Buffer("host", torch.zeros(1 << 24, pin_memory=HAS_GPU))
     total = Buffer("sum", torch.zeros(1 << 24))
     for round in range(1, 6):
         device.flat.mul_(2.0)
@@ -418,9 +429,10 @@ def test_a_host_lane_waits_for_a_stream_without_python() -> None:
 def _fill_the_card_in_backward(_: nn.Module, __: object, output: torch.Tensor) -> None:
     """When the gradient comes back to here: blocks behind have delivered theirs."""
     size = 2 * torch.cuda.mem_get_info()[0]
-    output.register_hook(lambda grad: torch.empty(size, device="cuda"))
+    output.register_hook(lambda grad: torch.empty(size, device=DEVICE))
 
 
+@pytest.mark.gpu(until="torch.cuda.mem_get_info")
 def test_out_of_memory_in_the_middle_of_a_step_leaves_a_usable_engine() -> None:
     """The step is dropped: what follows has the bits of a run that never tried it."""
     losses: dict[bool, list[float]] = {}
@@ -433,10 +445,10 @@ def test_out_of_memory_in_the_middle_of_a_step_leaves_a_usable_engine() -> None:
             if tries and step == 3:
                 handle = model.layers[1].register_forward_hook(_fill_the_card_in_backward)
                 with pytest.raises(torch.OutOfMemoryError):
-                    optimizer.backward(loss_of(model, tokens.cuda()))
+                    optimizer.backward(loss_of(model, tokens.to(DEVICE)))
                 handle.remove()
                 optimizer.zero_grad()
-            loss = loss_of(model, tokens.cuda())
+            loss = loss_of(model, tokens.to(DEVICE))
             optimizer.backward(loss)
             optimizer.step()
             losses[tries].append(loss.item())
@@ -450,17 +462,16 @@ def test_a_group_of_one_over_nccl() -> None:
     losses = []
     for grouped in (False, True):
         if grouped:
-            store = torch.distributed.HashStore()
-            torch.distributed.init_process_group(
-                "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1
-            )
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            backend = "cpu:gloo,cuda:nccl" if HAS_GPU else "gloo"
+            torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
         torch.manual_seed(0)
         model = Chain(3)
         optimizer = offload(model, ot.AdamW(lr=1e-2), clip_norm=0.5)
         assert optimizer.ranks.is_single
         found = []
         for tokens in batches(4):
-            loss = loss_of(model, tokens.cuda())
+            loss = loss_of(model, tokens.to(DEVICE))
             optimizer.backward(loss)
             optimizer.step()
             found.append(loss.item())
@@ -478,26 +489,31 @@ SANITIZED = {
 }
 
 
+def train_sanitized(options: str) -> None:
+    torch.manual_seed(0)
+    model = Chain(4)
+    optimizer = offload(model, **{"clip_norm": 0.5} | SANITIZED[options])
+    for number, tokens in enumerate(batches(4)):
+        optimizer.backward(loss_of(model, tokens.to(DEVICE)))
+        if number % 2 or options != "not offloaded":
+            optimizer.step()
+    optimizer.close()
+
+
 @pytest.mark.parametrize("options", SANITIZED)
 def test_the_stream_sanitizer_finds_nothing(options: str) -> None:
-    """torch's own, which knows streams and events, and none of the lanes' declarations. It follows
-    waits for events and not queries: so threads wait for events that have happened, too. What it
-    reports otherwise: `test_what_the_stream_sanitizer_cannot_see`."""
+    """torch's own, which knows streams and events, and none of the lanes' declarations. It must be
+    there from the start of a process. It follows waits for events and not queries: so threads wait
+    for events that have happened, too. What it reports otherwise:
+    `test_what_the_stream_sanitizer_cannot_see`."""
+    if not HAS_GPU:
+        train_sanitized(options)
+        return
     code = f"""
-import torch
 from offloadtrain.runtime.lanes.stream_times import StreamEvent
+from tests.gpu import test_engine_cuda as here
 StreamEvent.has_happened = lambda event: False
-from tests.gpu.precision import offload
-from tests.gpu.test_engine_cuda import SANITIZED
-from tests.numerics.models import Chain, batches, loss_of
-torch.manual_seed(0)
-model = Chain(4)
-optimizer = offload(model, **{{"clip_norm": 0.5}} | SANITIZED[{options!r}])
-for number, tokens in enumerate(batches(4)):
-    optimizer.backward(loss_of(model, tokens.cuda()))
-    if number % 2 or {options!r} != "not offloaded":
-        optimizer.step()
-optimizer.close()
+here.train_sanitized({options!r})
 """
     environment = os.environ | {"TORCH_CUDA_SANITIZER": "1"}
     root = Path(__file__).resolve().parents[2]

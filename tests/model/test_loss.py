@@ -7,6 +7,7 @@ from torch import Tensor
 
 from offloadtrain.model import loss as loss_module
 from offloadtrain.model.loss import cross_entropy
+from tests.sizing.measured import most_allocated
 
 
 @pytest.mark.parametrize("rows_bytes", [1, 4 * 50 * 3, 1 << 20], ids=["1 row", "3 rows", "all"])
@@ -84,3 +85,21 @@ def test_nothing_of_the_size_of_fp32_logits_waits_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         cross_entropy(logits_NV, torch.zeros(64, dtype=torch.int64))
     assert sum(t.nbytes for t in saved) == logits_NV.nbytes + 64 * 8
+
+
+@pytest.mark.parametrize(("dtype", "chunks"), [(torch.float32, 1), (torch.bfloat16, 2)])
+def test_backward_keeps_no_fp32_rows_of_the_chunk_before(
+    dtype: torch.dtype, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At its peak it holds a chunk's logits in fp32, where they are narrower, and their softmax."""
+    num_rows, vocab_size, rows_of_chunk = 64, 4096, 8
+    chunk_bytes = 4 * rows_of_chunk * vocab_size
+    monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", chunk_bytes)
+    logits_NV = torch.randn(num_rows, vocab_size).to(dtype).requires_grad_()
+    targets_N = torch.randint(vocab_size, (num_rows,))
+
+    def step() -> None:
+        torch.autograd.grad(cross_entropy(logits_NV, targets_N), logits_NV)
+
+    alive_bytes = most_allocated(step) - logits_NV.nbytes  # the gradient's own
+    assert alive_bytes == pytest.approx(chunks * chunk_bytes, rel=0.05)

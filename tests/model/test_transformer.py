@@ -20,6 +20,7 @@ from offloadtrain.config.model_shape import (
 )
 from offloadtrain.model.transformer import Transformer, TransformerBlock
 from tests import levels
+from tests.gpu.precision import DEVICE
 
 LLAMA = ModelShape(
     vocab_size=97, num_layers=2, d_model=64, num_heads=8, num_kv_heads=2, max_seq_len=48
@@ -298,7 +299,7 @@ def test_an_impossible_shape_is_refused() -> None:
 def test_the_gpu_agrees_and_repeats(shape: ModelShape) -> None:
     tokens_BT = tokens_of(shape)
     reference = Transformer(shape)(tokens_BT, tokens_BT)
-    with torch.device("cuda"):
+    with DEVICE:
         model = Transformer(shape)
     assert torch.equal(model.embedding.weight.cpu(), Transformer(shape).embedding.weight)
     model = model.bfloat16()
@@ -307,7 +308,7 @@ def test_the_gpu_agrees_and_repeats(shape: ModelShape) -> None:
         runs = []
         for _ in range(2):
             model.zero_grad()
-            loss = model(tokens_BT.cuda(), tokens_BT.cuda())
+            loss = model(tokens_BT.to(DEVICE), tokens_BT.to(DEVICE))
             loss.backward()
             runs.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     finally:

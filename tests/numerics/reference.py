@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+Batch = TypeVar("Batch")
 SEGMENT = 2048
 
 
@@ -72,7 +73,7 @@ class ResidentRun:
         return nn.Parameter(torch.nn.functional.pad(flat, (0, -flat.numel() % 16)))
 
     def step(
-        self, batches: Sequence[object], loss_of: Callable[[nn.Module, object], Tensor]
+        self, batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
     ) -> list[float]:
         """One optimizer step over microbatches; returns their losses."""
         sums: dict[str, Tensor] = {}

@@ -10,7 +10,7 @@ import torch
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import schema
 from offloadtrain.train.build import assemble
-from tests.gpu.precision import DTYPES
+from tests.gpu.precision import DEVICE, DTYPES, HAS_GPU
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
 
@@ -23,7 +23,7 @@ def test_resume_is_bit_exact_on_a_gpu(
 ) -> None:
     job = small_job(
         tmp_path,
-        "device.kind=cuda",
+        f"device.kind={DEVICE.type}",
         f"offload.precision={precision}",
         "train.deterministic=true",
     )
@@ -39,18 +39,24 @@ def test_resume_is_bit_exact_on_a_gpu(
     losses = [e.val_loss for e in events_of(whole, schema.Eval)]
     assert losses[-1] < losses[0] - 1.0
     owners = {(row.owner, row.tier) for row in events_of(whole, schema.Memory)[-1].rows}
-    assert ("activations and gradients", "device") in owners
+    assert (("activations and gradients", "device") in owners) == HAS_GPU
 
 
+@pytest.mark.gpu(until="torch.cuda.get_device_properties")
 def test_the_process_stays_below_its_limit(tmp_path: Path) -> None:
-    job = small_job(tmp_path, "device.kind=cuda", "device.process_memory_limit=2 GiB")
+    kind = f"device.kind={DEVICE.type}"
+    job, too_large = (
+        small_job(tmp_path, kind, f"device.process_memory_limit={limit}")
+        for limit in ("2 GiB", "9999 GiB")
+    )
+    assert torch.cuda.get_device_properties(DEVICE).total_memory > 3 << 30
     optimizer = assemble(job).optimizer
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
-        torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+            torch.empty(3 << 30, dtype=torch.uint8, device=DEVICE)
+        torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     finally:
         optimizer.close()
         torch.cuda.set_per_process_memory_fraction(1.0)
     with pytest.raises(ConfigError, match="the GPU has"):
-        assemble(small_job(tmp_path, "device.kind=cuda", "device.process_memory_limit=9999 GiB"))
+        assemble(too_large)

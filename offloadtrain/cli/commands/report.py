@@ -6,18 +6,18 @@ from pathlib import Path
 
 
 def report(
-    folder: Path = Path("benchmarks/results"), /, *, steps: bool = False, plot: Path | None = None
+    folder: Path = Path("benchmarks/results"), /, *, all: bool = False, plot: Path | None = None
 ) -> None:
-    """Print tables of the GPU measurements, from results files only.
+    """Print the steps measured on GPUs as a table, from results files only.
 
     Parameters
     ----------
     folder
         Folder with the results files of `make gpu`.
-    steps
-        Print every measured step, and every failed measurement.
+    all
+        Also print plans, goals, the machine's rates and what was not measured.
     plot
-        Also draw ratios, rates, exposed time and losses as SVG files into this folder.
+        Also draw ratios, rates and exposed time as SVG files into this folder.
     """
     from offloadtrain.cli import results
 
@@ -28,4 +28,4 @@ def report(
         from offloadtrain.cli.results.plots import plot as draw
 
         draw(files, plot)
-    print(results.everything(files) if steps else results.summary(files))
+    print(results.everything(files) if all else results.summary(files))

@@ -5,15 +5,13 @@ Start at `read.py`, then `tables.py`.
 """
 
 from offloadtrain.cli.results.goals import GOALS, Goal
-from offloadtrain.cli.results.read import Curve, Pair, ResultsError, ResultsFile, Steps, read
+from offloadtrain.cli.results.read import ResultsError, ResultsFile, Steps, read
 from offloadtrain.cli.results.tables import NOTHING, everything, summary
 
 __all__ = [
     "GOALS",
     "NOTHING",
-    "Curve",
     "Goal",
-    "Pair",
     "ResultsError",
     "ResultsFile",
     "Steps",

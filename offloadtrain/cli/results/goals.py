@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from offloadtrain.cli.results.read import Pair, ResultsFile, Steps
+from offloadtrain.cli.results.read import ResultsFile, Steps
 
 _GIB = 1 << 30
 _K = 1024
@@ -42,31 +42,36 @@ class Goal:
         return value <= limit if self.at_most else value >= limit
 
 
-def _against(file: ResultsFile, system: str, **options: str) -> Iterator[Pair]:
-    """Return pairs with this system whose own side has exactly these options."""
-    for pair in file.pairs:
-        if pair.theirs.system == system and dict(pair.ours.spec["options"]) == options:
-            yield pair
-
-
 def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -> Iterator[float]:
     """Return our step over the resident one, 3B, for tokens per step in a range."""
-    for pair in _against(file, "resident", **options):
-        if pair.ours.spec["size"] == "llama-3b" and least <= pair.ours.tokens <= most:
-            yield 1 / pair.ratio
+    for ours in _ours(file):
+        share = file.rate_over_resident(ours)
+        is_asked = ours.spec["size"] == "llama-3b" and dict(ours.spec["options"]) == options
+        if share and is_asked and least <= ours.tokens <= most:
+            yield 1 / share
 
 
 def _times_deepspeed(file: ResultsFile) -> Iterator[float]:
-    for pair in _against(file, "deepspeed"):
-        yield pair.ratio
+    for ours in _ours(file):
+        for theirs in file.steps:
+            if theirs.system == "deepspeed" and theirs.work == ours.work:
+                if not ours.spec["options"]:
+                    yield theirs.figures["step_s"] / ours.figures["step_s"]
 
 
 def _times_exact(file: ResultsFile) -> Iterator[float]:
-    for pair in file.pairs:
-        guesses = pair.ours.option("update", "exact") == "speculative"
-        exact = pair.theirs.system == "offloadtrain"
-        if guesses and exact and pair.ours.tokens <= 16 * _K:
-            yield pair.ratio
+    """Return the gain of `speculative`, whether its guesses were right or not."""
+    for guesses in _ours(file):
+        if guesses.option("update", "exact") != "speculative" or guesses.tokens > 16 * _K:
+            continue
+        for exact in _ours(file):
+            is_same = exact.work == guesses.work and _state(exact) == _state(guesses)
+            if is_same and exact.option("update", "exact") == "exact":
+                yield exact.figures["step_s"] / guesses.figures["step_s"]
+
+
+def _state(steps: Steps) -> tuple[str, str]:
+    return steps.option("state", "fp32"), steps.option("state_on", "host")
 
 
 def _mfu_of_13b(file: ResultsFile) -> Iterator[float]:

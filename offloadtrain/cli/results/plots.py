@@ -17,7 +17,7 @@ _WIDTH_INCHES = 9.0
 
 
 def plot(files: Sequence[ResultsFile], folder: Path) -> list[Path]:
-    """Write the plots with data: ratios.svg, rates.svg, exposed.svg, curves.svg.
+    """Write the plots with data: ratios.svg, rates.svg, exposed.svg.
 
     Raises:
         ResultsError: matplotlib is not installed, or nothing was measured.
@@ -31,16 +31,17 @@ def plot(files: Sequence[ResultsFile], folder: Path) -> list[Path]:
             f"--plot {folder} needs matplotlib: pip install 'offloadtrain[plots]'"
         ) from None
     folder.mkdir(parents=True, exist_ok=True)
-    plots = (_ratios, _rates, _exposed, _curves)
+    plots = (_ratios, _rates, _exposed)
     return [path for draw in plots if (path := draw(files, folder)) is not None]
 
 
 def _ratios(files: Sequence[ResultsFile], folder: Path) -> Path | None:
-    """Plot bars of their step over ours for every pair."""
+    """Plot bars of each system's rate over that of the resident run."""
     bars = [
-        (f"{file.device}\n{pair.ours.name}\n/ {pair.theirs.name}", pair.ratio)
+        (f"{file.device}\n{one.name}", ratio)
         for file in files
-        for pair in file.pairs
+        for one in file.steps
+        if (ratio := file.rate_over_resident(one)) is not None
     ]
 
     def draw(axes: Axes) -> None:
@@ -52,9 +53,9 @@ def _ratios(files: Sequence[ResultsFile], folder: Path) -> Path | None:
         for number, ratio in enumerate(ratios):
             axes.text(ratio, number, f" {ratio:.2f}", va="center", fontsize=8)
         axes.invert_yaxis()
-        axes.set_xlabel("their step / ours (above 1: ours is faster)")
+        axes.set_xlabel("tokens per second over those of the resident run")
 
-    return _write(draw, bars, folder / "ratios.svg", 1.6 * len(bars))
+    return _write(draw, bars, folder / "ratios.svg", 1.2 * len(bars))
 
 
 def _rates(files: Sequence[ResultsFile], folder: Path) -> Path | None:
@@ -99,21 +100,6 @@ def _exposed(files: Sequence[ResultsFile], folder: Path) -> Path | None:
         axes.legend(fontsize=8)
 
     return _write(draw, steps, folder / "exposed.svg", len(steps))
-
-
-def _curves(files: Sequence[ResultsFile], folder: Path) -> Path | None:
-    """Plot the losses of each case."""
-    curves = [(file, curve) for file in files for curve in file.curves]
-
-    def draw(axes: Axes) -> None:
-        for file, curve in curves:
-            steps = [curve.every * (number + 1) for number in range(len(curve.losses))]
-            axes.plot(steps, curve.losses, label=f"{file.device}: {curve.case}", linewidth=1)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss, nats per byte")
-        axes.legend(fontsize=8)
-
-    return _write(draw, curves, folder / "curves.svg", 14)
 
 
 def _offloaded(files: Sequence[ResultsFile]) -> Iterable[tuple[ResultsFile, Steps]]:

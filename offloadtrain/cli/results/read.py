@@ -44,31 +44,15 @@ class Steps:
         """Figures of a step."""
         return int(self.figures["step_tokens"])
 
+    @property
+    def work(self) -> tuple[object, ...]:
+        """What a step computes: the same for all systems that are compared."""
+        keys = ("size", "micro_batch", "seq_len", "grad_accum_steps", "precision")
+        return tuple(self.spec[key] for key in keys)
+
     def option(self, key: str, default: str) -> str:
         """Options of `offload`."""
         return str(self.spec["options"].get(key, default))
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two systems measured alternately.
-
-    Attributes:
-        ratio: the median over rounds of their step over ours.
-    """
-
-    ours: Steps
-    theirs: Steps
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Mean losses of every `every` steps."""
-
-    case: str
-    every: int
-    losses: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +60,34 @@ class ResultsFile:
     """One file, for one GPU.
 
     Attributes:
-        steps: our and resident steps, including those of pairs.
-        largest: the suite's name ("largest 32 GiB") → its steps.
+        note: what the person who committed the file says of the machine and the program.
+        steps: of every system, in the order of the file.
         machine: measured rates; empty if there are none.
         missing: failed measurement → reason.
     """
 
     path: Path
     device: str
+    note: str
     steps: tuple[Steps, ...]
-    pairs: tuple[Pair, ...]
-    largest: Mapping[str, Steps]
-    curves: tuple[Curve, ...]
     machine: Mapping[str, Any]
     missing: Mapping[str, str]
 
     @property
     def name(self) -> str:
         return self.path.name
+
+    def resident(self, steps: Steps) -> Steps | None:
+        """Return the resident run of the same model on the same tokens, on a whole card."""
+        resident = (other for other in self.steps if other.system == "resident")
+        return next((other for other in resident if other.work == steps.work), None)
+
+    def rate_over_resident(self, steps: Steps) -> float | None:
+        """Return tokens per second over those of `resident`; None: that was not measured."""
+        resident = self.resident(steps)
+        if resident is None:
+            return None
+        return float(resident.figures["step_s"]) / float(steps.figures["step_s"])
 
 
 def read(folder: Path) -> list[ResultsFile]:
@@ -124,18 +118,11 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
     measured: dict[str, dict[str, Any]] = values["measurements"]
-    alone = {name: one for name, one in measured.items() if "spec" in one}
-    largest = {name: _steps(name, one) for name, one in alone.items() if one["group"] == "largest"}
-    pairs = tuple(_pair(one) for one in measured.values() if "systems" in one)
-    steps = [_steps(name, one) for name, one in alone.items() if name not in largest]
-    steps += [side for pair in pairs for side in (pair.ours, pair.theirs)]
     return ResultsFile(
         path=path,
         device=values["device"],
-        steps=tuple(steps),
-        pairs=pairs,
-        largest=largest,
-        curves=tuple(_curve(name, one) for name, one in measured.items() if "every" in one),
+        note=str(values.get("note", "")),
+        steps=tuple(_steps(name, one) for name, one in measured.items() if "spec" in one),
         machine=measured.get("machine", {}),
         missing={
             name: str(why)
@@ -145,15 +132,5 @@ def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
     )
 
 
-def _steps(name: str, one: Mapping[str, Any], group: str = "") -> Steps:
-    planned = one.get("planned", {})
-    return Steps(name, group or one["group"], one["spec"], one["figures"], planned)
-
-
-def _pair(one: Mapping[str, Any]) -> Pair:
-    ours, theirs = (_steps(name, side, one["group"]) for name, side in one["systems"].items())
-    return Pair(ours, theirs, float(one["ratio"]))
-
-
-def _curve(name: str, one: Mapping[str, Any]) -> Curve:
-    return Curve(name.removeprefix("convergence "), int(one["every"]), tuple(one["losses"]))
+def _steps(name: str, one: Mapping[str, Any]) -> Steps:
+    return Steps(name, one["group"], one["spec"], one["figures"], one.get("planned", {}))

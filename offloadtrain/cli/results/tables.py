@@ -15,27 +15,27 @@ Rows = Iterable[Sequence[str]]
 
 
 def summary(files: Sequence[ResultsFile]) -> str:
-    """Return the README's tables: goals, pairs, rates, the largest models, curves."""
-    return _sections(files, _GOALS, _PAIRS, _LARGEST, _CURVES, _MACHINES)
+    """Return the README's table: every measured step."""
+    return _sections(files, _STEPS)
 
 
 def everything(files: Sequence[ResultsFile]) -> str:
-    """Return all tables, with every measured step and every failed measurement."""
-    return _sections(files, _GOALS, _PAIRS, _LARGEST, _CURVES, _MACHINES, _STEPS, _MISSING)
+    """Return all tables: steps, plans, memory, goals, rates and failed measurements."""
+    return _sections(files, _STEPS, _PLANS, _HOST, _GOALS, _MACHINES, _MISSING)
 
 
 Section = tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]
 
 
 def _sections(files: Sequence[ResultsFile], *sections: Section) -> str:
-    """Return the non-empty tables, with columns for the GPU and the file."""
-    if not files:
-        return NOTHING
+    """Return each file's note and non-empty tables."""
     found = []
-    for title, head, rows_of in sections:
-        rows = [(file.device, *row, f"`{file.name}`") for file in files for row in rows_of(file)]
-        if rows:
-            found.append(f"**{title}**\n\n" + _table(("GPU", *head, "file"), rows))
+    for file in files:
+        found.append(f"`{file.name}`: {file.note or file.device}")
+        for title, head, rows_of in sections:
+            rows = list(rows_of(file))
+            if rows:
+                found.append(f"**{title}**\n\n" + _table(head, rows))
     return "\n\n".join(found) or NOTHING
 
 
@@ -62,55 +62,37 @@ def _of_goal(goal: Goal, value: float) -> str:
     return f"{100 * value:.0f} %" if goal.percent else f"{value:.2f}"
 
 
-def _pair_rows(file: ResultsFile) -> Rows:
-    for pair in file.pairs:
-        ours, theirs = pair.ours.figures, pair.theirs.figures
-        yield (
-            pair.ours.name,
-            pair.theirs.name,
-            f"{_seconds(ours)} / {_seconds(theirs)}",
-            f"{pair.ratio:.2f}",
-            f"{_bytes(ours, 'device_peak_bytes')} / {_bytes(theirs, 'device_peak_bytes')}",
-        )
-
-
 def _step_rows(file: ResultsFile) -> Rows:
     for one in file.steps:
         figures = one.figures
         yield (
             one.name,
-            _seconds(figures),
+            f"`{one.group}`",
+            _seconds(figures["step_s"]),
             format_count(figures["tokens_per_s"]),
-            f"{figures['tflops']:.0f}",
+            _percent(file.rate_over_resident(one)),
             _percent(figures.get("mfu")),
-            _exposed(figures),
-            _ratio(figures["step_s"], one.planned.get("step_s")),
             _bytes(figures, "device_peak_bytes"),
             _bytes(figures, "host_bytes"),
         )
 
 
-def _largest_rows(file: ResultsFile) -> Rows:
-    for name, one in file.largest.items():
-        yield (
-            name.removeprefix("largest "),
-            format_count(one.figures["params"]),
-            one.option("state", "fp32"),
-            _bytes(one.figures, "device_peak_bytes"),
-            _bytes(one.figures, "host_bytes"),
-            _seconds(one.figures),
-        )
+def _plan_rows(file: ResultsFile) -> Rows:
+    for one in file.steps:
+        if one.planned:
+            planned_s, measured_s = one.planned["step_s"], one.figures["step_s"]
+            ratio = f"{measured_s / planned_s:.2f}"
+            exposed = _exposed(one.figures)
+            right = _percent(one.figures.get("right_guesses"))
+            yield one.name, _seconds(planned_s), _seconds(measured_s), ratio, exposed, right
 
 
-def _curve_rows(file: ResultsFile) -> Rows:
-    resident = next((c.losses for c in file.curves if c.case == "resident"), None)
-    for curve in file.curves:
-        steps = f"{curve.every * len(curve.losses)}"
-        apart = "-"
-        if resident is not None and len(resident) == len(curve.losses):
-            pairs = zip(curve.losses, resident, strict=True)
-            apart = f"{max(abs(a - b) for a, b in pairs):.4f}"
-        yield curve.case, steps, f"{curve.losses[-1]:.4f}", apart
+def _host_rows(file: ResultsFile) -> Rows:
+    for one in file.steps:
+        if "anonymous_bytes" in one.figures:
+            ledger, process = one.figures["host_bytes"], one.figures["anonymous_bytes"]
+            sizes = format_bytes(ledger), format_bytes(process)
+            yield one.name, *sizes, f"{process / ledger:.2f}"
 
 
 def _machine_rows(file: ResultsFile) -> Rows:
@@ -131,8 +113,8 @@ def _missing_rows(file: ResultsFile) -> Rows:
         yield name, why.splitlines()[-1].replace("|", "\\|")
 
 
-def _seconds(figures: Any) -> str:
-    return f"{figures['step_s']:.3f} s"
+def _seconds(step_s: float) -> str:
+    return f"{step_s:.3f} s"
 
 
 def _percent(value: float | None) -> str:
@@ -142,10 +124,6 @@ def _percent(value: float | None) -> str:
 def _bytes(figures: Any, key: str) -> str:
     value = figures.get(key)
     return "-" if value is None else format_bytes(value)
-
-
-def _ratio(above: float, below: float | None) -> str:
-    return "-" if not below else f"{above / below:.2f}"
 
 
 def _exposed(figures: Any) -> str:
@@ -158,35 +136,20 @@ def _exposed(figures: Any) -> str:
 
 
 _GOALS = ("Goals", ("goal", "wanted", "measured", "met"), _goal_rows)
-_PAIRS = (
-    "In turn in one process: median of the ratios of their step to ours",
-    ("ours", "other", "step, ours / other", "ratio", "device, ours / other"),
-    _pair_rows,
+_PLANS = (
+    "Planned with the machine's measured rates",
+    ("what", "planned", "measured", "measured / planned", "compute waited", "right guesses"),
+    _plan_rows,
 )
-_LARGEST = (
-    "The largest model that trains",
-    ("under", "parameters", "state", "device", "host", "step"),
-    _largest_rows,
-)
-_CURVES = (
-    "A 124M GPT on Python's standard library",
-    ("case", "steps", "last loss", "most from resident"),
-    _curve_rows,
+_HOST = (
+    "Host memory: the Ledger, and the most anonymous memory that the process added",
+    ("what", "Ledger", "process", "process / Ledger"),
+    _host_rows,
 )
 _MACHINES = ("The machine", ("what", "rate"), _machine_rows)
 _STEPS = (
-    "Steps",
-    (
-        "what",
-        "step",
-        "tokens/s",
-        "TFLOPS",
-        "MFU",
-        "exposed",
-        "step / plan",
-        "device",
-        "host",
-    ),
+    "Steps, with the rate as a share of the same model resident on the same card",
+    ("what", "group", "step", "tokens/s", "of resident", "MFU", "device", "host"),
     _step_rows,
 )
 _MISSING = ("Not measured", ("what", "why"), _missing_rows)

@@ -67,6 +67,8 @@ class Peer:
         most_ranks: None: any number.
         master: what its master weights are.
         clips: it can clip the norm of all gradients.
+        lower_bound: `seconds` are those of older software: today's is known to be faster.
+        measured: how far `seconds` were off in runs that are not among the published cells.
     """
 
     device: Bytes
@@ -75,6 +77,8 @@ class Peer:
     most_ranks: int | None = None
     master: str = "fp32"
     clips: bool = True
+    lower_bound: bool = False
+    measured: str = ""
 
 
 # ── DeepSpeed, ZeRO stage 2, optimizer on the CPU ──
@@ -184,16 +188,21 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
             device=_deepspeed_device,
             host=_deepspeed_host,
             seconds=_deepspeed_seconds,
+            lower_bound=True,
+            measured="a lower bound: 30 to 48 % low in 5 runs of 2026 on an RTX 4090 with fused "
+            "kernels, and a 6th that ran did not fit; 2 % high on an H200",
         ),
         FSDP2: Peer(
             device=_fsdp2_device,
             host=_fsdp2_host,
             seconds=_fsdp2_seconds,
+            measured="2.5 times too high on an H200",
         ),
         TORCHAO: Peer(
             device=_torchao_device,
             host=_torchao_host,
             seconds=_torchao_seconds,
+            measured="10 % high on an H200",
             most_ranks=1,
             master="none: 16-bit weights",
             clips=False,

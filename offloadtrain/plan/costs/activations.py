@@ -165,7 +165,7 @@ def _attention(shape: ModelShape, seq_len: int, weight: int, on_cpu: bool) -> in
     if on_cpu and shape.dropout:  # no fused kernel: scores, their softmax and its dropout, in fp32
         return mixed + 12 * heads * width + 12 * heads * seq_len
     turned = weight * (heads + kv) * width if rotary else 0
-    copied = mixed if rotary and on_cpu else 0
+    copied = mixed if rotary else 0  # attention keeps the layout of rotated queries
     return qkv + turned + mixed + copied + 4 * heads
 
 

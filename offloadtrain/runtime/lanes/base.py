@@ -252,6 +252,7 @@ class Lanes(ABC):
 
         def read() -> list[Interval]:
             self._is_reading = True
+            # Intervals are known when they have ended.
             for event in ends:
                 self.host_wait(event, "the timeline")
             self._is_reading = False

@@ -156,6 +156,7 @@ class ThreadLanes(ClockedLanes):
         elif lane is Lane.HOST:
             self._host.run(task)
         else:
+            # In the queue: behind what was launched, in front of what will be.
             self._workers[lane].put(task)
 
     def _begin_sampling(self) -> None:

@@ -1,0 +1,38 @@
+"""Where there is no GPU, a test marked `gpu` runs up to the call that its mark names, no less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.precision import DEVICE, HAS_GPU, offload
+from tests.gpu.stand_in import NeedsDeviceError, stand_in
+from tests.numerics.models import Chain, batches, loss_of
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+
+
+def train(**options: Any) -> None:
+    optimizer = offload(model := Chain(2), **options)
+    optimizer.backward(loss_of(model, batches(1)[0].to(DEVICE)))
+    torch.cuda.mem_get_info()
+    optimizer.close()
+
+
+def test_a_body_stops_at_the_call_that_its_mark_names() -> None:
+    with stand_in(until="torch.cuda.mem_get_info"):
+        train()
+
+
+def test_a_body_that_ends_elsewhere_fails() -> None:
+    """Before the call, after it, at another one, or without having named any."""
+    with pytest.raises(TypeError, match="renamed"), stand_in(until="torch.cuda.mem_get_info"):
+        train(renamed=1)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), stand_in("torch.cuda._sleep"):
+        pass
+    with pytest.raises(AssertionError, match="mem_get_info"), stand_in(until="torch.cuda._sleep"):
+        train()
+    with pytest.raises(NeedsDeviceError, match="mem_get_info"), stand_in(until=None):
+        torch.cuda.mem_get_info()

@@ -29,8 +29,6 @@ Level = Literal["quick", "rest", "full"]
 Case = TypeVar("Case")
 Axes = tuple[tuple[Hashable, Hashable], ...]
 
-LANES_PREFIX = "lanes="
-"""Of the ids of the parameter of `tests/drawn_lanes.py`."""
 ALL = 99
 """A strength: no test has as many parameters."""
 FEW = 12
@@ -60,13 +58,9 @@ def examples(count: int) -> Callable[[Any], Any]:
 
 def selected(items: Sequence[pytest.Item], level: Level, seed: int) -> list[pytest.Item]:
     """Those of the collected tests that this level runs, in their order."""
-    tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        tests[item.nodeid.partition("[")[0]].append(item)
-    tests = {name: _on_drawn_lanes(name, cases, seed) for name, cases in tests.items()}
     if level == "full":
-        every = {case for cases in tests.values() for case in cases}
-        return [item for item in items if item in every]
+        return list(items)
+    tests = by_test(items)
     kept = {item for name, cases in tests.items() for item in _of_one(name, cases, level, seed)}
     return [item for item in items if item in kept]
 
@@ -101,21 +95,18 @@ def _covering(cases: list[pytest.Item]) -> tuple[set[pytest.Item], set[pytest.It
     return quick, later
 
 
-def _on_drawn_lanes(name: str, cases: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Each case on one kind of lanes: all kinds in turn, from a drawn one on."""
-    kinds: dict[Axes, list[pytest.Item]] = defaultdict(list)
-    for case in cases:
-        kinds[axes(case)].append(case)
-    first = random.Random(f"{seed} lanes of {name}").randrange(99)
-    return [same[(first + number) % len(same)] for number, same in enumerate(kinds.values())]
+def by_test(items: Sequence[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each test, by its name."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    return tests
 
 
 def axes(item: pytest.Item) -> Axes:
-    """Which value it has of each `parametrize`, by its id; values that come together are one. The
-    lanes are none of them."""
+    """Which value it has of each `parametrize`, by its id; values that come together are one."""
     callspec = getattr(item, "callspec", None)
-    ids = [id for id in callspec._idlist if not id.startswith(LANES_PREFIX)] if callspec else ()
-    return tuple(enumerate(ids))
+    return tuple(enumerate(callspec._idlist)) if callspec else ()
 
 
 def covering(cases: Sequence[Case], where: Sequence[Axes], strength: int) -> list[Case]:

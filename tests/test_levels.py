@@ -72,9 +72,6 @@ def test_some(a, b): ...
 @levels.examples(10)
 @given(n=st.integers())
 def test_draws(a, n): ...
-@SIX
-@pytest.mark.parametrize("lanes", range(4), ids=[f"{levels.LANES_PREFIX}{n}" for n in range(4)])
-def test_on_lanes(a, lanes): ...
 """
 
 
@@ -160,9 +157,6 @@ def test_quick_holds_every_pair_and_draws_a_few_others(suite: list[pytest.Item])
     assert ids(quick, "test_draws") == {"test_draws[0]"}
     assert not ids(quick, "test_slow") and not ids(quick, "test_long")
     assert not ids(quick, "test_slow_values")
-    on_lanes = [item.callspec for item in quick if item.name.startswith("test_on_lanes")]  # type: ignore[attr-defined]
-    assert sorted(call.params["a"] for call in on_lanes) == list(range(6)), "each case once"
-    assert {call.params["lanes"] for call in on_lanes} == set(range(4)), "on lanes of every kind"
 
 
 def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[pytest.Item]) -> None:
@@ -179,9 +173,7 @@ def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[py
 
 def test_no_case_is_out_of_reach(suite: list[pytest.Item]) -> None:
     """What is left out of quick comes up in the draws of some seeds; what is long, in full."""
-    full = levels.selected(suite, "full", 0)
-    assert {item.name.partition("[")[0] for item in suite if item not in full} == {"test_on_lanes"}
-    assert len(ids(full, "test_on_lanes")) == 6, "each case on lanes of one kind"
+    assert levels.selected(suite, "full", 0) == suite
     reached = {
         item
         for seed in range(150)
@@ -265,3 +257,33 @@ def test_quick_is_no_more_than_a_change_affords(request: pytest.FixtureRequest) 
     """Of what this run has collected: the whole suite under `make test`."""
     if request.config.option.level == "quick":
         assert len(request.session.items) <= MOST_IN_QUICK
+
+
+def test_cases_run_on_every_kind_of_lanes(pytester: pytest.Pytester) -> None:
+    """In turn, from a drawn one on; all of them where a test is named."""
+    pytester.makeconftest("""
+from tests import drawn_lanes as lanes
+from tests.drawn_lanes import drawn_lanes
+from tests.drawn_lanes import parametrize as pytest_generate_tests
+def pytest_collection_modifyitems(items): lanes.draw(items, 3)
+""")
+    file = pytester.makepyfile("""
+import pytest
+from offloadtrain.runtime.lanes import lanes_for
+import torch
+def kind(): return type(lanes_for(torch.device("cpu"))).__name__
+@pytest.mark.parametrize("n", range(8))
+def test_eight(n): print("ran on", kind())
+@pytest.mark.default_lanes
+def test_default(): print("ran on", kind())
+""")
+
+    def kinds(name: str) -> list[str]:
+        done = pytester.runpytest_inprocess("-s", "-p", "no:cacheprovider", name)
+        return re.findall(r"ran on (\w+)", done.stdout.str())
+
+    eight, default = kinds(file.name)[:8], kinds(file.name)[8:]
+    assert eight[:4] == eight[4:] and default == ["SequentialLanes"]
+    assert sorted(set(eight)) == ["SeededLanes", "SequentialLanes", "ThreadLanes"]
+    assert len(kinds(f"{file.name}::test_eight")) == 32
+    assert kinds(f"{file.name}::test_default") == ["SequentialLanes"]

@@ -37,6 +37,8 @@ FIELDS = {
 }  # fmt: skip
 CASES = [(state, field) for state, fields in FIELDS.items() for field in fields]
 
+pytestmark = pytest.mark.default_lanes  # tests choose the lanes on which bytes change
+
 
 @pytest.fixture
 def disk(tmp_path: Path) -> dict[str, Any]:
@@ -105,7 +107,6 @@ def test_writes_through_views_of_the_state_are_no_damage(
         assert torch.equal(found[key], value), key
 
 
-@pytest.mark.default_lanes  # the byte is flipped after the bucket was written
 def test_a_write_without_synchronize_is_no_damage_and_hides_none(disk: dict[str, Any]) -> None:
     """It may be lost, as the state of some buckets is in a slot; the engine must not blame it on
     the drive. Damage after it is found."""

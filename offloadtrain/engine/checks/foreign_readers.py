@@ -94,7 +94,7 @@ class GradReaders:
             param.__class__ = WatchedParameter
             _on_reading[param] = weakref.WeakMethod(self._is_read)
 
-    def close(self) -> None:
+    def remove(self) -> None:
         """Make it an ordinary parameter again."""
         if type(self._param) is WatchedParameter:
             self._param.__class__ = nn.Parameter  # type: ignore[assignment]

@@ -1,0 +1,116 @@
+"""An optimizer that nobody closes: the model keeps its weights, and can be offloaded again."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.sequential import SequentialLanes
+from tests.numerics.models import Chain, batches, loss_of
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {},
+    {"working": "host"},
+    {"working": "host", "state": "split16", "precision": "bf16"},
+    {"working": "disk", "state_on": "disk", "scratch_in_memory": True},
+    {"activation": "recompute", "precision": "bf16"},
+    {"update": "speculative", "working": "host"},
+]
+
+
+def offloaded(net: nn.Module, tmp_path: Path, **options: Any) -> ot.OffloadOptimizer:
+    options = {"precision": "fp32", **options}
+    if "state_on" in options:
+        options["scratch_dir"] = str(tmp_path)
+    return ot.offload(net, ot.AdamW(lr=1e-2), device="cpu", **options)
+
+
+def train(net: nn.Module, optimizer: ot.OffloadOptimizer, steps: int = 3) -> None:
+    for tokens in batches(steps):
+        optimizer.backward(loss_of(net, tokens))
+        optimizer.step()
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("in_cycle", [False, True])
+@pytest.mark.parametrize("options", PLACEMENTS)
+def test_out_of_scope_leaves_what_close_leaves(
+    options: dict[str, Any], in_cycle: bool, late: bool, tmp_path: Path
+) -> None:
+    """Also an optimizer in a reference cycle, which Python frees together with its engine."""
+
+    def run(close: bool) -> dict[str, Tensor]:
+        lanes = SeededLanes(0, late=True) if late else SequentialLanes()
+        torch.manual_seed(0)
+        net = Chain()
+        with on_lanes(lanes):
+            optimizer = offloaded(net, tmp_path, **options)
+        ledger = optimizer.ledger
+        train(net, optimizer)
+        if close:
+            optimizer.close()
+        elif in_cycle:
+            optimizer.cycle = optimizer  # type: ignore[attr-defined]
+        del optimizer
+        gc.collect()
+        assert not any(row.bytes for row in ledger.rows() if row.tier == "host")
+        found = weights(net)
+        assert all(type(param) is nn.Parameter for param in net.parameters())
+        loss_of(net, batches(1)[0]).backward()
+        assert all(param.grad is not None for param in net.parameters())
+        net.zero_grad()
+        train(net, offloaded(net, tmp_path, **options), 1)  # a dead optimizer counts as closed
+        return found
+
+    expected, found = run(close=True), run(close=False)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_model_and_optimizer_are_freed_together(tmp_path: Path) -> None:
+    """Without a cyclic collection, and by one where the model refers to its optimizer."""
+    net = Chain()
+    gone = weakref.ref(net)
+    optimizer = offloaded(net, tmp_path, working="host")
+    train(net, optimizer, 1)
+    gc.disable()
+    try:
+        del net, optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    net = Chain()
+    gone = weakref.ref(net)
+    net.optimizer = offloaded(net, tmp_path, working="host")  # type: ignore[assignment]
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_is_copied_back_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """Streamed weights may be larger than what is left of the host's memory."""
+    script = """
+import torch, offloadtrain as ot
+from offloadtrain.engine.residency import Residency
+from tests.numerics.models import Chain
+Residency.close = lambda self: print("copied back")
+net = Chain()
+optimizer = ot.offload(net, device="cpu", working="host")
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")

@@ -16,7 +16,7 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks.evaluation_check import check_evaluations
-from offloadtrain.engine.checks.foreign_readers import GradReaders
+from offloadtrain.engine.checks.foreign_readers import ParameterReaders
 from offloadtrain.engine.checks.model_checks import ModelError, offloaded, warn_of_local_norm
 from offloadtrain.engine.checks.parameter_guard import ParameterGuard
 from offloadtrain.engine.eager import eager
@@ -113,12 +113,13 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _attach(self, config: OffloadConfig) -> None:
         model, engine, cast_inputs = self.model, self._engine, config.cast_inputs
+        held = [slot.param for k in self._blocks for bucket in k.held for slot in bucket.slots]
         engine.attached += [
             *hook_parameters(engine, self._blocks),
             *attach_state_dict_hooks(model, self, engine),
             *check_evaluations(model, engine, self.ranks),
             *attach_casts(model, layers_of(model), self.working_dtype, cast_inputs=cast_inputs),
-            GradReaders(self._slots(), config.clip_norm, engine),
+            ParameterReaders(self, held, engine),
         ]
 
     @property

@@ -1,36 +1,31 @@
-"""Detects readers that find no gradients, by one parameter that sees who reads its `.grad`.
+"""Detects readers that find no gradients, or old weights; see `engine.offloaded_parameter`.
 
 torch's `clip_grad_norm_`, and with it Accelerate's, Lightning's and the Trainer's, reads `.grad` of
 every parameter after backward. By then gradients have left for the host: it clips nothing, returns
 0.0 and says nothing. torch's pipeline schedules divide `.grad` by the number of microbatches, and
 the zero-bubble ones put it together from two halves of a backward: with them gradients would be too
-large, or not there. So one parameter gets a class, as torch's own lazy parameters have one, whose
-`grad` looks at the calling code. It costs nothing where `.grad` is not read.
+large, or not there. Copies of a model, and pickles, are made of the newest weights.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad
-from torch.utils.weak import WeakIdKeyDictionary
 
-from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.offloaded_parameter import observe, release
 from offloadtrain.engine.pipeline.stage_modules import PipelineError
+from offloadtrain.engine.state.state_dict_hooks import WeightsOwner
 from offloadtrain.engine.step_report import Phase
 
 _log = logging.getLogger(__name__)
-
-_GRAD: Any = Tensor.grad
-"""torch's own descriptor of the attribute."""
 
 _PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
 
@@ -42,76 +37,46 @@ _READERS = {
 }
 """Files of torch → what they read a parameter's gradient for."""
 
-_on_reading = WeakIdKeyDictionary()
-"""Parameter → a weak reference to the function to call."""
 
+class ParameterReaders:
+    """Observes the parameters of one engine."""
 
-class WatchedParameter(nn.Parameter):
-    """A parameter that reports when torch reads its gradient; its copies do not."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        reader = _READERS.get(sys._getframe(1).f_code.co_filename)
-        if reader is not None:
-            noticed = _on_reading.get(self, _nobody)()
-            if noticed is not None:
-                noticed(reader)
-        grad: Tensor | None = _GRAD.__get__(self)
-        return grad
-
-    @grad.setter
-    def grad(self, grad: Tensor | None) -> None:
-        _GRAD.__set__(self, grad)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            values = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(values, self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
-
-
-def _nobody() -> None:
-    """Stands for a weak reference to an object that is gone."""
-
-
-class GradReaders:
-    """Watches one parameter, while the gradients of its step have left for the host."""
-
-    def __init__(
-        self, slots: Iterable[tuple[Bucket, Slot]], clip_norm: float | None, engine: Engine
-    ) -> None:
-        """A parameter of another class than torch's is not watched. `clip_norm`: the engine's."""
-        # One that stays on the device, if any does: others are watched for reads of their weights.
-        param = min(slots, key=lambda held: held[0].streamed)[1].param
-        self._param, self._clip_norm, self._engine = param, clip_norm, engine
+    def __init__(self, owner: WeightsOwner, params: Iterable[nn.Parameter], engine: Engine) -> None:
+        self._owner = weakref.ref(owner)
+        self._params, self._engine = list(params), engine
         self._told = False
-        if type(param) is nn.Parameter:
-            param.__class__ = WatchedParameter
-            _on_reading[param] = weakref.WeakMethod(self._is_read)
+        observe(self._params, self)
 
     def remove(self) -> None:
-        """Make it an ordinary parameter again."""
-        if type(self._param) is WatchedParameter:
-            self._param.__class__ = nn.Parameter  # type: ignore[assignment]
-            _on_reading.pop(self._param, None)
+        """Make them ordinary parameters again."""
+        release(self._params)
 
-    def _is_read(self, reader: str) -> None:
+    def before_copy(self) -> None:
+        """Make parameters hold the newest weights.
+
+        Raises:
+            ModelError: weights are in shards.
+        """
+        owner = self._owner()
+        if owner is not None:
+            owner.require_whole_weights()
+            owner.synchronize()
+
+    def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
         """torch's clipping or pipelining looks for gradients: warn once if some have left.
 
         Raises:
             PipelineError: the schedule would train with wrong gradients.
         """
+        reader = _READERS.get(frame.f_code.co_filename)
+        if reader is None:
+            return
         if reader != CLIPPING:
             _refuse_pipelining(reader)
         left = self._engine.guard.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
         if left and not self._told:
             self._told = True
-            _warn_of_clipping(self._clip_norm)
+            _warn_of_clipping(self._engine.program.spec.config.clip_norm)
 
 
 def _warn_of_clipping(clip_norm: float | None) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.engine import offload as _offload
-from offloadtrain.integrations import accelerate, rank_files, training_arguments
+from offloadtrain.integrations import accelerate, callbacks, rank_files, training_arguments
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.options import Options, merged
 from offloadtrain.integrations.weights import Dtypes, dtypes_of
@@ -65,6 +65,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         if chunked_loss is not None:
             self.chunked_loss = chunked_loss
         super().__init__(*args, **kwargs)
+        callbacks.synchronize_before(self.callback_handler)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""

@@ -113,13 +113,13 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _attach(self, config: OffloadConfig) -> None:
         model, engine, cast_inputs = self.model, self._engine, config.cast_inputs
-        held = [slot.param for k in self._blocks for bucket in k.held for slot in bucket.slots]
+        slots = [slot for block in self._blocks for b in block.held for slot in b.slots]
         engine.attached += [
             *hook_parameters(engine, self._blocks),
             *attach_state_dict_hooks(model, self, engine),
             *check_evaluations(model, engine, self.ranks),
             *attach_casts(model, layers_of(model), self.working_dtype, cast_inputs=cast_inputs),
-            ParameterReaders(self, held, engine),
+            ParameterReaders(self, [(slot.name, slot.param) for slot in slots], engine),
         ]
 
     @property
@@ -273,6 +273,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
+        `zero_grad()` of the model does the same.
 
         `set_to_none` makes no difference: a parameter that a step did not use counts as having a
         zero gradient, so that its decay and moments go on, unless `skip_unused` names it.

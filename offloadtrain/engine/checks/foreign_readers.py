@@ -1,10 +1,12 @@
-"""Detects readers that find no gradients, or old weights; see `engine.offloaded_parameter`.
+"""Observes who copies an engine's parameters, and who reads their `.grad`.
 
-torch's `clip_grad_norm_`, and with it Accelerate's, Lightning's and the Trainer's, reads `.grad` of
-every parameter after backward. By then gradients have left for the host: it clips nothing, returns
-0.0 and says nothing. torch's pipeline schedules divide `.grad` by the number of microbatches, and
-the zero-bubble ones put it together from two halves of a backward: with them gradients would be too
-large, or not there. Copies of a model, and pickles, are made of the newest weights.
+Copies and pickles of a model are made of the newest weights. torch's clipping, and with it
+Accelerate's, Lightning's and the Trainer's, reads `.grad` after backward. By then gradients have
+left for the host: it clips nothing, returns 0.0 and says nothing; the same holds for code that
+clips, edits or measures gradients itself. `zero_grad()` of a model finds none to drop. torch's
+pipeline schedules divide `.grad` by the number of microbatches, and the zero-bubble ones put it
+together from two halves of a backward: with them gradients would be too large, or not there.
+See `engine.offloaded_parameter`.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.offloaded_parameter import observe, release
+from offloadtrain.engine.offloaded_parameter import gradient_of, observe, release
 from offloadtrain.engine.pipeline.stage_modules import PipelineError
 from offloadtrain.engine.state.state_dict_hooks import WeightsOwner
 from offloadtrain.engine.step_report import Phase
+from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
 
 _log = logging.getLogger(__name__)
 
@@ -41,15 +45,17 @@ _READERS = {
 class ParameterReaders:
     """Observes the parameters of one engine."""
 
-    def __init__(self, owner: WeightsOwner, params: Iterable[nn.Parameter], engine: Engine) -> None:
+    def __init__(
+        self, owner: WeightsOwner, named: Iterable[tuple[str, nn.Parameter]], engine: Engine
+    ) -> None:
         self._owner = weakref.ref(owner)
-        self._params, self._engine = list(params), engine
-        self._told = False
-        observe(self._params, self)
+        self._named, self._engine = list(named), engine
+        self._told: set[str] = set()
+        observe((param for _, param in self._named), self)
 
     def remove(self) -> None:
         """Make them ordinary parameters again."""
-        release(self._params)
+        release(param for _, param in self._named)
 
     def before_copy(self) -> None:
         """Make parameters hold the newest weights.
@@ -63,31 +69,77 @@ class ParameterReaders:
             owner.synchronize()
 
     def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
-        """torch's clipping or pipelining looks for gradients: warn once if some have left.
+        """Drop the step's gradients for `zero_grad()` of the model; warn once of other readers that
+        miss gradients which have left.
 
         Raises:
             PipelineError: the schedule would train with wrong gradients.
+            EngineError: gradients that are dropped belong to microbatches in flight.
         """
-        reader = _READERS.get(frame.f_code.co_filename)
-        if reader is None:
+        file = frame.f_code.co_filename
+        reader = _READERS.get(file)
+        zeroes = frame.f_code is nn.Module.zero_grad.__code__
+        # Optimizers, the compiler and others of torch look whether there are gradients.
+        if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
             return
-        if reader != CLIPPING:
+        if reader in (SCALING, SPLITTING):
             _refuse_pipelining(reader)
         left = self._engine.guard.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
-        if left and not self._told:
-            self._told = True
-            _warn_of_clipping(self._engine.program.spec.config.clip_norm)
+        if not left or in_backward():
+            return
+        if zeroes:
+            self._zero_grad(frame.f_locals["self"])
+        elif param.requires_grad and gradient_of(param) is None:
+            if reader == CLIPPING:
+                self._tell(CLIPPING, _clips_nothing(self._engine.program.spec.config.clip_norm))
+            else:
+                name = next(name for name, one in self._named if one is param)
+                self._tell("reading", _reads_nothing(name, frame))
+
+    def _zero_grad(self, module: nn.Module) -> None:
+        own = set(map(id, module.parameters()))
+        if all(id(param) in own for _, param in self._named if param.requires_grad):
+            self._engine.drop_gradients()
+        else:
+            self._tell("zeroing", _drops_nothing(module))
+
+    def _tell(self, what: str, message: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            _log.warning("%s", message)
 
 
-def _warn_of_clipping(clip_norm: float | None) -> None:
-    """Warn that torch's clipping was called after backward; `clip_norm`: the engine's own."""
-    _log.warning(
-        "torch's clip_grad_norm_ (or what calls it: Accelerate's, Lightning's gradient_clip_val, "
-        "the Trainer's max_grad_norm) found no gradients, which have left for the host: it returns "
-        "0.0 and clips nothing. %s",
-        "Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with clip_norm."
-        if clip_norm is None
-        else f"What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm.",
+def _clips_nothing(clip_norm: float | None) -> str:
+    """Describe that torch's clipping was called after backward; `clip_norm`: the engine's own."""
+    found = (
+        "torch's clip_grad_norm_ or clip_grad_value_ (or what calls it: Accelerate's, Lightning's "
+        "gradient_clip_val, the Trainer's max_grad_norm) found no gradients, which have left for "
+        "the host: it clips nothing, and a norm is 0.0. "
+    )
+    if clip_norm is not None:
+        return f"{found}What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm."
+    return (
+        f"{found}Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with clip_norm: "
+        "both clip by the norm of all parameters together; a part cannot be clipped by itself"
+    )
+
+
+def _reads_nothing(name: str, frame: FrameType) -> str:
+    """Describe that code other than torch's has looked for a gradient."""
+    return (
+        f"'{name}'.grad was read at {line_of(frame)}: it is None between backward and step(), as "
+        "gradients leave for the host during backward. What changes or measures single gradients "
+        "goes into param.register_hook(…), which sees each of them; the norm of all is "
+        "optimizer.clip_grad_norm_(inf), and optimizer.grad_norm after step()"
+    )
+
+
+def _drops_nothing(module: nn.Module) -> str:
+    """Describe `zero_grad()` of a module that has not all trained parameters."""
+    return (
+        f"zero_grad() of a part of the offloaded model ({type(module).__name__}) drops nothing: "
+        "its gradients have left for the host. optimizer.zero_grad(), or that of the model, drops "
+        "those of all parameters"
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.engine import offload as _offload
-from offloadtrain.integrations import accelerate, callbacks, rank_files, training_arguments
+from offloadtrain.integrations import accelerate, callbacks, trainer_files, training_arguments
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.options import Options, merged
 from offloadtrain.integrations.weights import Dtypes, dtypes_of
@@ -52,6 +52,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     _chunked: nn.Module | None = None
     _given: Dtypes | None = None
     _driven: OffloadOptimizer | None = None
+    _told_of_reason = False
 
     def __init__(
         self,
@@ -211,16 +212,25 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             config.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        rank_files.save_state(self.create_optimizer(), output_dir)
-        if self.args.should_save:
+        optimizer, writes = self.create_optimizer(), self.args.should_save
+        reason = trainer_files.reason_against_torch(optimizer)
+        if reason is not None and writes and not self._told_of_reason:
+            self._told_of_reason = True
+            _log.warning(
+                "the checkpoints resume with OffloadTrainer (or OffloadMixin) only, and the plain "
+                "Trainer refuses their optimizer.pt: %s",
+                reason,
+            )
+        fused = self.args.optim == "adamw_torch_fused"
+        trainer_files.save(optimizer, output_dir, writes=writes, fused=fused)
+        if writes:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load this rank's state; or that of torch's AdamW, where a plain Trainer has saved it."""
-        if checkpoint is None or not rank_files.has_state(checkpoint):
+        if checkpoint is None or not trainer_files.load(self.create_optimizer(), checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        rank_files.load_state(self.create_optimizer(), checkpoint)
         schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
 

@@ -45,6 +45,21 @@ class Source(Protocol):
     def pinned(self, block: Block) -> bool: ...
 
 
+class _Closed:
+    """The source of a block whose engine is closed: its parameters hold their weights."""
+
+    def use(self, block: Block) -> None: ...
+
+    def unpacked(self, block: Block, clock: int) -> None:
+        raise StaleGraphError(f"backward reached block '{block.name}' after close()")
+
+    def pinned(self, block: Block) -> bool:
+        return False
+
+
+CLOSED = _Closed()
+
+
 class Block:
     """The unit of residence: the parameters that one module's forward uses as one.
 

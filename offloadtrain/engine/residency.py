@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.autograd.absent_reads import AbsentReads
-from offloadtrain.engine.block import Block
+from offloadtrain.engine.block import CLOSED, Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.memory.memory_map import MemoryMap
@@ -223,6 +223,12 @@ class Residency:
                         slot.local.data = slot.local.data.new_empty(0)
                     elif not on_disk:
                         slot.local.data = slot.local.data.clone()
+        # Ends the engine's reference cycles: the host memory that it refers to is free at once, and
+        # not with a later collection of garbage.
+        for block in self._blocks.values():
+            block.source = CLOSED
+        self.interpreter.close()
+        del self.interpreter
 
     # Operations of the program.
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import subprocess
 import sys
 import weakref
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -100,6 +103,42 @@ def test_model_and_optimizer_are_freed_together(tmp_path: Path) -> None:
     del net
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize("options", PLACEMENTS)
+def test_the_memory_is_free_without_a_collection(
+    options: dict[str, Any], close: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python collects by the number of objects, and these hold 12 bytes per parameter."""
+    made: list[weakref.ref[mmap.mmap]] = []
+    monkeypatch.setattr("offloadtrain.runtime.arena.mmap", recording(made))
+    import_module("torch._dynamo")  # its first import keeps the frames around it
+    net = Chain()
+    optimizer = offloaded(net, tmp_path, **options)
+    train(net, optimizer)
+    assert made and all(mapping() is not None for mapping in made)
+    gc.disable()
+    try:
+        if close:
+            optimizer.close()
+        del optimizer
+        assert all(mapping() is None for mapping in made)
+    finally:
+        gc.enable()
+    loss_of(net, batches(1)[0])
+
+
+def recording(made: list[weakref.ref[mmap.mmap]]) -> ModuleType:
+    """Return the module `mmap`, whose mappings are noted in `made`."""
+
+    class Recorded(mmap.mmap):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            made.append(weakref.ref(self))
+
+    module = ModuleType("mmap")
+    vars(module).update(vars(mmap) | {"mmap": Recorded})
+    return module
 
 
 def test_nothing_is_copied_back_at_the_end_of_the_process(tmp_path: Path) -> None:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.engine import OffloadOptimizer, optimizer_of
 from offloadtrain.engine import offload as _offload
+from offloadtrain.engine.step_report import Phase
 from offloadtrain.integrations import accelerate, callbacks, trainer_files, training_arguments
-from offloadtrain.integrations.chunked_loss import chunk_loss
+from offloadtrain.integrations.chunked_loss import chunk_loss, is_chunked
 from offloadtrain.integrations.options import Options, merged
 from offloadtrain.integrations.weights import Dtypes, dtypes_of
 from offloadtrain.integrations.weights import state_dict as state_dict_of
@@ -49,7 +50,6 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     optimizer: Any
     offload: Options = {}  # noqa: RUF012  # never changed
     chunked_loss: bool = False
-    _chunked: nn.Module | None = None
     _given: Dtypes | None = None
     _driven: OffloadOptimizer | None = None
     _told_of_reason = False
@@ -84,17 +84,27 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         """Nothing: as a whole it may not fit there."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> OffloadOptimizer:
-        """Offload the model, once.
+        """Offload the model, once. Another trainer's optimizer of the same model is closed.
 
         Raises:
             ValueError: options contradict the arguments, or each other.
             TypeError: the trainer was given an optimizer of another kind.
         """
         model = self.model if model is None else model
+        if self._driven is not None and self._driven.phase is Phase.CLOSED:
+            if self._driven is self.optimizer and self._given is not None:
+                _log.warning(
+                    "the optimizer of this trainer was closed, by hand or by another trainer of "
+                    "the same model: a new one begins without its moments"
+                )
+                self.optimizer = None
+            self._driven = None
         if self.optimizer is None:
+            earlier = optimizer_of(model)
+            for optimizer in (self._driven, earlier if _is_driven(earlier) else None):
+                if optimizer is not None:
+                    optimizer.close()
             self._given = dtypes_of(model)
-            if self._driven is not None:
-                self._driven.close()
             taken = training_arguments.options_of(self.args, model)
             options = merged(self.offload, taken, "TrainingArguments")
             self.optimizer = _offload(model, self._rule(), params=self._groups(model), **options)
@@ -102,10 +112,10 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             self._check_given(self.optimizer)
         if self._driven is None or self._driven is not self.optimizer:
             self._driven = self._drive(model, self.optimizer)
-        if self.chunked_loss and self._chunked is not model:
+        if self.chunked_loss:
             self._check_loss()
-            chunk_loss(model)
-            self._chunked = model
+            if not is_chunked(model):
+                chunk_loss(model)
         return self._driven
 
     def _check_loss(self) -> None:
@@ -192,7 +202,10 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Before training as well, a model that does not fit the device is evaluated streamed."""
-        self.create_optimizer()
+        current = optimizer_of(self.model)
+        # Another trainer's optimizer goes on training the model, and evaluates it as well.
+        if current is self.optimizer or not _is_driven(current):
+            self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -233,6 +246,11 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             return
         schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
+
+
+def _is_driven(optimizer: OffloadOptimizer | None) -> bool:
+    """Tell whether a trainer has made or taken this optimizer."""
+    return optimizer is not None and optimizer._prepared
 
 
 def __getattr__(name: str) -> Any:

@@ -3,8 +3,8 @@
 Values and gradients of an offloaded parameter are not always where torch expects them: new weights
 may be on their way up, and gradients have left for the host. A module has hooks for its forward and
 its state dict, but none for `copy.deepcopy`, pickles, or a function that takes parameters. So, like
-torch's own lazy parameters, offloaded ones have a class of their own. It costs nothing where they
-are computed with.
+torch's own lazy parameters, offloaded ones have a class of their own. Computing with them costs
+nothing more.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def _nobody() -> None:
 
 
 def gradient_of(param: nn.Parameter) -> Tensor | None:
-    """Return `param.grad` for the engine itself, which nobody is told of."""
+    """Return `param.grad` for the engine itself: no observer is called."""
     grad: Tensor | None = _GRAD.__get__(param)
     return grad
 
 
 def observe(params: Iterable[nn.Parameter], observer: Observer) -> None:
-    """Make parameters report to `observer`, which they do not keep alive. A parameter of a class of
-    its own keeps that, and does not."""
+    """Make parameters report to `observer`, which they do not keep alive. A parameter of another
+    class than torch's is left as it is, and does not report."""
     for param in params:
         if type(param) is nn.Parameter:
             param.__class__ = OffloadedParameter

@@ -57,8 +57,8 @@ class Release:
 
 
 def _warn_of_lost_weights(engine: Engine) -> None:
-    """Warn of weights in shards. To gather them takes all ranks, and each drops its optimizer at a
-    time of its own."""
+    """Warn of weights in shards. Gathering them takes a collective, and ranks drop their optimizers
+    at different times."""
     if engine.residency.streamed and not engine.program.spec.is_single:
         _log.warning(
             "an optimizer whose weights are in shards (zero_stage = 3) went out of scope: the "

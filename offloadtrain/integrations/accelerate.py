@@ -103,8 +103,8 @@ def _method(accelerator: Any, name: str) -> Callable[..., Any]:
     """Return a method of the accelerator that does not keep it alive; or what another model's
     `drive` has put in its place."""
     if name in vars(accelerator):
-        found: Callable[..., Any] = vars(accelerator)[name]
-        return found
+        method: Callable[..., Any] = vars(accelerator)[name]
+        return method
     return partial(getattr(type(accelerator), name), weakref.proxy(accelerator))
 
 

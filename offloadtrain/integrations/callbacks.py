@@ -1,9 +1,10 @@
 """Callbacks of frameworks that may read weights: these wait for the newest ones before them.
 
-After `step()` new weights are still on their way, beside what the training thread does next. A
-callback that averages or copies parameters would read old ones, and NaN where they are streamed. To
-wait costs that overlap. So only callbacks that are not the framework's own are waited for, at the
-events that they handle, unless they say `reads_weights = False`.
+After `step()` new weights are still on their way, concurrently with what the training thread does
+next. A callback that averages or copies parameters would read old ones, and NaN where they are
+streamed. Waiting for them costs that overlap. So they are waited for only before callbacks that are
+not the framework's own, at the events that these handle, unless a callback says `reads_weights =
+False`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ def synchronize(optimizer: OffloadOptimizer, callbacks: Iterable[object], event:
 
     Not in update mode "delayed", whose delay that would end.
     """
-    if optimizer.config.update != "delayed" and any(_reads(one, event) for one in callbacks):
+    if optimizer.config.update != "delayed" and any(
+        _reads(callback, event) for callback in callbacks
+    ):
         optimizer.synchronize()
 
 

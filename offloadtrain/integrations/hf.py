@@ -52,7 +52,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     chunked_loss: bool = False
     _given: Dtypes | None = None
     _driven: OffloadOptimizer | None = None
-    _told_of_reason = False
+    _warned_of_reason = False
 
     def __init__(
         self,
@@ -227,8 +227,8 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, writes = self.create_optimizer(), self.args.should_save
         reason = trainer_files.reason_against_torch(optimizer)
-        if reason is not None and writes and not self._told_of_reason:
-            self._told_of_reason = True
+        if reason is not None and writes and not self._warned_of_reason:
+            self._warned_of_reason = True
             _log.warning(
                 "the checkpoints resume with OffloadTrainer (or OffloadMixin) only, and the plain "
                 "Trainer refuses their optimizer.pt: %s",

@@ -69,14 +69,14 @@ def _synchronizing(event: str) -> Any:
 
     def hook(callback: Any, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if (engine := trainer.strategy._engine) is not None:
-            readers = [one for one in (*trainer.callbacks, module) if one is not callback]
+            readers = [other for other in (*trainer.callbacks, module) if other is not callback]
             callbacks.synchronize(engine, readers, event)
 
     return hook
 
 
 class _FirstCallback:
-    """Waits for the newest weights before others that may read them."""
+    """Waits for the newest weights before the other callbacks, which may read them."""
 
 
 class _Strategy(DDPStrategy):  # type: ignore[misc]
@@ -139,7 +139,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            if not any(isinstance(one, _FirstCallback) for one in trainer.callbacks):
+            if not any(isinstance(other, _FirstCallback) for other in trainer.callbacks):
                 hooks = {event: _synchronizing(event) for event in _EVENTS}
                 first = _made("FirstCallback", _FirstCallback, "callbacks", "Callback", **hooks)
                 trainer.callbacks.insert(0, first())

@@ -62,8 +62,8 @@ def read_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> d
 
 def read(path: Path) -> dict[str, Any]:
     """Return what a file holds; the file's pages hold the tensors: no second copy in memory."""
-    found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return found
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return state
 
 
 def _path(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> Path:

@@ -22,7 +22,7 @@ from offloadtrain.optim import AdamW
 _NAME = "optimizer.pt"
 _OURS = "offloadtrain"
 """A key of `optimizer.pt` that torch ignores. A plain Trainer that writes into the same folder
-leaves it out, and the files of ranks beside it are outdated then."""
+leaves it out: the files of ranks in that folder are outdated then."""
 
 
 def reason_against_torch(optimizer: OffloadOptimizer) -> str | None:
@@ -51,7 +51,11 @@ def save(optimizer: OffloadOptimizer, folder: str, *, writes: bool, fused: bool)
     if reason_against_torch(optimizer) is None:
         masters, moments = _divided(state["state"])
         groups = [_as_torchs(group, fused) for group in state["param_groups"]]
-        shared = {"state": moments, "param_groups": groups, _OURS: "the masters are beside it"}
+        shared = {
+            "state": moments,
+            "param_groups": groups,
+            _OURS: "the masters are in the file of the rank",
+        }
         state["state"] = masters
     else:
         refusal = "written by OffloadTrainer, which alone can resume from this checkpoint"
@@ -85,7 +89,8 @@ def load(optimizer: OffloadOptimizer, folder: str) -> bool:
 def _divided(
     entries: dict[int, dict[str, Any]],
 ) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
-    """Return the master weights, and what torch's AdamW has: a step of its own per parameter."""
+    """Return the master weights, and what torch's AdamW has, with a separate step per parameter:
+    torch counts in place."""
     masters = {key: {"master": entry["master"]} for key, entry in entries.items()}
     moments = {
         key: {name: x for name, x in entry.items() if name != "master"}

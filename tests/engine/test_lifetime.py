@@ -7,6 +7,8 @@ import mmap
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes import Lanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 from tests.numerics.models import Chain, batches, loss_of
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -49,19 +52,26 @@ def weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("late", [False, True])
+LANES: dict[str, Callable[[], Lanes]] = {
+    "default": SequentialLanes,
+    "late": partial(SeededLanes, 0, late=True),
+    "seeded": partial(SeededLanes, 1),
+    "threads": ThreadLanes,
+}
+
+
+@pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("in_cycle", [False, True])
 @pytest.mark.parametrize("options", PLACEMENTS)
 def test_out_of_scope_leaves_what_close_leaves(
-    options: dict[str, Any], in_cycle: bool, late: bool, tmp_path: Path
+    options: dict[str, Any], in_cycle: bool, lanes: str, tmp_path: Path
 ) -> None:
     """Also an optimizer in a reference cycle, which Python frees together with its engine."""
 
     def run(close: bool) -> dict[str, Tensor]:
-        lanes = SeededLanes(0, late=True) if late else SequentialLanes()
         torch.manual_seed(0)
         net = Chain()
-        with on_lanes(lanes):
+        with on_lanes(LANES[lanes]()):
             optimizer = offloaded(net, tmp_path, **options)
         ledger = optimizer.ledger
         train(net, optimizer)

@@ -1,12 +1,12 @@
 """Random numbers of a forward that runs twice.
 
 [Note: Random numbers of the second run]
-torch's checkpoint restores torch's global generators. A layer may draw from others: Python's
-`random`, NumPy's global generator, and generators that its modules or its arguments hold. Drawn
-anew, another dropout mask or another depth would be differentiated than the one that made the loss.
-So their states are read before the first run, set for the second one, and put back behind it. The
-two global ones, which are large, are read after the first run too: if it has not drawn from them,
-the second one will not.
+torch's checkpoint restores torch's global generators. A layer may draw from further ones: Python's
+`random`, NumPy's global generator, and generators among the attributes of its modules and its
+arguments. If the second run drew new numbers, the gradient would be that of another dropout mask or
+another depth than the loss. So the states are read before the first run, set for the second run,
+and put back after it. The two global states are large. They are read after the first run as well:
+if it has not drawn from a generator, the second run will not either.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ class RandomStates:
     def __init__(self, modules: Iterable[nn.Module], inputs: Collection[object]) -> None:
         numpy = sys.modules.get("numpy.random")  # which has not drawn before it is imported
         self._shared = [(generator, generator.read()) for generator in _shared(numpy)]
-        held = _held(modules, inputs, numpy)
-        self._held = [(generator, generator.read()) for generator in held]
+        attributes = _attributes(modules, inputs, numpy)
+        self._attributes = [(generator, generator.read()) for generator in attributes]
 
     def forget_unused(self) -> None:
         """The first run is over: forget the shared generators that it has not drawn from."""
-        self._shared = [one for one in self._shared if not _same(one[0].read(), one[1])]
+        self._shared = [
+            (generator, state)
+            for generator, state in self._shared
+            if not _same(generator.read(), state)
+        ]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers inside; afterwards generators are as they were."""
-        states = self._shared + self._held
+        states = self._shared + self._attributes
         now = [(generator, generator.read()) for generator, _ in states]
         try:
             for generator, state in states:
@@ -92,7 +96,7 @@ def _same(some: Any, other: Any) -> bool:
     return some is other or (isinstance(some, tuple) and some == other)
 
 
-def _held(
+def _attributes(
     modules: Iterable[nn.Module], inputs: Collection[object], numpy: Any
 ) -> Iterator[_Generator]:
     """Yield the generators among the attributes of `modules`, and among `inputs`."""
@@ -100,14 +104,14 @@ def _held(
     for values in (inputs, *(vars(module).values() for module in modules)):
         # Nearly always there is none; to see that takes no loop of Python's.
         if not kinds.keys().isdisjoint(map(type, values)):
-            for held in values:
-                if type(held) in kinds:
-                    yield kinds[type(held)](held)
+            for value in values:
+                if type(value) in kinds:
+                    yield kinds[type(value)](value)
 
 
 _KINDS: dict[type, Callable[[Any], _Generator]] = {
-    torch.Generator: lambda held: _Generator(held.get_state, held.set_state),
-    random.Random: lambda held: _Generator(held.getstate, held.setstate),
+    torch.Generator: lambda source: _Generator(source.get_state, source.set_state),
+    random.Random: lambda source: _Generator(source.getstate, source.setstate),
 }
 """Type of a generator → how it is read and set."""
 
@@ -115,10 +119,10 @@ _KINDS: dict[type, Callable[[Any], _Generator]] = {
 @cache
 def _kinds_of(numpy: Any) -> dict[type, Callable[[Any], _Generator]]:
     return {
-        numpy.RandomState: lambda held: _Generator(
-            partial(held.get_state, legacy=False), held.set_state
+        numpy.RandomState: lambda source: _Generator(
+            partial(source.get_state, legacy=False), source.set_state
         ),
-        numpy.Generator: lambda held: _Generator(
-            lambda: held.bit_generator.state, partial(setattr, held.bit_generator, "state")
+        numpy.Generator: lambda source: _Generator(
+            lambda: source.bit_generator.state, partial(setattr, source.bit_generator, "state")
         ),
     }

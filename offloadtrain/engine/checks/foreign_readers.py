@@ -50,7 +50,7 @@ class ParameterReaders:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._named, self._engine = list(named), engine
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         observe((param for _, param in self._named), self)
 
     def remove(self) -> None:
@@ -79,7 +79,7 @@ class ParameterReaders:
         file = frame.f_code.co_filename
         reader = _READERS.get(file)
         zeroes = frame.f_code is nn.Module.zero_grad.__code__
-        # Optimizers, the compiler and others of torch look whether there are gradients.
+        # torch's optimizers and compiler look whether there are gradients.
         if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
             return
         if reader in (SCALING, SPLITTING):
@@ -91,36 +91,39 @@ class ParameterReaders:
             self._zero_grad(frame.f_locals["self"])
         elif param.requires_grad and gradient_of(param) is None:
             if reader == CLIPPING:
-                self._tell(CLIPPING, _clips_nothing(self._engine.program.spec.config.clip_norm))
+                self._warn_once(
+                    CLIPPING, _clips_nothing(self._engine.program.spec.config.clip_norm)
+                )
             else:
-                name = next(name for name, one in self._named if one is param)
-                self._tell("reading", _reads_nothing(name, frame))
+                name = next(name for name, other in self._named if other is param)
+                self._warn_once("reading", _reads_nothing(name, frame))
 
     def _zero_grad(self, module: nn.Module) -> None:
-        own = set(map(id, module.parameters()))
-        if all(id(param) in own for _, param in self._named if param.requires_grad):
+        zeroed = set(map(id, module.parameters()))
+        if all(id(param) in zeroed for _, param in self._named if param.requires_grad):
             self._engine.drop_gradients()
         else:
-            self._tell("zeroing", _drops_nothing(module))
+            self._warn_once("zeroing", _drops_nothing(module))
 
-    def _tell(self, what: str, message: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
             _log.warning("%s", message)
 
 
 def _clips_nothing(clip_norm: float | None) -> str:
     """Describe that torch's clipping was called after backward; `clip_norm`: the engine's own."""
-    found = (
+    message = (
         "torch's clip_grad_norm_ or clip_grad_value_ (or what calls it: Accelerate's, Lightning's "
         "gradient_clip_val, the Trainer's max_grad_norm) found no gradients, which have left for "
         "the host: it clips nothing, and a norm is 0.0. "
     )
     if clip_norm is not None:
-        return f"{found}What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm."
+        return f"{message}What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm."
     return (
-        f"{found}Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with clip_norm: "
-        "both clip by the norm of all parameters together; a part cannot be clipped by itself"
+        f"{message}Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with "
+        "clip_norm: both clip by the norm of all parameters together; a part cannot be clipped by "
+        "itself"
     )
 
 

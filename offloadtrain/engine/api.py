@@ -261,7 +261,7 @@ def attach(
     """
     _check_scratch(chosen)
     chosen.zero_stage_among(ranks.size)
-    if model in offloaded:
+    if optimizer_of(model) is not None:
         raise ModelError("the model is offloaded already: close() its optimizer first")
     check_model(model, may_be_meta=param_init_fn is not None)
     rule = rule or AdamW()

@@ -45,6 +45,21 @@ class Source(Protocol):
     def pinned(self, block: Block) -> bool: ...
 
 
+class _Closed:
+    """The source of a block whose engine is closed: its parameters hold their weights."""
+
+    def use(self, block: Block) -> None: ...
+
+    def unpacked(self, block: Block, clock: int) -> None:
+        raise StaleGraphError(f"backward reached block '{block.name}' after close()")
+
+    def pinned(self, block: Block) -> bool:
+        return False
+
+
+CLOSED = _Closed()
+
+
 class Block:
     """The unit of residence: the parameters that one module's forward uses as one.
 
@@ -113,6 +128,8 @@ class Block:
         self._weights: dict[Buffer | None, tuple[Range, ...]] = {}
         self._views: dict[Buffer, _Views] = {}
         """For a streamed block: memory of its first bucket in a slot → its parameters' views."""
+        self._host_views: dict[tuple[Buffer, ...], _Views] = {}
+        """The same of the host's copy, by the memory of each of its buckets."""
         self._absent: _Views = []
         """Its parameters' views without a slot."""
         self._shown: _Views = []
@@ -180,8 +197,13 @@ class Block:
 
     def expose_host_weights(self) -> None:
         """Make the parameters of a streamed block without a slot views of the host's copy."""
+        # An update of one bucket may have made another of its copies the newest.
+        memory = tuple(bucket.load_source for bucket in self.held)
+        if memory not in self._host_views:
+            made = self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat))
+            self._host_views[memory] = made
         # The lanes are empty: no update writes this memory while the user looks at it.
-        self._show(self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat)))
+        self._show(self._host_views[memory])
 
     def reveal(self) -> None:
         """Tell of no reads any more."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.experts import Experts
 from offloadtrain.engine.local_part import LocalPart, local
+from offloadtrain.engine.offloaded_parameter import gradient_of
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
@@ -52,7 +53,7 @@ class Slot:
 
     def gradient(self) -> Tensor | None:
         """Return what this rank holds of the gradient, if there is one."""
-        grad = self.param.grad
+        grad = gradient_of(self.param)
         if grad is None or not isinstance(self.local, LocalPart):
             return grad
         return self.local.of_gradient(grad)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
+from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.checks.phase_guard import PhaseGuard
@@ -77,6 +78,7 @@ class Engine:
         self.salvaged = self.delay_goes_on = False
         """`delay_goes_on`: nothing is in flight, and the next step's forwards use older weights."""
         self.warns_of_skips = True
+        self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
 
     @property
     def forward_order(self) -> list[Block]:
@@ -373,20 +375,18 @@ class Engine:
         self._reporter.sample_timeline()
 
     def close(self) -> None:
-        """Drain the lanes and take the hooks off. Idempotent."""
+        """Take the hooks off the model and give it its weights. Idempotent; no collective."""
         if self.guard.closed:
             return
         self.guard.closed = True
+        # First, and also if the GPU has failed: the model is an ordinary one again.
         self._forward_hooks.close()
-        # Drains: the caller gives the host memory back next, which copies and kernels still use.
+        while self.attached:
+            self.attached.pop().remove()
+        # Drains: weights are copied out of host memory next, which the caller then gives back.
         self.lanes.close()
-        # Behind the drain: parameters of streamed blocks get their weights out of host memory,
-        # which holds the newest ones only now.
         self._interpreter.cut = None
         self.residency.close()
-        # Last, as the comm lane had collectives of these groups in flight.
-        self._ranks.close()
-        self._norm_measure.close()
 
     def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:
         """Wait for the norm of the step; raises as `NormMeasure.measure`."""

@@ -105,6 +105,11 @@ class Functions:
             self._kept[key] = self._made_once[op.kind](op)
         return self._kept[key]
 
+    def close(self) -> None:
+        """Nothing is launched any more: drop the functions, which refer to this object."""
+        for functions in (self._made, self._made_once, self._kept):
+            functions.clear()
+
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return those of every group, as they are now."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]

@@ -47,6 +47,7 @@ from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.engine.memory.memory_map import Norms
+from offloadtrain.engine.offloaded_parameter import gradient_of
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.program.prefetch_policy import ReduceOrder
@@ -162,7 +163,7 @@ class Gradients:
             self._begin()
         if block.compiled:
             block.end_backward()
-        grad = slot.param.grad
+        grad = gradient_of(slot.param)
         if grad is None or grad.layout is not torch.strided or grad.shape != slot.global_shape:
             raise _bad_gradient(slot, grad)
         delivery = self._deliveries[block]

@@ -131,6 +131,11 @@ class Interpreter:
         self._lanes.abandon()
         self.journal.finish(self._lanes.host_progress(), self._call_of, self._residents.swap)
 
+    def close(self) -> None:
+        """Nothing is launched any more: drop the functions, which refer to this object."""
+        self._how.clear()
+        self._functions.close()
+
     def _launch(self, op: Launch) -> None:
         found = self._memory.__getitem__
         reads, writes = list(map(found, op.reads)), list(map(found, op.writes))

@@ -269,11 +269,6 @@ class NormMeasure:
 
         return norm
 
-    def close(self) -> None:
-        """Leave the other stages. Idempotent."""
-        self._stages.ranks.close()
-        self._parts.close()
-
     def own(self, intent: Sequence[float]) -> Measured:
         """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()

@@ -16,7 +16,7 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks.evaluation_check import check_evaluations
-from offloadtrain.engine.checks.foreign_readers import GradReaders
+from offloadtrain.engine.checks.foreign_readers import ParameterReaders
 from offloadtrain.engine.checks.model_checks import ModelError, offloaded, warn_of_local_norm
 from offloadtrain.engine.checks.parameter_guard import ParameterGuard
 from offloadtrain.engine.eager import eager
@@ -24,6 +24,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import layers_of
+from offloadtrain.engine.release import Release
 from offloadtrain.engine.split_step import SplitStep
 from offloadtrain.engine.state import parameter_state as state
 from offloadtrain.engine.state.load_weights import ParamInit
@@ -69,13 +70,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         super().__init__(groups, common_defaults(groups, rule))
         place = place or StagePlace(Stages(ALONE))
         self.device, self.ranks, self.ledger = device, ranks, ledger or Ledger()
-        self.working_dtype = dtype = PRECISIONS[config.precision]
+        self.working_dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
         self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
         disk = DiskArena(self.ledger, config.scratch_dir, in_memory=config.scratch_in_memory)
         lanes.loads_cross_bus = config.offloads_weights
+        self._joined = ranks, place.stages.ranks, place.parts
+        release = Release(self, lanes, self._arena, disk, self._joined)
         # Where it is dropped without close(), and at the end of the process.
-        self._finalizer = weakref.finalize(self, _release, lanes, self._arena, disk, ranks, place)
+        self._finalizer = weakref.finalize(self, release)
         try:
             self._engine, self._blocks = build(
                 model,
@@ -94,10 +97,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         except BaseException:
             self._finalizer()
             raise
+        release.engine = weakref.ref(self._engine)
         self._part_ranks, self._stage_ranks = place.parts, place.stages.ranks
         self.model, self._flips = model, config.update == "speculative"
-        # The first upload: parameters hold the weights when offload() returns.
-        self._engine.emit()
+        self._engine.emit()  # The first upload: parameters hold the weights from here on.
         held = [bucket for block in self._blocks for bucket in block.held]
         moving = [slot.param for bucket in held if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
@@ -106,12 +109,18 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
         self._fill_state()
-        layers = layers_of(model)
-        self._handles = hook_parameters(self._engine, self._blocks)
-        self._handles += attach_state_dict_hooks(model, self)
-        self._handles += check_evaluations(model, self._engine, ranks)
-        self._handles += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
-        self._grad_readers = GradReaders(self._slots(), config.clip_norm, self._engine)
+        self._attach(config)
+
+    def _attach(self, config: OffloadConfig) -> None:
+        model, engine, cast_inputs = self.model, self._engine, config.cast_inputs
+        slots = [slot for block in self._blocks for b in block.held for slot in b.slots]
+        engine.attached += [
+            *hook_parameters(engine, self._blocks),
+            *attach_state_dict_hooks(model, self, engine),
+            *check_evaluations(model, engine, self.ranks),
+            *attach_casts(model, layers_of(model), self.working_dtype, cast_inputs=cast_inputs),
+            ParameterReaders(self, [(slot.name, slot.param) for slot in slots], engine),
+        ]
 
     @property
     def config(self) -> OffloadConfig:
@@ -264,6 +273,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
+        `zero_grad()` of the model does the same.
 
         `set_to_none` makes no difference: a parameter that a step did not use counts as having a
         zero gradient, so that its decay and moments go on, unless `skip_unused` names it.
@@ -355,16 +365,17 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def close(self) -> None:
         """Drain, take the hooks off the model and give the host memory back. Idempotent.
 
-        The model keeps its working weights; views from `state` must not be used any more.
+        An optimizer that goes out of scope does the same. The model keeps its working weights, but
+        for those in shards (`zero_stage` 3), whose parameters become empty: take `full_weights()`
+        on all ranks before. Views from `state` must not be used any more.
         """
         try:
             self._engine.close()
+            # Last, as the comm lane had collectives of these groups in flight.
+            for ranks in self._joined:
+                ranks.close()
         # Also if the GPU has failed: the host memory is given back in any case.
         finally:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-            self._grad_readers.close()
             # Views of memory that the finalizer is about to give back.
             self.state.clear()
             self._finalizer()
@@ -389,13 +400,3 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             step = bucket.experts.steps_of(slot) if bucket.experts else self._step_tensor
             self._engine.functions.hand_out(bucket, views := state.views(bucket, slot))
             self.state[slot.param] = {"step": step, **views}
-
-
-def _release(lanes: Lanes, arena: Arena, disk: DiskArena, ranks: Ranks, place: StagePlace) -> None:
-    """Give back the lanes, the memory that they use, and process groups whose world is gone."""
-    # Drains first: copies and kernels in flight use the arena's memory and the file.
-    lanes.close()
-    arena.close()
-    disk.close()
-    for joined in (ranks, place.stages.ranks, place.parts):
-        joined.let_go()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.autograd.absent_reads import AbsentReads
-from offloadtrain.engine.block import Block
+from offloadtrain.engine.block import CLOSED, Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.memory.memory_map import MemoryMap
@@ -207,18 +207,28 @@ class Residency:
 
     def close(self) -> None:
         """Copy the weights of streamed parameters to host memory of their own. Where the host has a
-        shard of them, they are gone."""
+        shard of them, parameters become empty: an error tells whoever reads them."""
         for block in self.streamed:
             block.reveal()
-        if not self._is_single:
-            return
         self.expose_host_weights()
-        # The engine's host memory is given back next: parameters must not be views of it. A mapped
-        # file lives as long as its views: those stay, as the host may have no room for them.
-        for bucket in (bucket for block in self.streamed for bucket in block.held):
-            on_disk = self._program.spec.loads_from_disk(bucket.spec)
-            for slot in () if on_disk else bucket.slots:
-                slot.local.data = slot.local.data.clone()
+        # Not tensors of a user's inference mode, which could not be trained again.
+        with torch.inference_mode(False):
+            for bucket in (bucket for block in self.streamed for bucket in block.held):
+                # The engine's host memory is given back next: parameters must not be views of it.
+                # A mapped file lives as long as its views: those stay, as the host may have no room
+                # for them.
+                on_disk = self._program.spec.loads_from_disk(bucket.spec)
+                for slot in bucket.slots:
+                    if not self._is_single:
+                        slot.local.data = slot.local.data.new_empty(0)
+                    elif not on_disk:
+                        slot.local.data = slot.local.data.clone()
+        # Ends the engine's reference cycles: the host memory that it refers to is free at once, and
+        # not with a later collection of garbage.
+        for block in self._blocks.values():
+            block.source = CLOSED
+        self.interpreter.close()
+        del self.interpreter
 
     # Operations of the program.
 

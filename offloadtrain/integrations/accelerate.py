@@ -10,6 +10,7 @@ The loop stays as Accelerate's guide writes it. What the wrapper of an optimizer
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -86,14 +87,25 @@ def drive(accelerator: Any, model: nn.Module, optimizer: OffloadOptimizer) -> No
     # No DDP, which would average gradients a second time; no autocast, no move, no compiler.
     model._is_accelerate_prepared = True  # type: ignore[assignment]
     optimizer._is_accelerate_prepared = True
-    accelerator.clip_grad_norm_ = partial(_clip, accelerator.clip_grad_norm_, optimizer)
-    accelerator.clip_grad_value_ = partial(_refuse_clip_value, accelerator, optimizer)
-    accelerator.get_state_dict = partial(_weights, accelerator.get_state_dict, model, optimizer)
-    accelerator.save_state = partial(_save, accelerator.save_state, accelerator, optimizer)
-    accelerator.load_state = partial(_load, accelerator.load_state, accelerator, optimizer)
+    # Its own methods must not keep the accelerator alive, and with it the optimizer and its memory.
+    alive, before = weakref.proxy(accelerator), partial(_method, accelerator)
+    accelerator.clip_grad_norm_ = partial(_clip, before("clip_grad_norm_"), optimizer)
+    accelerator.clip_grad_value_ = partial(_refuse_value, before("clip_grad_value_"), optimizer)
+    accelerator.get_state_dict = partial(_weights, before("get_state_dict"), model, optimizer)
+    accelerator.save_state = partial(_save, before("save_state"), alive, optimizer)
+    accelerator.load_state = partial(_load, before("load_state"), alive, optimizer)
     if optimizer.working_dtype is torch.float16:
         accelerator.scaler = None
-        accelerator.backward = partial(_backward, accelerator, optimizer)
+        accelerator.backward = partial(_backward, alive, optimizer)
+
+
+def _method(accelerator: Any, name: str) -> Callable[..., Any]:
+    """Return a method of the accelerator that does not keep it alive; or what another model's
+    `drive` has put in its place."""
+    if name in vars(accelerator):
+        method: Callable[..., Any] = vars(accelerator)[name]
+        return method
+    return partial(getattr(type(accelerator), name), weakref.proxy(accelerator))
 
 
 def _backward(accelerator: Any, optimizer: OffloadOptimizer, loss: Tensor) -> None:
@@ -125,15 +137,15 @@ def _clip(
     return optimizer.clip_grad_norm_(max_norm)
 
 
-def _refuse_clip_value(
-    accelerator: Any, optimizer: OffloadOptimizer, parameters: Any, clip_value: float
+def _refuse_value(
+    otherwise: Callable[..., None], optimizer: OffloadOptimizer, parameters: Any, clip_value: float
 ) -> None:
     asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not _trained(optimizer).isdisjoint(asked):
         raise EngineError(
             "clip_grad_value_: gradients have left for the host. Use accelerator.clip_grad_norm_"
         )
-    type(accelerator).clip_grad_value_(accelerator, asked, clip_value)
+    otherwise(asked, clip_value)
 
 
 def _trained(optimizer: OffloadOptimizer) -> set[Tensor]:

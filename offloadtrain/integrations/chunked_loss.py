@@ -43,8 +43,8 @@ def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0)
         ModelError: a head that is not one plain linear layer, or logits that are scaled, capped or
             used otherwise.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if isinstance(getattr(base.loss_function, "__self__", None), _Pending):
+    base = _base_of(model)
+    if is_chunked(model):
         raise ModelError(f"the loss of {type(base).__name__} is computed in parts already")
     head = _usual_head(base)
     pending = _Pending(head, label_smoothing, z_loss)
@@ -52,6 +52,15 @@ def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0)
     setattr(head, "forward", pending.on_head)  # noqa: B010  (mypy refuses to assign to a method)
     pending.loss_function, base.loss_function = base.loss_function, pending.on_loss
     base.forward = _with_labels(base.forward, pending)
+
+
+def is_chunked(model: Any) -> bool:
+    """Tell whether `chunk_loss` has changed a model."""
+    return isinstance(getattr(_base_of(model).loss_function, "__self__", None), _Pending)
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[..., Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from offloadtrain.engine.checks.model_checks import ModelError, offloaded
+from offloadtrain.engine.api import optimizer_of
+from offloadtrain.engine.checks.model_checks import ModelError
 from offloadtrain.model.experts import Experts
 from offloadtrain.runtime.mesh import DeviceMesh, check_expert_axes, keep_experts
 from offloadtrain.runtime.token_exchange import AllToAll
@@ -34,7 +35,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
             divided already.
     """
     check_expert_axes(mesh.mesh_dim_names or ())
-    if model in offloaded:
+    if optimizer_of(model) is not None:
         raise ModelError("expert_parallel after offload(): divide the experts before it")
     found = [one for one in model.modules() if isinstance(one, Experts)]
     _check(found, mesh["ep"].size())

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.engine import OffloadOptimizer, optimizer_of
 from offloadtrain.engine import offload as _offload
-from offloadtrain.integrations import accelerate, rank_files, training_arguments
-from offloadtrain.integrations.chunked_loss import chunk_loss
+from offloadtrain.engine.step_report import Phase
+from offloadtrain.integrations import accelerate, callbacks, trainer_files, training_arguments
+from offloadtrain.integrations.chunked_loss import chunk_loss, is_chunked
 from offloadtrain.integrations.options import Options, merged
 from offloadtrain.integrations.weights import Dtypes, dtypes_of
 from offloadtrain.integrations.weights import state_dict as state_dict_of
@@ -49,9 +50,9 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     optimizer: Any
     offload: Options = {}  # noqa: RUF012  # never changed
     chunked_loss: bool = False
-    _chunked: nn.Module | None = None
     _given: Dtypes | None = None
     _driven: OffloadOptimizer | None = None
+    _warned_of_reason = False
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         if chunked_loss is not None:
             self.chunked_loss = chunked_loss
         super().__init__(*args, **kwargs)
+        callbacks.synchronize_before(self.callback_handler)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""
@@ -82,17 +84,27 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         """Nothing: as a whole it may not fit there."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> OffloadOptimizer:
-        """Offload the model, once.
+        """Offload the model, once. Another trainer's optimizer of the same model is closed.
 
         Raises:
             ValueError: options contradict the arguments, or each other.
             TypeError: the trainer was given an optimizer of another kind.
         """
         model = self.model if model is None else model
+        if self._driven is not None and self._driven.phase is Phase.CLOSED:
+            if self._driven is self.optimizer and self._given is not None:
+                _log.warning(
+                    "the optimizer of this trainer was closed, by hand or by another trainer of "
+                    "the same model: a new one begins without its moments"
+                )
+                self.optimizer = None
+            self._driven = None
         if self.optimizer is None:
+            earlier = optimizer_of(model)
+            for optimizer in (self._driven, earlier if _is_driven(earlier) else None):
+                if optimizer is not None:
+                    optimizer.close()
             self._given = dtypes_of(model)
-            if self._driven is not None:
-                self._driven.close()
             taken = training_arguments.options_of(self.args, model)
             options = merged(self.offload, taken, "TrainingArguments")
             self.optimizer = _offload(model, self._rule(), params=self._groups(model), **options)
@@ -100,10 +112,10 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             self._check_given(self.optimizer)
         if self._driven is None or self._driven is not self.optimizer:
             self._driven = self._drive(model, self.optimizer)
-        if self.chunked_loss and self._chunked is not model:
+        if self.chunked_loss:
             self._check_loss()
-            chunk_loss(model)
-            self._chunked = model
+            if not is_chunked(model):
+                chunk_loss(model)
         return self._driven
 
     def _check_loss(self) -> None:
@@ -190,7 +202,10 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Before training as well, a model that does not fit the device is evaluated streamed."""
-        self.create_optimizer()
+        current = optimizer_of(self.model)
+        # Another trainer's optimizer goes on training the model, and evaluates it as well.
+        if current is self.optimizer or not _is_driven(current):
+            self.create_optimizer()
         return super().evaluation_loop(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -210,18 +225,32 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             config.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n")
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        rank_files.save_state(self.create_optimizer(), output_dir)
-        if self.args.should_save:
+        optimizer, writes = self.create_optimizer(), self.args.should_save
+        reason = trainer_files.reason_against_torch(optimizer)
+        if reason is not None and writes and not self._warned_of_reason:
+            self._warned_of_reason = True
+            _log.warning(
+                "the checkpoints resume with OffloadTrainer (or OffloadMixin) only, and the plain "
+                "Trainer refuses their optimizer.pt: %s",
+                reason,
+            )
+        fused = self.args.optim == "adamw_torch_fused"
+        trainer_files.save(optimizer, output_dir, writes=writes, fused=fused)
+        if writes:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load this rank's state; or that of torch's AdamW, where a plain Trainer has saved it."""
-        if checkpoint is None or not rank_files.has_state(checkpoint):
+        if checkpoint is None or not trainer_files.load(self.create_optimizer(), checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        rank_files.load_state(self.create_optimizer(), checkpoint)
         schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
+
+
+def _is_driven(optimizer: OffloadOptimizer | None) -> bool:
+    """Tell whether a trainer has made or taken this optimizer."""
+    return optimizer is not None and optimizer._prepared
 
 
 def __getattr__(name: str) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.engine import offload as _offload
-from offloadtrain.integrations import rank_files
+from offloadtrain.integrations import callbacks, rank_files
 from offloadtrain.integrations.options import merged, precision_of
 from offloadtrain.integrations.weights import Dtypes, dtypes_of
 from offloadtrain.integrations.weights import state_dict as state_dict_of
@@ -54,6 +54,29 @@ class _EnginePrecision(Precision):  # type: ignore[misc]
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         assert self.engine is not None, "the strategy's setup has seen that there is one"
         self.engine.clip_grad_norm_(clip_val)
+
+
+_EVENTS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
+    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"),
+    *("on_validation_end", "on_train_end", "on_fit_end"),
+)
+"""Hooks of callbacks and modules between two microbatches."""
+
+
+def _synchronizing(event: str) -> Any:
+    """Return the hook of a first callback, before which nobody reads weights."""
+
+    def hook(callback: Any, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if (engine := trainer.strategy._engine) is not None:
+            readers = [other for other in (*trainer.callbacks, module) if other is not callback]
+            callbacks.synchronize(engine, readers, event)
+
+    return hook
+
+
+class _FirstCallback:
+    """Waits for the newest weights before the other callbacks, which may read them."""
 
 
 class _Strategy(DDPStrategy):  # type: ignore[misc]
@@ -116,6 +139,10 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
+            if not any(isinstance(other, _FirstCallback) for other in trainer.callbacks):
+                hooks = {event: _synchronizing(event) for event in _EVENTS}
+                first = _made("FirstCallback", _FirstCallback, "callbacks", "Callback", **hooks)
+                trainer.callbacks.insert(0, first())
             if self._engine is None or self.optimizers != [self._engine]:
                 raise TypeError(
                     "configure_optimizers must return one optimizer: "
@@ -186,12 +213,12 @@ def _beside(checkpoint: Any) -> Path:
     return Path(f"{checkpoint}.offload")
 
 
-def _made(name: str, mixin: type, module: str, base: str) -> Any:
+def _made(name: str, mixin: type, module: str, base: str, **members: Any) -> Any:
     """Return the class that stands before one of Lightning's."""
     from importlib import import_module
 
     theirs = getattr(import_module(f"lightning.pytorch.{module}"), base)
-    members = {"__module__": __name__, "__doc__": mixin.__doc__}
+    members |= {"__module__": __name__, "__doc__": mixin.__doc__}
     return type(name, (mixin, theirs), members)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,11 +19,19 @@ class CheckpointError(OffloadTrainError):
     """A checkpoint folder does not fit this run."""
 
 
-def save_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> None:
-    """Write this rank's state; all ranks call it. No copy of the state is made."""
+def save_state(
+    optimizer: OffloadOptimizer,
+    folder: str | os.PathLike[str],
+    state: Mapping[str, Any] | None = None,
+) -> None:
+    """Write this rank's state; all ranks call it. No copy of the state is made.
+
+    Args:
+        state: in place of the optimizer's.
+    """
     path = _path(optimizer, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(optimizer.state_dict(), path)
+    torch.save(optimizer.state_dict() if state is None else state, path)
 
 
 def has_state(folder: str | os.PathLike[str]) -> bool:
@@ -30,7 +40,12 @@ def has_state(folder: str | os.PathLike[str]) -> bool:
 
 
 def load_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> None:
-    """Load this rank's state, which the file's pages hold on the way: no second copy in memory.
+    """Load this rank's state; raises as `read_state`."""
+    optimizer.load_state_dict(read_state(optimizer, folder))
+
+
+def read_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return this rank's state, see `read`.
 
     Raises:
         CheckpointError: the folder has no state, or that of another number of ranks.
@@ -42,8 +57,13 @@ def load_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> N
             f"'{folder}' has no {path.name}, and has {', '.join(there) or 'no state of offload'}: "
             "a checkpoint resumes on the number of ranks that wrote it"
         )
-    state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    optimizer.load_state_dict(state)
+    return read(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return what a file holds; the file's pages hold the tensors: no second copy in memory."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return state
 
 
 def _path(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> Path:

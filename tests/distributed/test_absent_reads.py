@@ -111,3 +111,29 @@ def test_in_stage_3_every_rank_is_told(ranks: Run) -> None:
         assert "optimizer.full_weights()" in message
     for tied in (False, True):  # a tied head: offload() itself reads no weights that have left
         assert ranks(2, told, None, None, tied=tied, working="host") == [[], []]
+
+
+def out_of_scope(close: bool) -> tuple[list[str], set[tuple[int, ...]]]:
+    """The messages, and the shapes of the layers' parameters afterwards."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("offloadtrain").addHandler(handler)
+    try:
+        model = Chain()
+        optimizer = ot.offload(model, device="cpu", zero_stage=3)
+        optimizer.backward(loss_of(model, batches(1)[0]))
+        optimizer.step()
+        if close:
+            optimizer.close()
+        del optimizer
+        return heard, {tuple(param.shape) for param in model.layers.parameters()}
+    finally:
+        logging.getLogger("offloadtrain").removeHandler(handler)
+
+
+def test_out_of_scope_in_stage_3_is_told(ranks: Run) -> None:
+    """Weights in shards cannot be gathered there: their parameters are empty, and not NaN."""
+    for heard, shapes in ranks(2, out_of_scope, False):
+        assert "dict(optimizer.full_weights()) on all ranks" in heard[0] and shapes == {(0,)}
+    assert ranks(2, out_of_scope, True) == [([], {(0,)})] * 2

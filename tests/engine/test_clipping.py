@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -13,6 +14,9 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.engine import EngineError
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from tests.numerics.models import Chain, batches, loss_of
 
 LOGGER = "offloadtrain.engine.checks.foreign_readers"
@@ -122,14 +126,105 @@ def test_clipping_that_finds_nothing_is_told_once(
     assert told in record.message
 
 
-def test_who_reads_gradients_otherwise_hears_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def by_part(net: Chain) -> None:
+    assert torch.nn.utils.clip_grad_norm_(net.head.parameters(), 0.1).item() == 0.0
+    assert torch.nn.utils.clip_grad_norm_(net.layers[1].parameters(), 0.1).item() == 0.0
+
+
+def by_value(net: Chain) -> None:
+    with contextlib.suppress(RuntimeError):  # torch's, of an empty list
+        torch.nn.utils.clip_grad_value_(net.layers.parameters(), 1e-3)
+
+
+def by_total_norm(net: Chain) -> None:
+    found = [param.grad for param in net.parameters() if param.grad is not None]
+    assert torch.nn.utils.get_total_norm(found).item() == 0.0
+
+
+def by_hand(net: Chain) -> None:
+    if net.head.weight.grad is not None:
+        net.head.weight.grad[0] = 0
+
+
+@pytest.mark.parametrize("options", [{}, {"working": "host"}, {"update": "speculative"}])
+@pytest.mark.parametrize(
+    ("clip", "remedy"),
+    [
+        (by_part, "optimizer.clip_grad_norm_"),
+        (by_value, "optimizer.clip_grad_norm_"),
+        (by_total_norm, "param.register_hook"),
+        (by_hand, "param.register_hook"),
+    ],
+)
+def test_reading_gradients_of_a_part_is_told_once(
+    clip: Any, remedy: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, net = offloaded(**options)
+    for tokens in batches(4):
+        optimizer.backward(loss_of(net, tokens))
+        clip(net)
+        optimizer.step()
+    (record,) = [one for one in caplog.records if one.name == LOGGER]
+    assert record.levelno == logging.WARNING and remedy in record.message
+    if clip in (by_total_norm, by_hand):
+        assert f"{__file__}:" in record.message and ".weight" in record.message
+
+
+def test_reads_that_miss_nothing_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Before a backward nothing has left; a hook inside of one finds the gradient; torch looks."""
     optimizer, net = offloaded()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # before a backward: nothing has left
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    found: list[object] = []
+    net.embed.weight.register_hook(lambda grad: found.append(net.head.weight.grad))
     backward(optimizer, net)
-    assert all(param.grad is None for param in net.parameters())
-    net.zero_grad()
+    torch.optim.SGD(net.parameters()).zero_grad()
     optimizer.step()
+    assert net.head.weight.grad is None and len(found) == 1
     assert not caplog.records
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("explicit", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"working": "host", "activation": "recompute"}, {"update": "speculative"}],
+)
+def test_zero_grad_of_the_model_drops_the_step(
+    options: dict[str, Any], explicit: bool, late: bool
+) -> None:
+    """A microbatch that is given up leaves no trace, as in a loop of torch."""
+
+    def run(zero_grad: str) -> dict[str, torch.Tensor]:
+        with on_lanes(SeededLanes(0, late=True) if late else SequentialLanes()):
+            optimizer, net = offloaded(grad_accum_steps=2, **options)
+        outer = nn.ModuleList([net])
+        dropped = {"optimizer": optimizer, "model": net, "around": outer}.get(zero_grad)
+        for number, tokens in enumerate(batches(6)):
+            if dropped is not None and number % 2 == 0:  # given up
+                loss = 50 * loss_of(net, batches(1, seed=number)[0])
+                optimizer.backward(loss) if explicit else loss.backward()
+                dropped.zero_grad()
+            loss = loss_of(net, tokens)
+            optimizer.backward(loss) if explicit else loss.backward()
+            if number % 2 == 1:
+                optimizer.step()
+                net.zero_grad()  # after a step there are none
+        return dict(net.state_dict())
+
+    expected = run("nothing to drop")
+    for zero_grad in ("optimizer", "model", "around"):
+        for name, value in run(zero_grad).items():
+            assert torch.equal(value, expected[name]), (zero_grad, name)
+
+
+def test_zero_grad_of_a_part_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, net = offloaded()
+    backward(optimizer, net)
+    net.head.zero_grad()
+    net.layers.zero_grad()
+    optimizer.step()
+    (record,) = caplog.records
+    assert "zero_grad() of a part" in record.message and "optimizer.zero_grad()" in record.message
 
 
 def test_copies_and_closed_models_are_ordinary() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 import offloadtrain as ot
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from tests.numerics.models import MODELS, Chain, Frozen, Unusual, batches, loss_of
 
 
@@ -54,6 +58,62 @@ def test_a_deep_copy_is_an_ordinary_model() -> None:
     assert all(p.grad is not None for p in twin.parameters())
     assert optimizer.phase is type(optimizer.phase).FORWARD
     torch.save(net, io.BytesIO())
+
+
+def saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    # A view of a flat buffer would be saved with all of it.
+    assert file.tell() < 4096 + 1.5 * sum(4096 + p.nbytes for p in module.parameters())
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "save": saved,
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 4])
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"working": "host", "precision": "fp32"},
+        {"working": "host", "state": "int8", "activation": "recompute"},
+        {"update": "delayed", "working": "host"},
+        {"update": "speculative"},
+        {"state_on": "device"},
+    ],
+)
+def test_a_copy_holds_the_newest_weights(
+    options: dict[str, object], how: str, steps: int, late: bool
+) -> None:
+    """Also where nothing has waited for the update or the upload, as on a GPU that is behind."""
+    with on_lanes(SeededLanes(0, late=True) if late else SequentialLanes()):
+        net = Frozen()
+        optimizer = offloaded(net, **options)
+    for tokens in batches(steps):
+        optimizer.backward(loss_of(net, tokens))
+        optimizer.step()
+    part, twin = COPIES[how](net.layers[1]), COPIES[how](net)
+    assert all(type(param) is nn.Parameter for param in twin.parameters())
+    expected = net.state_dict()
+    for name, value in twin.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    for name, value in part.state_dict().items():
+        assert torch.equal(value, expected[f"layers.1.{name}"]), name
+    loss_of(twin, batches(1)[0]).backward()
+    assert [p.grad is not None for p in twin.parameters()] == [
+        p.requires_grad for p in net.parameters()
+    ]
+    optimizer.backward(loss_of(net, batches(1)[0]))
+    optimizer.step()
 
 
 def test_ties_frozen_parameters_and_buffers() -> None:

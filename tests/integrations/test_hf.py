@@ -164,12 +164,66 @@ def test_resumes_to_the_same_losses(
     assert again == once and len(once) == 6
 
 
+@pytest.mark.parametrize(
+    "offload",
+    [STREAMED, pytest.param({"update": "speculative"}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_the_plain_trainer_goes_on_and_back(
+    tmp_path: Path, offload: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Moments, step count and schedule: from either trainer to the other, in the same folder."""
+    saving = {"save_strategy": "steps", "save_steps": 2, **MASKED}
+    once = trainers.train("Trainer", tmp_path / "plain", None, arguments=saving)
+    mixed = tmp_path / "mixed"
+    assert trainers.train("Trainer", mixed, offload, arguments=saving) == once
+    # The plain Trainer writes into checkpoint-4, where an outdated file of a rank stays.
+    for turn, at in ((None, 2), (offload, 4)):
+        resume = mixed / f"checkpoint-{at}"
+        assert trainers.train("Trainer", mixed, turn, arguments=saving, resume=resume) == once
+    assert "plain Trainer refuses" not in caplog.text
+    state = torch.load(mixed / "checkpoint-6/optimizer.pt", weights_only=True)["state"]
+    assert {entry["step"].item() for entry in state.values()} == {6}
+    numel = sum(entry["exp_avg"].numel() for entry in state.values())
+    sizes = [path.stat().st_size for path in (mixed / "checkpoint-6").glob("o*.pt")]
+    assert len(sizes) == 2 and sum(sizes) < 12 * numel + 128 * 2**10
+
+
+@pytest.mark.parametrize(
+    ("offload", "arguments", "reason"),
+    [
+        ({"state": "int8"}, {"bf16": True}, "state = 'int8'"),
+        ({}, {"optim": "lion_32bit"}, "the update rule is Lion"),
+    ],
+    ids=str,
+)
+def test_the_plain_trainer_refuses_what_it_cannot_take_over(
+    tmp_path: Path,
+    offload: dict[str, Any],
+    arguments: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It would go on with new moments and a new schedule, and say nothing."""
+    saving = {"save_strategy": "steps", "save_steps": 2, **MASKED, **arguments}
+    once = trainers.train("Trainer", tmp_path, offload, arguments=saving)
+    (told,) = [one.message for one in caplog.records if "plain Trainer refuses" in one.message]
+    assert reason in told
+    at, plain = tmp_path / "checkpoint-4", {**saving, "optim": "adamw_torch"}
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        trainers.train("Trainer", tmp_path, None, arguments=plain, resume=at)
+    assert trainers.train("Trainer", tmp_path, offload, arguments=saving, resume=at) == once
+
+
 @pytest.mark.slow
-def test_a_checkpoint_of_the_plain_trainer_goes_on(tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 3, **MASKED}
-    once = trainers.train("Trainer", tmp_path, None, arguments=saving)
+def test_a_checkpoint_of_an_earlier_release_goes_on(tmp_path: Path) -> None:
+    """The whole state in the file of the rank, and no optimizer.pt."""
+    saving = {"save_strategy": "steps", "save_steps": 3, "bf16": True, **MASKED}
+    once = trainers.train("Trainer", tmp_path, {"state": "split16"}, arguments=saving)
     at = tmp_path / "checkpoint-3"
-    assert trainers.train("Trainer", tmp_path, STREAMED, arguments=saving, resume=at) == once
+    (at / "optimizer.pt").unlink()
+    again = trainers.train("Trainer", tmp_path, {"state": "split16"}, arguments=saving, resume=at)
+    assert again == once
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,6 +52,40 @@ class Following(Layer):
         return found
 
 
+class Drawing(Layer):
+    """Noise from every generator that torch's checkpoint does not restore."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torchs = torch.Generator().manual_seed(1)
+        self.pythons = random.Random(2)
+        self.numpys = np.random.default_rng(3)
+        self.legacy = np.random.RandomState(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = [
+            random.random(),
+            np.random.randn(),  # every second one was computed with the one before
+            self.pythons.gauss(0, 1),
+            self.numpys.standard_normal(),
+            self.legacy.randn(),
+        ]
+        mask = torch.rand(x.shape, generator=self.torchs) > 0.3
+        return x + super().forward(x * mask * sum(scales))
+
+
+class Dropped(Layer):
+    """Stochastic depth that begins late, in one layer, from Python's generator and NumPy's."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls < 3:
+            return super().forward(x)
+        return super().forward(x * (random.random() + np.random.rand() + np.random.randn()))
+
+
 class Stack(nn.Module):
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -66,6 +102,8 @@ class Stack(nn.Module):
 def kept(model: nn.Module) -> dict[str, Tensor]:
     """What the layers keep after the last call."""
     attributes = {n: m.last for n, m in model.named_modules() if isinstance(m, Following)}
+    states = {n: m.torchs.get_state() for n, m in model.named_modules() if isinstance(m, Drawing)}
+    attributes |= states
     found = {**dict(model.named_buffers()), **attributes}
     return {name: value.clone() for name, value in found.items() if value is not None}
 
@@ -78,6 +116,8 @@ def train(
     `ahead`: both forwards of a step run before both backwards.
     """
     torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     model = Stack(layer)
     optimizer = ot.offload(
         model, ot.AdamW(lr=1e-2), device="cpu", grad_accum_steps=2, activation=activation
@@ -97,13 +137,13 @@ def train(
                     optimizer.backward(waiting.pop())
         optimizer.step()
     masters = {name: state["master"].clone() for name, state in optimizer.named_state()}
-    left = kept(model)
+    left = kept(model) | {"drawn next": torch.tensor([random.random(), np.random.randn()])}
     optimizer.close()
     return losses, masters, left
 
 
 @pytest.mark.parametrize("activation", ["recompute", "offload"])
-@pytest.mark.parametrize("layer", [Normed, Iterating, Following])
+@pytest.mark.parametrize("layer", [Normed, Iterating, Following, Drawing, Dropped])
 @pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_bits_are_those_of_kept_activations(
     layer: Callable[[], nn.Module], activation: str, ahead: bool

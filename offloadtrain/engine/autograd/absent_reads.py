@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offloadtrain.engine.offloaded_parameter import OffloadedParameter
 from offloadtrain.runtime.user_code import line_of
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class AbsentReads:
         """Watch these parameters, whose weights have left; returns those that are, for `reveal`.
         `keep`: the option that leaves them on the device."""
         # Parameters of a class of their own keep it.
-        watched = [(name, param) for name, param in named if type(param) is nn.Parameter]
+        plain = (nn.Parameter, OffloadedParameter)
+        watched = [(name, param) for name, param in named if type(param) in plain]
         for name, param in watched:
             _told_by[param] = (self, name, keep)
             param.__class__ = AbsentParameter
@@ -90,11 +92,12 @@ class AbsentReads:
 def reveal(params: Iterable[nn.Parameter]) -> None:
     """The weights of watched parameters are about to come back."""
     for param in params:
-        param.__class__ = nn.Parameter
+        if type(param) is AbsentParameter:
+            param.__class__ = OffloadedParameter  # type: ignore[assignment]
         _told_by.pop(param, None)
 
 
-class AbsentParameter(nn.Parameter):
+class AbsentParameter(OffloadedParameter):
     """A parameter without its weights."""
 
     @classmethod
@@ -102,13 +105,6 @@ class AbsentParameter(nn.Parameter):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _run(func, args, kwargs or {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            values = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(values, self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
 
 
 class _AbsentView(Tensor):

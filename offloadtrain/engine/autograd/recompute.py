@@ -2,9 +2,10 @@
 
 [Note: Recompute]
 The forward of a repeated module is replaced by one that runs the user's under torch's non-reentrant
-checkpoint, which keeps the inputs only and restores the random state, so that dropout draws the
-same. The second run is no module call, so no hook fires. The replacement itself therefore reports
-the beginning and end of the module's forward; in the first forward it does so inside the hooks' own
+checkpoint, which keeps the inputs only and restores torch's random state, so that dropout draws the
+same; for other generators see [Note: Random numbers of the second run] in `random_states.py`. The
+second run is no module call, so no hook fires. The replacement itself therefore reports the
+beginning and end of the module's forward; in the first forward it does so inside the hooks' own
 reports. Saved weights stay handles: the engine's hooks are innermost in both runs. Changes that the
 first run made to its inputs, and to what its modules keep, are undone for the second one: [Note:
 Rewound inputs] in `rewind.py`. Tensors that it wrote there, such as a key-value cache, live until
@@ -27,6 +28,7 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.hooks import Watcher
 from offloadtrain.engine.autograd.passthrough import passthrough
+from offloadtrain.engine.autograd.random_states import RandomStates
 from offloadtrain.engine.autograd.replaced_forward import ReplacedForward
 from offloadtrain.engine.autograd.rewind import BufferChanges, Rewind
 
@@ -45,9 +47,10 @@ class _Runs:
             leave checkpoint's hooks on all that follows where the forward inside it raises.
     """
 
-    def __init__(self, run: Callable[..., Any], inputs: Rewind) -> None:
+    def __init__(self, run: Callable[..., Any], inputs: Rewind, random: RandomStates) -> None:
         self._run = run
         self._inputs = inputs
+        self._random = random
         self._ran = False
         self._modes = 0
         self.failed: BaseException | None = None
@@ -55,7 +58,8 @@ class _Runs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._ran:
             was_tracked = self._modes > torch._C._len_torch_dispatch_stack()
-            with self._inputs.again(), passthrough() if was_tracked else nullcontext():
+            tracked = passthrough() if was_tracked else nullcontext()
+            with self._inputs.again(), self._random.again(), tracked:
                 return self._run(*args, **kwargs)
         self._ran = True
         self._modes = torch._C._len_torch_dispatch_stack()
@@ -115,7 +119,8 @@ class Recomputed(ReplacedForward):
             )
         modules = list(self._module.modules())
         inputs = Rewind(args, kwargs, modules)
-        run = _Runs(self._run, inputs)
+        random = RandomStates(modules, (*args, *kwargs.values()))
+        run = _Runs(self._run, inputs, random)
         copies = self._changes.copies(modules)
         found = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if run.failed is not None:
@@ -123,6 +128,7 @@ class Recomputed(ReplacedForward):
                 raise run.failed
             finally:
                 run.failed = None  # its traceback holds this frame: a cycle, of activations too
+        random.forget_unused()
         inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
         return found

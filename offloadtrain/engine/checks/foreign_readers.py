@@ -1,36 +1,35 @@
-"""Detects readers that find no gradients, by one parameter that sees who reads its `.grad`.
+"""Observes who copies an engine's parameters, and who reads their `.grad`.
 
-torch's `clip_grad_norm_`, and with it Accelerate's, Lightning's and the Trainer's, reads `.grad` of
-every parameter after backward. By then gradients have left for the host: it clips nothing, returns
-0.0 and says nothing. torch's pipeline schedules divide `.grad` by the number of microbatches, and
-the zero-bubble ones put it together from two halves of a backward: with them gradients would be too
-large, or not there. So one parameter gets a class, as torch's own lazy parameters have one, whose
-`grad` looks at the calling code. It costs nothing where `.grad` is not read.
+Copies and pickles of a model are made of the newest weights. torch's clipping, and with it
+Accelerate's, Lightning's and the Trainer's, reads `.grad` after backward. By then gradients have
+left for the host: it clips nothing, returns 0.0 and says nothing; the same holds for code that
+clips, edits or measures gradients itself. `zero_grad()` of a model finds none to drop. torch's
+pipeline schedules divide `.grad` by the number of microbatches, and the zero-bubble ones put it
+together from two halves of a backward: with them gradients would be too large, or not there.
+See `engine.offloaded_parameter`.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import clip_grad
-from torch.utils.weak import WeakIdKeyDictionary
 
-from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.offloaded_parameter import gradient_of, observe, release
 from offloadtrain.engine.pipeline.stage_modules import PipelineError
+from offloadtrain.engine.state.state_dict_hooks import WeightsOwner
 from offloadtrain.engine.step_report import Phase
+from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
 
 _log = logging.getLogger(__name__)
-
-_GRAD: Any = Tensor.grad
-"""torch's own descriptor of the attribute."""
 
 _PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
 
@@ -42,87 +41,108 @@ _READERS = {
 }
 """Files of torch → what they read a parameter's gradient for."""
 
-_on_reading = WeakIdKeyDictionary()
-"""Parameter → a weak reference to the function to call."""
 
-
-class WatchedParameter(nn.Parameter):
-    """A parameter that reports when torch reads its gradient; its copies do not."""
-
-    @property
-    def grad(self) -> Tensor | None:
-        reader = _READERS.get(sys._getframe(1).f_code.co_filename)
-        if reader is not None:
-            noticed = _on_reading.get(self, _nobody)()
-            if noticed is not None:
-                noticed(reader)
-        grad: Tensor | None = _GRAD.__get__(self)
-        return grad
-
-    @grad.setter
-    def grad(self, grad: Tensor | None) -> None:
-        _GRAD.__set__(self, grad)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) not in memo:
-            values = self.data.clone(memory_format=torch.preserve_format)
-            memo[id(self)] = nn.Parameter(values, self.requires_grad)
-        copied: nn.Parameter = memo[id(self)]
-        return copied
-
-
-def _nobody() -> None:
-    """Stands for a weak reference to an object that is gone."""
-
-
-class GradReaders:
-    """Watches one parameter, while the gradients of its step have left for the host."""
+class ParameterReaders:
+    """Observes the parameters of one engine."""
 
     def __init__(
-        self, slots: Iterable[tuple[Bucket, Slot]], clip_norm: float | None, engine: Engine
+        self, owner: WeightsOwner, named: Iterable[tuple[str, nn.Parameter]], engine: Engine
     ) -> None:
-        """A parameter of another class than torch's is not watched. `clip_norm`: the engine's."""
-        # One that stays on the device, if any does: others are watched for reads of their weights.
-        param = min(slots, key=lambda held: held[0].streamed)[1].param
-        self._param, self._clip_norm, self._engine = param, clip_norm, engine
-        self._told = False
-        if type(param) is nn.Parameter:
-            param.__class__ = WatchedParameter
-            _on_reading[param] = weakref.WeakMethod(self._is_read)
+        self._owner = weakref.ref(owner)
+        self._named, self._engine = list(named), engine
+        self._warned: set[str] = set()
+        observe((param for _, param in self._named), self)
 
-    def close(self) -> None:
-        """Make it an ordinary parameter again."""
-        if type(self._param) is WatchedParameter:
-            self._param.__class__ = nn.Parameter  # type: ignore[assignment]
-            _on_reading.pop(self._param, None)
+    def remove(self) -> None:
+        """Make them ordinary parameters again."""
+        release(param for _, param in self._named)
 
-    def _is_read(self, reader: str) -> None:
-        """torch's clipping or pipelining looks for gradients: warn once if some have left.
+    def before_copy(self) -> None:
+        """Make parameters hold the newest weights.
+
+        Raises:
+            ModelError: weights are in shards.
+        """
+        owner = self._owner()
+        if owner is not None:
+            owner.require_whole_weights()
+            owner.synchronize()
+
+    def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
+        """Drop the step's gradients for `zero_grad()` of the model; warn once of other readers that
+        miss gradients which have left.
 
         Raises:
             PipelineError: the schedule would train with wrong gradients.
+            EngineError: gradients that are dropped belong to microbatches in flight.
         """
-        if reader != CLIPPING:
+        file = frame.f_code.co_filename
+        reader = _READERS.get(file)
+        zeroes = frame.f_code is nn.Module.zero_grad.__code__
+        # torch's optimizers and compiler look whether there are gradients.
+        if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
+            return
+        if reader in (SCALING, SPLITTING):
             _refuse_pipelining(reader)
         left = self._engine.guard.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
-        if left and not self._told:
-            self._told = True
-            _warn_of_clipping(self._clip_norm)
+        if not left or in_backward():
+            return
+        if zeroes:
+            self._zero_grad(frame.f_locals["self"])
+        elif param.requires_grad and gradient_of(param) is None:
+            if reader == CLIPPING:
+                self._warn_once(
+                    CLIPPING, _clips_nothing(self._engine.program.spec.config.clip_norm)
+                )
+            else:
+                name = next(name for name, other in self._named if other is param)
+                self._warn_once("reading", _reads_nothing(name, frame))
+
+    def _zero_grad(self, module: nn.Module) -> None:
+        zeroed = set(map(id, module.parameters()))
+        if all(id(param) in zeroed for _, param in self._named if param.requires_grad):
+            self._engine.drop_gradients()
+        else:
+            self._warn_once("zeroing", _drops_nothing(module))
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", message)
 
 
-def _warn_of_clipping(clip_norm: float | None) -> None:
-    """Warn that torch's clipping was called after backward; `clip_norm`: the engine's own."""
-    _log.warning(
-        "torch's clip_grad_norm_ (or what calls it: Accelerate's, Lightning's gradient_clip_val, "
-        "the Trainer's max_grad_norm) found no gradients, which have left for the host: it returns "
-        "0.0 and clips nothing. %s",
-        "Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with clip_norm."
-        if clip_norm is None
-        else f"What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm.",
+def _clips_nothing(clip_norm: float | None) -> str:
+    """Describe that torch's clipping was called after backward; `clip_norm`: the engine's own."""
+    message = (
+        "torch's clip_grad_norm_ or clip_grad_value_ (or what calls it: Accelerate's, Lightning's "
+        "gradient_clip_val, the Trainer's max_grad_norm) found no gradients, which have left for "
+        "the host: it clips nothing, and a norm is 0.0. "
+    )
+    if clip_norm is not None:
+        return f"{message}What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm."
+    return (
+        f"{message}Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with "
+        "clip_norm: both clip by the norm of all parameters together; a part cannot be clipped by "
+        "itself"
+    )
+
+
+def _reads_nothing(name: str, frame: FrameType) -> str:
+    """Describe that code other than torch's has looked for a gradient."""
+    return (
+        f"'{name}'.grad was read at {line_of(frame)}: it is None between backward and step(), as "
+        "gradients leave for the host during backward. What changes or measures single gradients "
+        "goes into param.register_hook(…), which sees each of them; the norm of all is "
+        "optimizer.clip_grad_norm_(inf), and optimizer.grad_norm after step()"
+    )
+
+
+def _drops_nothing(module: nn.Module) -> str:
+    """Describe `zero_grad()` of a module that has not all trained parameters."""
+    return (
+        f"zero_grad() of a part of the offloaded model ({type(module).__name__}) drops nothing: "
+        "its gradients have left for the host. optimizer.zero_grad(), or that of the model, drops "
+        "those of all parameters"
     )
 
 

@@ -24,12 +24,14 @@ class WeightsOwner(Protocol):
 
 
 class _StateDictHook(OfOneModel):
-    """Holds the optimizer weakly."""
+    """Refers to the optimizer weakly, and to its engine strongly: that of an optimizer that is
+    dropped in a reference cycle must outlive it, to give the model its weights back."""
 
-    __slots__ = ("_from_public_api", "_owner")
+    __slots__ = ("_engine", "_from_public_api", "_owner")
 
-    def __init__(self, owner: WeightsOwner) -> None:
+    def __init__(self, owner: WeightsOwner, engine: object) -> None:
         self._owner = weakref.ref(owner)
+        self._engine = engine
 
 
 class _WaitBeforeSaving(_StateDictHook):
@@ -90,11 +92,13 @@ class _WaitBeforeLoading(_StateDictHook):
         owner.expect_weights({k: v for k, v in own.items() if isinstance(v, Tensor)})
 
 
-def attach_state_dict_hooks(model: nn.Module, owner: WeightsOwner) -> list[RemovableHandle]:
+def attach_state_dict_hooks(
+    model: nn.Module, owner: WeightsOwner, engine: object
+) -> list[RemovableHandle]:
     """Hooks of the root module; see the classes."""
     return [
-        model.register_state_dict_pre_hook(_WaitBeforeSaving(owner)),
-        model.register_state_dict_post_hook(_CopyToHost(owner)),
-        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(owner)),
-        model.register_load_state_dict_post_hook(_AdoptAfterLoading(owner)),
+        model.register_state_dict_pre_hook(_WaitBeforeSaving(owner, engine)),
+        model.register_state_dict_post_hook(_CopyToHost(owner, engine)),
+        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(owner, engine)),
+        model.register_load_state_dict_post_hook(_AdoptAfterLoading(owner, engine)),
     ]

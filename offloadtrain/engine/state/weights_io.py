@@ -93,11 +93,16 @@ class WeightsIO(StateIO):
         before it, they are the parameters' values. Every rank must give the same ones, or the next
         step raises a RankError.
 
+        Between backward and `step()`, the step updates the new masters by its gradient.
+
         Raises:
             ModelError: for values beyond the range of the working weights.
+            UpdateError: between backward and `step()`, where Adam runs inside backward
+                (`skip_nonfinite` off and no `clip_norm`).
         """
         # This thread writes masters, which Adam in flight still uses.
         self.synchronize()
+        self._engine.program.before_masters_change()
         given = loaded = self._given
         self._given = None
         written, before = frozenset(self._seal.written()), self._written_before
@@ -130,7 +135,9 @@ class WeightsIO(StateIO):
 
     @torch.no_grad()
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Values, by the model's own names, are about to be written into it."""
+        """Values, by the model's own names, are about to be written into it; raises as
+        `adopt_written_weights`."""
+        self._engine.program.before_masters_change()
         self._given = Given(self.model, values)
         self._written_before = frozenset(self._seal.written())
 

@@ -111,6 +111,13 @@ class Exact:
     def drop(self) -> None:
         """The gradients of the step are dropped before it was decided."""
 
+    def before_masters_change(self) -> None:
+        """The caller is about to set masters, perhaps between backward and step().
+
+        Raises:
+            UpdateError: Adam has run from the old ones and cannot run again.
+        """
+
     def flush(self) -> None:
         """Between steps: upload weights that wait, so that the device has the newest ones."""
 
@@ -216,6 +223,14 @@ class Early(Exact):
         self._used = None
         self._lost = self._lost or bool(self._staged)
 
+    def before_masters_change(self) -> None:
+        # A step that was dropped is mended by the load of a checkpoint, which sets masters.
+        if self._staged and not self._lost:
+            raise UpdateError(
+                "weights are set between backward and step(), after Adam has run inside backward: "
+                "set them before backward or after step(), or set skip_nonfinite = True"
+            )
+
     def reset(self) -> None:
         self._staged.clear()
         self._used = None
@@ -292,6 +307,11 @@ class Speculative(Exact):
     def drop(self) -> None:
         self._used = None
         self._staged.clear()
+
+    def before_masters_change(self) -> None:
+        # The guess was made from the old masters: the step updates the new ones, from the state and
+        # the gradient, which are as they were.
+        self.drop()
 
 
 class Delayed(Exact):

@@ -239,6 +239,14 @@ class Program:
         self._mode.drop()
         return self._order.take()
 
+    def before_masters_change(self) -> None:
+        """The caller is about to set masters: updates made from the old ones are given up.
+
+        Raises:
+            UpdateError: where they cannot be.
+        """
+        self._mode.before_masters_change()
+
     def flush(self) -> Operations:
         """Between steps: upload weights that wait, so that the newest ones are in their places."""
         self._mode.flush()

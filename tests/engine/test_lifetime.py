@@ -1,0 +1,165 @@
+"""An optimizer that nobody closes: the model keeps its weights, and can be offloaded again."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import offloadtrain as ot
+from offloadtrain.runtime.lanes import Lanes, on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.sequential import SequentialLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
+from tests.numerics.models import Chain, batches, loss_of
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {},
+    {"working": "host"},
+    {"working": "host", "state": "split16", "precision": "bf16"},
+    {"working": "disk", "state_on": "disk", "scratch_in_memory": True},
+    {"activation": "recompute", "precision": "bf16"},
+    {"update": "speculative", "working": "host"},
+]
+
+
+def offloaded(net: nn.Module, tmp_path: Path, **options: Any) -> ot.OffloadOptimizer:
+    options = {"precision": "fp32", **options}
+    if "state_on" in options:
+        options["scratch_dir"] = str(tmp_path)
+    return ot.offload(net, ot.AdamW(lr=1e-2), device="cpu", **options)
+
+
+def train(net: nn.Module, optimizer: ot.OffloadOptimizer, steps: int = 3) -> None:
+    for tokens in batches(steps):
+        optimizer.backward(loss_of(net, tokens))
+        optimizer.step()
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+LANES: dict[str, Callable[[], Lanes]] = {
+    "default": SequentialLanes,
+    "late": partial(SeededLanes, 0, late=True),
+    "seeded": partial(SeededLanes, 1),
+    "threads": ThreadLanes,
+}
+
+
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("in_cycle", [False, True])
+@pytest.mark.parametrize("options", PLACEMENTS)
+def test_out_of_scope_leaves_what_close_leaves(
+    options: dict[str, Any], in_cycle: bool, lanes: str, tmp_path: Path
+) -> None:
+    """Also an optimizer in a reference cycle, which Python frees together with its engine."""
+
+    def run(close: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        net = Chain()
+        with on_lanes(LANES[lanes]()):
+            optimizer = offloaded(net, tmp_path, **options)
+        ledger = optimizer.ledger
+        train(net, optimizer)
+        if close:
+            optimizer.close()
+        elif in_cycle:
+            optimizer.cycle = optimizer  # type: ignore[attr-defined]
+        del optimizer
+        gc.collect()
+        assert not any(row.bytes for row in ledger.rows() if row.tier == "host")
+        found = weights(net)
+        assert all(type(param) is nn.Parameter for param in net.parameters())
+        loss_of(net, batches(1)[0]).backward()
+        assert all(param.grad is not None for param in net.parameters())
+        net.zero_grad()
+        train(net, offloaded(net, tmp_path, **options), 1)  # a dead optimizer counts as closed
+        return found
+
+    expected, found = run(close=True), run(close=False)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_model_and_optimizer_are_freed_together(tmp_path: Path) -> None:
+    """Without a cyclic collection, and by one where the model refers to its optimizer."""
+    net = Chain()
+    gone = weakref.ref(net)
+    optimizer = offloaded(net, tmp_path, working="host")
+    train(net, optimizer, 1)
+    gc.disable()
+    try:
+        del net, optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    net = Chain()
+    gone = weakref.ref(net)
+    net.optimizer = offloaded(net, tmp_path, working="host")  # type: ignore[assignment]
+    del net
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize("options", PLACEMENTS)
+def test_the_memory_is_free_without_a_collection(
+    options: dict[str, Any], close: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python collects by the number of objects, and these hold 12 bytes per parameter."""
+    made: list[weakref.ref[mmap.mmap]] = []
+    monkeypatch.setattr("offloadtrain.runtime.arena.mmap", recording(made))
+    import_module("torch._dynamo")  # its first import keeps the frames around it
+    net = Chain()
+    optimizer = offloaded(net, tmp_path, **options)
+    train(net, optimizer)
+    assert made and all(mapping() is not None for mapping in made)
+    gc.disable()
+    try:
+        if close:
+            optimizer.close()
+        del optimizer
+        assert all(mapping() is None for mapping in made)
+    finally:
+        gc.enable()
+    loss_of(net, batches(1)[0])
+
+
+def recording(made: list[weakref.ref[mmap.mmap]]) -> ModuleType:
+    """Return the module `mmap`, whose mappings are noted in `made`."""
+
+    class Recorded(mmap.mmap):
+        def __init__(self, *_: Any, **__: Any) -> None:
+            made.append(weakref.ref(self))
+
+    module = ModuleType("mmap")
+    vars(module).update(vars(mmap) | {"mmap": Recorded})
+    return module
+
+
+def test_nothing_is_copied_back_at_the_end_of_the_process(tmp_path: Path) -> None:
+    """Streamed weights may be larger than what is left of the host's memory."""
+    script = """
+import torch, offloadtrain as ot
+from offloadtrain.engine.residency import Residency
+from tests.numerics.models import Chain
+Residency.close = lambda self: print("copied back")
+net = Chain()
+optimizer = ot.offload(net, device="cpu", working="host")
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")

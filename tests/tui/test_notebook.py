@@ -76,7 +76,7 @@ def test_it_is_refreshed_in_place_until_the_run_ends(
     module.HTML, module.display = str, shown.display  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
-    folder = live(tmp_path / "run")
+    folder = live(tmp_path / "run", ahead_s=300.0)
     with trainer(folder):
         seen = ot.watch(folder, every_s=0.1)
         seen._ipython_display_()
@@ -85,7 +85,7 @@ def test_it_is_refreshed_in_place_until_the_run_ends(
             out.write(b"".join(lines([(time.time(), schema.RunEnded(status="done", step=20))])))
         shown.wait_for("✔ done")
         assert seen._thread is not None
-        seen._thread.join(60)
+        seen._thread.join(120)
         assert not seen._thread.is_alive(), "nothing more to follow"
         seen.stop()
 

@@ -75,11 +75,10 @@ def state(folder: Path, now_s: float | None = None) -> str:
     return found
 
 
-def live(folder: Path, steps: int = 20, *, ahead_s: float = 0.0) -> Path:
-    """A run whose last step was just now, or is dated `ahead_s` from now: until then it is not slow
-    for a monitor that starts on a busy machine."""
+def live(folder: Path, steps: int = 20) -> Path:
+    """A run whose last step was just now."""
     told = plain(steps)[:-1]
-    shift = time.time() + ahead_s - told[-1][0]
+    shift = time.time() - told[-1][0]
     return write(folder, [(t + shift, e) for t, e in told])
 
 

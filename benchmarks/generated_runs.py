@@ -252,7 +252,7 @@ class GeneratedRank:
         """A clock that has measured a step of so many seconds."""
         shares = {"data": 0.001, "forward": 0.25, "backward": 0.74, "optimizer": 0.009}
         phases = {phase: 1e3 * seconds * share for phase, share in shares.items()}
-        return StepClock(phases, _began=0.0, _lap=seconds)
+        return StepClock(phases)
 
     def timeline(self, number: int, seconds: float) -> None:
         """The spans of a sampled step, and its memory."""

@@ -15,8 +15,16 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # what tests train is built, never fetched
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import levels
+
+# Hypothesis fails a test of which a case takes more than 200 ms, or whose cases take long to draw:
+# both happen on a busy machine.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
 
 GARBAGE_EVERY = 10_000
 """Objects that are made between two collections of garbage. Python's 700, which level full keeps,

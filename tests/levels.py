@@ -51,7 +51,7 @@ def examples(count: int) -> Callable[[Any], Any]:
     few = max(5, math.ceil(count * EXAMPLES[_at]))
 
     def apply(test: Any) -> Any:
-        return pytest.mark.draws(settings(max_examples=few, deadline=None)(test))
+        return pytest.mark.draws(settings(max_examples=few)(test))
 
     return apply
 

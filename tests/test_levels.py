@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import levels
@@ -102,6 +102,12 @@ def _collect(pytester: pytest.Pytester) -> list[pytest.Item]:
 def written(suite: list[pytest.Item], pytester: pytest.Pytester) -> Path:
     """Under the name that it was collected by: draws depend on it."""
     return pytester.makepyfile(**{suite[0].path.stem: SUITE})
+
+
+def test_drawn_cases_are_not_timed() -> None:
+    """Hypothesis would fail slow ones, on a busy machine any."""
+    assert settings().deadline is None
+    assert HealthCheck.too_slow in settings().suppress_health_check
 
 
 Cases = list[levels.Axes]

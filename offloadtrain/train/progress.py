@@ -55,7 +55,6 @@ class StepClock:
     """
 
     milliseconds: dict[str, float] = field(default_factory=dict)
-    _began: float = field(default_factory=time.perf_counter)
     _lap: float = field(default_factory=time.perf_counter)
 
     def lap(self, phase: str) -> None:
@@ -66,7 +65,7 @@ class StepClock:
 
     @property
     def total_ms(self) -> float:
-        return 1e3 * (self._lap - self._began)
+        return sum(self.milliseconds.values())
 
 
 @dataclass(frozen=True, slots=True)

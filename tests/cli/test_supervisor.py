@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from offloadtrain.train.second_stop import REPEAT_S
 from tests.distributed.rank_faults import ROOT, listening, none_left
 
 _LAUNCHER = """
@@ -72,8 +73,9 @@ def result(process: subprocess.Popen[str]) -> tuple[str, str]:
     return out, err
 
 
-def ready(folder: Path, process: subprocess.Popen[str]) -> None:
-    while not all((folder / f"ready{rank}").exists() for rank in range(2)):
+def ready(folder: Path, process: subprocess.Popen[str], word: str = "ready") -> None:
+    """Wait until each rank has said so, by a file."""
+    while not all((folder / f"{word}{rank}").exists() for rank in range(2)):
         assert process.poll() is None
         time.sleep(0.02)
 
@@ -207,10 +209,17 @@ def test_a_stop_while_ranks_start_is_kept_for_them(launched: Start, tmp_path: Pa
 
 
 def test_a_second_stop_ends_all_at_once(launched: Start, tmp_path: Path) -> None:
-    process = launched("until_stopped(numbers=())")
+    does = """
+def stopped(*_): Path(folder, f"stopped{rank}").write_text("")
+signal.signal(signal.SIGTERM, stopped)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+until_stopped(numbers=())
+"""
+    process = launched(does)
     ready(tmp_path, process)
     process.terminate()
-    time.sleep(0.3)
+    ready(tmp_path, process, "stopped")  # the launcher has heard the first one
+    time.sleep(REPEAT_S)
     process.terminate()
     _, err = result(process)
     assert process.returncode == 1 and "ended at once" in err

@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config import job as jobs
@@ -697,7 +697,6 @@ def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
     assert jobs.dump(jobs.loads(text)) == text
 
 
-@settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=2))
 def test_no_text_does_worse_than_a_config_error(text: str, overrides: Sequence[str]) -> None:
     for job_text in (text, JOB + text):

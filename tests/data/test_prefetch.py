@@ -55,7 +55,7 @@ def test_one_is_made_ahead_on_another_thread(file: TokenFile) -> None:
 
     with closing(Prefetch(of(file), ready)) as prefetch:
         prefetch.next()
-        assert second.wait(10)
+        assert second.wait(120)
         assert made[0] == threading.get_ident() != made[1]
         prefetch.next()
     assert len(made) == 3

@@ -113,7 +113,7 @@ class Job:
             self._reader.join(WITHIN_S)
         return code
 
-    def handles_signals(self, within_s: float = 30.0) -> bool:
+    def handles_signals(self, within_s: float = WITHIN_S) -> bool:
         """Wait until the command handles SIGTERM: before, the interpreter itself is loading."""
         deadline = time.monotonic() + within_s
         while time.monotonic() < deadline and self.process.poll() is None:
@@ -175,7 +175,7 @@ def _holds(process: Path, file: str) -> bool:
     return link.is_symlink() and os.readlink(link) == file
 
 
-def none_left(run: Path, within_s: float = 30.0) -> bool:
+def none_left(run: Path, within_s: float = WITHIN_S) -> bool:
     """Wait for the end of all processes of a run."""
     deadline = time.monotonic() + within_s
     while found := processes_of(run):

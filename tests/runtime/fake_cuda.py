@@ -9,6 +9,8 @@ waited for before they are recorded.
 An allocation of device memory counts as a write of the current stream, which may still run an
 earlier user of that memory, and fills it in deterministic mode.
 
+Its clock is the process's, or a `ManualClock`: tests that assert times use that.
+
 It is strict where CUDA says nothing: a stream that waits for an event that was never recorded
 raises, the driver refuses a thread on which no context is current, and times of events that have
 not happened are refused as by torch itself. Where all is done at once a missing wait changes no
@@ -64,6 +66,36 @@ class FakeCudaError(RuntimeError):
     """What CUDA would have passed over in silence, or refused."""
 
 
+class WallClock:
+    """The clock of this process."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def sleep_until(self, time_s: float) -> None:
+        time.sleep(max(0.0, time_s - time.perf_counter()))
+
+
+class ManualClock(WallClock):
+    """Moves when a test advances it, and on to the time that a thread waits for. It does not depend
+    on how busy the machine is."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        with self._lock:
+            self._now_s += seconds
+
+    def sleep_until(self, time_s: float) -> None:
+        with self._lock:
+            self._now_s = max(self._now_s, time_s)
+
+
 class FakeStream:
     """Does everything at once, and says so late."""
 
@@ -88,7 +120,7 @@ class FakeStream:
 
     def query(self) -> bool:
         self.gpu.binds()
-        return time.perf_counter() >= self.busy_until
+        return self.gpu.clock.now() >= self.busy_until
 
     def synchronize(self) -> None:
         self.record_event().synchronize()
@@ -127,7 +159,7 @@ class FakeEvent:
     def query(self) -> bool:
         if self.was_passed_over("query()"):
             return True
-        happened = time.perf_counter() >= self.reached
+        happened = self.gpu.clock.now() >= self.reached
         if happened and not self.timed:  # a time that is read is no reason to go on
             self.gpu.log.waited(self.number, "query")
         return happened
@@ -143,7 +175,7 @@ class FakeEvent:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not (self.number and end.number):
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        if time.perf_counter() < max(self.reached, end.reached):
+        if self.gpu.clock.now() < max(self.reached, end.reached):
             raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return 1e3 * (end.reached - self.reached)
 
@@ -160,7 +192,7 @@ class FakeEvent:
         return not self.number
 
     def sleep(self) -> None:
-        time.sleep(max(0.0, self.reached - time.perf_counter()))
+        self.gpu.clock.sleep_until(self.reached)
 
 
 class _Thread(threading.local):
@@ -170,10 +202,18 @@ class _Thread(threading.local):
 class Gpu:
     """One device and what its threads do; `install` puts it in the place of torch.cuda."""
 
-    def __init__(self, *, lag_ms: float = 0.2, task_delay_ms: float = 0.2, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        lag_ms: float = 0.2,
+        task_delay_ms: float = 0.2,
+        seed: int = 0,
+        clock: WallClock | None = None,
+    ) -> None:
         """`lag_ms`: from an event's record until it is reached, at least. `task_delay_ms`: before a
         task of a lane's thread begins, at most."""
         self.log = Log()
+        self.clock = clock or WallClock()
         self.lag_s, self.task_delay_s = 1e-3 * lag_ms, 1e-3 * task_delay_ms
         self.driver_waits = 0
         self.backward_passes = 0
@@ -220,7 +260,7 @@ class Gpu:
 
     def later(self) -> float:
         """When an event is reached that is recorded now."""
-        return time.perf_counter() + self.lag_s
+        return self.clock.now() + self.lag_s
 
     def current_stream(self, device: torch.device | None = None) -> FakeStream:
         self.check_device(device)
@@ -353,7 +393,7 @@ LONGEST_S = 300
 
 
 @contextmanager
-def installed(host: str = "queue", **times: float) -> Iterator[Gpu]:
+def installed(host: str = "queue", **options: Any) -> Iterator[Gpu]:
     """The stand-in, and a host lane that is a native queue or a thread of Python; all threads that
     are begun inside must have ended by the end."""
     before = running()
@@ -362,7 +402,7 @@ def installed(host: str = "queue", **times: float) -> Iterator[Gpu]:
             patch.setattr(kernels, "native_lane", lambda: None)
         elif kernels.native_lane() is None:
             pytest.skip("the native kernels are not built here")
-        gpu = Gpu(**times)  # type: ignore[arg-type]
+        gpu = Gpu(**options)
         gpu.install(patch)
         yield gpu
     until = time.monotonic() + 60

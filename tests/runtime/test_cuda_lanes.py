@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from tests.runtime.fake_cuda import (
     FakeCudaError,
     Gpu,
     LoggedLanes,
+    ManualClock,
     installed,
     timely,
     within,
@@ -392,20 +392,21 @@ def test_a_planted_mistake_is_found(monkeypatch: pytest.MonkeyPatch, mistake: st
 
 
 def test_times_that_are_not_there_are_refused() -> None:
-    with installed(lag_ms=20) as gpu:
+    clock = ManualClock()
+    with installed(clock=clock) as gpu:
         start, end, plain = (gpu.event_type(enable_timing=timed) for timed in (True, True, False))
         with pytest.raises(ValueError, match="enable_timing"):
             start.elapsed_time(plain)
         with pytest.raises(ValueError, match="must be recorded"):
             start.elapsed_time(end)
         start.record()
-        time.sleep(5e-3)
+        clock.advance(5e-3)
         end.record()
         assert not end.query()
         with pytest.raises(RuntimeError, match="must be completed"):
             start.elapsed_time(end)
         end.synchronize()
-        assert end.query() and start.elapsed_time(end) >= 5
+        assert end.query() and start.elapsed_time(end) == pytest.approx(5)
         with pytest.raises(FakeCudaError, match="never recorded"):
             plain.wait()
         with pytest.raises(FakeCudaError, match="not the device"):

@@ -1,5 +1,8 @@
 """The CUDA lanes by themselves, over a stand-in for CUDA: times that are never read too early,
-waits that are counted, failures that reach the training thread, and an end of every thread."""
+waits that are counted, failures that reach the training thread, and an end of every thread.
+
+Times of streams are those of a `ManualClock`, which only these tests move.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,31 @@ from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
-from tests.runtime.fake_cuda import HOSTS, Gpu, LoggedLanes, installed, running, timely, within
+from tests.runtime.fake_cuda import (
+    HOSTS,
+    LONGEST_S,
+    Gpu,
+    LoggedLanes,
+    ManualClock,
+    installed,
+    running,
+    timely,
+    within,
+)
 
 ON_STREAMS = (Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.UPDATE)
 ALWAYS = {"h2d", "load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load"}
 
 
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
 @pytest.fixture(params=HOSTS)
-def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+def gpu(request: pytest.FixtureRequest, clock: ManualClock) -> Iterator[Gpu]:
     """With each kind of host lane."""
-    with installed(request.param) as made:
+    with installed(request.param, clock=clock) as made:
         yield made
 
 
@@ -33,57 +51,66 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 def lanes(gpu: Gpu) -> Iterator[LoggedLanes]:
     made = LoggedLanes(gpu)
     yield made
-    within(10, made.close)
+    within(LONGEST_S, made.close)
 
 
-def sleeps(ms: float) -> Callable[..., None]:
-    return lambda *_: time.sleep(ms / 1e3)
+def takes(ms: float, clock: ManualClock) -> Callable[..., None]:
+    """An operation that takes so long."""
+    return lambda *_: clock.advance(ms / 1e3)
+
+
+def nothing(*_: Tensor) -> None:
+    """An operation."""
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@timely
+def test_busy_times_are_the_sums_of_the_intervals(host: str) -> None:
+    """On the clock of the process, which the lanes of the CPU use. However slow the machine is, all
+    happens between the two readings."""
+    with installed(host) as gpu:
+        lanes, buffer = LoggedLanes(gpu), Buffer("b", torch.zeros(64))
+        before = time.perf_counter()
+        lanes.start_timeline()
+        for lane in Lane:
+            for _ in range(2):
+                lanes.launch(lane, f"on {lane}", lambda *_: time.sleep(2e-3), [], [buffer.whole])
+        taken = lanes.end_timeline().intervals
+        between_ms = 1e3 * (time.perf_counter() - before)
+        spent = lanes.read_totals().busy_ms
+        for lane in Lane:
+            intervals = [interval for interval in taken if interval.lane == lane]
+            durations_ms = [interval.duration_ms for interval in intervals]
+            assert len(intervals) == 2
+            assert all(0 <= interval.start_ms <= between_ms for interval in intervals)
+            assert spent[lane] == pytest.approx(sum(durations_ms), abs=1e-6)
+            assert min(durations_ms) >= 2 - 1e-6 and spent[lane] <= between_ms
+        assert lanes.read_totals().busy_ms == spent, "it has settled"
+        lanes.close()
 
 
 @timely
-def test_busy_times_are_the_sums_of_the_intervals(lanes: LoggedLanes) -> None:
-    buffer = Buffer("b", torch.zeros(64))
-    lanes.start_timeline()
-    began = time.perf_counter()
-    for lane in Lane:
-        for _ in range(2):
-            lanes.launch(lane, f"on {lane}", sleeps(2), [], [buffer.whole])
-    taken = lanes.end_timeline().intervals
-    wall_ms = 1e3 * (time.perf_counter() - began)
-    spent = lanes.read_totals().busy_ms
-    for lane in Lane:
-        own = [one for one in taken if one.lane == lane]
-        assert len(own) == 2 and all(-1 <= one.start_ms <= wall_ms for one in own)
-        assert spent[lane] == pytest.approx(sum(one.duration_ms for one in own), abs=1e-6)
-        assert 4 <= spent[lane] <= wall_ms
-    assert lanes.read_totals().busy_ms == spent, "it has settled"
-
-
-@timely
-def test_compute_is_counted_once(lanes: LoggedLanes) -> None:
+def test_compute_is_counted_once(lanes: LoggedLanes, clock: ManualClock) -> None:
     """Spans in spans, and compute's own operations in a span; a second close changes nothing."""
     buffer = Buffer("b", torch.zeros(8))
-    times = [time.perf_counter()]
     outer = lanes.open_span("outer", [buffer.whole])
     inner = lanes.open_span("inner", [buffer.whole])
-    lanes.launch(Lane.COMPUTE, "gather", sleeps(10))
+    lanes.launch(Lane.COMPUTE, "gather", takes(10, clock))
     lanes.close_span(inner)
-    time.sleep(0.01)
+    clock.advance(0.01)
     lanes.close_span(outer)
     lanes.close_span(inner)
-    times.append(time.perf_counter())
-    time.sleep(0.01)
-    times.append(time.perf_counter())
-    lanes.launch(Lane.COMPUTE, "after", sleeps(10))
-    times.append(time.perf_counter())
+    clock.advance(0.01)
+    lanes.launch(Lane.COMPUTE, "after", takes(10, clock))
     lanes.synchronize()
-    wall_ms = 1e3 * (times[3] - times[2] + times[1] - times[0])
-    assert 30 <= lanes.read_totals().busy_ms[Lane.COMPUTE] <= wall_ms
+    assert lanes.read_totals().busy_ms[Lane.COMPUTE] == pytest.approx(30)
 
 
 @pytest.mark.parametrize("lane", ON_STREAMS[:2])
 @timely
-def test_a_run_that_is_not_timed_counts_as_long_as_usual(gpu: Gpu, lane: Lane) -> None:
+def test_a_run_that_is_not_timed_counts_as_long_as_usual(
+    gpu: Gpu, clock: ManualClock, lane: Lane
+) -> None:
     """After a few timed ones, and until a sample tells that it takes longer; a span as well."""
     lanes = LoggedLanes(gpu)
     timed: list[Lane] = []
@@ -94,42 +121,70 @@ def test_a_run_that_is_not_timed_counts_as_long_as_usual(gpu: Gpu, lane: Lane) -
         lanes.synchronize()
         before, events = lanes.read_totals().busy_ms[lane], len(timed)
         span = lanes.open_span("forward", []) if lane is Lane.COMPUTE else None
-        lanes.launch(lane, "work", sleeps(ms))
+        lanes.launch(lane, "work", takes(ms, clock))
         if span is not None:
             lanes.close_span(span)
         events = len(timed) - events
         lanes.host_wait(lanes.record(lane), "its end")
         return lanes.read_totals().busy_ms[lane] - before, events
 
-    cold_ms, _ = spent(60)
-    learnt = [spent(2) for _ in range(4)]
-    assert cold_ms >= 60 and all(ms >= 2 and events == 2 for ms, events in learnt)
-    usual_ms = sum(ms for ms, _ in learnt) / len(learnt)
-    assert spent(30) == (pytest.approx(usual_ms), 0)
+    assert spent(60) == (pytest.approx(60), 2)
+    assert [spent(ms) for ms in (1, 2, 3, 4)] == [(pytest.approx(ms), 2) for ms in (1, 2, 3, 4)]
+    assert spent(30) == (pytest.approx(2.5), 0)
     lanes.start_timeline()
     sampled_ms, _ = spent(30)
     assert lanes.end_timeline().intervals
-    assert sampled_ms >= 30 and spent(0) == (pytest.approx(sampled_ms), 0)
+    assert sampled_ms == pytest.approx(30) and spent(0) == (pytest.approx(30), 0)
     lanes.close()
 
 
 @pytest.mark.parametrize("lane", ON_STREAMS[:3])
 @timely
-def test_what_has_not_ended_counts_later(lane: Lane) -> None:
-    with installed(lag_ms=80) as gpu:
+def test_what_has_not_ended_counts_later(lane: Lane, clock: ManualClock) -> None:
+    with installed(lag_ms=80, clock=clock) as gpu:
         lanes = LoggedLanes(gpu)
-        lanes.launch(lane, "work", sleeps(5))
+        lanes.launch(lane, "work", takes(5, clock))
         done = lanes.record(lane)
         assert lanes.read_totals().busy_ms[lane] == 0
         lanes.host_wait(done, "the end")
-        assert lanes.read_totals().busy_ms[lane] >= 5
+        assert lanes.read_totals().busy_ms[lane] == pytest.approx(5)
         lanes.close()
+
+
+class Slow:
+    """An operation of the host lane that begins when compute has begun to wait, and then takes so
+    long."""
+
+    def __init__(self, lanes: LoggedLanes, ms: float, clock: ManualClock) -> None:
+        self.begins = threading.Event()
+        self._ms, self._clock = ms, clock
+        record = lanes._timing_event
+
+        def recorded(lane: Lane) -> Any:
+            event = record(lane)
+            if lane is Lane.COMPUTE:  # where the wait begins: no span is opened meanwhile
+                self.begins.set()
+            return event
+
+        lanes._timing_event = recorded  # type: ignore[method-assign]
+
+    def launch(self, lanes: LoggedLanes) -> LaneEvent:
+        self.begins.clear()
+        lanes.launch(Lane.HOST, "slow", self)
+        return lanes.record(Lane.HOST)
+
+    def __call__(self, *_: Tensor) -> None:
+        assert self.begins.wait(LONGEST_S)
+        self._clock.advance(self._ms / 1e3)
+
+
+LAG = pytest.approx(0, abs=0.5)
+"""Milliseconds of an event that its stream has passed already."""
 
 
 def exposed(lanes: LoggedLanes, wait: Callable[[], None]) -> float:
     """Milliseconds that compute waited in it."""
     lanes.synchronize()
-    time.sleep(0.002)
     before = lanes.read_totals().exposed_ms
     wait()
     lanes._stream(Lane.COMPUTE).synchronize()
@@ -137,76 +192,82 @@ def exposed(lanes: LoggedLanes, wait: Callable[[], None]) -> float:
 
 
 @timely
-def test_waiting_is_exposed(lanes: LoggedLanes) -> None:
+def test_waiting_is_exposed(lanes: LoggedLanes, clock: ManualClock) -> None:
     """For the host lane, for an upload behind it, for an event; not where a lane's thread waits."""
-
-    def slow() -> LaneEvent:
-        lanes.launch(Lane.HOST, "slow", sleeps(150))
-        return lanes.record(Lane.HOST)
+    slow = Slow(lanes, 150, clock)
 
     def upload() -> LaneEvent:
-        lanes.wait(Lane.H2D, slow(), "slow")
-        lanes.launch(Lane.H2D, "up", sleeps(0))
+        lanes.wait(Lane.H2D, slow.launch(lanes), "slow")
+        lanes.launch(Lane.H2D, "up", nothing)
         return lanes.record(Lane.H2D)
 
-    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, slow(), "host")) >= 75
-    assert exposed(lanes, lambda: lanes.wait(Lane.D2H, upload(), "upload")) >= 75
-    assert exposed(lanes, lambda: lanes.host_wait(upload(), "upload")) >= 75
-    assert exposed(lanes, lambda: lanes.wait(Lane.LOAD, upload(), "by a thread")) == 0
-    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, lanes.record(Lane.D2H), "")) < 75
+    def by_a_thread() -> None:
+        lanes.wait(Lane.LOAD, upload(), "upload")
+
+    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, slow.launch(lanes), "host")) - 150 == LAG
+    assert exposed(lanes, lambda: lanes.wait(Lane.D2H, upload(), "upload")) - 150 == LAG
+    assert exposed(lanes, lambda: lanes.host_wait(upload(), "upload")) - 150 == LAG
+    assert exposed(lanes, by_a_thread) == 0
+    slow.begins.set()
+    assert exposed(lanes, lambda: lanes.wait(Lane.COMPUTE, lanes.record(Lane.D2H), "")) == LAG
 
 
 @timely
-def test_what_compute_waits_is_not_its_work(lanes: LoggedLanes) -> None:
+def test_what_compute_waits_is_not_its_work(lanes: LoggedLanes, clock: ManualClock) -> None:
     """In a timeline it is a stretch of its own; waiting for the lanes at its end is none."""
+    slow = Slow(lanes, 40, clock)
     for _ in range(2):
         lanes.synchronize()
         before = lanes.read_totals().busy_ms[Lane.COMPUTE]
         lanes.start_timeline()
-        began = time.perf_counter()
         span = lanes.open_span("forward", [])
-        lanes.launch(Lane.HOST, "slow", sleeps(40))
-        lanes.wait(Lane.COMPUTE, lanes.record(Lane.HOST), "slow")
-        lanes.launch(Lane.COMPUTE, "gather", sleeps(5))
+        lanes.wait(Lane.COMPUTE, slow.launch(lanes), "slow")
+        lanes.launch(Lane.COMPUTE, "gather", takes(5, clock))
         lanes.close_span(span)
-        wall_ms = 1e3 * (time.perf_counter() - began)
-        lanes.launch(Lane.HOST, "after", sleeps(5))
+        lanes.launch(Lane.HOST, "after", takes(5, clock))
         (wait,) = (one for one in lanes.end_timeline().intervals if one.lane == WAIT)
         worked_ms = lanes.read_totals().busy_ms[Lane.COMPUTE] - before
-        assert wait.name == Lane.HOST and wait.duration_ms >= 10
-        assert 5 <= worked_ms <= wall_ms - wait.duration_ms + 1e-6
+        assert wait.name == Lane.HOST and wait.duration_ms == pytest.approx(40)
+        assert worked_ms == pytest.approx(5)
 
 
 @timely
-def test_a_stream_that_waits_is_exposed_and_its_thread_goes_on(lanes: LoggedLanes) -> None:
+def test_a_stream_that_waits_is_exposed_and_its_thread_goes_on(
+    lanes: LoggedLanes, clock: ManualClock
+) -> None:
     stream: Any = lanes._streams[Lane.D2H]
 
     def wait() -> None:
-        stream.busy_until = time.perf_counter() + 0.2
+        stream.busy_until = clock.now() + 0.2
         lanes.wait(Lane.COMPUTE, lanes.record(Lane.D2H), "a long copy")
-        assert time.perf_counter() < stream.busy_until
+        assert clock.now() < stream.busy_until
 
-    assert exposed(lanes, wait) >= 100
+    assert exposed(lanes, wait) - 200 == LAG
 
 
-@pytest.mark.parametrize("host", HOSTS)
 @timely
-def test_who_waits_for_an_event_finds_it_reached(host: str) -> None:
+def test_who_waits_for_an_event_finds_it_reached(gpu: Gpu) -> None:
     """The training thread by itself, the host lane by the driver or by itself."""
-    late: list[bool] = []
-    with installed(host, lag_ms=20) as gpu:
-        lanes = LoggedLanes(gpu)
-        for lane in ON_STREAMS:
-            event: Any = lanes.record(lane)
-            lanes.wait(Lane.HOST, event, "the event")
-            lanes.launch(Lane.HOST, "look", lambda event=event: late.append(not event.cuda.query()))
-            other: Any = lanes.record(lane)
-            lanes.host_wait(other, "the event")
-            late.append(not other.cuda.query())
-        lanes.synchronize()
-        assert gpu.current_stream().query()
-        lanes.close()
-    assert late == [False] * 2 * len(ON_STREAMS)
+    reached: list[bool] = []
+    lanes = LoggedLanes(gpu)
+    for lane in ON_STREAMS:
+        event: Any = lanes.record(lane)
+        looked = threading.Event()
+
+        def look(event: Any = event, looked: threading.Event = looked) -> None:
+            reached.append(event.cuda.query())
+            looked.set()
+
+        lanes.wait(Lane.HOST, event, "the event")
+        lanes.launch(Lane.HOST, "look", look)
+        assert looked.wait(LONGEST_S)  # nobody else has moved the clock before
+        other: Any = lanes.record(lane)
+        lanes.host_wait(other, "the event")
+        reached.append(other.cuda.query())
+    lanes.synchronize()
+    assert gpu.current_stream().query()
+    lanes.close()
+    assert reached == [True] * 2 * len(ON_STREAMS)
 
 
 @pytest.mark.cover(1, 2)
@@ -236,7 +297,7 @@ class Gate:
         self.opened = threading.Event()
 
     def __call__(self, *_: Tensor) -> None:
-        assert self.opened.wait(10)
+        assert self.opened.wait(LONGEST_S)
         raise OSError("planted")
 
 
@@ -283,7 +344,7 @@ def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     with pytest.raises(LaneError, match="planted"):
         WAYS[way](lanes, event)
     with pytest.raises(LaneError, match="planted"):
-        lanes.launch(Lane.COMPUTE, "next", sleeps(0))
+        lanes.launch(Lane.COMPUTE, "next", nothing)
     with pytest.raises(LaneError, match="planted"):
         lanes.record(Lane.D2H)
     lanes.close()
@@ -294,7 +355,7 @@ def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
 def test_an_event_behind_a_wait_alone(lanes: LoggedLanes, lane: Lane) -> None:
     """Nothing is launched between them: the event stands for the wait."""
     opened = threading.Event()
-    lanes.launch(Lane.LOAD, "slow", lambda: opened.wait(10))
+    lanes.launch(Lane.LOAD, "slow", lambda: opened.wait(LONGEST_S))
     lanes.wait(lane, lanes.record(Lane.LOAD), "in turn")
     behind: Any = lanes.record(lane)
     assert not behind.issued.is_set()
@@ -328,7 +389,7 @@ def test_what_the_training_thread_launches_fails_in_it(lanes: LoggedLanes, lane:
     gate.opened.set()
     with pytest.raises(OSError, match="planted"):
         lanes.launch(lane, "fails", gate)
-    lanes.launch(lane, "works", sleeps(0))
+    lanes.launch(lane, "works", nothing)
     lanes.synchronize()
 
 
@@ -423,17 +484,17 @@ def test_a_stream_of_the_user_s(gpu: Gpu, lanes: LoggedLanes) -> None:
     gpu.use({Lane.COMM: other})
     for streams in ((other,), (), (other,)):
         with gpu.stream(*streams) if streams else torch.no_grad():
-            lanes.launch(Lane.COMPUTE, "write", sleeps(0), [], [memory.whole])
+            lanes.launch(Lane.COMPUTE, "write", nothing, [], [memory.whole])
     assert gpu.log.faults() == []
 
 
 @timely
 def test_bytes_of_a_timeline_that_begins_amid_work(lanes: LoggedLanes) -> None:
     memory, gate = Buffer("memory", torch.zeros(64)), threading.Event()
-    lanes.launch(Lane.LOAD, "load", lambda *_: gate.wait(10), [], [memory.first(16)])
-    lanes.launch(Lane.LOAD, "load", sleeps(0), [], [memory.first(16)])
+    lanes.launch(Lane.LOAD, "load", lambda *_: gate.wait(LONGEST_S), [], [memory.first(16)])
+    lanes.launch(Lane.LOAD, "load", nothing, [], [memory.first(16)])
     lanes.start_timeline()
-    lanes.launch(Lane.LOAD, "load", sleeps(0), [], [memory.first(32)])
+    lanes.launch(Lane.LOAD, "load", nothing, [], [memory.first(32)])
     gate.set()
     assert [one for one in lanes.end_timeline().intervals if one.lane == "load"][
         -1
@@ -444,7 +505,7 @@ def test_bytes_of_a_timeline_that_begins_amid_work(lanes: LoggedLanes) -> None:
 def test_a_long_evaluation_keeps_no_intervals(lanes: LoggedLanes) -> None:
     for _ in range(100):
         lanes.close_span(lanes.open_span("forward", []))
-        lanes.launch(Lane.LOAD, "load", sleeps(0))
+        lanes.launch(Lane.LOAD, "load", nothing)
         lanes.host_wait(lanes.record(Lane.LOAD), "the load")
     times = lanes._times
     assert max(len(kept) for kept in (*times._running.values(), times._waits)) < 50

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -137,7 +138,7 @@ def test_one_process_alone_ends_with_its_own_code_and_says_where() -> None:
     command = [sys.executable, "-c", _HANGS, "1", "0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 70
-    assert done.stdout == "logged: no progress for 1 s\n"
+    assert re.fullmatch(r"logged: no progress for [1-9]\d* s\n", done.stdout)
     assert "phase: update of step 3" in done.stderr and "in wait" in done.stderr
 
 

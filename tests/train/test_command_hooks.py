@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -77,13 +78,25 @@ def test_an_alert_is_told_when_it_is_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_is_ended_after_its_limit_with_its_children(tmp_path: Path) -> None:
-    out, told = tmp_path / "pid", list[str]()
+def test_a_command_is_ended_after_its_limit_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is over once the child is there."""
+    out, told, wait = tmp_path / "pid", list[str](), subprocess.Popen.wait
+
+    def times_out(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        while not (out.exists() and out.read_text().endswith("\n")):
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", times_out)
     job = with_commands(tmp_path, on_alert=("sh", "-c", f"sleep 600 & echo $! > {out}; wait"))
-    hooks = CommandHooks(job, tmp_path, told.append, limit_s=1.0)
+    hooks = CommandHooks(job, tmp_path, told.append, limit_s=60.0)
     hooks.alert(alert())
     hooks.close()
-    assert told == ["train.on_alert: sh: was ended after 1 s. It is not said again"]
+    assert told == ["train.on_alert: sh: was ended after 60 s. It is not said again"]
     assert _is_gone(int(out.read_text()))
 
 

@@ -144,7 +144,7 @@ def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.Mo
     console = Console(io.StringIO())
     monkeypatch.setattr(console, "fill_silence", looked.set)
     with console.never_silent("loading torch"):
-        assert looked.wait(10)
+        assert looked.wait(120)
     assert not [thread for thread in threading.enumerate() if thread.name == "silence"]
 
 

@@ -33,6 +33,7 @@ from tests.tui.recordings import BEGIN_S, plain, unlucky, write
 from tests.tui.test_runs import live, trainer
 
 SIZES = {"wide": (160, 45), "medium": (110, 34), "small": (80, 24)}
+HANGS_S = 120.0
 TERMINALS = {"80x24": (80, 24), "120x40": (120, 40), "200x60": (200, 60)}
 """Those of the generated runs' screens."""
 
@@ -50,6 +51,8 @@ async def watching(
         readonly=readonly,
         watch_machine=False,
     )
+    # As long as a test looks for what is said.
+    app.NOTIFICATION_TIMEOUT = HANGS_S  # type: ignore[misc]
     async with app.run_test(size=(SIZES | TERMINALS)[size]) as pilot:
 
         async def press(*keys: str) -> None:
@@ -65,6 +68,13 @@ async def watching(
 
 def text(app: Monitor) -> str:
     return screen_text(app)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what the monitor does by itself."""
+    async with asyncio.timeout(HANGS_S):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 def go(test: Coroutine[object, object, None]) -> None:
@@ -351,10 +361,7 @@ def test_a_run_grows_on_the_screen(tmp_path: Path) -> None:
                 assert app.shown.view.step == 20
                 log.write(line[50:])
                 log.flush()
-            for _ in range(500):
-                if app.shown.view.step == 21:
-                    break
-                await asyncio.sleep(0.01)
+            await until(lambda: app.shown.view.step == 21)
             await press()
             assert "step 21" in text(app)
 
@@ -369,10 +376,7 @@ def test_a_kill_is_on_the_screen(tmp_path: Path) -> None:
         async with watching(folder) as (app, press):
             assert "running" in text(app).splitlines()[0]
             process.kill()
-            for _ in range(500):
-                if app.shown.snapshot.state == "killed":
-                    break
-                await asyncio.sleep(0.01)
+            await until(lambda: app.shown.snapshot.state == "killed")
             await press()
             assert "killed" in text(app).splitlines()[0]
 
@@ -457,9 +461,7 @@ def test_help_and_palette(tmp_path: Path) -> None:
             assert not isinstance(app.screen, Help)
             await press("ctrl+p")
             await press(*"timeline")
-            await asyncio.sleep(0.3)
-            await press()
-            assert "Screen 4: timeline" in text(app)
+            await until(lambda: "Screen 4: timeline" in text(app))
 
     go(test())
 

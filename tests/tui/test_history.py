@@ -30,7 +30,7 @@ def columns(history: History) -> dict[str, list[str]]:
     return found | {"steps": list(map(repr, history.steps.values))}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_a_log_is_folded_the_same_in_any_pieces(data: st.DataObject) -> None:
     log = lines(unlucky())

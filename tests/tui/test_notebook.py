@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ import pytest
 
 import offloadtrain as ot
 from offloadtrain.events import schema
-from tests.tui.recordings import lines, plain, write
+from tests.tui import recordings
+from tests.tui.recordings import BEGIN_S, lines, plain, write
 from tests.tui.test_runs import live, trainer
 
 pytestmark = pytest.mark.slow
@@ -76,7 +78,9 @@ def test_it_is_refreshed_in_place_until_the_run_ends(
     module.HTML, module.display = str, shown.display  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", module)
-    folder = live(tmp_path / "run")
+    # Of long steps: it is not slow while the monitor starts on a busy machine.
+    step = recordings.step(20, random.Random(0), scale=600.0)
+    folder = write(tmp_path / "run", [(BEGIN_S, recordings.start(steps=20)), (time.time(), step)])
     with trainer(folder):
         seen = ot.watch(folder, every_s=0.1)
         seen._ipython_display_()
@@ -85,7 +89,7 @@ def test_it_is_refreshed_in_place_until_the_run_ends(
             out.write(b"".join(lines([(time.time(), schema.RunEnded(status="done", step=20))])))
         shown.wait_for("✔ done")
         assert seen._thread is not None
-        seen._thread.join(60)
+        seen._thread.join(120)
         assert not seen._thread.is_alive(), "nothing more to follow"
         seen.stop()
 

@@ -73,7 +73,7 @@ def test_watched_status_has_a_line_per_change(
         with log.open("ab") as out:
             out.write(b"".join(lines((now_s, event) for event in ticks.pop(0))))
 
-    monkeypatch.setattr(reports, "time", SimpleNamespace(time=time.time, sleep=tick))
+    monkeypatch.setattr(reports, "time", SimpleNamespace(time=lambda: now_s + 1, sleep=tick))
     with trainer(folder):
         assert main(["status", str(folder), "--watch"]) == 0
     shown = capsys.readouterr().out.splitlines()

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from offloadtrain_tui.braille import Canvas, bounds, logarithmic
 from offloadtrain_tui.reading.series import NOTHING, Measured, Outline, Series, Smoothed, Window
@@ -21,7 +21,6 @@ VALUES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(values=VALUES, data=st.data())
 def test_the_extent_of_any_stretch(values: list[float | None], data: st.DataObject) -> None:
     series = Series()
@@ -37,7 +36,6 @@ def test_the_extent_of_any_stretch(values: list[float | None], data: st.DataObje
     assert series.extent(lo, hi) == expected
 
 
-@settings(deadline=None)
 @given(
     measured=st.dictionaries(st.integers(0, 400), st.floats(-1e6, 1e6), min_size=1, max_size=9),
     data=st.data(),

@@ -60,7 +60,7 @@ def test_an_endless_line_is_dropped_and_counted(tmp_path: Path) -> None:
     tail.close()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(pieces=st.lists(st.binary(max_size=40), max_size=12))
 def test_however_it_is_written(tmp_path_factory: object, pieces: list[bytes]) -> None:
     path = tmp_path_factory.mktemp("t") / "log"  # type: ignore[attr-defined]

@@ -13,14 +13,22 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from offloadtrain_tui import command
+from offloadtrain_tui.app import Monitor
+from offloadtrain_tui.clock import ManualClock
+from offloadtrain_tui.reading import log_reader
+from offloadtrain_tui.reading.log_reader import NEWS_OVER_SSH_S, NEWS_S
+from offloadtrain_tui.reading.runs import open_run
 
+from offloadtrain.cli.main import main
 from offloadtrain.events import schema
-from tests.tui.recordings import lines, plain, write
+from tests.tui.recordings import BEGIN_S, lines, plain, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLUMNS, ROWS = 110, 34
@@ -32,20 +40,20 @@ COLOR = re.compile(rb"[34]8;2;(\d+);(\d+);(\d+)")
 
 
 class Terminal:
-    """The master side: everything that was written, with its time."""
+    """The master side: everything that was written."""
 
     def __init__(self, master: int) -> None:
         self.master = master
-        self.read: list[tuple[float, bytes]] = []
+        self.read: list[bytes] = []
 
     def watch(self, seconds: float) -> bytes:
         """What is written in so many seconds."""
         began, until = len(self.read), time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if select.select([self.master], [], [], left)[0]:
-                self.read.append((time.monotonic(), os.read(self.master, 1 << 16)))
-                self._answer(self.read[-1][1])
-        return b"".join(piece for _, piece in self.read[began:])
+                self.read.append(os.read(self.master, 1 << 16))
+                self._answer(self.read[-1])
+        return b"".join(self.read[began:])
 
     def until(
         self, text: bytes, *, times: int = 1, since: int = 0, sending: bytes | None = None
@@ -54,7 +62,7 @@ class Terminal:
         terminal that never shows it ends the test after minutes: a busy machine takes its time.
         `sending`: sent now and every few seconds, as a user does whose click found nothing yet."""
         deadline, next_send = time.monotonic() + HANGS_S, time.monotonic()
-        while (written := b"".join(piece for _, piece in self.read[since:])).count(text) < times:
+        while (written := b"".join(self.read[since:])).count(text) < times:
             assert time.monotonic() < deadline, written[-2000:]
             if sending is not None and time.monotonic() >= next_send:
                 self.send(sending)
@@ -67,7 +75,7 @@ class Terminal:
 
     @property
     def everything(self) -> bytes:
-        return b"".join(piece for _, piece in self.read)
+        return b"".join(self.read)
 
     def _answer(self, written: bytes) -> None:
         """A terminal that knows synchronized updates says so when it is asked."""
@@ -169,7 +177,7 @@ def test_nothing_flickers(run: Path) -> None:
         terminal.until(FRAME, times=4)
         began = len(terminal.read)
         written = terminal.until(FRAME, times=8, since=began)
-        opened = b"".join(piece for _, piece in terminal.read[:began])
+        opened = b"".join(terminal.read[:began])
     assert not CLEARED.search(written)
     written = written[written.index(FRAME) : written.rindex(FRAME)]  # whole frames
     outside = re.sub(re.escape(FRAME) + rb".*?\x1b\[\?2026l", b"", written, flags=re.DOTALL)
@@ -178,31 +186,51 @@ def test_nothing_flickers(run: Path) -> None:
     assert len(written) < 0.7 * whole * written.count(FRAME)
 
 
-@pytest.mark.slow
-def test_over_ssh_it_draws_once_a_second(run: Path) -> None:
-    """Beside a monitor of the same run that is not so far away, on the same machine."""
-    far = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
-    with growing(run), monitor(run) as near, monitor(run, **far) as terminal:
-        terminal.watch(1.5)
-        near.watch(0.5)
-        began = [len(each.read) for each in (near, terminal)]
-        thread = threading.Thread(target=near.watch, args=[8.0])
-        thread.start()
-        terminal.watch(8.0)
-        thread.join()
-    here, over_ssh = (draws(each, at) for each, at in zip((near, terminal), began, strict=True))
-    assert 3 <= len(over_ssh) and len(here) > 1.2 * len(over_ssh)
-    spent = over_ssh[-1] - over_ssh[0]
-    assert len(over_ssh) <= 2.5 * spent + 1  # the news, and the clock's own second
+@pytest.mark.parametrize(
+    ("connection", "news_s"), [("", NEWS_S), ("10.0.0.1 50000 10.0.0.2 22", NEWS_OVER_SSH_S)]
+)
+def test_over_ssh_news_come_once_a_second(
+    run: Path, monkeypatch: pytest.MonkeyPatch, connection: str, news_s: float
+) -> None:
+    monkeypatch.setenv("SSH_CONNECTION", connection)
+    started: list[Monitor] = []
+    monkeypatch.setattr(command, "_in_terminal", lambda app, _: started.append(app))
+    main(["tui", str(run)])
+    assert started[0].reader._news_s == news_s
 
 
-def draws(terminal: Terminal, began: int) -> list[float]:
-    """When something was drawn; what comes within a tenth of a second is one."""
-    times: list[float] = []
-    for at, _ in terminal.read[began:]:
-        if not times or at - times[-1] > 0.1:
-            times.append(at)
-    return times
+def test_news_do_not_come_faster_than_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that this test moves."""
+    now_s, looks = 100.0, 0
+
+    def monotonic() -> float:
+        nonlocal looks
+        looks += 1
+        return now_s
+
+    monkeypatch.setattr(log_reader, "time", SimpleNamespace(monotonic=monotonic))
+    news = threading.Semaphore(0)
+    reader = log_reader.Reader([open_run(run)], ManualClock(BEGIN_S), news.release, news_s=1.0)
+    reader.start()
+    assert news.acquire(timeout=HANGS_S)
+    reader.take()
+    log = run / "events/rank000.jsonl"
+    with log.open("ab") as file:
+        file.write(lines([(BEGIN_S + 99, schema.Step(step=61, loss=2.0, lr=1e-3, tokens=61))])[0])
+    now_s += 0.9
+    seen = looks
+    until(lambda: reader.read_bytes == log.stat().st_size and looks > seen + 4)
+    assert not news.acquire(blocking=False), "read, and not said"
+    now_s += 0.1
+    assert news.acquire(timeout=HANGS_S)
+    reader.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANGS_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def click(column: int, row: int) -> bytes:

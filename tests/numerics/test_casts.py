@@ -104,10 +104,11 @@ def test_true_casts_every_input_and_false_none() -> None:
 
 def test_fp32_is_left_alone() -> None:
     model = make()
-    ot.offload(model, device="cpu", precision="fp32")
+    optimizer = ot.offload(model, device="cpu", precision="fp32")
     hooks = [m._forward_pre_hooks_with_kwargs for m in model.modules()]
     assert not any(hooks)
     assert model(**inputs()).item() == make()(**inputs()).item()
+    optimizer.close()
 
 
 class Embedded(nn.Module):
@@ -164,8 +165,9 @@ def test_an_encoder_of_torch_with_a_mask(precision: str) -> None:
     x = torch.randn(2, 5, WIDTH)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     expected = model(x, mask=mask)
-    ot.offload(model, device="cpu", precision=precision)
+    optimizer = ot.offload(model, device="cpu", precision=precision)
     torch.testing.assert_close(model(x, mask=mask).float(), expected, atol=0.05, rtol=0.05)
+    optimizer.close()
 
 
 class Scored(Chain):
@@ -203,7 +205,7 @@ def test_losses_are_computed_in_fp32(options: dict[str, Any]) -> None:
 
 def test_the_mode_is_off_after_the_forward_and_after_what_it_raises() -> None:
     model, tokens = make(Scored), batches(1)[0]
-    ot.offload(model, device="cpu")
+    optimizer = ot.offload(model, device="cpu")
     model.explodes = True
     for _ in range(2):
         with pytest.raises(KeyError):
@@ -217,6 +219,7 @@ def test_the_mode_is_off_after_the_forward_and_after_what_it_raises() -> None:
     copied = copy.deepcopy(model)
     loss, _ = copied(tokens)
     assert loss.dtype is torch.bfloat16 and copied.modes["model"] == 0
+    optimizer.close()
 
 
 def test_norms_kept_in_fp32_follow_their_masters() -> None:
@@ -287,7 +290,7 @@ class Routed(nn.Module):
 
 def test_weights_that_a_forward_casts_are_told_and_may_be_kept() -> None:
     model, x = Routed(), torch.ones(3, WIDTH)
-    ot.offload(model, device="cpu")
+    optimizer = ot.offload(model, device="cpu")
     with pytest.raises(ModelError, match=r"'router' from torch.bfloat16 .* keep_fp32=\["):
         model(x)
     model = Routed()
@@ -295,13 +298,15 @@ def test_weights_that_a_forward_casts_are_told_and_may_be_kept() -> None:
     optimizer.backward(model(x).square().mean())
     optimizer.step()
     assert optimizer.last_step is not None and not optimizer.last_step.skipped
+    optimizer.close()
 
 
 def test_fp32_inputs_inside_of_vmap() -> None:
     model = make(Layer)
-    ot.offload(model, device="cpu")
+    optimizer = ot.offload(model, device="cpu")
     x = torch.randn(2, 3, WIDTH)
     assert torch.func.vmap(model)(x).shape == x.shape
+    optimizer.close()
 
 
 def test_only_living_inputs_of_the_model_are_known_by_their_memory() -> None:

@@ -71,13 +71,14 @@ class Ledger:
     def rows(self) -> list[LedgerRow]:
         """Return all owners, the largest first."""
         items = list(self._bytes.items())  # a copy: other threads read it while owners are added
-        rows = [LedgerRow(o, t.value, held, peak) for (o, t), (held, peak) in items]
+        rows = [LedgerRow(owner, tier.value, *sizes) for (owner, tier), sizes in items]
         return sorted(rows, key=lambda row: -row.bytes)
 
     def total(self, tier: Tier) -> int:
         """Return the current bytes of a tier."""
         # A copy: other threads read it while owners are added.
-        return sum(held for (_, t), (held, _) in list(self._bytes.items()) if t is tier)
+        items = list(self._bytes.items())
+        return sum(now for (_, owner_tier), (now, _) in items if owner_tier is tier)
 
     def device_tensor(
         self, owner: str, numel: int, dtype: torch.dtype, device: torch.device

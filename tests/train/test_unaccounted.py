@@ -66,7 +66,7 @@ def test_real_memory_and_the_mapping_that_has_it(monkeypatch: pytest.MonkeyPatch
     assert now is not None and now - before >= 200 << 20
     assert memory.look() is None
     message = memory.look()
-    assert message is not None and "Largest in the process: " in message and "MiB" in message
+    assert message is not None and "Largest mappings: " in message and "MiB" in message
     assert int(kept[0]) == 1
 
 

@@ -216,7 +216,7 @@ def _together(reports: Sequence[StepReport]) -> StepReport:
     return replace(
         first,
         busy_ms={lane: sum(one.busy_ms[lane] for one in reports) for lane in first.busy_ms},
-        sampled=Timeline(lambda: [interval for one in reports for interval in one.timeline])
+        sampled=Timeline(lambda: [i for report in reports for i in report.timeline])
         if first.sampled
         else None,
         speculation_hit=all(guesses) if guesses else None,

@@ -221,12 +221,12 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
             for size in (
                 1 << power for power in range(own.bit_length()) if own % (1 << power) == 0
             ):
-                for one in _with_sums(job, sequences // size):
+                for variant in _with_sums(job, sequences // size):
                     tried = (
-                        _divided(one, of_job, size, sequences // size, activation)
+                        _divided(variant, of_job, size, sequences // size, activation)
                         for activation in ACTIVATIONS
                     )
-                    yield [one for one in tried if not any(_problems(one))]
+                    yield [divided for divided in tried if not any(_problems(divided))]
 
 
 def _with_sums(job: Config, count: int) -> Iterator[Config]:

@@ -204,8 +204,8 @@ class StreamTimes:
         assert self._origin is not None
         began_ms, origin = self._origin
         return began_ms, [
-            Interval(one.lane, one.name, origin.elapsed_time(one.start), one.elapsed_ms())
-            for one in self._intervals
+            Interval(i.lane, i.name, origin.elapsed_time(i.start), i.elapsed_ms())
+            for i in self._intervals
         ]
 
     def _sample(self, lane: Lane, interval: StreamInterval) -> None:

@@ -49,7 +49,7 @@ def with_bytes(
     ordered = sorted(intervals, key=lambda interval: interval.start_ms)
     earlier = Counter((interval.lane, interval.name) for interval in ordered)
     earlier.subtract({key: len(launched) for key, launched in sizes.items()})
-    found = []
+    sized = []
     for interval in ordered:
         key = (interval.lane, interval.name)
         if interval.start_ms < 0:
@@ -57,7 +57,7 @@ def with_bytes(
             interval = replace(interval, start_ms=0.0, duration_ms=left_ms)
         if earlier[key] > 0 or key not in sizes:
             earlier[key] -= 1
-            found.append(interval)
+            sized.append(interval)
         else:
-            found.append(replace(interval, num_bytes=sizes[key].popleft()))
-    return found
+            sized.append(replace(interval, num_bytes=sizes[key].popleft()))
+    return sized

@@ -42,7 +42,7 @@ class GradientPath:
         self._is_single = spec.is_single
         self._has_copies = spec.copies > 1
         self._measures_gathered = spec.measures_gathered
-        on_host = all(one.state_tier is Tier.HOST for one in spec.buckets)
+        on_host = all(bucket.state_tier is Tier.HOST for bucket in spec.buckets)
         # See [Note: Measured in the gather]. Compute has nothing else to do until the step is
         # decided.
         self._norms_lane = Lane.D2H if on_host and self._measures_gathered else Lane.COMPUTE

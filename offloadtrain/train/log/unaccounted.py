@@ -1,4 +1,4 @@
-"""Host memory of the process that the engine's Ledger does not know of."""
+"""Host memory of the process that is not in the engine's Ledger."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PRIVATE = re.compile(r"^Anonymous: +(\d+) kB$")
 class UnaccountedMemory:
     """Compares the anonymous memory of this process with the Ledger's host memory.
 
-    What is pinned or used by the engine is in the Ledger, byte by byte. Whatever else grows is not
-    planned and may end the run by the kernel's hand.
+    The Ledger has every byte that the engine maps. Whatever else grows is not planned, and the
+    kernel may kill a run for it.
     """
 
     def __init__(self, ledger: Ledger, read: Callable[[], int | None] | None = None) -> None:
@@ -46,12 +46,12 @@ class UnaccountedMemory:
         if not (was_beyond and self._was_beyond):
             return None
         self._is_told = True
-        held = self._ledger.total(Tier.HOST)
+        in_ledger = self._ledger.total(Tier.HOST)
         return (
-            f"this process has {format_bytes(held + beyond)} of host memory, and the engine knows "
-            f"of {format_bytes(held)}: what it does not know of has grown by "
-            f"{format_bytes(growth)} since training began{self._near(growth)}. Largest in the "
-            f"process: {_largest_mappings()}. If it grows on, the kernel may end the run: lower "
+            f"this process has {format_bytes(in_ledger + beyond)} of host memory, of which the "
+            f"engine's Ledger has {format_bytes(in_ledger)}. The rest has grown by "
+            f"{format_bytes(growth)} since training began{self._near(growth)}. Largest mappings: "
+            f"{_largest_mappings()}. If it keeps growing, the kernel may kill the run: lower "
             "train.micro_batch, or keep less on the host"
         )
 
@@ -73,8 +73,8 @@ def anonymous_bytes() -> int | None:
     unlike /proc/self/smaps_rollup, which walks all pages."""
     with suppress(OSError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        if found := re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE):
-            return int(found[1]) << 10
+        if match := re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE):
+            return int(match[1]) << 10
     return None
 
 

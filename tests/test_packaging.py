@@ -178,7 +178,7 @@ def test_one_line_says_where_the_project_lives() -> None:
     assert {"Repository", "Issues"} <= elsewhere.keys()
     assert all(url.startswith("https://example.org/us/it") for url in elsewhere.values())
     shown = package_metadata.readme("https://example.org/us/it")["text"]
-    assert "![The monitor](https://example.org/us/it/raw/main/docs/monitor.svg)" in shown
+    assert "](https://example.org/us/it/raw/main/docs/monitor.svg)" in shown
     assert "[docs/plan.md](https://example.org/us/it/blob/main/docs/plan.md)" in shown
 
 

@@ -146,6 +146,7 @@ def by_hand(net: Chain) -> None:
         net.head.weight.grad[0] = 0
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("options", [{}, {"working": "host"}, {"update": "speculative"}])
 @pytest.mark.parametrize(
     ("clip", "remedy"),
@@ -183,6 +184,7 @@ def test_reads_that_miss_nothing_are_not_told(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize(

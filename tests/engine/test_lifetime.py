@@ -60,6 +60,7 @@ LANES: dict[str, Callable[[], Lanes]] = {
 }
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("in_cycle", [False, True])
 @pytest.mark.parametrize("options", PLACEMENTS)

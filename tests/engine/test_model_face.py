@@ -77,6 +77,7 @@ COPIES = {
 }
 
 
+@pytest.mark.cover(1, 2)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 4])
 @pytest.mark.parametrize("how", COPIES)

@@ -46,7 +46,7 @@ def disk(tmp_path: Path) -> dict[str, Any]:
     return {"state_on": "disk", "scratch_dir": str(tmp_path), "scratch_in_memory": True}
 
 
-@pytest.mark.cover(1, 1)
+@pytest.mark.cover(0, 1)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize(("state", "field"), CASES)
 def test_one_flipped_bit_is_reported_with_bucket_field_and_file(
@@ -95,7 +95,7 @@ def test_damaged_frozen_weights_are_reported_although_no_step_writes_them(
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("state", FIELDS)
-@pytest.mark.cover(1, 2)
+@pytest.mark.cover(0, 2)
 def test_writes_through_views_of_the_state_are_no_damage(
     disk: dict[str, Any], state: str, lanes: str, seed: int
 ) -> None:

@@ -432,6 +432,7 @@ def test_requests_refused_at_once_go_through_the_page_cache(
 
 
 @pytest.mark.slow
+@pytest.mark.default_lanes  # the seeded ones go on after a failure
 def test_a_short_read_is_a_failure(disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = trained(3, **disk)
     monkeypatch.setattr(os, "preadv", lambda *_: 0)

@@ -250,7 +250,9 @@ def test_a_case_that_is_named_is_run(
 def test_workers_run_the_same_cases(suite: list[pytest.Item], pytester: pytest.Pytester) -> None:
     """Also without a seed on the command line: those of the seed that the header tells."""
     file = written(suite, pytester)
-    shutil.copy(HERE / "levels.py", pytester.mkpydir("tests"))
+    folder = pytester.mkpydir("tests")
+    for name in ("levels.py", "drawn_lanes.py"):
+        shutil.copy(HERE / name, folder)
     shutil.copy(HERE / "conftest.py", pytester.path)
     done = pytester.runpytest_subprocess("-n", "2", "--level", "quick", "-v", file.name)
     assert done.ret == 0

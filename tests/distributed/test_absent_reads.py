@@ -3,7 +3,6 @@ the first such read; what reads no values is not."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +61,7 @@ READS: list[tuple[Read | None, Read | None]] = [
     (penalty, None),
     (lambda model: list(model.parameters())[9].data.norm(), None),
     (None, lambda model: [p.detach().float() for p in model.parameters()]),
-    (None, lambda model: copy.deepcopy(model.layers)),
+    (None, lambda model: [torch.clone(p) for p in model.layers.parameters()]),
     (None, lambda model: [p.tolist() for p in model.parameters()]),
 ]
 

@@ -61,6 +61,8 @@ class MemoryRequest:
         owner: its name in the Ledger.
         name: the name of the buffer.
         bucket, role: the bucket and the purpose; empty and None for memory that buckets share.
+        is_weights: weights of a streamed block, which become the model's memory when the optimizer
+            closes.
     """
 
     owner: str
@@ -69,6 +71,7 @@ class MemoryRequest:
     name: str = ""
     bucket: str = ""
     role: Role | None = None
+    is_weights: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +120,8 @@ def kept_requests(spec: StepSpec) -> Iterator[MemoryRequest]:
     yield from state_requests(spec, Tier.HOST)
     for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
         if spec.loads_from_host(bucket):
-            yield _shard("frozen weights", bucket, bucket.dtype, Role.SNAPSHOT)
+            frozen = _shard("frozen weights", bucket, bucket.dtype, Role.SNAPSHOT)
+            yield replace(frozen, is_weights=True)
 
 
 def host_staging(spec: StepSpec) -> list[MemoryRequest]:
@@ -142,9 +146,11 @@ def bucket_requests(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iter
         name = f"other gradient {bucket.name}"
         yield replace(one, name=name, role=Role.OTHER_GRADIENT)
     if spec.has_pending(bucket, copied=copied):
-        yield _shard("pending weights", bucket, bucket.dtype, Role.PENDING)
+        pending = _shard("pending weights", bucket, bucket.dtype, Role.PENDING)
+        yield replace(pending, is_weights=True)
     if spec.has_snapshot(bucket):
-        yield _shard("weights snapshot", bucket, bucket.dtype, Role.SNAPSHOT)
+        snapshot = _shard("weights snapshot", bucket, bucket.dtype, Role.SNAPSHOT)
+        yield replace(snapshot, is_weights=True)
     if nbytes := spec.spill_bytes(bucket):
         owner, name = "checkpoint spill", bucket.name
         yield MemoryRequest(owner, nbytes, "uint8", f"{owner} {name}", name, Role.SPILL)
@@ -163,6 +169,7 @@ def field_requests(bucket: BucketSpec) -> list[MemoryRequest]:
             f"{field.name} {bucket.name}",
             bucket.name,
             Role.STATE,
+            is_weights=bucket.format.holds_weight and field is bucket.format.master[0],
         )
         for field in bucket.format.fields(bucket.moments)
     ]

@@ -1,7 +1,9 @@
 """The programs of the engine, recorded once: what a rewritten scheduler is held equal to.
 
-`canonical` says what of a program counts, `cases` which runs there are, `runs` and `scripts` what
-they do, `programs` keeps what was recorded. `python -m tests.oracle.record` records anew.
+`canonical` says what of a program counts, `cases` which runs there are, `runs`, `scripts` and
+`stages` what they do, `programs` keeps what was recorded. `python -m tests.oracle.record` records
+anew. A change that only renames operations or buffers records nothing: `renamed` maps the new names
+to the recorded ones. Every program is proved before it is recorded or compared.
 
 What changed since the first recording, of the engine that kept events by hand:
 * after gradients were dropped (zero_grad, a backward that failed) the next copy down waits for the

@@ -1,4 +1,7 @@
-"""Which runs are recorded: for each model all pairs of the axes, and what is special one by one."""
+"""Which runs are recorded: for each model all pairs of the axes, and special cases one by one.
+
+The covering cases together contain every kind of operation and buffer: see `test_coverage`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import combinations, product
 from typing import Any
+
+from offloadtrain.config.offload import OffloadConfig
 
 MODES: dict[str, dict[str, Any]] = {
     "exact": {"clip_norm": 0.5},
@@ -31,6 +36,60 @@ MORE_PLACEMENTS: dict[str, dict[str, Any]] = {
     "inputs offloaded": {"activation": "offload"},
     "state on the device, inputs offloaded": {"state_on": "device", "activation": "offload"},
 }
+ON_OTHER_TIERS: dict[str, dict[str, Any]] = {
+    "half of the state on the device": {"state_on": {"device": 0.5}},
+    "a third of the state on the device, streamed": {
+        "state_on": {"device": 0.3},
+        "working": "host",
+        "resident_blocks": 2,
+    },
+    "state on the disk": {"state_on": "disk"},
+    "state on the disk, streamed": {"state_on": "disk", "working": "host"},
+    "state and gradients on the disk": {"state_on": "disk", "grad_on": "disk"},
+    "weights on the disk": {"working": "disk"},
+    "all on the disk": {
+        "state_on": "disk",
+        "grad_on": "disk",
+        "working": "disk",
+        "device_slots": 1,
+    },
+    "state on three tiers": {
+        "state_on": {"device": 0.3, "disk": 0.4},
+        "working": "disk",
+        "resident_blocks": 2,
+    },
+    "sums on the device": {"sums_on": "device"},
+    "sums on the device, streamed": {"sums_on": "device", "working": "host"},
+    "rounded sums on the device": {"sums_on": "device", "sums_down": "working"},
+    "rounded sums and half of the state on the device": {
+        "sums_on": "device",
+        "sums_down": "working",
+        "state_on": {"device": 0.5},
+    },
+    "saved tensors offloaded": {"activation": "offload_saved", "offload_saved_above": 0},
+    "saved tensors offloaded, streamed": {
+        "activation": "offload_saved",
+        "offload_saved_above": 0,
+        "working": "host",
+    },
+    "the first input offloaded": {
+        "activation": "offload",
+        "recompute_blocks": 1,
+        "working": "host",
+    },
+    "spill": {"checkpoint_spill": 14 << 12},
+    "spill, streamed": {"checkpoint_spill": 5 << 12, "working": "host"},
+    "spill of half of the state": {"checkpoint_spill": 5 << 12, "state_on": {"disk": 0.5}},
+}
+WITH_PARTS: dict[str, dict[str, Any]] = {
+    "parts of inputs": {"activation": "recompute", "partition_activations": True},
+    "parts of inputs offloaded": {"activation": "offload", "partition_activations": True},
+    "parts of inputs, streamed": {
+        "activation": "recompute",
+        "partition_activations": True,
+        "working": "host",
+    },
+}
 SHARED: dict[str, dict[str, Any]] = {
     "stage 1": {"zero_stage": 1},
     "stage 2": {"zero_stage": 2},
@@ -41,6 +100,16 @@ SHARED: dict[str, dict[str, Any]] = {
     "stage 2, state on the device": {"zero_stage": 2, "state_on": "device"},
     "stage 3, state on the device": {"zero_stage": 3, "state_on": "device"},
 }
+MESHES: dict[str, dict[str, int]] = {
+    "hybrid": {"dp_replicate": 2, "dp_shard": 2},
+    "2 groups of experts": {"dp": 1, "ep": 2},
+    "2 groups of experts, 2 replicas": {"dp": 2, "ep": 2},
+    "2 parts": {"dp": 1, "tp": 2},
+    "2 parts, 2 replicas": {"dp": 2, "tp": 2},
+    "2 stages": {"pp": 2, "dp": 1},
+    "2 stages, 2 replicas": {"pp": 2, "dp": 2},
+}
+"""Axes of ranks and their sizes."""
 FORMATS = ("fp32/bf16", "fp32/fp32", "split16/bf16", "int8/bf16", "int8/fp16")
 
 
@@ -54,6 +123,9 @@ class Case:
         backward: "explicit": `optimizer.backward(loss)`; "plain": `loss.backward()`.
         reduction: dtype in which ranks sum.
         script: what happens between forward and step; see `scripts`.
+        rule: the optimizer; see `runs`.
+        mesh: of `MESHES`; "": all ranks share the state.
+        schedule: of a pipeline; "": the model is whole on every rank.
     """
 
     model: str = "chain"
@@ -66,6 +138,17 @@ class Case:
     ranks: int = 1
     reduction: str = "working"
     script: str = "four steps"
+    rule: str = "adamw"
+    mesh: str = ""
+    schedule: str = ""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `offload`, by mode and placement."""
+        mode = dict(MODES[self.mode])
+        if self.schedule == "2bw":
+            del mode["warmup_steps"]  # its first step is delayed
+        return {**mode, **_ALL_PLACEMENTS[self.placement]}
 
     @property
     def name(self) -> str:
@@ -84,8 +167,14 @@ class Case:
         on_device = self.kept.startswith("fp32") and self.mode in ("exact", "early")
         twice = self.model == "mixed reentrant" and early
         full = self.mode == "speculative, partly" and "inputs offloaded" in self.placement
-        on_host = "state on" not in self.placement
-        return in_order and not twice and not full and (on_device or on_host)
+        on_host = "state on" not in self.placement or self.placement in ON_OTHER_TIERS
+        sums = self.accum > 1 or "sums" not in self.placement
+        takes = not any(OffloadConfig(**self.options).problems())
+        possible = in_order and not twice and not full and (on_device or on_host)
+        return possible and sums and takes
+
+
+_ALL_PLACEMENTS = {**PLACEMENTS, **MORE_PLACEMENTS, **ON_OTHER_TIERS, **WITH_PARTS, **SHARED}
 
 
 def pairwise(seed: str, axes: dict[str, Sequence[Any]], make: Callable[..., Case]) -> list[Case]:
@@ -232,6 +321,218 @@ def _odd() -> Iterator[Case]:
             yield Case(model=model, mode=mode, placement=placement, ranks=2)
 
 
+def _covering() -> Iterator[Case]:
+    """Together they contain every kind of operation and of buffer: see `test_coverage`."""
+    yield Case(model="frozen", mode="speculative, right", placement="streamed, 1 slot")
+    yield Case(model="frozen", mode="speculative, wrong", placement="streamed, 1 slot")
+    yield Case(model="mixed reentrant")
+    yield Case(model="unusual", placement="state on the device")
+    yield Case(placement="all on the disk", accum=2)
+    yield Case(placement="state on three tiers", mode="early", kept="split16/bf16")
+    yield Case(placement="rounded sums and half of the state on the device", accum=2)
+    yield Case(placement="saved tensors offloaded, streamed", mode="delayed")
+    yield Case(placement="spill of half of the state", script="saves")
+    yield Case(rule="muon", accum=2)
+    yield Case(model="experts to skip", placement="streamed, 2 slots")
+    yield Case(ranks=2, placement="stage 1")
+    yield Case(ranks=2, placement="stage 3, device", mode="early", reduction="fp32")
+    yield Case(ranks=4, placement="stage 2", mesh="hybrid")
+    yield Case(ranks=2, model="divided", placement="parts of inputs", mesh="2 parts")
+    # Two versions of shards, and two sums of gradients.
+    yield Case(
+        model="staged",
+        mode="delayed",
+        placement="stage 3, device",
+        accum=4,
+        ranks=4,
+        mesh="2 stages, 2 replicas",
+        schedule="2bw",
+    )
+
+
+def _on_other_tiers() -> Iterator[Case]:
+    """Each placement in each mode; other models and scripts in turn."""
+    axes: dict[str, Sequence[Any]] = {
+        "mode": ("exact", "early", "speculative, wrong", "delayed"),
+        "placement": tuple(ON_OTHER_TIERS),
+        "kept": FORMATS[::2],
+        "accum": (1, 2),
+        "script": ("four steps", "saves"),
+    }
+    yield from pairwise("tiers", axes, Case)
+    for number, placement in enumerate(ON_OTHER_TIERS):
+        kept = FORMATS[(1, 2, 4)[number % 3]]
+        mode = ("exact", "delayed")[number % 2]
+        case = Case(mode=mode, placement=placement, accum=2, kept=kept, staging="pieces")
+        if case.possible:
+            yield case
+    scripts = ("some steps skip", "drops gradients", "evaluates", "loads its state")
+    placements = (
+        "state on three tiers",
+        "all on the disk",
+        "rounded sums on the device",
+        "spill",
+    )
+    for number, (placement, mode) in enumerate(product(placements, ("exact", "delayed"))):
+        for script in (scripts[number % 4], scripts[(number + 1) % 4]):
+            accum, kept = 2 - number // 2 % 2, FORMATS[number % 3]
+            case = Case(mode=mode, placement=placement, accum=accum, kept=kept, script=script)
+            if case.possible:
+                yield case
+    for placement, kept in (
+        ("on the device", "fp32/bf16"),
+        ("streamed, 2 slots", "split16/bf16"),
+        ("weights on the disk", "fp32/bf16"),
+    ):
+        script = "loads older weights"
+        yield Case(mode="delayed", placement=placement, kept=kept, script=script)
+    for placement in ("streamed, inputs offloaded", "all on the disk"):
+        yield Case(placement=placement, accum=2, script="a launch fails")
+    for number, model in enumerate(("frozen", "unusual", "tied", "mixed reentrant", "groups")):
+        for placement in ("all on the disk", "rounded sums on the device"):
+            mode = ("exact", "delayed")[number % 2 and "all" not in placement]
+            yield Case(model=model, mode=mode, placement=placement, accum=2, script="saves")
+
+
+def _other_rules() -> Iterator[Case]:
+    axes: dict[str, Sequence[Any]] = {
+        "mode": ("exact", "early", "delayed"),
+        "placement": (
+            "on the device",
+            "streamed, 1 slot",
+            "state on the device",
+            "half of the state on the device",
+            "state and gradients on the disk",
+            "rounded sums on the device",
+        ),
+        "kept": ("fp32/bf16", "split16/bf16"),
+        "accum": (1, 2),
+    }
+    for case in pairwise("muon", axes, lambda **values: Case(rule="muon", **values)):
+        if case.kept == "fp32/bf16" or "on the device" not in case.placement[5:]:
+            yield case
+    for rule, mode in product(("lamb", "lion"), ("exact", "speculative, wrong")):
+        yield Case(rule=rule, mode=mode, placement="streamed, 2 slots")
+    yield Case(rule="lamb", ranks=2, placement="stage 2", accum=2)
+    yield Case(rule="muon", ranks=2, placement="stage 1")
+    yield Case(rule="muon", mode="delayed", ranks=2, placement="stage 3, host")
+    for mode in ("exact", "early", "speculative, wrong", "delayed"):
+        for placement in (
+            "streamed, 2 slots",
+            "half of the state on the device",
+            "all on the disk",
+        ):
+            accum = 1 + (mode in ("early", "delayed"))
+            case = Case(model="experts to skip", mode=mode, placement=placement, accum=accum)
+            if case.possible:
+                yield case
+
+
+def _divided() -> Iterator[Case]:
+    """Several ranks: other tiers, rules and meshes."""
+    runs: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("exact", {"accum": 2, "script": "saves"}),
+        ("delayed", {"accum": 2, "kept": "split16/bf16"}),
+    )
+    for mode, options in runs:
+        for placement in ("rounded sums on the device", "all on the disk", "spill, streamed"):
+            case = Case(ranks=2, mode=mode, placement=placement, **options)
+            if case.possible:
+                yield case
+    yield Case(ranks=2, mode="speculative, wrong", placement="saved tensors offloaded, streamed")
+    yield Case(ranks=2, model="experts to skip", placement="stage 2", accum=2)
+    yield Case(ranks=2, model="experts to skip", mode="delayed", placement="stage 3, host")
+    for mode, placement, accum in (
+        ("exact", "stage 1", 2),
+        ("speculative, wrong", "stage 2", 1),
+        ("early", "stage 3, device", 1),
+        ("delayed", "stage 3, host", 2),
+    ):
+        reduction = "fp32" if accum == 2 else "working"
+        yield Case(
+            ranks=4, mode=mode, placement=placement, accum=accum, reduction=reduction, mesh="hybrid"
+        )
+    for mode, placement, mesh in (
+        ("speculative, wrong", "on the device", "2 groups of experts"),
+        ("exact", "stage 2", "2 groups of experts, 2 replicas"),
+        ("delayed", "stage 3, host", "2 groups of experts, 2 replicas"),
+    ):
+        ranks = 4 if "replicas" in mesh else 2
+        yield Case(model="divided experts", ranks=ranks, mode=mode, placement=placement, mesh=mesh)
+    for mode, placement, mesh in (
+        ("exact", "on the device", "2 parts"),
+        ("delayed", "parts of inputs offloaded", "2 parts"),
+        ("speculative, wrong", "parts of inputs, streamed", "2 parts"),
+        ("early", "parts of inputs, streamed", "2 parts, 2 replicas"),
+    ):
+        ranks = 4 if "replicas" in mesh else 2
+        yield Case(model="divided", ranks=ranks, mode=mode, placement=placement, mesh=mesh)
+
+
+def _pipelines() -> Iterator[Case]:
+    for schedule, mode, placement, script in (
+        ("gpipe", "exact", "streamed, recomputed", "four steps"),
+        ("1f1b", "speculative, wrong", "on the device", "evaluates"),
+        ("1f1b", "delayed", "streamed, inputs offloaded", "saves"),
+        ("1f1b", "exact", "saved tensors offloaded", "four steps"),
+        ("interleaved", "exact", "half of the state on the device", "saves"),
+        ("interleaved", "speculative, wrong", "on the device", "some steps skip"),
+        ("2bw", "delayed", "on the device", "evaluates"),
+        ("2bw", "delayed", "streamed, 2 slots", "some steps skip"),
+        ("2bw", "delayed", "streamed, inputs offloaded", "saves"),
+        ("2bw", "delayed", "state on the device", "saves"),
+        ("2bw", "delayed", "sums on the device", "some steps skip"),
+        ("2bw", "delayed", "on the device", "loads older weights"),
+    ):
+        yield Case(
+            model="staged",
+            accum=2,
+            ranks=2,
+            mesh="2 stages",
+            schedule=schedule,
+            mode=mode,
+            placement=placement,
+            script=script,
+        )
+    for script in ("saves", "loads older weights"):
+        yield Case(
+            model="staged",
+            accum=2,
+            ranks=2,
+            mesh="2 stages",
+            schedule="2bw",
+            mode="delayed",
+            placement="streamed, 1 slot",
+            kept="split16/bf16",
+            script=script,
+        )
+    for schedule, mode, placement in (
+        ("1f1b", "exact", "stage 2"),
+        ("2bw", "delayed", "stage 3, host"),
+    ):
+        yield Case(
+            model="staged",
+            accum=2,
+            ranks=4,
+            mesh="2 stages, 2 replicas",
+            schedule=schedule,
+            mode=mode,
+            placement=placement,
+        )
+
+
+COVERING: dict[str, Case] = {case.name: case for case in _covering()}
 CASES: dict[str, Case] = {
-    case.name: case for case in (*_alone(), *_among_ranks(), *_special(), *_odd())
+    case.name: case
+    for case in (
+        *_alone(),
+        *_among_ranks(),
+        *_special(),
+        *_odd(),
+        *_covering(),
+        *_on_other_tiers(),
+        *_other_rules(),
+        *_divided(),
+        *_pipelines(),
+    )
 }

@@ -33,6 +33,8 @@ def record_all() -> dict[str, str]:
             if case.ranks == 1:
                 found[name] = recorded(case)
                 continue
+            if case.ranks in pools and pools[case.ranks].is_worn:
+                pools.pop(case.ranks).close()
             if case.ranks not in pools:
                 pools[case.ranks] = Pool(case.ranks)
                 pools[case.ranks].run(logging.disable, logging.WARNING)

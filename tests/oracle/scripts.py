@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.runtime.lanes import Lane
+from offloadtrain.step.program.operations import Written
 from tests.numerics.models import loss_of
 from tests.oracle.cases import Case
+
+if TYPE_CHECKING:
+    from offloadtrain.engine.pipeline.stage_optimizers import StageOptimizers
 
 STEPS = 4
 INFINITY = float("inf")
@@ -34,6 +41,14 @@ class Loop:
     stream: Iterator[Tensor]
     said: list[str] = field(default_factory=list)
 
+    def run(self) -> None:
+        """Run the script, and wait until the lanes are empty."""
+        SCRIPTS[self.case.script](self)
+        self.optimizer.synchronize()
+
+    def close(self) -> None:
+        self.optimizer.close()
+
     def loss(self) -> Tensor:
         """Of the next batch."""
         return loss_of(self.model, next(self.stream))
@@ -52,6 +67,9 @@ class Loop:
         self.optimizer.step()
         report = self.optimizer.last_step
         assert report is not None
+        self.say(report)
+
+    def say(self, report: ot.StepReport) -> None:
         self.said.append(
             f"step {report.step}: {'skipped' if report.skipped else 'applied'}, "
             f"{'clipped' if report.clip_coef < 1 else 'not clipped'}, "
@@ -233,6 +251,61 @@ def some_get_nothing(loop: Loop) -> None:
         loop.update()
 
 
+class Discarded:
+    """A state writer that writes nothing."""
+
+    def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def saves(loop: Loop) -> None:
+    """Save after the first step, and after the third while the fourth runs."""
+    for number in range(STEPS):
+        loop.step()
+        if number in (0, 2):
+            loop.optimizer.write_state(Discarded())
+        if number == 1:
+            loop.optimizer.finish_writing()
+    loop.optimizer.finish_writing()
+
+
+def loads_older_weights(loop: Loop) -> None:
+    """Load the state and the older weights in use, as a checkpoint of mode "delayed" has them."""
+    loop.step()
+    loop.step()
+    load_older_weights(loop.optimizer)
+    loop.step()
+    loop.step()
+
+
+def load_older_weights(optimizer: ot.OffloadOptimizer | StageOptimizers) -> None:
+    """Load the state and the weights in use that the optimizer has."""
+    optimizer.own_states()
+    optimizer.own_weights()
+    optimizer.finish_load(step=2, scaler=optimizer.scaler_state(), delayed=True)
+
+
+def a_launch_fails(loop: Loop) -> None:
+    """A copy down fails in two steps; zero_grad() gives each of them up."""
+    lanes = loop.optimizer.lanes
+    launch = lanes.launch
+
+    def fail(lane: Lane, name: str, *more: Any) -> None:
+        if name == "d2h layers.1":
+            raise PlantedError
+        launch(lane, name, *more)
+
+    loop.step()
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(PlantedError):
+            patch.setattr(lanes, "launch", fail)
+            loop.micro_steps()
+        loop.optimizer.zero_grad()
+        loop.step()
+    loop.step()
+
+
 SCRIPTS: dict[str, Callable[[Loop], None]] = {
     "four steps": four_steps,
     "some steps skip": some_steps_skip,
@@ -251,4 +324,7 @@ SCRIPTS: dict[str, Callable[[Loop], None]] = {
     "shows its weights": shows_its_weights,
     "too few microbatches": too_few_microbatches,
     "some get nothing": some_get_nothing,
+    "saves": saves,
+    "loads older weights": loads_older_weights,
+    "a launch fails": a_launch_fails,
 }

@@ -49,7 +49,7 @@ each_example = pytest.mark.parametrize(
 @cache
 def program(case: Case) -> tuple[Entry, ...]:
     lanes = runs.KeepingLanes()
-    loop = runs.offloaded(case, lanes)
+    loop = runs.offloaded(case, lambda: lanes)
     loop.step()
     loop.step()
     loop.optimizer.synchronize()

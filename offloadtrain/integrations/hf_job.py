@@ -112,6 +112,7 @@ def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:
 
     with no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()  # else a tied head, which no checkpoint has, would keep unset memory
     if lora is not None:
         model = _with_adapters(model, lora)
     for param in model.parameters():

@@ -41,7 +41,7 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.telemetry import probe
 from offloadtrain.integrations.export import write_configuration, write_weights
 from offloadtrain.runtime.arena import Arena, Ledger
-from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.spec.buffers import BufferSpec
 from offloadtrain.step.spec.tiers import Tier
 
 STATES = ("int8", "split16")
@@ -147,7 +147,7 @@ def read(folder: Path) -> None:
 def touch(num_bytes: int) -> None:
     """Touch new memory as the engine's arena does."""
     arena = Arena(Ledger(), pin=False)
-    arena.map([MemoryRequest("touched", num_bytes, "uint8")])
+    arena.map([BufferSpec("touched", num_bytes, "uint8")])
     arena.close()
 
 

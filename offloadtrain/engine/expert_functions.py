@@ -16,7 +16,8 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Operation, copy
 from offloadtrain.runtime.lanes.base import LaneTotals
-from offloadtrain.step.program.operations import Launch, Memory
+from offloadtrain.step.program.operations import Launch
+from offloadtrain.step.spec.buffers import BufferKey, Memory
 from offloadtrain.step.spec.tiers import Tier
 
 _LASTING = (Memory.WORKING, Memory.DEVICE_SHARD, Memory.PENDING)
@@ -48,7 +49,8 @@ def adam_of_used(
     written = [(run.lo, run.hi) for run, _ in runs]
     # Unused experts' weights need not move where what the upload writes holds them already.
     on_device = bucket.spec.state_tier is Tier.DEVICE
-    partly = not on_device and (bucket.device_shard is not None or not bucket.moves)
+    has_shard = BufferKey(bucket.name, Memory.DEVICE_SHARD) in bucket.memory
+    partly = not on_device and (has_shard or not bucket.moves)
     experts.uploads = written if partly else None
     # Memory that others use between two updates must get all weights that go on from there.
     fills = emits and not partly and op.writes[0].memory not in _LASTING

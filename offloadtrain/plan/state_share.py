@@ -8,7 +8,7 @@ from dataclasses import replace
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.times import predict
-from offloadtrain.step.spec.memory import device_bytes
+from offloadtrain.step.spec.buffer_table import device_bytes
 from offloadtrain.step.spec.state_tiers import device_share, filled, first_on_device
 from offloadtrain.step.spec.tiers import Tier
 

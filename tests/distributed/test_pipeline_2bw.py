@@ -17,7 +17,7 @@ from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec.memory import device_owners, host_owners
+from offloadtrain.step.spec.buffer_table import device_owners, host_owners
 from offloadtrain.step.spec.tiers import Tier
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline import (

@@ -13,7 +13,6 @@ from offloadtrain.step.program.operations import (
     Kind,
     Lane,
     Launch,
-    Memory,
     Operations,
     Record,
     Ref,
@@ -21,6 +20,7 @@ from offloadtrain.step.program.operations import (
     Wait,
 )
 from offloadtrain.step.proof.prove import prove_operations
+from offloadtrain.step.spec.buffers import Memory
 from tests import levels
 from tests.step.specs import chain
 

@@ -15,7 +15,6 @@ from offloadtrain.step.program.operations import (
     Kind,
     Lane,
     Launch,
-    Memory,
     Operation,
     Operations,
     Record,
@@ -37,6 +36,7 @@ from offloadtrain.step.proof.recording import (
     trace,
 )
 from offloadtrain.step.proof.recording import Undefined as Undefine
+from offloadtrain.step.spec.buffers import Memory
 from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.specs import chain

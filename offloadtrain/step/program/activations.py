@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Free, Kind, Lane, Launch, Memory, Ref
+from offloadtrain.step.program.operations import Free, Kind, Lane, Launch, Ref
+from offloadtrain.step.spec.buffers import Memory
 from offloadtrain.step.spec.formats import ITEMSIZE
 from offloadtrain.step.spec.step_spec import StepSpec
 

@@ -10,7 +10,7 @@ import torch
 from offloadtrain.cli.bench.rounds import measure
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, copy, lanes_for
-from offloadtrain.step.spec.buffers import BufferSpec
+from offloadtrain.step.layout.buffers import BufferSpec
 
 ROUNDS = 5
 

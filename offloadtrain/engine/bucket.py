@@ -18,10 +18,10 @@ from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.step.spec.block_spec import BucketSpec, MatrixSpec
-from offloadtrain.step.spec.bucket_layout import padded, placed
-from offloadtrain.step.spec.buffers import BufferKey, Memory
-from offloadtrain.step.spec.formats import StateFormat, format_for
+from offloadtrain.step.layout.block_spec import BucketSpec, MatrixSpec
+from offloadtrain.step.layout.bucket_layout import padded, placed
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.formats import StateFormat, format_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,10 +34,10 @@ from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.step.layout import placement
+from offloadtrain.step.layout.block_spec import BlockSpec
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec import layout
-from offloadtrain.step.spec.block_spec import BlockSpec
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 def build(
@@ -128,7 +128,7 @@ def lay_out(
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
     """
-    spec = layout.lay_out(
+    spec = placement.lay_out(
         [_spec_of(block) for block in blocks],
         config,
         ranks=ranks.size,
@@ -139,7 +139,7 @@ def lay_out(
         copies=ranks.copies.size,
         parts=parts,
     )
-    layout.check_host_limit(spec)
+    placement.check_host_limit(spec)
     laid = {bucket.name: bucket for bucket in spec.buckets}
     for block in blocks:
         for bucket in block.buckets:

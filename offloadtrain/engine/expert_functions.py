@@ -1,5 +1,5 @@
 """The functions of operations over buckets whose unused experts are skipped: [Note: Unused experts]
-in `step.spec.skipping`. What is used is known when they are made, in step()."""
+in `step.layout.skipping`. What is used is known when they are made, in step()."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Operation, copy
 from offloadtrain.runtime.lanes.base import LaneTotals
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Launch
-from offloadtrain.step.spec.buffers import BufferKey, Memory
-from offloadtrain.step.spec.tiers import Tier
 
 _LASTING = (Memory.WORKING, Memory.DEVICE_SHARD, Memory.PENDING)
 """Memory that holds the new weights of a bucket until its next update."""

@@ -50,10 +50,10 @@ from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.offloaded_parameter import gradient_of
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.prefetch_policy import ReduceOrder
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec.buffers import Memory
-from offloadtrain.step.spec.tiers import Tier
 
 
 class GradientError(OffloadTrainError):

@@ -17,9 +17,9 @@ from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.runtime.lost_ranks import lost
 from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError
-from offloadtrain.step.spec.tiers import Tier
 
 _log = logging.getLogger(__name__)
 

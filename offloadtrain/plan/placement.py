@@ -11,11 +11,11 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
 from offloadtrain.plan.costs.microbatch import Trace, TracedStep
 from offloadtrain.plan.layout import blocks_of, needs_of, num_tensors, parts_of, working_dtype
+from offloadtrain.step.layout import buffer_table, placement
+from offloadtrain.step.layout.buffers import Memory, by_owner, span_bytes
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.proof.pipeline_drive import in_flight
-from offloadtrain.step.spec import buffer_table, layout
-from offloadtrain.step.spec.buffers import Memory, by_owner, span_bytes
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class PlanError(OffloadTrainError):
@@ -155,7 +155,7 @@ def place(
     stage = config.stage
     versions, sums = (1, 1) if stage is None else stage.kept(config.ranks.schedule)
     try:
-        spec = layout.lay_out(
+        spec = placement.lay_out(
             blocks_of(config, ranks),
             config.offload,
             ranks=ranks,

@@ -5,7 +5,7 @@ All host memory of a run (master weights, moments, gradients, staging) is laid o
 once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
 to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because drivers refuse
 very large registrations, and no request crosses a slab, so no copy crosses two registrations.
-Requests are staggered (`step.spec.buffers.STAGGER_BYTES`). Nothing protects this memory from an
+Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Nothing protects this memory from an
 early release: the arena lives until `close`, which its owner calls after draining the lanes.
 """
 
@@ -27,8 +27,8 @@ from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, Room, least_
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.step.spec.buffers import BufferSpec, largest_owners, span_bytes
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferSpec, largest_owners, span_bytes
+from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
 

@@ -50,8 +50,8 @@ from offloadtrain.hardware.direct_io import (
 from offloadtrain.hardware.file_system import IN_MEMORY, free_bytes, kind_of
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import DTYPES
-from offloadtrain.step.spec.buffers import BufferKey, BufferSpec, Rows, largest_owners
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Rows, largest_owners
+from offloadtrain.step.layout.tiers import Tier
 
 _Move = Callable[[memoryview, int], None]
 """(memory, offset in the file) → moves all of the memory's bytes."""

@@ -54,7 +54,7 @@ from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
 from offloadtrain.sizing.operation_work import Count
 from offloadtrain.sizing.transformers_masks import masks_as_in_training
-from offloadtrain.step.spec.buffers import BufferSpec
+from offloadtrain.step.layout.buffers import BufferSpec
 
 Loss = Callable[[nn.Module], Tensor]
 """Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""

@@ -32,15 +32,15 @@ from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.step.layout.buffer_table import added, buffer_table, disk_owners, host_owners
+from offloadtrain.step.layout.buffers import by_owner
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.pipeline_drive import stage_steps
 from offloadtrain.step.proof.prove import Fault, prove_operations
-from offloadtrain.step.spec.buffer_table import added, buffer_table, disk_owners, host_owners
-from offloadtrain.step.spec.buffers import by_owner
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.tensor_parallel import narrowed, with_fewer_experts
 from offloadtrain.train.update_rules import decay_groups, update_rule

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.step.spec.buffers import BufferSpec, not_late
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferSpec, not_late
+from offloadtrain.step.layout.tiers import Tier
 from tests.numerics.models import Chain, batches, loss_of
 
 DISK: dict[str, Any] = {"state_on": "disk", "scratch_in_memory": True, "precision": "bf16"}

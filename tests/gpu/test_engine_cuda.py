@@ -20,9 +20,9 @@ from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
 from offloadtrain.runtime.lanes import copy as transfer_copy
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec.buffers import BufferSpec
-from offloadtrain.step.spec.tiers import Tier
 from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun

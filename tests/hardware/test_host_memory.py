@@ -117,7 +117,7 @@ import resource, sys
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.hardware import host_memory
 from offloadtrain.runtime import arena
-from offloadtrain.step.spec.buffers import BufferSpec
+from offloadtrain.step.layout.buffers import BufferSpec
 held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (64 << 20),) * 2)
 if sys.argv[1] == "ENOMEM":  # as if another thread took the memory between look and mapping

@@ -30,10 +30,10 @@ from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched, Waited
-from offloadtrain.step.spec.tiers import Tier
 from tests import levels
 from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun

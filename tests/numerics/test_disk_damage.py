@@ -19,7 +19,7 @@ from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.lanes import LaneError, Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.spec.buffers import Memory
+from offloadtrain.step.layout.buffers import Memory
 from tests.numerics.models import Chain, batches
 from tests.numerics.test_offload import loss_of, train
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, Span, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.layout import step_spec as spec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program import modes
-from offloadtrain.step.spec import step_spec as spec
-from offloadtrain.step.spec.tiers import Tier
 from tests.numerics.models import MODELS, Chain, Layer, MixedReentrant, batches
 from tests.oracle.canonical import canonical
 from tests.oracle.cases import MODES, MORE_PLACEMENTS, PLACEMENTS, SHARED, Case

@@ -28,9 +28,9 @@ from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search import suggest
 from offloadtrain.plan.search.suggest import applied, automatic, nearest
+from offloadtrain.step.layout import buffer_table as step_memory
+from offloadtrain.step.layout.block_spec import MatrixSpec
 from offloadtrain.step.proof.simulate import steady
-from offloadtrain.step.spec import buffer_table as step_memory
-from offloadtrain.step.spec.block_spec import MatrixSpec
 from offloadtrain.train import dry_run
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
 from offloadtrain.train.update_rules import update_rule

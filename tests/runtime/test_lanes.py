@@ -9,8 +9,8 @@ from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.hardware import host_memory, telemetry
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneEvent, SequentialLanes, copy
-from offloadtrain.step.spec.buffers import BufferSpec
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.tiers import Tier
 
 
 def test_an_operation_gets_exactly_its_views() -> None:

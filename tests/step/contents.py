@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.program.operations import Kind, Launch, Operation, Ref, Undefined
 from offloadtrain.step.program.places import BucketRefs
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec.buffers import BufferKey, Memory
-from offloadtrain.step.spec.formats import ITEMSIZE
 
 Version = tuple[object, ...]
 """Of weights and state: what they were set to, and then (step, grad_scale, gradient) per update."""

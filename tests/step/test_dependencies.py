@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import (
     HostWait,
@@ -20,7 +21,6 @@ from offloadtrain.step.program.operations import (
     Wait,
 )
 from offloadtrain.step.proof.prove import prove_operations
-from offloadtrain.step.spec.buffers import Memory
 from tests import levels
 from tests.step.specs import chain
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.step.layout import buffer_table
+from offloadtrain.step.layout.bucket_layout import ALIGN, padded, placed
+from offloadtrain.step.layout.buffer_table import arena_rows, device_owners, host_owners
+from offloadtrain.step.layout.buffers import BufferTable, Memory, span_bytes
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.placement import HEADROOM, check_host_limit, with_second_copies
+from offloadtrain.step.layout.step_spec import STAGING_SLOTS_MOST, StepSpec
 from offloadtrain.step.program.operations import Launch, Operations, Ref, Undefined
-from offloadtrain.step.spec import buffer_table
-from offloadtrain.step.spec.bucket_layout import ALIGN, padded, placed
-from offloadtrain.step.spec.buffer_table import arena_rows, device_owners, host_owners
-from offloadtrain.step.spec.buffers import BufferTable, Memory, span_bytes
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.layout import HEADROOM, check_host_limit, with_second_copies
-from offloadtrain.step.spec.step_spec import STAGING_SLOTS_MOST, StepSpec
 from tests import levels
 from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
 from tests.step.user import User

@@ -34,8 +34,8 @@ from offloadtrain.runtime.kernels import (
     SgdScalars,
     State,
 )
-from offloadtrain.step.spec.buffers import BufferSpec
-from offloadtrain.step.spec.formats import ADAM_MOMENTS, FORMATS
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 RULES: dict[str, Scalars] = {

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
-from offloadtrain.step.spec.buffers import BufferKey, BufferSpec, Memory
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Memory
+from offloadtrain.step.layout.tiers import Tier
 
 BUCKETS = 16
 READ, WRITE, BOTH = "read", "write", "read and write at once"

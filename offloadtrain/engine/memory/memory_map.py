@@ -11,8 +11,7 @@ from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range
-from offloadtrain.step.program.operations import Ref
-from offloadtrain.step.spec.buffers import (
+from offloadtrain.step.layout.buffers import (
     BufferKey,
     BufferSpec,
     BufferTable,
@@ -20,7 +19,8 @@ from offloadtrain.step.spec.buffers import (
     PoolSpec,
     Rows,
 )
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.program.operations import Ref
 
 _STARTS_AS_ZEROS = (Memory.STATE, Memory.GRADIENT, Memory.NORMS, Memory.SUM, Memory.USED)
 """Of the device; all memory of the host and the disk does. Other memory is written first."""

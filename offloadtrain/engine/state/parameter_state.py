@@ -16,7 +16,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.spec.formats import FP32, Field, recognise
+from offloadtrain.step.layout.formats import FP32, Field, recognise
 
 
 def views(bucket: Bucket, slot: Slot) -> dict[str, Tensor]:

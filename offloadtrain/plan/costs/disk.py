@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.step.layout.buffer_table import disk_rows
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Lane, Launch
 from offloadtrain.step.proof.simulate import moved
-from offloadtrain.step.spec.buffer_table import disk_rows
-from offloadtrain.step.spec.step_spec import StepSpec
 
 ASSUMED_GBPS = 2.0
 """Each way, of a drive that was not measured: less than most NVMe drives sustain."""

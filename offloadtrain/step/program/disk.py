@@ -27,11 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from offloadtrain.step.layout.buffers import BufferTable, Memory
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Kind, Lane, Launch
 from offloadtrain.step.program.places import BucketRefs
-from offloadtrain.step.spec.buffers import BufferTable, Memory
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class DiskPath:

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from offloadtrain.step.layout.buffers import BufferKey, BufferTable, Memory
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import GradientSlots
 from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref
 from offloadtrain.step.program.places import BucketRefs, Ring, ref_of
-from offloadtrain.step.spec.buffers import BufferKey, BufferTable, Memory
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
 
 
 class GradientPath:

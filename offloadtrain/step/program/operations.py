@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from offloadtrain.step.spec.buffers import BufferKey, Memory
-from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.formats import ITEMSIZE
 
 
 class Lane(StrEnum):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, BufferTable, Memory
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Lane, Ref
-from offloadtrain.step.spec.block_spec import BucketSpec
-from offloadtrain.step.spec.buffers import BufferKey, BufferSpec, BufferTable, Memory
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
 
 MATRIX_DTYPE = "bfloat16"
 
@@ -46,7 +46,7 @@ class BucketRefs:
         self._refs = {key[1:]: ref_of(key, row) for key, row in rows.items()}
         self._sources = [self._refs[key[1:]] for key in table.sources.get(spec.name, ())]
         self.staging = table.staging.get(spec.name)
-        # [Note: Sharers] in `step.spec.step_spec`.
+        # [Note: Sharers] in `step.layout.step_spec`.
         self.rank = rank * spec.ranks // step.ranks
         lo = self.rank * spec.shard_numel
         in_shard = spec.matrices_of(self.rank)

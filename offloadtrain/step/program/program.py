@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from offloadtrain.step.layout.buffer_table import buffer_table
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.activations import ActivationPath
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath, GradientSlots
@@ -37,9 +40,6 @@ from offloadtrain.step.program.saves import SavePath
 from offloadtrain.step.program.streaming import Streaming
 from offloadtrain.step.program.two_versions import TwoVersions
 from offloadtrain.step.program.updates import UpdatePath
-from offloadtrain.step.spec.buffer_table import buffer_table
-from offloadtrain.step.spec.buffers import Memory
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class Program:

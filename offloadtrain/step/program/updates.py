@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from offloadtrain.step.layout.block_spec import MatrixSpec
+from offloadtrain.step.layout.buffers import BufferTable, Memory
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath, GradientSlots
 from offloadtrain.step.program.operations import (
@@ -30,9 +33,6 @@ from offloadtrain.step.program.operations import (
 )
 from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
 from offloadtrain.step.program.streaming import Streaming
-from offloadtrain.step.spec.block_spec import MatrixSpec
-from offloadtrain.step.spec.buffers import BufferTable, Memory
-from offloadtrain.step.spec.tiers import Tier
 
 
 class UpdatePath:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offloadtrain.step.layout.buffer_table import buffer_table
+from offloadtrain.step.layout.buffers import BufferKey
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     Allocate,
     Event,
@@ -22,10 +26,6 @@ from offloadtrain.step.program.operations import (
 )
 from offloadtrain.step.program.operations import Undefined as Undefine
 from offloadtrain.step.proof.in_place import read_in_place
-from offloadtrain.step.spec.buffer_table import buffer_table
-from offloadtrain.step.spec.buffers import BufferKey
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 @dataclass(frozen=True, slots=True)

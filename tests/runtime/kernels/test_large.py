@@ -9,7 +9,7 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.spec.buffers import BufferSpec
+from offloadtrain.step.layout.buffers import BufferSpec
 from tests.runtime.kernels.format_cases import (
     SCALARS,
     differing,

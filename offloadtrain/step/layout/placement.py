@@ -8,13 +8,13 @@ from dataclasses import replace
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.spec.block_spec import BlockSpec
-from offloadtrain.step.spec.buffer_table import arena_rows, device_bytes, second_copy_bytes
-from offloadtrain.step.spec.buffers import largest_owners, span_bytes
-from offloadtrain.step.spec.state_tiers import with_state_tiers
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.streamed_blocks import streamed_blocks
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.block_spec import BlockSpec
+from offloadtrain.step.layout.buffer_table import arena_rows, device_bytes, second_copy_bytes
+from offloadtrain.step.layout.buffers import largest_owners, span_bytes
+from offloadtrain.step.layout.state_tiers import with_state_tiers
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.streamed_blocks import streamed_blocks
+from offloadtrain.step.layout.tiers import Tier
 
 HEADROOM = 0.9
 """The share of the available host memory that second copies may fill; the rest is for others."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from offloadtrain.step.spec.block_spec import BucketSpec
-from offloadtrain.step.spec.buffers import (
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.buffers import (
     BufferKey,
     BufferSpec,
     BufferTable,
@@ -21,8 +21,8 @@ from offloadtrain.step.spec.buffers import (
     not_late,
     span_bytes,
 )
-from offloadtrain.step.spec.step_spec import RING_SLOTS, StepSpec
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.step_spec import RING_SLOTS, StepSpec
+from offloadtrain.step.layout.tiers import Tier
 
 Row = tuple[BufferKey, BufferSpec]
 

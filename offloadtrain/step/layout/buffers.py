@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.tiers import Tier
 
 ARENA_ALIGN = 512
 """Bytes: disks read and write memory that starts on a multiple of it without a copy."""

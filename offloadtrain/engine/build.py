@@ -22,7 +22,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import sharers
-from offloadtrain.engine.memory.memory_map import MemoryMap
+from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
@@ -71,10 +71,11 @@ def build(
     memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
     for bucket in (bucket for block in blocks for bucket in block.held):
         bucket.memory = memory
+    ranges = Ranges(memory, BlockInputs(device))
     shared = blocks, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.seed, parts=place.parts)
     residency = Residency(blocks, program, memory)
-    interpreter = residency.interpreter = Interpreter(lanes, memory.ranges, functions, residency)
+    interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
     sources = blocks, program, interpreter, functions, ranks, memory
     gradients = Gradients(*sources, in_order=place.in_order)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
@@ -82,7 +83,7 @@ def build(
         adopt_weights(model, parts, blocks, rules, config, device, ranks, place, param_init_fn)
     else:
         view_weights(model, blocks, config)
-    moves = ActivationOffloader(program, interpreter, memory.ranges.inputs, place.parts)
+    moves = ActivationOffloader(program, interpreter, ranges.inputs, place.parts)
     forward_hooks = ForwardHooks(
         model,
         blocks,

@@ -24,7 +24,7 @@ from offloadtrain.engine.autograd import recompute
 from offloadtrain.engine.autograd.activation_offload import ActivationError, ActivationOffloader
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory.memory_map import MemoryMap
+from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes
@@ -207,11 +207,12 @@ def offloader(lanes: Lanes) -> ActivationOffloader:
     """Over a step whose blocks are never used: block inputs and nothing else."""
     program, ledger, device = Program(chain(1)), Ledger(), torch.device("cpu")
     disk, arena = MetaDiskArena(ledger), Arena(ledger, pin=False)
-    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger).ranges
+    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
+    ranges = Ranges(memory, BlockInputs(device))
     functions = Functions([], lanes, ALONE, ot.AdamW(), [], disk, seed=0)
     nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
-    interpreter = Interpreter(lanes, memory, functions, nobody)
-    return ActivationOffloader(program, interpreter, memory.inputs)
+    interpreter = Interpreter(lanes, ranges, functions, nobody)
+    return ActivationOffloader(program, interpreter, ranges.inputs)
 
 
 def test_what_goes_to_the_host_comes_back() -> None:

@@ -82,7 +82,6 @@ class MemoryMap(dict[BufferKey, Buffer]):
 
     Attributes:
         table: its rows.
-        ranges: the same memory by the refs of the program.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class MemoryMap(dict[BufferKey, Buffer]):
         # The space of the disk is checked before a hundred GiB are page-locked.
         for tier in (Tier.DISK, Tier.HOST, Tier.DEVICE):
             self._allocate(table.allocated(tier), tier)
-        self.ranges = Ranges(self, BlockInputs(device))
 
     def __missing__(self, key: BufferKey) -> Buffer:
         row = self.table.rows[key]

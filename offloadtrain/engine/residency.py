@@ -15,6 +15,7 @@ from offloadtrain.engine.block import CLOSED, Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.memory.memory_map import MemoryMap
+from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lost_ranks import lost
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.step.layout.tiers import Tier
@@ -207,23 +208,25 @@ class Residency:
                 self._exposed.add(block)
 
     def close(self) -> None:
-        """Copy the weights of streamed parameters to host memory of their own. Where the host has a
-        shard of them, parameters become empty: an error tells whoever reads them."""
+        """Leave the host memory of streamed weights to their parameters: the host may have no room
+        for a copy. Where the host has a shard of them, parameters become empty: an error tells
+        whoever reads them."""
         for block in self.streamed:
             block.reveal()
         self.expose_host_weights()
         # Not tensors of a user's inference mode, which could not be trained again.
         with torch.inference_mode(False):
             for bucket in (bucket for block in self.streamed for bucket in block.held):
-                # The engine's host memory is given back next: parameters must not be views of it.
-                # A mapped file lives as long as its views: those stay, as the host may have no room
-                # for them.
+                # A mapped file lives as long as its views.
                 on_disk = self._program.buckets[bucket.name].source_tier is Tier.DISK
                 for slot in bucket.slots:
                     if not self._is_single:
                         slot.local.data = slot.local.data.new_empty(0)
                     elif not on_disk:
-                        slot.local.data = slot.local.data.clone()
+                        weights = bucket.weights_of(slot)
+                        on_host = weights.device.type == "cpu"
+                        weights = with_own_storage(weights) if on_host else weights.clone()
+                        slot.local.data = slot.shaped(weights)
         # Ends the engine's reference cycles: the host memory that it refers to is free at once, and
         # not with a later collection of garbage.
         for block in self._blocks.values():

@@ -5,8 +5,10 @@ All host memory of a run (master weights, moments, gradients, staging) is laid o
 once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
 to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because drivers refuse
 very large registrations, and no request crosses a slab, so no copy crosses two registrations.
-Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Nothing protects this memory from an
-early release: the arena lives until `close`, which its owner calls after draining the lanes.
+Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Weights of a bucket have a slab of
+their own: after `close` it belongs to the model's parameters, which would otherwise need a copy,
+and the other slabs are unmapped. Nothing protects this memory from an early release: the arena
+lives until `close`, which its owner calls after draining the lanes.
 """
 
 from __future__ import annotations
@@ -215,6 +217,14 @@ class _Slab:
             self.pinned = False
 
 
+def with_own_storage(piece: Tensor) -> Tensor:
+    """View the same host memory, (n,), under a storage of just its extent, which keeps the memory
+    mapped: `torch.save` writes whole storages, and the arena's holds other buffers as well."""
+    if piece.device.type != "cpu" or not piece.numel():
+        return piece
+    return torch.from_numpy(piece.view(torch.uint8).numpy()).view(piece.dtype)
+
+
 def _too_little(requests: Sequence[BufferSpec], room: Room) -> HostMemoryError:
     return HostMemoryError(
         f"offloading needs {format_bytes(span_bytes(requests))} of host memory, but {room}. "
@@ -226,14 +236,14 @@ def _too_little(requests: Sequence[BufferSpec], room: Room) -> HostMemoryError:
 
 
 def _pack(requests: Sequence[BufferSpec]) -> list[list[BufferSpec]]:
-    """Group consecutive requests into slabs of at most SLAB_BYTES; a larger one gets its own
-    slab."""
+    """Group consecutive requests into slabs of at most SLAB_BYTES. A larger request gets its own
+    slab, and so do weights."""
     groups: list[list[BufferSpec]] = []
     room = 0
     for request in requests:
-        if request.span_bytes > room:
+        if request.is_weights or request.span_bytes > room:
             groups.append([])
             room = SLAB_BYTES
         groups[-1].append(request)
-        room -= request.span_bytes
+        room -= room if request.is_weights else request.span_bytes
     return groups

@@ -76,9 +76,20 @@ def anonymous_bytes() -> int:
     return 1024 * int(re.findall(r"Anonymous: +(\d+) kB", text)[0])
 
 
-def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str, list[int]]:
+def forget_peak() -> None:
+    """Make the peak of the resident memory what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_bytes(name: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.findall(rf"{name}:\s+(\d+) kB", text)[0])
+
+
+def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str, Any]:
     """After each step, the bytes of the Ledger on both tiers, since the device's memory is the
-    process's own, and the anonymous bytes of the process without what it had before."""
+    process's own, and the anonymous bytes of the process without what it had before; then by how
+    much the resident memory grows while the optimizer closes, and what is left of it afterwards."""
     gc.collect()
     before = anonymous_bytes()
     with torch.device("meta"):
@@ -97,8 +108,13 @@ def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str,
         optimizer.synchronize()
         in_ledger.append(sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE)))
         anonymous.append(anonymous_bytes() - before)
+    forget_peak()
+    resident = resident_bytes("VmRSS")
     optimizer.close()
-    return {"in_ledger": in_ledger, "anonymous": anonymous}
+    closing = resident_bytes("VmHWM") - resident
+    del optimizer
+    left = anonymous_bytes() - before
+    return {"in_ledger": in_ledger, "anonymous": anonymous, "closing": closing, "left": left}
 
 
 def plant(fault: str) -> None:

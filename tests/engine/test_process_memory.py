@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.engine.process_memory import INPUT_BYTES, PLACEMENTS, SAVED, STEPS
+from tests.engine.process_memory import INPUT_BYTES, LAYERS, PLACEMENTS, SAVED, STEPS
 
 ROOT = Path(__file__).parents[2]
 CONSTANT = 2 * INPUT_BYTES
 """Of six layers: a second copy of their inputs, or of their weights, is larger."""
+WEIGHTS = LAYERS * INPUT_BYTES
 IN_FLIGHT = 8 * INPUT_BYTES
 """The saved tensors that the device keeps until the next forward saves its first."""
 SETTING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -36,6 +37,10 @@ def faults(run: dict[str, Any]) -> list[str]:
         allowed += IN_FLIGHT
     beyond = max(a - b for a, b in zip(run["anonymous"], run["in_ledger"], strict=True))
     found = [f"{beyond} bytes are not in the Ledger"] if beyond > allowed else []
+    if run["closing"] > CONSTANT:
+        found.append(f"close() takes {run['closing']} bytes more")
+    if run["left"] > WEIGHTS + allowed:
+        found.append(f"after close() {run['left']} bytes are left")
     return found + (["the Ledger grows"] if len(set(run["in_ledger"])) > 1 else [])
 
 

@@ -13,6 +13,7 @@ from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
+from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import Ranks
@@ -23,15 +24,7 @@ def views(bucket: Bucket, slot: Slot) -> dict[str, Tensor]:
     """Return field → a view of its memory, shaped as the parameter where the shard holds all of it;
     scales are 1-D. At rest only while the lanes are empty."""
     pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
-    return {field.name: slot.shaped(_own_storage(piece)) for field, piece in pieces}
-
-
-def _own_storage(piece: Tensor) -> Tensor:
-    """View the same memory under a storage of just its extent: `torch.save` writes whole storages,
-    and the arena's holds gradients as well."""
-    if piece.device.type != "cpu" or not piece.numel():
-        return piece
-    return torch.from_numpy(piece.view(torch.uint8).numpy()).view(piece.dtype)
+    return {field.name: slot.shaped(with_own_storage(piece)) for field, piece in pieces}
 
 
 def check_held_by(state_dict: Mapping[str, Any], own: Mapping[str, tuple[int, int]]) -> None:

@@ -53,7 +53,7 @@ def host_rows(spec: StepSpec) -> Iterator[Row]:
     yield from _state_rows(spec, Tier.HOST)
     for bucket in (bucket for block in spec.blocks for bucket in block.frozen):
         if spec.loads_from_host(bucket):
-            yield _shard("frozen weights", bucket, Memory.SNAPSHOT)
+            yield _shard("frozen weights", bucket, Memory.SNAPSHOT, is_weights=True)
     yield from _disk_slots(spec)
     # Two slots for gradients that are summed and for weights without other staging. With one
     # microbatch they are needed when a bucket first gets a second gradient in a backward.
@@ -98,9 +98,9 @@ def _bucket_rows(spec: StepSpec, bucket: BucketSpec, *, copied: bool) -> Iterato
     for version in range(0 if bucket.gradient_on_disk else spec.gradient_sums):
         yield BufferKey(name, Memory.GRADIENT, version), _gradient(spec, bucket, tier, version)
     if spec.has_pending(bucket, copied=copied):
-        yield _shard("pending weights", bucket, Memory.PENDING, tier=tier)
+        yield _shard("pending weights", bucket, Memory.PENDING, tier=tier, is_weights=True)
     if spec.has_snapshot(bucket):
-        yield _shard("weights snapshot", bucket, Memory.SNAPSHOT, tier=tier)
+        yield _shard("weights snapshot", bucket, Memory.SNAPSHOT, tier=tier, is_weights=True)
     if nbytes := spec.spill_bytes(bucket):
         owner = "checkpoint spill"
         row = BufferSpec(owner, nbytes, "uint8", tier, f"{owner} {name}")
@@ -119,6 +119,7 @@ def _fields(bucket: BucketSpec, tier: Tier) -> list[BufferSpec]:
             field.dtype or bucket.dtype,
             tier,
             f"{field.name} {bucket.name}",
+            is_weights=bucket.format.holds_weight and field is bucket.format.master[0],
         )
         for field in bucket.format.fields(bucket.moments)
     ]
@@ -141,10 +142,12 @@ def _shard(
     dtype: str = "",
     tier: Tier = Tier.HOST,
     name: str = "",
+    is_weights: bool = False,
 ) -> Row:
     """Return a row of the size of this rank's shard, by default in the working dtype."""
     full_name = f"{'other ' * (version if name else 0)}{name or owner} {bucket.name}"
-    row = BufferSpec(owner, bucket.shard_numel, dtype or bucket.dtype, tier, full_name)
+    size = bucket.shard_numel, dtype or bucket.dtype
+    row = BufferSpec(owner, *size, tier, full_name, is_weights=is_weights)
     return BufferKey(bucket.name, kind, version), row
 
 

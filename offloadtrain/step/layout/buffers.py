@@ -107,6 +107,8 @@ class BufferSpec:
     Attributes:
         owner: its name in the Ledger.
         name: its name in traces.
+        is_weights: weights of a streamed block, which become the model's memory when the optimizer
+            closes.
         is_late: it is allocated when it is first used.
         within: for a part of another buffer, which has no memory of its own, the key of that one
             and the offset in it, in bytes.
@@ -117,6 +119,7 @@ class BufferSpec:
     dtype: str
     tier: Tier = Tier.HOST
     name: str = ""
+    is_weights: bool = False
     is_late: bool = False
     within: tuple[BufferKey, int] | None = None
 

@@ -17,8 +17,8 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.plan.times import compute_seconds
-from offloadtrain.step.spec.state_tiers import device_share
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.state_tiers import device_share
+from offloadtrain.step.layout.tiers import Tier
 
 JOB = Path(__file__).parent.parent / "examples" / "gpt_13b_32gb.toml"
 STATES = ("fp32", "split16", "int8")

@@ -41,8 +41,8 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.telemetry import probe
 from offloadtrain.integrations.export import write_configuration, write_weights
 from offloadtrain.runtime.arena import Arena, Ledger
-from offloadtrain.step.spec.memory import MemoryRequest
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.tiers import Tier
 
 STATES = ("int8", "split16")
 LAYERS, WIDTH, INNER, VOCABULARY = 22, 2048, 5632, 32000
@@ -147,7 +147,7 @@ def read(folder: Path) -> None:
 def touch(num_bytes: int) -> None:
     """Touch new memory as the engine's arena does."""
     arena = Arena(Ledger(), pin=False)
-    arena.map([MemoryRequest("touched", num_bytes, "uint8")])
+    arena.map([BufferSpec("touched", num_bytes, "uint8")])
     arena.close()
 
 

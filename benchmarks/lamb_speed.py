@@ -15,7 +15,7 @@ import torch
 
 from offloadtrain.optim import LAMB, AdamW, UpdateRule
 from offloadtrain.runtime import kernels
-from offloadtrain.step.spec.formats import FORMATS
+from offloadtrain.step.layout.formats import FORMATS
 
 
 def seconds(rule: UpdateRule, state: str, numel: int) -> float:

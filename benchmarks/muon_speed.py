@@ -17,8 +17,8 @@ import torch
 
 from offloadtrain.optim import AdamW, Muon
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.spec.block_spec import MatrixSpec
-from offloadtrain.step.spec.formats import FP32
+from offloadtrain.step.layout.block_spec import MatrixSpec
+from offloadtrain.step.layout.formats import FP32
 
 
 def seconds(work: Callable[[], object]) -> float:

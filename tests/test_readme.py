@@ -302,7 +302,7 @@ def test_every_path_that_a_page_names_exists(page: Path) -> None:
 
 
 def test_the_check_of_paths_sees_what_is_not_there() -> None:
-    text = "`a.b` `step/spec/formats.py` `step/gone.py` `tests/gone/` `control/` `my.toml`"
+    text = "`a.b` `step/layout/formats.py` `step/gone.py` `tests/gone/` `control/` `my.toml`"
     assert missing_paths(text) == ["step/gone.py", "tests/gone/"]
 
 

@@ -10,7 +10,7 @@ import torch
 from offloadtrain.cli.bench.rounds import measure
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, copy, lanes_for
-from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.layout.buffers import BufferSpec
 
 ROUNDS = 5
 
@@ -18,7 +18,7 @@ ROUNDS = 5
 def rates(device: torch.device, nbytes: int) -> dict[str, float]:
     """GB/s up, down, and both at once (what the two carry together); whether it was pinned: 1.0."""
     arena = Arena(Ledger(), pin=device.type == "cuda")
-    asked = [MemoryRequest("bus", nbytes, "uint8")] * 2
+    asked = [BufferSpec("bus", nbytes, "uint8")] * 2
     host = [Buffer("host", flat) for flat in arena.map(asked)]
     there = [Buffer("device", torch.zeros(nbytes, dtype=torch.uint8, device=device)) for _ in host]
     lanes = lanes_for(device)

@@ -20,7 +20,7 @@ from offloadtrain.events.chrome_trace import chrome_trace
 from offloadtrain.events.log_lines import Record
 from offloadtrain.events.schema import LaneSpan, Step
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 
 
 class Running:

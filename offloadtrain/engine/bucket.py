@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.experts import Experts
 from offloadtrain.engine.local_part import LocalPart, local
+from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.offloaded_parameter import gradient_of
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
@@ -17,9 +18,10 @@ from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.step.spec.block_spec import BucketSpec, MatrixSpec
-from offloadtrain.step.spec.bucket_layout import padded, placed
-from offloadtrain.step.spec.formats import StateFormat, format_for
+from offloadtrain.step.layout.block_spec import BucketSpec, MatrixSpec
+from offloadtrain.step.layout.bucket_layout import padded, placed
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.formats import StateFormat, format_for
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,40 +82,18 @@ class Slot:
 class Bucket:
     """Parameters of one block with one working dtype and one set of hyperparameters.
 
-    Every buffer on the host, and `device_shard`, is this rank's shard: elements [lo, hi) of the
-    whole. A single rank's shard is the whole.
-
     Attributes:
         spec: its sizes and formats; padding holds zeros.
         group: index into `param_groups`.
         sharers: the ranks that share it.
-        lo, hi: the shard.
-        working: device, working dtype: the weights that compute uses; parameters are views of it.
-            For a streamed block: in the slot that it has, or had last.
+        lo, hi: this rank's shard: elements of the whole that its buffers on the host hold. A single
+            rank's shard is the whole.
         layout: the elements of its slots that are in the shard, as the kernels know them.
-        device_shard: device, working dtype: the shard of a block that is gathered for its use.
-        state: host: the format's fields, master weights first; none for frozen weights. Where it
-            is on the disk: views of the mapped file, to be used while the lanes are empty.
-        other: host: a second copy of `state`, which speculative updates are written into.
-        pending: host, working dtype: the rounded new weights until their upload, where they wait
-            longer than the gradient's memory is free.
-        snapshot: host, working dtype: a streamed block's weights of the step in progress, where an
-            update may run inside its backward; or the frozen weights of a streamed block.
-        gradient: host, or a view of the mapped file: the only microbatch's gradient in the working
-            dtype and then, where nothing else holds them, the rounded new weights; or the fp32 sum
-            over microbatches.
-        spill: host, bytes: what a save copies of the state, until it is written.
-        sum: device: the fp32 sum over microbatches, where `gradient` on the host gets a copy of it.
-        weight_files: the weights of a block that is streamed from the disk, where they are not in
-            its state: views of the mapped file.
-        streamed: its block's weights are loaded into a device slot for their use.
-        other_working: device: a second version of `working`; see [Note: Two versions] in
-            `step.program.two_versions`.
-        other_device_shard: device: the same of `device_shard`.
-        loads_in_turn: of a streamed block, two versions of which are kept.
-        version: of two versions, the one that loads read.
-        other_gradient: a second sum beside `gradient`, for the next step.
-        used: device: a byte for each of its `experts`, whose numbers and steps are there.
+        memory: the buffers of the step.
+        place: the version of its weights that parameters are views of; for a streamed block, the
+            slot that it has, or had last.
+        copy: the number of the copy that is the state.
+        version: of two versions of a streamed block's weights, the one that loads read.
     """
 
     spec: BucketSpec
@@ -124,34 +104,50 @@ class Bucket:
     lo: int
     hi: int
     layout: Layout = field(init=False)
-    working: Buffer = field(init=False)
-    device_shard: Buffer | None = None
-    state: tuple[Buffer, ...] = ()
-    other: tuple[Buffer, ...] = ()
-    pending: Buffer | None = None
-    snapshot: Buffer | None = None
-    gradient: Buffer | None = None
-    spill: Buffer | None = None
-    sum: Buffer | None = None
-    weight_files: tuple[Buffer, ...] = ()
-    streamed: bool = False
-    other_working: Buffer | None = None
-    other_device_shard: Buffer | None = None
-    loads_in_turn: bool = False
+    memory: MemoryMap = field(init=False)
+    place: int = 0
+    copy: int = 0
     version: int = 0
-    other_gradient: Buffer | None = None
-    used: Buffer | None = None
     experts: Experts | None = None
+
+    def buffer(self, kind: Memory, version: int = 0) -> Buffer:
+        """Return a buffer of this bucket."""
+        return self.memory[BufferKey(self.spec.name, kind, version)]
+
+    @property
+    def working(self) -> Buffer:
+        """The weights that compute uses, on the device: parameters are views of them."""
+        return self.buffer(Memory.WORKING, self.place)
 
     @property
     def versions(self) -> list[Buffer]:
-        """Its working weights on the device, in the order of `Ref.copy` while none was shown."""
-        return [self.working, *([self.other_working] if self.other_working else [])]
+        """Its working weights on the device, of a block that stays there: one or two versions."""
+        keys = self.memory.table.of_bucket[self.name]
+        return [self.memory[key] for key in keys if key.kind is Memory.WORKING]
+
+    @property
+    def state(self) -> tuple[Buffer, ...]:
+        """The format's fields, master weights first; none for frozen weights. Where they are on the
+        disk: views of the mapped file, to be used while the lanes are empty."""
+        kind = Memory.STATE_FILE if self.spec.is_on_disk else Memory.STATE
+        fields = range(len(self.format.fields(self.spec.moments)) if self.is_trained else 0)
+        keys = (BufferKey(self.name, kind, self.copy, number) for number in fields)
+        return tuple(self.memory[key] for key in keys)
+
+    @property
+    def is_trained(self) -> bool:
+        """True if an update changes it: it has state and a gradient."""
+        return self.name in self.memory.table.staging
+
+    @property
+    def streamed(self) -> bool:
+        """Its block's weights are loaded into a device slot for their use."""
+        return self.name in self.memory.table.sources
 
     @property
     def moves(self) -> bool:
         """Its working weights are at several addresses in turn."""
-        return self.streamed or self.other_working is not None
+        return self.streamed or len(self.versions) > 1
 
     def __post_init__(self) -> None:
         owned = [(slot, *self.piece(slot)) for slot in self.slots]
@@ -194,15 +190,7 @@ class Bucket:
     @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
-        shards = [self.device_shard, self.other_device_shard]
-        on_host = [self.snapshot, self.pending]
-        # The working weights may be in the state, which frozen parameters have not.
-        state = self.state[:1] if self.format.holds_weight else ()
-        # Two versions are in the order of `step.program.places`.
-        found = [*shards, *(state if self.loads_in_turn else ()), *on_host, *state]
-        if self.weight_files:
-            return self.weight_files[self.version]
-        return [buffer for buffer in found if buffer is not None][self.version]
+        return self.memory[self.memory.table.sources[self.name][self.version]]
 
     @property
     def in_use(self) -> Tensor:

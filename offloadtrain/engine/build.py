@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
@@ -23,15 +22,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import sharers
-from offloadtrain.engine.memory.allocation import (
-    DeviceMemory,
-    check_room,
-    map_disk,
-    map_staging,
-    map_state,
-    map_weights,
-)
-from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Norms, Staging
+from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
@@ -43,12 +34,10 @@ from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.program.operations import Memory
+from offloadtrain.step.layout import placement
+from offloadtrain.step.layout.block_spec import BlockSpec
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec import layout, memory
-from offloadtrain.step.spec.block_spec import BlockSpec
-from offloadtrain.step.spec.memory import MemoryRequest, disk_slot_requests, slot_requests
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 def build(
@@ -78,22 +67,23 @@ def build(
     blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes, place.first)
     where = place.first, place.kept, place.parts.size
     spec = lay_out(model, blocks, config, ranks, available_bytes(), *where)
-    laid = map_memory(blocks, spec, device, arena=arena, disk=disk, ledger=ledger)
-    block_inputs = BlockInputs(device)
-    memory_map = laid.named(blocks, block_inputs)
     program = Program(spec, ranks.rank, place.parts.rank)
+    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
+    for bucket in (bucket for block in blocks for bucket in block.held):
+        bucket.memory = memory
+    ranges = Ranges(memory, BlockInputs(device))
     shared = blocks, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.seed, parts=place.parts)
-    residency = Residency(blocks, program, memory_map)
-    interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
-    sources = blocks, program, interpreter, functions, ranks, laid.norms
+    residency = Residency(blocks, program, memory)
+    interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
+    sources = blocks, program, interpreter, functions, ranks, memory
     gradients = Gradients(*sources, in_order=place.in_order)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, ranks, place, param_init_fn)
     else:
         view_weights(model, blocks, config)
-    moves = ActivationOffloader(program, interpreter, block_inputs, place.parts)
+    moves = ActivationOffloader(program, interpreter, ranges.inputs, place.parts)
     forward_hooks = ForwardHooks(
         model,
         blocks,
@@ -119,27 +109,6 @@ def build(
     return engine, blocks
 
 
-@dataclass(frozen=True, slots=True)
-class MappedMemory:
-    """Memory for all that a spec asks for, and no values in it."""
-
-    norms: Norms
-    slots: list[Tensor]
-    disk_slots: dict[Memory, list[Tensor]]
-    staging: dict[Memory, Staging]
-
-    def named(self, blocks: Sequence[Block], inputs: BlockInputs) -> MemoryMap:
-        """Return the memory by the program's refs."""
-        return MemoryMap(
-            blocks,
-            norms=self.norms,
-            slots=self.slots,
-            disk_slots=self.disk_slots,
-            staging=self.staging,
-            inputs=inputs,
-        )
-
-
 def lay_out(
     model: nn.Module,
     blocks: Sequence[Block],
@@ -160,7 +129,7 @@ def lay_out(
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
     """
-    spec = layout.lay_out(
+    spec = placement.lay_out(
         [_spec_of(block) for block in blocks],
         config,
         ranks=ranks.size,
@@ -171,7 +140,7 @@ def lay_out(
         copies=ranks.copies.size,
         parts=parts,
     )
-    layout.check_host_limit(spec)
+    placement.check_host_limit(spec)
     laid = {bucket.name: bucket for bucket in spec.buckets}
     for block in blocks:
         for bucket in block.buckets:
@@ -182,9 +151,6 @@ def lay_out(
         block.streamed = block.name in spec.streamed
         # A slot holds one version: a backward of the other begins with a load of it.
         block.versions = 1 if block.streamed else spec.weight_versions
-        for bucket in block.held:
-            bucket.streamed = spec.is_streamed(bucket.spec)
-            bucket.loads_in_turn = spec.loads_in_turn(bucket.spec)
     return spec
 
 
@@ -192,30 +158,6 @@ def _spec_of(block: Block) -> BlockSpec:
     trained, frozen = (tuple(b.spec for b in some) for some in (block.buckets, block.frozen))
     kind = block.repeated, block.leaf, block.recomputed, block.then
     return BlockSpec(block.name, trained, frozen, *kind)
-
-
-def map_memory(
-    blocks: Sequence[Block],
-    spec: StepSpec,
-    device: torch.device,
-    *,
-    arena: Arena,
-    disk: DiskArena,
-    ledger: Ledger,
-) -> MappedMemory:
-    """Map what the engine holds, but for block inputs, whose size only the first forward shows."""
-    on_device = DeviceMemory(ledger, device)
-    # First: the space of the disk is checked before a hundred GiB are page-locked.
-    map_disk(disk, blocks, spec)
-    norms = map_state(arena, on_device, blocks, spec)
-    disk_slots = {kind: arena.map(some) for kind, some in disk_slot_requests(spec).items()}
-    map_weights(on_device, blocks, spec)
-    slots = on_device.map(slot_requests(spec))
-    staging = map_staging(on_device, spec)
-    staging[Memory.HOST_STAGING] = _host_staging(arena, spec)
-    staging[Memory.HOST_ACTIVATION] = _activation_buffers(arena, ledger, spec.config)
-    staging[Memory.KEPT_ACTIVATION] = _kept_inputs(on_device)
-    return MappedMemory(norms, slots, disk_slots, staging)
 
 
 def make_blocks(
@@ -348,46 +290,3 @@ def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> 
     if spec.config.activation == "offload_saved":
         return SavedOffloader(moves, model, spec.config.offload_saved_above)
     return moves if spec.moves_inputs else None
-
-
-def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> Staging:
-    """Map host buffers of block inputs when the first forward shows their size.
-
-    The returned function raises HostMemoryError beyond the limit."""
-    made: dict[str | int, Tensor] = {}
-
-    def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
-        if number not in made:
-            request = MemoryRequest(config.moved_activations, nbytes, "uint8")
-            check_room(request, ledger, config.host_memory_limit)
-            made[number] = arena.map([request])[0]
-        return "host block input", made[number]
-
-    return buffer
-
-
-def _kept_inputs(memory: DeviceMemory) -> Staging:
-    """Map device buffers of block inputs when the first forward shows their size."""
-    made: dict[str | int, Tensor] = {}
-
-    def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
-        if number not in made:
-            made[number] = memory.map([MemoryRequest("block inputs", nbytes, "uint8")])[0]
-        return "kept block input", made[number]
-
-    return buffer
-
-
-def _host_staging(arena: Arena, spec: StepSpec) -> Staging:
-    """Map host staging at once where microbatches are summed; otherwise when a slot is first asked
-    for."""
-    pieces: list[Tensor] = []
-
-    def slot(number: str | int, _: int = 0) -> tuple[str, Tensor]:
-        if not pieces:
-            pieces.extend(arena.map(memory.host_staging(spec)))
-        return f"host staging[{number}]", pieces[int(number)]
-
-    if spec.stages_on_host:
-        slot(0)
-    return slot

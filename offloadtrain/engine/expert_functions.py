@@ -1,5 +1,5 @@
 """The functions of operations over buckets whose unused experts are skipped: [Note: Unused experts]
-in `step.spec.skipping`. What is used is known when they are made, in step()."""
+in `step.layout.skipping`. What is used is known when they are made, in step()."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Operation, copy
 from offloadtrain.runtime.lanes.base import LaneTotals
-from offloadtrain.step.program.operations import Launch, Memory
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.program.operations import Launch
 
 _LASTING = (Memory.WORKING, Memory.DEVICE_SHARD, Memory.PENDING)
 """Memory that holds the new weights of a bucket until its next update."""
@@ -48,7 +49,8 @@ def adam_of_used(
     written = [(run.lo, run.hi) for run, _ in runs]
     # Unused experts' weights need not move where what the upload writes holds them already.
     on_device = bucket.spec.state_tier is Tier.DEVICE
-    partly = not on_device and (bucket.device_shard is not None or not bucket.moves)
+    has_shard = BufferKey(bucket.name, Memory.DEVICE_SHARD) in bucket.memory
+    partly = not on_device and (has_shard or not bucket.moves)
     experts.uploads = written if partly else None
     # Memory that others use between two updates must get all weights that go on from there.
     fills = emits and not partly and op.writes[0].memory not in _LASTING

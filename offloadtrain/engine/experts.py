@@ -1,5 +1,5 @@
 """The experts of a bucket that a step skips where they are unused: [Note: Unused experts] in
-`step.spec.skipping`."""
+`step.layout.skipping`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offloadtrain.optim import AnyRule, keeps_whole
 from offloadtrain.runtime.kernels import BLOCK, Layout
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import Share
-from offloadtrain.step.spec.skipping import STACKED_AXES, experts_in, skips
+from offloadtrain.step.layout.skipping import STACKED_AXES, experts_in, skips
 
 _UPDATES_KEPT = 4
 """Updates that a native queue may still have before it: the next step's weights need this one's."""

@@ -46,10 +46,12 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
-from offloadtrain.engine.memory.memory_map import Norms
+from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.offloaded_parameter import gradient_of
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.prefetch_policy import ReduceOrder
 from offloadtrain.step.program.program import Program
 
@@ -111,19 +113,21 @@ class Gradients:
         interpreter: Interpreter,
         functions: Functions,
         ranks: Ranks,
-        norms: Norms,
+        memory: MemoryMap,
         *,
         in_order: bool,
     ) -> None:
-        """`norms`: of this rank's shards. `in_order`: of `InFlight`."""
+        """`in_order`: of `InFlight`."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
         self._functions = functions
         self._ranks = ranks
-        self._norms = {tier: norms.get((tier, 1), norms[tier, 0]).flat for tier, _ in norms}
+        norms = [key for key in memory.table.rows if key.kind is Memory.NORMS]
+        norms.sort(key=lambda key: key.version)  # the host's copy of the device's comes last
+        self._norms = {Tier(str(key.bucket)): memory[key].flat for key in norms}
         """Tier that measures → its sums of squares, where the host can read them."""
-        self._count = next(iter(norms.values())).flat.numel()
+        self._count = program.spec.num_tensors
         self._grad_accum_steps = program.spec.config.grad_accum_steps
         self._deliveries = {block: _Delivery() for block in blocks}
         self._trained = [block for block in blocks if block.buckets]
@@ -134,9 +138,9 @@ class Gradients:
         self._of_experts: dict[Ranks, list[tuple[Experts, Buffer]]] = {}
         """Ranks that share them → experts, and the marks of the used ones."""
         for bucket in (bucket for block in blocks for bucket in block.buckets):
-            if bucket.experts is not None and bucket.used is not None:
+            if bucket.experts is not None:
                 own = self._of_experts.setdefault(bucket.sharers, [])
-                own.append((bucket.experts, bucket.used))
+                own.append((bucket.experts, bucket.buffer(Memory.USED)))
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.memory.memory_map import MemoryMap
+from offloadtrain.engine.memory.memory_map import Ranges
 from offloadtrain.engine.state.salvage import Call, UpdateJournal
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
@@ -59,7 +59,7 @@ class Interpreter:
     """
 
     def __init__(
-        self, lanes: Lanes, memory: MemoryMap, functions: Functions, residents: Residents
+        self, lanes: Lanes, memory: Ranges, functions: Functions, residents: Residents
     ) -> None:
         self._lanes = lanes
         self._memory = memory
@@ -75,9 +75,9 @@ class Interpreter:
             Wait: self._wait,
             HostWait: self._host_wait,
             Undefined: lambda op: lanes.alloc(memory[op.ref], op.lane),
-            Allocate: lambda op: memory.allocate(op.ref, lanes),
+            Allocate: lambda op: memory.inputs.allocate(op.ref, lanes),
             # Compute has waited for the copy: the allocator may give the memory out again.
-            Free: lambda op: memory.free(op.ref),
+            Free: lambda op: memory.inputs.free(op.ref),
             # Parameters change their views when the operations are launched, not when the lanes
             # run them. Compute waits for the load before it reads through a new view.
             Enter: lambda op: residents.enter(op.block, op.slot),
@@ -137,8 +137,8 @@ class Interpreter:
         self._functions.close()
 
     def _launch(self, op: Launch) -> None:
-        found = self._memory.__getitem__
-        reads, writes = list(map(found, op.reads)), list(map(found, op.writes))
+        lookup = self._memory.__getitem__
+        reads, writes = list(map(lookup, op.reads)), list(map(lookup, op.writes))
         function = self._functions.of(op)
         # Updates on the device are lost with it: the journal is of those that outlive it.
         if op.kind is Kind.DIRECTION and op.lane is Lane.HOST:

@@ -18,6 +18,7 @@ from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lost_ranks import lost
 from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError
 
@@ -57,7 +58,7 @@ class Residency:
             block.source = self
             block.reads = self.reads if block.streamed else None
         for bucket in (bucket for block in self.streamed for bucket in block.held):
-            bucket.working = memory.in_slot(bucket, program.spec.first_slot(bucket.spec))
+            bucket.place = program.spec.first_slot(bucket.spec)
 
     @property
     def resident(self) -> list[Block]:
@@ -217,7 +218,7 @@ class Residency:
         with torch.inference_mode(False):
             for bucket in (bucket for block in self.streamed for bucket in block.held):
                 # A mapped file lives as long as its views.
-                on_disk = self._program.spec.loads_from_disk(bucket.spec)
+                on_disk = self._program.buckets[bucket.name].source_tier is Tier.DISK
                 for slot in bucket.slots:
                     if not self._is_single:
                         slot.local.data = slot.local.data.new_empty(0)
@@ -240,7 +241,7 @@ class Residency:
         entering = self._blocks[block]
         self._exposed.discard(entering)
         for bucket in entering.held:
-            bucket.working = self.memory.in_slot(bucket, slot)
+            bucket.place = slot
         entering.enter_device()
 
     def leave(self, block: str) -> None:
@@ -258,9 +259,8 @@ class Residency:
 
     def swap(self, bucket: str) -> None:
         """The other copy of a bucket's state becomes the state."""
-        swapped = self._buckets[bucket]
         # Views of `state` that a user holds show the old copy from here on.
-        swapped.state, swapped.other = swapped.other, swapped.state
+        self._buckets[bucket].copy ^= 1
 
     def flip(self, bucket: str) -> None:
         """The other version of a bucket's weights is the one that loads read."""

@@ -23,7 +23,7 @@ from offloadtrain.optim.rule import (
 )
 from offloadtrain.optim.sgd import SGD
 from offloadtrain.runtime.kernels import Draw, RegisteredFormat, StateCodec, register_state_format
-from offloadtrain.step.spec.formats import Field, StateFormat
+from offloadtrain.step.layout.formats import Field, StateFormat
 
 __all__ = [
     "LAMB",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offloadtrain.optim.rule import CodecRule
 from offloadtrain.runtime import kernels
-from offloadtrain.step.spec.formats import StateFormat
+from offloadtrain.step.layout.formats import StateFormat
 
 
 class KeywordsOnly:

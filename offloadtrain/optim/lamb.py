@@ -14,7 +14,7 @@ from offloadtrain.optim.adam import Adam
 from offloadtrain.optim.kernel_rule import KernelRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.spec.formats import StateFormat
+from offloadtrain.step.layout.formats import StateFormat
 
 _PIECE = 1 << 18
 """Elements whose direction is tried at once, in the cache; whole segments of the norm and blocks of

@@ -15,7 +15,7 @@ from offloadtrain.optim.kernel_rule import KeywordsOnly, check_not_negative
 from offloadtrain.optim.rule import MatrixRule, UpdateRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.spec.formats import StateFormat
+from offloadtrain.step.layout.formats import StateFormat
 
 _MOST_STEPS = 100
 _PART = 1 << 18

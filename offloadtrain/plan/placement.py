@@ -11,11 +11,11 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
 from offloadtrain.plan.costs.microbatch import Trace, TracedStep
 from offloadtrain.plan.layout import blocks_of, needs_of, num_tensors, parts_of, working_dtype
+from offloadtrain.step.layout import buffer_table, placement
+from offloadtrain.step.layout.buffers import Memory, by_owner, span_bytes
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.proof.pipeline_drive import in_flight
-from offloadtrain.step.spec import layout, memory
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.memory import MemoryRequest
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class PlanError(OffloadTrainError):
@@ -102,17 +102,17 @@ class Placement:
 
     def host(self) -> dict[str, int]:
         """Return owner → bytes of one rank's host memory, as in its Ledger after a step."""
-        owners = memory.host_owners(self.spec)
-        owner = self.config.offload.moved_activations
-        for size in self.block_inputs:  # requested after the others
-            request = MemoryRequest(owner, size, "uint8")
-            owners[owner] = owners.get(owner, 0) + request.nbytes
-            owners["padding"] = owners.get("padding", 0) + request.span_bytes - request.nbytes
-        return owners
+        owners = buffer_table.host_owners(self.spec)
+        pool = buffer_table.pools(self.spec)[Memory.HOST_ACTIVATION]
+        inputs = [pool.buffer(size) for size in self.block_inputs]
+        if not inputs:
+            return owners
+        padding = span_bytes(inputs) - sum(row.nbytes for row in inputs)
+        return buffer_table.added([owners, by_owner(inputs), {"padding": padding}])
 
     def device(self) -> dict[str, int]:
         """Return owner → bytes of one device, without activations and torch's needs."""
-        owners = memory.device_owners(self.spec)
+        owners = buffer_table.device_owners(self.spec)
         if self.spec.input_parts > 1 and not self.block_inputs:
             owners["block inputs"] = sum(self._kept_inputs)
         return owners
@@ -155,7 +155,7 @@ def place(
     stage = config.stage
     versions, sums = (1, 1) if stage is None else stage.kept(config.ranks.schedule)
     try:
-        spec = layout.lay_out(
+        spec = placement.lay_out(
             blocks_of(config, ranks),
             config.offload,
             ranks=ranks,

@@ -26,10 +26,10 @@ from offloadtrain.plan.prediction import Prediction
 from offloadtrain.plan.resolve import resolved
 from offloadtrain.plan.stage_balance import balanced
 from offloadtrain.plan.times import predict
+from offloadtrain.step.layout.buffer_table import added, disk_owners
+from offloadtrain.step.layout.placement import with_second_copies
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.pipeline_drive import Schedule
-from offloadtrain.step.spec.layout import with_second_copies
-from offloadtrain.step.spec.memory import added, disk_owners
-from offloadtrain.step.spec.tiers import Tier
 
 PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20

@@ -13,8 +13,8 @@ from offloadtrain.plan import saved_tensors
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.search.suggest import Change
-from offloadtrain.step.spec.state_tiers import device_share
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.state_tiers import device_share
+from offloadtrain.step.layout.tiers import Tier
 
 LANES = {
     "compute": "forward and backward",

@@ -8,9 +8,9 @@ from dataclasses import replace
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.times import predict
-from offloadtrain.step.spec.memory import device_bytes
-from offloadtrain.step.spec.state_tiers import device_share, filled, first_on_device
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffer_table import device_bytes
+from offloadtrain.step.layout.state_tiers import device_share, filled, first_on_device
+from offloadtrain.step.layout.tiers import Tier
 
 SAME = 0.002
 """A difference of the simulated step that is not worth any memory."""

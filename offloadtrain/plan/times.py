@@ -13,8 +13,8 @@ from offloadtrain.plan.costs.device_time import (
 from offloadtrain.plan.costs.disk import MICRO_STEPS
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.prediction import Prediction
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.proof.simulate import Steady, steady
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:

@@ -5,7 +5,7 @@ All host memory of a run (master weights, moments, gradients, staging) is laid o
 once, at its exact size, in a few slabs. torch's own pinned allocator rounds each request
 to a power of two, which costs up to twice the memory. Slabs stay below 8 GiB because drivers refuse
 very large registrations, and no request crosses a slab, so no copy crosses two registrations.
-Requests are staggered (`step.spec.memory.STAGGER_BYTES`). Weights of a bucket have a slab of
+Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Weights of a bucket have a slab of
 their own: after `close` it belongs to the model's parameters, which would otherwise need a copy,
 and the other slabs are unmapped. Nothing protects this memory from an early release: the arena
 lives until `close`, which its owner calls after draining the lanes.
@@ -29,8 +29,8 @@ from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, Room, least_
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.step.spec.memory import MemoryRequest, largest_owners, span_bytes
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferSpec, largest_owners, span_bytes
+from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Arena:
     def __init__(self, ledger: Ledger, *, pin: bool) -> None:
         self._ledger = ledger
         self._slabs: list[_Slab] = []
-        self._booked: list[MemoryRequest] = []
+        self._booked: list[BufferSpec] = []
         self.pin = pin
 
     @property
@@ -125,7 +125,7 @@ class Arena:
         """True if every slab is registered with CUDA."""
         return self.pin and all(slab.pinned for slab in self._slabs)
 
-    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
+    def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
         """Map all requests at once; return zeroed 1-D tensors in the order of the requests.
 
         Raises:
@@ -165,12 +165,12 @@ class Arena:
         self._book(self._booked, -1)
         self._slabs, self._booked = [], []
 
-    def _tell(self, slabs: Sequence[_Slab], requests: Sequence[MemoryRequest]) -> None:
+    def _tell(self, slabs: Sequence[_Slab], requests: Sequence[BufferSpec]) -> None:
         """Say how far it is: a hundred GiB take tens of seconds to lock."""
         what = "page-locking host memory" if self.pin else "taking host memory"
         HEARTBEAT.advance(what, sum(slab.num_bytes for slab in slabs), span_bytes(requests))
 
-    def _book(self, requests: Sequence[MemoryRequest], sign: int) -> None:
+    def _book(self, requests: Sequence[BufferSpec], sign: int) -> None:
         for request in requests:
             self._ledger.add(request.owner, Tier.HOST, sign * request.nbytes)
             padding = request.span_bytes - request.nbytes
@@ -183,7 +183,7 @@ class MetaArena(Arena):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger, pin=False)
 
-    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
+    def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
         self._book(requests, 1)
         return [torch.empty(one.numel, dtype=DTYPES[one.dtype], device="meta") for one in requests]
 
@@ -191,7 +191,7 @@ class MetaArena(Arena):
 class _Slab:
     """One anonymous mapping: huge pages advised, touched by the threads that use it, registered."""
 
-    def __init__(self, requests: Sequence[MemoryRequest], *, pin: bool) -> None:
+    def __init__(self, requests: Sequence[BufferSpec], *, pin: bool) -> None:
         self.num_bytes = nbytes = span_bytes(requests)
         mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages: they only improve speed
@@ -225,7 +225,7 @@ def with_own_storage(piece: Tensor) -> Tensor:
     return torch.from_numpy(piece.view(torch.uint8).numpy()).view(piece.dtype)
 
 
-def _too_little(requests: Sequence[MemoryRequest], room: Room) -> HostMemoryError:
+def _too_little(requests: Sequence[BufferSpec], room: Room) -> HostMemoryError:
     return HostMemoryError(
         f"offloading needs {format_bytes(span_bytes(requests))} of host memory, but {room}. "
         f"Largest: {largest_owners(requests)}. "
@@ -235,10 +235,10 @@ def _too_little(requests: Sequence[MemoryRequest], room: Room) -> HostMemoryErro
     )
 
 
-def _pack(requests: Sequence[MemoryRequest]) -> list[list[MemoryRequest]]:
+def _pack(requests: Sequence[BufferSpec]) -> list[list[BufferSpec]]:
     """Group consecutive requests into slabs of at most SLAB_BYTES. A larger request gets its own
     slab, and so do weights."""
-    groups: list[list[MemoryRequest]] = []
+    groups: list[list[BufferSpec]] = []
     room = 0
     for request in requests:
         if request.is_weights or request.span_bytes > room:

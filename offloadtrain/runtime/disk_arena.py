@@ -50,8 +50,8 @@ from offloadtrain.hardware.direct_io import (
 from offloadtrain.hardware.file_system import IN_MEMORY, free_bytes, kind_of
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import DTYPES
-from offloadtrain.step.spec.memory import MemoryRequest, largest_owners
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Rows, largest_owners
+from offloadtrain.step.layout.tiers import Tier
 
 _Move = Callable[[memoryview, int], None]
 """(memory, offset in the file) → moves all of the memory's bytes."""
@@ -66,32 +66,32 @@ class DiskArena:
         self._ledger = ledger
         self._folder = Path(folder or "")
         self._in_memory = in_memory
-        self._booked: list[MemoryRequest] = []
+        self._booked: list[tuple[BufferKey, BufferSpec]] = []
         self._offsets: list[int] = []
-        """Where the buffer of each booked request begins in the file."""
+        """Where the buffer of each booked row begins in the file."""
         self._checksums: dict[int, tuple[int, int]] = {}
         """Offset of a window → xxh3-64 of its bytes, and the writes to its buffer's views until
         then. Each buffer is always moved whole, so that its windows are always the same ones."""
         self._views: dict[int, dict[int, Tensor]] = {}
-        """Number of a request → the user's views of its buffer, by address."""
+        """Number of a row → the user's views of its buffer, by address."""
         self._base = 0
         """The address at which the file is mapped."""
 
-    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        """Make the file; return zeroed 1-D tensors, views of it, in the order of the requests.
+    def map(self, rows: Rows) -> list[Tensor]:
+        """Make the file; return zeroed 1-D tensors, views of it, in the order of the rows.
 
         Raises:
             DiskError: the folder is in memory, has too little space, or cannot be written.
         """
-        if not requests:
+        if not rows:
             return []
-        sizes = [padded(request.nbytes) for request in requests]
+        sizes = [padded(row.nbytes) for row in rows.values()]
         *self._offsets, whole = accumulate(sizes, initial=0)
-        self._check(requests, whole)
+        self._check(rows, whole)
         try:
             self._file = DirectFile.scratch(self._folder, whole)
         except OSError as error:
-            raise self._refused(requests, whole, str(error.strerror)) from error
+            raise self._refused(rows, whole, str(error.strerror)) from error
         self._threads = ThreadPoolExecutor(2 * THREADS, "offloadtrain-disk")
         # Beyond those that move windows: a checksum takes a tenth of the time of its write, and is
         # ready before it.
@@ -99,10 +99,10 @@ class DiskArena:
         # The memoryview holds the mapping as long as a tensor does.
         mapped = torch.frombuffer(self._file.mapped(), dtype=torch.uint8)
         self._base = mapped.data_ptr()
-        self._book(requests, 1)
+        self._book(rows, 1)
         return [
-            mapped[offset : offset + request.nbytes].view(DTYPES[request.dtype])
-            for offset, request in zip(self._offsets, requests, strict=True)
+            mapped[offset : offset + row.nbytes].view(DTYPES[row.dtype])
+            for offset, row in zip(self._offsets, rows.values(), strict=True)
         ]
 
     def read(self, *views: Tensor) -> None:
@@ -144,7 +144,7 @@ class DiskArena:
             self._hashing.shutdown()
             self._file.close()
             self._views.clear()
-            self._book(self._booked, -1)
+            self._book(dict(self._booked), -1)
             self._booked = []
 
     def _move(
@@ -185,7 +185,7 @@ class DiskArena:
             self._checksums[offset] = found
 
     def _number_at(self, offset: int) -> int:
-        """Return the number of the request whose buffer has this byte of the file."""
+        """Return the number of the row whose buffer has this byte of the file."""
         return bisect_right(self._offsets, offset) - 1
 
     def _view_writes(self, offset: int) -> int:
@@ -193,22 +193,21 @@ class DiskArena:
         return sum(view._version for view in views.values())
 
     def _damaged(self, offset: int, num_bytes: int) -> DiskError:
-        request = self._booked[self._number_at(offset)]
-        field = request.name.removesuffix(f" {request.bucket}")
+        key, row = self._booked[self._number_at(offset)]
         return DiskError(
-            f"{field} of bucket '{request.bucket}': {format_bytes(num_bytes)} read from the "
+            f"{row.owner} of bucket '{key.bucket}': {format_bytes(num_bytes)} read from the "
             f"scratch file in scratch_dir = '{self._folder}', from byte {offset} on, are not those "
             "that were written (xxh3-64): the drive or memory has changed them. The state of this "
             "run is lost, its checkpoints are intact: resume from the last one (--resume), with "
             "scratch_dir on another drive or with state_on = 'host'"
         )
 
-    def _check(self, requests: Sequence[MemoryRequest], num_bytes: int) -> None:
+    def _check(self, rows: Rows, num_bytes: int) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             free = free_bytes(self._folder)
         except OSError as error:
-            raise self._refused(requests, num_bytes, str(error.strerror)) from error
+            raise self._refused(rows, num_bytes, str(error.strerror)) from error
         if (kind := kind_of(self._folder)) in IN_MEMORY and not self._in_memory:
             raise DiskError(
                 f"scratch_dir = '{self._folder}' is on {kind}, which is host memory: state on it "
@@ -216,19 +215,19 @@ class DiskArena:
                 "for a test"
             )
         if free < num_bytes:
-            raise self._refused(requests, num_bytes, f"{format_bytes(free)} is free")
+            raise self._refused(rows, num_bytes, f"{format_bytes(free)} is free")
 
-    def _refused(self, requests: Sequence[MemoryRequest], num_bytes: int, why: str) -> DiskError:
+    def _refused(self, rows: Rows, num_bytes: int, why: str) -> DiskError:
         return DiskError(
             f"what is on the disk needs {format_bytes(num_bytes)} in scratch_dir = "
-            f"'{self._folder}': {why}. Largest: {largest_owners(requests)}. Set scratch_dir to a "
-            "folder on a larger drive, or take a narrower state ('split16', 'int8')"
+            f"'{self._folder}': {why}. Largest: {largest_owners(rows.values())}. Set scratch_dir "
+            "to a folder on a larger drive, or take a narrower state ('split16', 'int8')"
         )
 
-    def _book(self, requests: Sequence[MemoryRequest], sign: int) -> None:
-        for request in requests:
-            self._ledger.add(request.owner, Tier.DISK, sign * request.nbytes)
-        self._booked = list(requests)
+    def _book(self, rows: Rows, sign: int) -> None:
+        for row in rows.values():
+            self._ledger.add(row.owner, Tier.DISK, sign * row.nbytes)
+        self._booked = list(rows.items())
 
 
 class MetaDiskArena(DiskArena):
@@ -237,9 +236,11 @@ class MetaDiskArena(DiskArena):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger, None)
 
-    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
-        self._book(requests, 1)
-        return [torch.empty(one.numel, dtype=DTYPES[one.dtype], device="meta") for one in requests]
+    def map(self, rows: Rows) -> list[Tensor]:
+        self._book(rows, 1)
+        return [
+            torch.empty(row.numel, dtype=DTYPES[row.dtype], device="meta") for row in rows.values()
+        ]
 
 
 def _pieces(slot: Tensor, offset: int) -> Iterator[tuple[memoryview, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offloadtrain.config.offload import PRECISIONS as NAMES
-from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.layout.formats import ITEMSIZE
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 

@@ -156,7 +156,7 @@ class Ranks:
     @classmethod
     def with_experts(cls, everyone: list[int], same: Group | None, device: torch.device) -> Ranks:
         """Return the ranks of `everyone`, and those that hold the same experts as this one; see
-        [Note: Sharers] in `step.spec.step_spec`."""
+        [Note: Sharers] in `step.layout.step_spec`."""
         ranks = cls()
         ranks._join(everyone, device)
         ranks._of_experts = cls(same, device)

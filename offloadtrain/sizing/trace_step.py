@@ -54,7 +54,7 @@ from offloadtrain.sizing.inert_lanes import InertLanes
 from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
 from offloadtrain.sizing.operation_work import Count
 from offloadtrain.sizing.transformers_masks import masks_as_in_training
-from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.layout.buffers import BufferSpec
 
 Loss = Callable[[nn.Module], Tensor]
 """Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""
@@ -165,7 +165,7 @@ class _HostMemory(MetaArena):
         super().__init__(ledger)
         self._meter, self._owner = meter, owner
 
-    def map(self, requests: Sequence[MemoryRequest]) -> list[Tensor]:
+    def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
         sizes = (one.nbytes for one in requests if one.owner == self._owner)
         self._meter.segments[-1].input_sizes += sizes
         return super().map(requests)

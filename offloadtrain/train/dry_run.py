@@ -17,7 +17,8 @@ import torch
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
-from offloadtrain.engine.build import lay_out, make_blocks, map_memory
+from offloadtrain.engine.build import lay_out, make_blocks
+from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.pipeline.decoder_stages import cut_stage
@@ -31,13 +32,15 @@ from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.step.layout.buffer_table import added, buffer_table, disk_owners, host_owners
+from offloadtrain.step.layout.buffers import by_owner
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.pipeline_drive import stage_steps
 from offloadtrain.step.proof.prove import Fault, prove_operations
-from offloadtrain.step.spec import memory
-from offloadtrain.step.spec.step_spec import StepSpec
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.tensor_parallel import narrowed, with_fewer_experts
 from offloadtrain.train.update_rules import decay_groups, update_rule
@@ -116,7 +119,7 @@ def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     arena, disk = MetaArena(ledger), MetaDiskArena(ledger)
-    map_memory(blocks, spec, device, arena=arena, disk=disk, ledger=ledger)
+    MemoryMap(buffer_table(spec), device, arena=arena, disk=disk, ledger=ledger)
 
 
 def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
@@ -147,14 +150,14 @@ def _compare(ledger: Ledger, specs: Sequence[StepSpec]) -> None:
     """Raises DryRunError if the Ledger differs from the specs; gradients of ZeRO stage 1 are
     allocated on first use."""
     tiers = {
-        "device": [memory.by_owner(memory.device_requests(spec)) for spec in specs],
-        "host": [memory.host_owners(spec) for spec in specs],
-        "disk": [memory.disk_owners(spec) for spec in specs],
+        "device": [by_owner(buffer_table(spec).allocated(Tier.DEVICE).values()) for spec in specs],
+        "host": [host_owners(spec) for spec in specs],
+        "disk": [disk_owners(spec) for spec in specs],
     }
     expected = {
         (tier, owner): size
         for tier, owners in tiers.items()
-        for owner, size in memory.added(owners).items()
+        for owner, size in added(owners).items()
     }
     booked = {(row.tier, row.owner): row.bytes for row in ledger.rows()}
     for tier, owner in sorted(expected.keys() | booked.keys()):

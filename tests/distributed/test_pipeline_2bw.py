@@ -16,9 +16,9 @@ from offloadtrain.engine.pipeline.stage_modules import PipelineError
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout.buffer_table import device_owners, host_owners
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec.memory import device_owners, host_owners
-from offloadtrain.step.spec.tiers import Tier
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline import (
     MICROBATCHES,

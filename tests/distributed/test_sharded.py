@@ -18,7 +18,7 @@ from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import RankError
-from offloadtrain.step.spec import step_spec as spec
+from offloadtrain.step.layout import step_spec as spec
 from tests import levels
 from tests.distributed.conftest import Run
 from tests.distributed.reference import DataParallelRun, whole_state

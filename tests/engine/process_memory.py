@@ -26,8 +26,8 @@ from offloadtrain.engine.autograd.activation_offload import ActivationOffloader,
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.activations import ActivationPath
-from offloadtrain.step.spec.tiers import Tier
 
 LAYERS, SIZE, STEPS = 6, 500_000, 10
 INPUT_BYTES = 2 * SIZE

@@ -17,10 +17,10 @@ from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout.spill import SPILL_BLOCK
 from offloadtrain.step.program import modes
 from offloadtrain.step.program.operations import Written
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec.spill import SPILL_BLOCK
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 

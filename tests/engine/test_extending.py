@@ -21,8 +21,8 @@ import offloadtrain as ot
 from offloadtrain.engine import EngineError
 from offloadtrain.optim import Draw, ElementwiseRule, Field, StateFormat, register_state_format
 from offloadtrain.runtime import kernels
-from offloadtrain.step.spec import formats
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout import formats
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.dry_run import check
 from tests import levels
 from tests.numerics.models import Chain, batches, loss_of

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: list[dict[str, Any]] = [

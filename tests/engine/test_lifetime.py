@@ -23,7 +23,7 @@ from offloadtrain.runtime.lanes import Lanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.spec.memory import ARENA_ALIGN, STAGGER_BYTES
+from offloadtrain.step.layout.buffers import ARENA_ALIGN, STAGGER_BYTES
 from tests.numerics.models import Chain, batches, loss_of
 
 PLACEMENTS: list[dict[str, Any]] = [

@@ -18,12 +18,12 @@ from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, Lanes, Sequentia
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program import modes
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Allocate, Ref
 from offloadtrain.step.proof.prove import order, prove
 from offloadtrain.step.proof.recording import Entry, Recorded, Waited
-from offloadtrain.step.spec import step_spec as spec
 from tests import levels
 from tests.numerics.models import MODELS, STREAMED, batches, loss_of
 

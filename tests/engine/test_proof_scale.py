@@ -15,9 +15,9 @@ from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program import modes
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec import step_spec as spec
 
 SHARDS, IN_A_SHARD = 100, 20
 

@@ -20,9 +20,9 @@ from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
 from offloadtrain.runtime.lanes import copy as transfer_copy
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec.memory import MemoryRequest
-from offloadtrain.step.spec.tiers import Tier
 from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
@@ -284,7 +284,7 @@ def test_masters_come_back_to_the_host_as_they_were_given(options: dict[str, Any
 def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     ledger = Ledger()
     arena = Arena(ledger, pin=True)
-    (memory,) = arena.map([MemoryRequest("test", 1 << 20, "float32")])
+    (memory,) = arena.map([BufferSpec("test", 1 << 20, "float32")])
     assert arena.pinned
     assert memory.is_pinned() and memory[1000:].is_pinned()
     kernels.cast(torch.randn(1 << 20), memory)

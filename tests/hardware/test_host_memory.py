@@ -117,14 +117,14 @@ import resource, sys
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.hardware import host_memory
 from offloadtrain.runtime import arena
-from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.layout.buffers import BufferSpec
 held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + (64 << 20),) * 2)
 if sys.argv[1] == "ENOMEM":  # as if another thread took the memory between look and mapping
     arena.least_room = lambda: host_memory.Room(1 << 40, "")
 ledger = arena.Ledger()
 try:
-    arena.Arena(ledger, pin=False).map([MemoryRequest("master weights", 64 << 20, "float32")])
+    arena.Arena(ledger, pin=False).map([BufferSpec("master weights", 64 << 20, "float32")])
 except HostMemoryError as error:
     print(error)
 assert ledger.rows() == []

@@ -18,7 +18,7 @@ import transformers
 import offloadtrain as ot
 from benchmarks.resident_memory import Watch, resident
 from offloadtrain.engine import offload  # noqa: F401  # imported before memory is measured
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 
 
 def main(folder: str, options: str) -> None:

@@ -24,17 +24,16 @@ from offloadtrain.engine.autograd import recompute
 from offloadtrain.engine.autograd.activation_offload import ActivationError, ActivationOffloader
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap
-from offloadtrain.runtime.arena import Ledger
+from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
+from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import MetaDiskArena
-from offloadtrain.runtime.lanes import Buffer, Lane, Lanes, SequentialLanes
+from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.process_group import ALONE
-from offloadtrain.step.program.operations import Memory
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched, Waited
-from offloadtrain.step.spec.tiers import Tier
 from tests import levels
 from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
@@ -206,19 +205,14 @@ def test_a_number_of_layers_is_for_layers_that_run_again() -> None:
 
 def offloader(lanes: Lanes) -> ActivationOffloader:
     """Over a step whose blocks are never used: block inputs and nothing else."""
-    made: dict[str | int, Tensor] = {}
-
-    def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
-        return "host", made.setdefault(number, torch.empty(nbytes, dtype=torch.uint8))
-
-    inputs = BlockInputs(torch.device("cpu"))
-    staging: dict[Memory, Any] = {Memory.HOST_ACTIVATION: buffer}
-    norms = Buffer("norms", torch.zeros(1))
-    memory = MemoryMap([], norms=norms, slots=[], disk_slots={}, staging=staging, inputs=inputs)
-    functions = Functions([], lanes, ALONE, ot.AdamW(), [], MetaDiskArena(Ledger()), seed=0)
+    program, ledger, device = Program(chain(1)), Ledger(), torch.device("cpu")
+    disk, arena = MetaDiskArena(ledger), Arena(ledger, pin=False)
+    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
+    ranges = Ranges(memory, BlockInputs(device))
+    functions = Functions([], lanes, ALONE, ot.AdamW(), [], disk, seed=0)
     nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
-    program = Program(chain(1))
-    return ActivationOffloader(program, Interpreter(lanes, memory, functions, nobody), inputs)
+    interpreter = Interpreter(lanes, ranges, functions, nobody)
+    return ActivationOffloader(program, interpreter, ranges.inputs)
 
 
 def test_what_goes_to_the_host_comes_back() -> None:

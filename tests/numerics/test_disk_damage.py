@@ -19,6 +19,7 @@ from offloadtrain.engine.bucket import Bucket
 from offloadtrain.runtime.lanes import LaneError, Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout.buffers import Memory
 from tests.numerics.models import Chain, batches
 from tests.numerics.test_offload import loss_of, train
 
@@ -29,6 +30,8 @@ LANES: dict[str, Callable[[], Lanes]] = {
     "late": lambda: SeededLanes(8, late=True),
 }
 ALL_ON_DISK = {"working": "disk", "grad_on": "disk"}
+OWNERS = {"master": "master weights", "weight": "host weights", "gradient": "gradients"}
+"""Field → its owner, where that is not its name."""
 FIELDS = {
     "fp32": ["master", "exp_avg", "exp_avg_sq", "gradient", "streamed weights"],
     "split16": ["weight", "low", "exp_avg", "exp_avg_sq", "gradient"],
@@ -69,7 +72,7 @@ def test_one_flipped_bit_is_reported_with_bucket_field_and_file(
             train(optimizer, model, [tokens[2]])
         optimizer.lanes.synchronize()
     message = str(raised.value)
-    assert f"{field} of bucket '{name}'" in message
+    assert f"{OWNERS.get(field, field)} of bucket '{name}'" in message
     assert f"scratch_dir = '{disk['scratch_dir']}'" in message
     assert "--resume" in message and "drive or memory" in message
     optimizer.close()
@@ -85,8 +88,8 @@ def test_damaged_frozen_weights_are_reported_although_no_step_writes_them(
     for batch in batches(2):
         train(optimizer, model, [batch])
     optimizer.lanes.synchronize()
-    frozen = next(b for block in optimizer._blocks for b in block.frozen if b.weight_files)
-    _flip(frozen.weight_files[0].flat)
+    frozen = next(bucket for block in optimizer._blocks for bucket in block.frozen)
+    _flip(frozen.buffer(Memory.WEIGHT_FILE).flat)
     with pytest.raises(DiskError, match=f"frozen weights of bucket '{re.escape(frozen.name)}'"):
         train(optimizer, model, [batches(1)[0]])
     optimizer.close()
@@ -174,10 +177,9 @@ def flip_a_bit(optimizer: ot.OffloadOptimizer, field: str) -> str:
 
 def _file_of(bucket: Bucket, field: str) -> Tensor:
     if field == "gradient":
-        assert bucket.gradient is not None
-        return bucket.gradient.flat
+        return bucket.buffer(Memory.GRADIENT_FILE).flat
     if field == "streamed weights":
-        return bucket.weight_files[bucket.version].flat
+        return bucket.load_source.flat
     names = [one.name for one in bucket.format.fields(bucket.spec.moments)]
     return bucket.state[names.index(field)].flat
 

@@ -16,7 +16,7 @@ from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, pair, train
 from tests.numerics.test_streaming import MODES, block_bytes

@@ -12,7 +12,7 @@ import torch
 import offloadtrain as ot
 from offloadtrain.optim import lamb
 from offloadtrain.runtime import kernels
-from offloadtrain.step.spec.formats import FORMATS, FP32
+from offloadtrain.step.layout.formats import FORMATS, FP32
 from tests.numerics.lamb import CAPPED, LAMB, LambRun, NarrowLambRun, paper_step
 from tests.numerics.models import batches
 from tests.numerics.test_offload import make

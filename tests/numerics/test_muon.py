@@ -12,7 +12,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
-from offloadtrain.step.spec.block_spec import MatrixSpec
+from offloadtrain.step.layout.block_spec import MatrixSpec
 from tests.numerics.models import Chain, batches
 from tests.numerics.muon import (
     REST,

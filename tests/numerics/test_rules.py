@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend
-from offloadtrain.step.spec.formats import FORMATS
+from offloadtrain.step.layout.formats import FORMATS
 from tests.numerics.models import batches, loss_of
 from tests.numerics.test_offload import DTYPES, make, train
 from tests.numerics.test_update_modes import DelayedRun

@@ -21,8 +21,8 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.layout.formats import ADAM_MOMENTS as ADAM
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec.formats import ADAM_MOMENTS as ADAM
 from tests.losing_lanes import LosingLanes
 from tests.numerics.skipping import PATTERNS, Routed, SkippingRun, batches, loss_of
 from tests.numerics.test_offload import DTYPES

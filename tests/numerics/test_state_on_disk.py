@@ -24,13 +24,13 @@ from offloadtrain.runtime.lanes import Lane, LaneError, Lanes, SequentialLanes, 
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout.step_spec import STATE_SLOTS
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import order, prove
 from offloadtrain.step.proof.recording import Launched, Waited, trace
-from offloadtrain.step.spec.step_spec import STATE_SLOTS
-from offloadtrain.step.spec.tiers import Tier
 from tests.engine.test_proof import MODES, options_of, run, waits
 from tests.numerics.models import MODELS, STREAMED, Chain, batches
 from tests.numerics.muon import RULE

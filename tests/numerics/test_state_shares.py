@@ -15,9 +15,9 @@ from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout import step_spec as spec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec import step_spec as spec
-from offloadtrain.step.spec.tiers import Tier
 from tests.engine.test_proof import CASES, MODES, options_of, run
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
 from tests.numerics.test_offload import assert_same, compare, make, pair, train

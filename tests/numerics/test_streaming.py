@@ -19,8 +19,8 @@ from offloadtrain.engine import StaleGraphError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program.streaming import StreamError
-from offloadtrain.step.spec import step_spec as spec
 from tests import levels
 from tests.numerics.models import STREAMED, Chain, Layer, batches, loss_of
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, poisoned, train

@@ -22,10 +22,10 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, Span, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.layout import step_spec as spec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program import modes
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.step.spec import step_spec as spec
-from offloadtrain.step.spec.tiers import Tier
 from tests.numerics import skipping
 from tests.numerics.models import MODELS, Chain, Experts, Layer, MixedReentrant, batches
 from tests.oracle.canonical import canonical

@@ -15,7 +15,8 @@ import pytest
 
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.runtime.lanes import Lane
-from offloadtrain.step.program.operations import Kind, Memory, Operation
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.program.operations import Kind, Operation
 from tests.oracle.cases import COVERING
 from tests.oracle.programs import known
 from tests.oracle.renamed import BUFFERS, OPERATIONS, Names

@@ -17,8 +17,8 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import text
 from offloadtrain.plan.search.suggest import nearest
 from offloadtrain.plan.search.why import why
-from offloadtrain.step.spec import step_spec as spec
-from offloadtrain.step.spec.formats import ADAM_MOMENTS
+from offloadtrain.step.layout import step_spec as spec
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
 from offloadtrain.train.dry_run import check
 from tests.plan.test_memory import GPT, booked, job
 from tests.plan.test_scaled import SCALE, SIDE, scaled

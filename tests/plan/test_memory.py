@@ -19,7 +19,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.layout import num_tensors
 from offloadtrain.plan.placement import PlanError, place
 from offloadtrain.plan.plan import make
-from offloadtrain.step.spec import step_spec as spec
+from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.train.build import offload_job
 from offloadtrain.train.dry_run import laid_out
 from tests import levels

@@ -28,9 +28,9 @@ from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search import suggest
 from offloadtrain.plan.search.suggest import applied, automatic, nearest
+from offloadtrain.step.layout import buffer_table as step_memory
+from offloadtrain.step.layout.block_spec import MatrixSpec
 from offloadtrain.step.proof.simulate import steady
-from offloadtrain.step.spec import memory as step_memory
-from offloadtrain.step.spec.block_spec import MatrixSpec
 from offloadtrain.train import dry_run
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
 from offloadtrain.train.update_rules import update_rule
@@ -631,7 +631,8 @@ def test_muon_without_a_list_of_layers_is_refused() -> None:
 def test_a_ledger_that_is_not_the_specs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is mapped is what the spec says of all owners together, or it is told."""
     owners = step_memory.host_owners
-    monkeypatch.setattr(step_memory, "host_owners", lambda spec: owners(spec) | {"exp_avg": 1})
+    name = "offloadtrain.train.dry_run.host_owners"
+    monkeypatch.setattr(name, lambda spec: owners(spec) | {"exp_avg": 1})
     with pytest.raises(DryRunError, match="exp_avg on the host: planned 1 bytes, laid out"):
         check(planned(small()))
 

@@ -18,7 +18,7 @@ from offloadtrain.plan.costs import activations as activation_plan
 from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.plan.plan import make
-from offloadtrain.step.spec import step_spec as spec
+from offloadtrain.step.layout import step_spec as spec
 from tests.plan.test_activations import most_allocated
 from tests.plan.test_memory import booked, planned
 

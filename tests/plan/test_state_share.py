@@ -19,9 +19,9 @@ from offloadtrain.plan.costs.costs import CODEC_BYTES
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.spec.formats import ADAM_MOMENTS, FORMATS
-from offloadtrain.step.spec.state_tiers import device_share
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS
+from offloadtrain.step.layout.state_tiers import device_share
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.dry_run import check
 from tests.plan.test_memory import job as small_job
 

@@ -18,8 +18,8 @@ from offloadtrain.plan import report
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search import pipeline_search
 from offloadtrain.plan.search.suggest import nearest, settled
-from offloadtrain.step.spec.block_spec import BlockSpec
-from offloadtrain.step.spec.layout import lay_out
+from offloadtrain.step.layout.block_spec import BlockSpec
+from offloadtrain.step.layout.placement import lay_out
 from tests.train.small_job import events_of, run, small_job
 
 H100 = find("h100")[1]

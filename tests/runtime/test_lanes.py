@@ -9,8 +9,8 @@ from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.hardware import host_memory, telemetry
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneEvent, SequentialLanes, copy
-from offloadtrain.step.spec.memory import MemoryRequest
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.tiers import Tier
 
 
 def test_an_operation_gets_exactly_its_views() -> None:
@@ -47,7 +47,7 @@ def test_the_arena_books_exact_sizes_and_gives_them_back() -> None:
     ledger = Ledger()
     arena = Arena(ledger, pin=False)
     sizes = [1, 0, 7, 4096, 100_003]
-    tensors = arena.map([MemoryRequest(f"o{n}", n, "bfloat16") for n in sizes])
+    tensors = arena.map([BufferSpec(f"o{n}", n, "bfloat16") for n in sizes])
     assert [t.numel() for t in tensors] == sizes
     held = {row.owner: row.bytes for row in ledger.rows()}
     assert held.pop("padding") > 0
@@ -63,16 +63,14 @@ def test_the_arena_books_exact_sizes_and_gives_them_back() -> None:
 
 def test_streams_are_staggered() -> None:
     arena = Arena(Ledger(), pin=False)
-    a, b = arena.map(
-        [MemoryRequest("a", 1 << 20, "float32"), MemoryRequest("b", 1 << 20, "float32")]
-    )
+    a, b = arena.map([BufferSpec("a", 1 << 20, "float32"), BufferSpec("b", 1 << 20, "float32")])
     assert (b.data_ptr() - a.data_ptr()) % (1 << 20) >= 4096
 
 
 def test_slabs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offloadtrain.runtime.arena.SLAB_BYTES", 1 << 20)
     arena = Arena(Ledger(), pin=False)
-    arena.map([MemoryRequest("x", 200_000, "float32") for _ in range(4)])
+    arena.map([BufferSpec("x", 200_000, "float32") for _ in range(4)])
     assert len(arena._slabs) == 4
 
 
@@ -83,7 +81,7 @@ def test_too_little_memory_is_said_before_anything_is_mapped(
     monkeypatch.setattr("offloadtrain.runtime.arena.least_room", lambda: room)
     arena = Arena(Ledger(), pin=False)
     with pytest.raises(HostMemoryError, match=r"needs 4\.0 MiB .* 1\.0 MiB is .*master"):
-        arena.map([MemoryRequest("master weights", 1 << 20, "float32")])
+        arena.map([BufferSpec("master weights", 1 << 20, "float32")])
     assert not arena._slabs
 
 
@@ -92,7 +90,7 @@ def test_memory_that_grows_as_it_is_used_is_stated(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(host_memory, "_meminfo_available", lambda: 1 << 20)
     monkeypatch.setattr(host_memory, "_cgroups", list)
     monkeypatch.delenv("OFFLOADTRAIN_HOST_MEMORY", raising=False)
-    arena, asked = Arena(Ledger(), pin=False), [MemoryRequest("master", 1 << 20, "float32")]
+    arena, asked = Arena(Ledger(), pin=False), [BufferSpec("master", 1 << 20, "float32")]
     with pytest.raises(HostMemoryError, match="OFFLOADTRAIN_HOST_MEMORY=128GiB"):
         arena.map(asked)
     monkeypatch.setenv("OFFLOADTRAIN_HOST_MEMORY", "128GiB")

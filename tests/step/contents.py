@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from offloadtrain.step.program.operations import Kind, Launch, Memory, Operation, Ref, Undefined
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.program.operations import Kind, Launch, Operation, Ref, Undefined
 from offloadtrain.step.program.places import BucketRefs
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.memory import slot_offsets
 
 Version = tuple[object, ...]
 """Of weights and state: what they were set to, and then (step, grad_scale, gradient) per update."""
@@ -37,7 +37,7 @@ class Gradient:
 
 
 Value = Gradient | Version
-_Place = tuple[object, ...]
+_Place = BufferKey
 
 
 class Contents:
@@ -55,12 +55,6 @@ class Contents:
         self._rank = rank
         self._held: dict[_Place, list[tuple[int, int, Value]]] = {}
         """Bytes [lo, hi) and their value, none twice."""
-        self._offsets: dict[str, int] = {}
-        for block in program.spec.blocks:
-            offset = 0
-            for bucket in block.held:
-                self._offsets[bucket.name] = offset
-                offset += bucket.nbytes
 
     @property
     def norms(self) -> dict[str, tuple[int, ...]]:
@@ -83,7 +77,7 @@ class Contents:
 
     def _at_rest(self, bucket: BucketRefs) -> tuple[Ref, ...]:
         """Where its state is between steps."""
-        return bucket.state_file if bucket.is_on_disk else bucket.state()
+        return bucket.state_file if bucket.spec.is_on_disk else bucket.state()
 
     def run(self, operations: Iterable[Operation], delivery: int = -1) -> None:
         """`delivery`: the number of the gradients that autograd has left."""
@@ -226,15 +220,6 @@ class Contents:
         self._held[place] = left
 
     def _bytes(self, ref: Ref) -> tuple[_Place, int, int]:
-        size, owner = ITEMSIZE[ref.dtype], str(ref.owner)
-        lo, hi = ref.lo * size, ref.hi * size
-        spec = self._program.spec
-        if ref.memory is Memory.WORKING and spec.block_of[owner].name in spec.streamed:
-            offset = self._offsets[owner]
-            return ("slot", ref.copy), offset + lo, offset + hi
-        if ref.memory is Memory.GRADIENT and self._program.buckets[owner].gradient_on_disk:
-            return ("gradient slot", ref.copy), lo, hi
-        if ref.memory is Memory.STATE and self._program.buckets[owner].is_on_disk:
-            offset = slot_offsets(self._program.buckets[owner].spec)[ref.field]
-            return ("state slot", ref.copy), offset + lo, offset + hi
-        return (ref.memory, ref.owner, ref.copy, ref.field), lo, hi
+        size = ITEMSIZE[ref.dtype]
+        key, offset = self._program.table.place(ref.key)
+        return key, offset + ref.lo * size, offset + ref.hi * size

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import (
     HostWait,
     Kind,
     Lane,
     Launch,
-    Memory,
     Operations,
     Record,
     Ref,

@@ -14,11 +14,11 @@ import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.recording import Entry, Launched, trace
-from offloadtrain.step.spec import step_spec as spec
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.test_offload import train
 

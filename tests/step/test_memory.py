@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -13,42 +14,17 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.step.program.operations import Launch, Memory, Operations, Ref, Undefined
-from offloadtrain.step.spec import memory
-from offloadtrain.step.spec.bucket_layout import ALIGN, padded, placed
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.layout import HEADROOM, check_host_limit, with_second_copies
-from offloadtrain.step.spec.memory import (
-    MemoryRequest,
-    Role,
-    device_owners,
-    host_owners,
-    host_requests,
-    span_bytes,
-)
-from offloadtrain.step.spec.step_spec import STAGING_SLOTS_MOST, StepSpec
+from offloadtrain.step.layout import buffer_table
+from offloadtrain.step.layout.bucket_layout import ALIGN, padded, placed
+from offloadtrain.step.layout.buffer_table import arena_rows, device_owners, host_owners
+from offloadtrain.step.layout.buffers import BufferTable, Memory, span_bytes
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.placement import HEADROOM, check_host_limit, with_second_copies
+from offloadtrain.step.layout.step_spec import STAGING_SLOTS_MOST, StepSpec
+from offloadtrain.step.program.operations import Launch, Operations, Ref, Undefined
 from tests import levels
 from tests.step.specs import PIECES, Case, block, cases, chain, laid_out, staging_of
 from tests.step.user import User
-
-OF_BUCKETS = {
-    Memory.GRADIENT_FILE: Role.GRADIENT,
-    Memory.GRADIENT: Role.GRADIENT,
-    Memory.PENDING: Role.PENDING,
-    Memory.SNAPSHOT: Role.SNAPSHOT,
-    Memory.DEVICE_SHARD: Role.DEVICE_SHARD,
-    Memory.WORKING: Role.WORKING,
-    Memory.SPILL: Role.SPILL,
-    Memory.SUM: Role.SUM,
-}
-SHARED = {
-    Memory.STAGING: "gradient staging",
-    Memory.ROUNDED: "rounded gradients",
-    Memory.HOST_STAGING: "host staging",
-    Memory.NORMS: "norms",
-    Memory.WEIGHT_SLOT: "weight slots",
-    Memory.NEW_WEIGHTS: "new weight slots",
-}
 
 
 def refs(operations: Operations) -> set[Ref]:
@@ -61,76 +37,16 @@ def refs(operations: Operations) -> set[Ref]:
     return found
 
 
-class Asked:
-    """Requests, by what a `Ref` names.
-
-    Attributes:
-        of: (bucket, role) → of each field of its state, or one.
-    """
-
-    def __init__(self, spec: StepSpec) -> None:
-        self._spec = spec
-        self._shared: dict[str, list[MemoryRequest]] = defaultdict(list)
-        self.of: dict[tuple[str, Role | None], list[MemoryRequest]] = defaultdict(list)
-        # Where nothing is summed, host staging is mapped with the first second gradient.
-        late = () if spec.accumulates else memory.host_staging(spec)
-        self._on_disk = {bucket.name: bucket for bucket in spec.buckets if bucket.is_on_disk}
-        on_disk = memory.disk_requests(spec)
-        for one in (*host_requests(spec), *late, *memory.device_requests(spec), *on_disk):
-            if one.role is None:
-                self._shared[one.owner].append(one)
-            else:
-                self.of[one.bucket, one.role].append(one)
-
-    def check(self, ref: Ref) -> None:
-        owner = str(ref.owner)
-        if ref.memory in SHARED:
-            self._check_shared(ref)
-        elif ref.memory is Memory.STATE_FILE:
-            _check(ref, self.of[owner, Role.STATE][ref.field])
-        elif ref.memory is Memory.WEIGHT_FILE:
-            _check(ref, self.of[owner, Role.WEIGHT_FILE][ref.copy])
-        elif ref.memory is Memory.GRADIENT and self._gradient_on_disk(owner):
-            assert ref.nbytes <= self._shared["gradient slots"][ref.copy].nbytes
-        elif ref.memory is Memory.STATE and owner in self._on_disk:
-            slot = self._shared["state slots"][ref.copy]
-            offset = memory.slot_offsets(self._on_disk[owner])[ref.field]
-            assert offset % memory.ARENA_ALIGN == 0 and offset + ref.nbytes <= slot.nbytes
-        elif ref.memory is Memory.STATE:
-            role = Role.STATE if ref.copy == 0 else Role.OTHER
-            _check(ref, self.of[owner, role][ref.field])
-        elif ref.memory is Memory.WORKING and self._streamed(owner):
-            slot = self._shared["streaming slots"][ref.copy]
-            held = self._spec.block_of[owner].held
-            names = [bucket.name for bucket in held]
-            offset = sum(bucket.nbytes for bucket in held[: names.index(owner)])
-            assert offset + ref.nbytes <= slot.nbytes
-        elif ref.memory is Memory.SPILL:
-            (one,) = self.of[owner, Role.SPILL]
-            assert ref.hi * ITEMSIZE[ref.dtype] <= one.nbytes
-        else:
-            (one,) = self.of[owner, OF_BUCKETS[ref.memory]]
-            _check(ref, one)
-
-    def _check_shared(self, ref: Ref) -> None:
-        if ref.memory is Memory.STAGING and self._spec.zero_stage == 1:
-            return  # in places of their own
-        slots = self._shared[SHARED[ref.memory]]
-        if ref.memory is Memory.NORMS:
-            slot = next(one for one in slots if (one.name == memory.DEVICE_NORMS) == ref.copy)
-        else:
-            slot = slots[int(ref.owner)]
-        assert ref.nbytes <= slot.nbytes
-
-    def _gradient_on_disk(self, bucket: str) -> bool:
-        return bucket in self._on_disk and self._on_disk[bucket].gradient_on_disk
-
-    def _streamed(self, bucket: str) -> bool:
-        return self._spec.block_of[bucket].name in self._spec.streamed
-
-
-def _check(ref: Ref, request: MemoryRequest) -> None:
-    assert ref.hi <= request.numel and ref.dtype == request.dtype
+def check(table: BufferTable, ref: Ref) -> None:
+    """A ref is within its row, and a row that lies in another one is within that."""
+    row = table.rows[ref.key]
+    assert ref.hi * ITEMSIZE[ref.dtype] <= row.nbytes
+    if isinstance(ref.key.bucket, str) and row.dtype != "uint8":
+        assert ref.dtype == row.dtype
+    if row.within is not None:
+        whole, offset = row.within
+        assert offset % ITEMSIZE[row.dtype] == 0
+        assert offset + row.nbytes <= table.rows[whole].nbytes
 
 
 @levels.examples(150)
@@ -141,9 +57,9 @@ def test_nothing_is_touched_that_was_not_asked_for(case: Case, seed: int) -> Non
         for _ in range(3):
             user.step()
             user.between()
-        asked = Asked(case.spec)
+        table = buffer_table.buffer_table(case.spec)
         for ref in refs(user.done + case.driven(2, saved={1})):
-            asked.check(ref)
+            check(table, ref)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 10, 14, 15])
@@ -152,10 +68,10 @@ def test_sums_of_any_number_of_ranks_fit_their_staging(ranks: int) -> None:
     with staging_of(PIECES):
         spec = chain(2, ranks=ranks, reduction="fp32", sizes=(900,))
         touched = refs(Case(spec, staging=PIECES).driven(2))
-        asked = Asked(spec)
+        table = buffer_table.buffer_table(spec)
         rounded = [ref for ref in touched if ref.memory is Memory.ROUNDED]
         for ref in rounded:
-            asked.check(ref)
+            check(table, ref)
     assert rounded
 
 
@@ -166,12 +82,31 @@ def test_nothing_is_asked_for_that_is_not_touched(case: Case) -> None:
     with staging_of(case.staging):
         done = User(case.spec, case.rank, random.Random(0), always=()).done
         done += case.driven(4 + case.spec.config.warmup_steps, saved={2})
-        touched = {(str(ref.owner), ref.memory) for ref in refs(done)}
-        named = {role: memory for memory, role in OF_BUCKETS.items()}
-        named |= dict.fromkeys([Role.STATE, Role.OTHER], Memory.STATE)
-        named[Role.WEIGHT_FILE] = Memory.WEIGHT_FILE
-        for owner, role in Asked(case.spec).of:
-            assert role is not None and (owner, named[role]) in touched
+        touched = {ref.key for ref in refs(done)}
+        table = buffer_table.buffer_table(case.spec)
+        names = case.spec.block_of
+        for key, row in table.rows.items():
+            if key.bucket in names and row.within is None:
+                assert key in touched
+
+
+def test_parts_of_a_slot_do_not_overlap() -> None:
+    """Those that one block has in a slot, and the fields of one state."""
+    config = OffloadConfig(working="host", state_on="disk", grad_on="disk", state="split16")
+    blocks = [block(f"b{number}", config, sizes=(300, 900), frozen=(128,)) for number in range(3)]
+    table = buffer_table.buffer_table(laid_out(blocks, config))
+    parts = [(key, row) for key, row in table.rows.items() if row.within is not None]
+    assert {key.kind for key, _ in parts} == {Memory.WORKING, Memory.STATE, Memory.GRADIENT}
+    together = defaultdict(list)
+    for key, row in parts:
+        assert row.within is not None
+        whole, offset = row.within
+        sharer = str(key.bucket).split(".")[0] if key.kind is Memory.WORKING else key.bucket
+        together[whole, sharer].append((offset, offset + row.nbytes))
+    for extents in together.values():
+        ordered = sorted(extents)
+        assert all(end <= lo for (_, end), (lo, _) in itertools.pairwise(ordered))
+    assert max(map(len, together.values())) == 4
 
 
 @levels.examples(150)
@@ -205,17 +140,17 @@ def speculative(**keys: Any) -> StepSpec:
 
 
 def test_the_last_blocks_have_second_copies_as_far_as_the_limit_goes() -> None:
-    one = span_bytes(host_requests(speculative()))
+    one = span_bytes(arena_rows(speculative()))
     names = ["b3", "b2", "b1", "b0"]
     copied: list[set[str]] = []
     for limit in range(one, 3 * one, one // 16):
         spec = with_second_copies(speculative(host_memory_limit=limit), 0)
         found = set(spec.second_copies)
         assert found == set(names[: len(found)])
-        assert span_bytes(host_requests(spec)) <= limit
+        assert span_bytes(arena_rows(spec)) <= limit
         if len(found) < 4:  # one more is one too many
             more = replace(spec, second_copies=frozenset(names[: len(found) + 1]))
-            assert span_bytes(host_requests(more)) > limit
+            assert span_bytes(arena_rows(more)) > limit
         copied.append(found)
     assert copied[0] == set() and copied[-1] == set(names)
     assert copied == sorted(copied, key=len)
@@ -224,7 +159,7 @@ def test_the_last_blocks_have_second_copies_as_far_as_the_limit_goes() -> None:
 def test_without_a_limit_the_machine_keeps_some_memory() -> None:
     spec = speculative()
     whole = replace(spec, second_copies=frozenset(b.name for b in spec.blocks))
-    needed = span_bytes(host_requests(whole))
+    needed = span_bytes(arena_rows(whole))
     assert with_second_copies(spec, int(needed / HEADROOM) + 2) == whole
     assert with_second_copies(spec, needed) != whole
     exact = chain(4)
@@ -235,14 +170,14 @@ def test_without_a_limit_the_machine_keeps_some_memory() -> None:
 
 
 def test_a_host_limit_that_holds_not_one_copy_says_what_is_largest() -> None:
-    needed = span_bytes(host_requests(chain(2)))
+    needed = span_bytes(arena_rows(chain(2)))
     check_host_limit(chain(2, host_memory_limit=needed))
     with pytest.raises(HostMemoryError) as error:
         check_host_limit(chain(2, host_memory_limit=needed - 1))
     assert "Largest: master weights 3.0 KiB, exp_avg 3.0 KiB, exp_avg_sq 3.0 KiB, gradients" in str(
         error.value
     )
-    norms = span_bytes(host_requests(chain(2, state_on="device")))
+    norms = span_bytes(arena_rows(chain(2, state_on="device")))
     assert norms < 8192
     check_host_limit(chain(2, state_on="device", host_memory_limit=norms))
 

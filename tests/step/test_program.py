@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.modes import Decision, SpeculationPolicy, UpdateError
 from offloadtrain.step.program.operations import (
     Kind,
@@ -21,7 +22,6 @@ from offloadtrain.step.program.operations import (
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import prove_operations
-from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.launched import launches
 from tests.step.specs import UPDATES, Case, block, cases, chain, laid_out, staging_of

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     HostWait,
     Kind,
     Lane,
     Launch,
-    Memory,
     Operation,
     Operations,
     Record,
@@ -37,7 +38,6 @@ from offloadtrain.step.proof.recording import (
     trace,
 )
 from offloadtrain.step.proof.recording import Undefined as Undefine
-from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.specs import chain
 

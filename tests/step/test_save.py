@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.spill import SPILL_BLOCK
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Kind, Lane, Launch, Operation, Operations, Wait
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import prove_operations
 from offloadtrain.step.proof.simulate import ends, steady, timed
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.spill import SPILL_BLOCK
-from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.specs import UPDATES, Case, cases, chain
 

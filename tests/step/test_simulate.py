@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     Event,
     HostWait,
@@ -26,7 +27,6 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof import simulate
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.simulate import Seconds, Steady, ends, steady, timed
-from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.specs import Case, cases, chain, staging_of
 

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.step.layout.buffer_table import buffer_table
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Enter, Kind, Lane, Launch, Leave, Operations, Wait
 from offloadtrain.step.program.places import BucketRefs
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError, Streaming
 from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.spec.step_spec import StepSpec
 from tests import levels
 from tests.step.launched import by_step, launches
 from tests.step.specs import UPDATES, block, chain, laid_out
@@ -25,9 +26,10 @@ class Slots:
     """A streaming, and what its operations say of who is where."""
 
     def __init__(self, spec: StepSpec) -> None:
-        held = {b.name: [BucketRefs(x, spec, 0) for x in b.held] for b in spec.blocks}
+        table = buffer_table(spec)
+        held = {b.name: [BucketRefs(x, spec, table, 0) for x in b.held] for b in spec.blocks}
         self.order = Dependencies()
-        self.streaming = Streaming(spec, self.order, held)
+        self.streaming = Streaming(spec, table, self.order, held)
         self.at: dict[str, int] = {}
 
     def use(self, block: str, pinned: Collection[str] = ()) -> list[str]:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.step.layout.buffer_table import device_bytes, device_owners, host_owners
+from offloadtrain.step.layout.placement import lay_out
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Operations
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.pipeline_drive import Driven, Turn, order
 from offloadtrain.step.proof.prove import prove_operations
-from offloadtrain.step.spec.layout import lay_out
-from offloadtrain.step.spec.memory import device_bytes, device_owners, host_owners
-from offloadtrain.step.spec.step_spec import StepSpec
 from tests.step.contents import Contents, Version
 from tests.step.specs import block
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable
 
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import (
     Event,
@@ -23,7 +24,6 @@ from offloadtrain.step.program.operations import (
     Renew,
 )
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec.step_spec import StepSpec
 from tests.step.contents import Contents, Version
 
 ODD = {

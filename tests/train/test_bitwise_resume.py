@@ -17,7 +17,7 @@ import torch
 import offloadtrain as ot
 from offloadtrain.engine.state.saved_state import WORKING
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.spec.spill import SPILL_BLOCK
+from offloadtrain.step.layout.spill import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, DamagedCheckpointError, digest_of
 from offloadtrain.train.checkpoint.saved_weights import saved_weights

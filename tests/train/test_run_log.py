@@ -17,7 +17,7 @@ from offloadtrain.events import log_lines, schema
 from offloadtrain.events.memory_ring import RingReader
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.arena import Ledger
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.build import assemble
 from offloadtrain.train.log import run_memory
 from offloadtrain.train.log.console import Console

@@ -10,7 +10,7 @@ import torch
 
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.arena import Ledger
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.log import run_memory, unaccounted
 from offloadtrain.train.log.run_memory import RunMemory
 from offloadtrain.train.log.unaccounted import UnaccountedMemory, anonymous_bytes

@@ -34,8 +34,8 @@ from offloadtrain.runtime.kernels import (
     SgdScalars,
     State,
 )
-from offloadtrain.step.spec.formats import ADAM_MOMENTS, FORMATS
-from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 RULES: dict[str, Scalars] = {
@@ -99,16 +99,16 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
         name: FORMATS[name].fields(ADAM_MOMENTS) for name in {"fp32": None, **dict.fromkeys(states)}
     }
     requests = [
-        MemoryRequest(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
+        BufferSpec(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
         for name, kept in fields.items()
         for field in kept
     ]
-    requests += [MemoryRequest("out", numel, "float32")] * 3
+    requests += [BufferSpec("out", numel, "float32")] * 3
     requests += [
-        MemoryRequest("grad", numel, "bfloat16"),
-        MemoryRequest("working", numel, "bfloat16"),
+        BufferSpec("grad", numel, "bfloat16"),
+        BufferSpec("working", numel, "bfloat16"),
     ]
-    requests.append(MemoryRequest("wide", numel, "float32"))
+    requests.append(BufferSpec("wide", numel, "float32"))
     tensors = iter(Arena(Ledger(), pin=False).map(requests))
     made = {name: _TYPES[name](*(next(tensors) for _ in kept)) for name, kept in fields.items()}
     out = Fp32State(*(next(tensors) for _ in range(3)))

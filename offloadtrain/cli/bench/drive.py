@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
-from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Memory
+from offloadtrain.step.layout.tiers import Tier
 
 BUCKETS = 16
 READ, WRITE, BOTH = "read", "write", "read and write at once"
@@ -26,9 +27,9 @@ def drive_cases(folder: str, num_bytes: int) -> Iterator[Mapping[str, Case]]:
         DiskError: there is no room, or the disk fails.
     """
     arena = DiskArena(Ledger(), folder, in_memory=True)
-    requests = [MemoryRequest("bench", num_bytes // BUCKETS // 4, "float32")] * BUCKETS
-    files = arena.map(requests)
-    memory = Arena(Ledger(), pin=False).map(requests[:2])
+    row = BufferSpec("bench", num_bytes // BUCKETS // 4, "float32", Tier.DISK)
+    files = arena.map({BufferKey(slot, Memory.STATE_FILE): row for slot in range(BUCKETS)})
+    memory = Arena(Ledger(), pin=False).map([row] * 2)
 
     def read() -> None:
         for file in files:

@@ -19,7 +19,7 @@ from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.step.spec.formats import FORMATS
+from offloadtrain.step.layout.formats import FORMATS
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""The memory of a step: allocated as its spec requests it, and found by its refs.
+"""The memory of a step: its buffer table with tensors in it, and the buffer of an address.
 
-What lies where in a bucket is known to the room above, to `engine.bucket`. Start at
-`allocation.py`.
+Which buffers there are is decided in `step`, not here. Nothing here knows blocks or buckets.
+Start at `memory_map.py`.
 """

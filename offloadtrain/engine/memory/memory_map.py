@@ -1,45 +1,29 @@
-"""The memory behind the program's refs."""
+"""The memory of a step: its buffer table, with tensors in it."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.units import format_bytes
+from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.disk_arena import DiskArena
+from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range
-from offloadtrain.step.program.operations import Memory, Ref
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.memory import slot_offsets
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.buffers import (
+    BufferKey,
+    BufferSpec,
+    BufferTable,
+    Memory,
+    PoolSpec,
+    Rows,
+)
+from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.program.operations import Ref
 
-_ATTRIBUTES = {
-    Memory.DEVICE_SHARD: "device_shard",
-    Memory.GRADIENT: "gradient",
-    Memory.GRADIENT_FILE: "gradient",
-    Memory.SUM: "sum",
-    Memory.PENDING: "pending",
-    Memory.SNAPSHOT: "snapshot",
-    Memory.SPILL: "spill",
-    Memory.USED: "used",
-}
-
-_OTHERS = {
-    Memory.DEVICE_SHARD: "other_device_shard",
-    Memory.GRADIENT: "other_gradient",
-}
-
-_BY_SLOT = (Memory.WEIGHT_SLOT, Memory.NEW_WEIGHTS)
-"""Host slots that a ref names by number; its bucket's dtype is its own."""
-
-Norms = Mapping[tuple[Tier, int], Buffer]
-"""Tier that measures, and 0, or 1 for its copy on the host → (number of parameters,) fp64: sums of
-squares."""
-
-Staging = Callable[[str | int, int], tuple[str, Tensor]]
-"""(slot or owner, bytes that are needed) → the slot's name and its memory, (n,) uint8."""
+_STARTS_AS_ZEROS = (Memory.STATE, Memory.GRADIENT, Memory.NORMS, Memory.SUM, Memory.USED)
+"""Of the device; all memory of the host and the disk does. Other memory is written first."""
 
 
 class BlockInputs:
@@ -62,7 +46,7 @@ class BlockInputs:
     def allocate(self, ref: Ref, lanes: Lanes) -> None:
         """Allocate the memory of an input that is about to be fetched."""
         # No record_stream: the program orders every reuse.
-        self._back[int(ref.owner)] = lanes.allocate(ref.hi, dtype_of(ref), self.device)
+        self._back[int(ref.owner)] = lanes.allocate(ref.hi, DTYPES[ref.dtype], self.device)
 
     def buffer(self, ref: Ref) -> Buffer:
         """Return its flat memory."""
@@ -93,120 +77,123 @@ class BlockInputs:
         self._back.clear()
 
 
-class MemoryMap(dict[Ref, Range]):
-    """Ref → its range of memory. Filled on first use, as every launch looks its refs up."""
+class MemoryMap(dict[BufferKey, Buffer]):
+    """Every buffer of a step. All but late ones and pools are allocated when it is made.
+
+    Attributes:
+        table: its rows.
+    """
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        table: BufferTable,
+        device: torch.device,
         *,
-        norms: Norms,
-        slots: Sequence[Tensor],
-        disk_slots: Mapping[Memory, Sequence[Tensor]],
-        staging: Mapping[Memory, Staging],
-        inputs: BlockInputs,
+        arena: Arena,
+        disk: DiskArena,
+        ledger: Ledger,
     ) -> None:
-        """`slots`: device memory that streamed blocks share, each (n,) uint8. `disk_slots`: host
-        memory that buckets share whose state, gradient or weights are on the disk, each (n,)
-        uint8."""
         super().__init__()
-        self._norms = norms
-        self.slots = slots
-        self._disk_slots = disk_slots
-        self._staging = staging
-        self._inputs = inputs
-        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
-        self._copies = {b.name: (b.state, b.other) for b in self._buckets.values()}
-        self._versions = {b.name: b.versions for b in self._buckets.values() if not b.streamed}
-        self._offsets = dict(_offsets(blocks))
-        self._made: dict[Ref, Buffer] = {}
-        self._in_slots: dict[tuple[Bucket, int], Buffer] = {}
+        self.table = table
+        self._device, self._arena, self._disk, self._ledger = device, arena, disk, ledger
+        # The space of the disk is checked before a hundred GiB are page-locked.
+        for tier in (Tier.DISK, Tier.HOST, Tier.DEVICE):
+            self._allocate(table.allocated(tier), tier)
+
+    def __missing__(self, key: BufferKey) -> Buffer:
+        row = self.table.rows[key]
+        if row.within is None:
+            self._allocate({key: row}, row.tier)
+        else:
+            whole, offset = row.within
+            # Parameters will be views of it, also of those that are trained later.
+            with torch.inference_mode(False):
+                part = self[whole].flat[offset : offset + row.nbytes].view(DTYPES[row.dtype])
+            self[key] = Buffer(row.name, part)
+        return self[key]
+
+    @property
+    def slots(self) -> list[Tensor]:
+        """The device memory that streamed blocks share, each (n,) uint8."""
+        rows = self.table.rows
+        return [
+            self[key].flat
+            for key in rows
+            if key.kind is Memory.WORKING and isinstance(key.bucket, int)
+        ]
+
+    def of_pool(self, key: BufferKey, nbytes: int) -> Buffer:
+        """Return a buffer of a pool, which is allocated on first use.
+
+        Raises:
+            HostMemoryError: it would pass the pool's limit.
+        """
+        if key not in self:
+            pool = self.table.pools[key.kind]
+            row = pool.buffer(nbytes)
+            self._check_room(pool, row)
+            self._allocate({key: row}, row.tier)
+        return self[key]
+
+    def _check_room(self, pool: PoolSpec, row: BufferSpec) -> None:
+        used = self._ledger.total(pool.tier)
+        if pool.limit is not None and used + row.span_bytes > pool.limit:
+            raise HostMemoryError(
+                f"{row.owner} need {format_bytes(row.nbytes)} more of host memory, and "
+                f"host_memory_limit is {format_bytes(pool.limit)}, of which {format_bytes(used)} "
+                f"are taken. Largest: {self._ledger.summary()}. Raise it, set activation = "
+                "'recompute', or take a smaller microbatch"
+            )
+
+    def _allocate(self, rows: Rows, tier: Tier) -> None:
+        match tier:
+            case Tier.DISK:
+                tensors = self._disk.map(rows)
+            case Tier.HOST:
+                tensors = self._arena.map(list(rows.values()))
+            case Tier.DEVICE:
+                tensors = [self._on_device(key, row) for key, row in rows.items()]
+        for (key, row), tensor in zip(rows.items(), tensors, strict=True):
+            self[key] = Buffer(row.name, tensor)
+
+    def _on_device(self, key: BufferKey, row: BufferSpec) -> Tensor:
+        tensor = self._ledger.device_tensor(row.owner, row.numel, DTYPES[row.dtype], self._device)
+        return tensor.zero_() if key.kind in _STARTS_AS_ZEROS else tensor
+
+
+class Ranges(dict[Ref, Range]):
+    """Ref → its range of memory. Filled on first use, as every launch looks its refs up.
+
+    Attributes:
+        inputs: the block inputs that are on the device.
+    """
+
+    def __init__(self, memory: MemoryMap, inputs: BlockInputs) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self._memory = memory
+        self._buffers: dict[Ref, Buffer] = {}
+        """Ref to all elements → its buffer, in the ref's dtype."""
 
     def __missing__(self, ref: Ref) -> Range:
         # Not kept: the tensor is another one each time.
         if ref.memory is Memory.ACTIVATION:
-            return Range(self._inputs.buffer(ref), ref.lo, ref.hi)
-        key = ref._replace(lo=0, hi=0)
-        if key not in self._made:
-            self._made[key] = self._make(ref)
-        found = self[ref] = Range(self._made[key], ref.lo, ref.hi)
-        return found
+            return Range(self.inputs.buffer(ref), ref.lo, ref.hi)
+        whole = ref._replace(lo=0, hi=0)
+        if whole not in self._buffers:
+            self._buffers[whole] = self._buffer(ref)
+        self[ref] = Range(self._buffers[whole], ref.lo, ref.hi)
+        return self[ref]
 
-    def allocate(self, ref: Ref, lanes: Lanes) -> None:
-        """Allocate the device memory of a block's input."""
-        self._inputs.allocate(ref, lanes)
-
-    def free(self, ref: Ref) -> None:
-        """Free a block's input on the device."""
-        self._inputs.free(ref)
-
-    def in_slot(self, bucket: Bucket, slot: int) -> Buffer:
-        """Return the working weights of a bucket while its block has this slot, or version."""
-        found = self._in_slots.get((bucket, slot))
-        if found is None:
-            ref = Ref(Memory.WORKING, bucket.name, slot, 0, 0, bucket.spec.dtype)
-            found = self._in_slots[bucket, slot] = self[ref].buffer
-        return found
-
-    def _make(self, ref: Ref) -> Buffer:
-        if ref.memory is Memory.NORMS:
-            return self._norms[Tier(str(ref.owner)), ref.copy]
-        if ref.memory in self._staging:
-            name, memory = self._staging[ref.memory](ref.owner, ref.nbytes)
-            return Buffer(name, memory.view(dtype_of(ref)))
-        if ref.memory in _BY_SLOT:
-            return Buffer(f"{ref.memory} {ref.owner}", self._in_disk_slot(ref, int(ref.owner)))
-        bucket = self._buckets[str(ref.owner)]
-        if ref.memory is Memory.STATE and bucket.spec.is_on_disk:
-            return self._in_state_slot(bucket, ref)
-        if ref.memory is Memory.GRADIENT and bucket.spec.gradient_on_disk:
-            assert bucket.gradient is not None
-            whole = self._disk_slots[ref.memory][ref.copy][: bucket.gradient.flat.nbytes]
-            return Buffer(f"slot {ref.copy}: {bucket.gradient.name}", whole.view(dtype_of(ref)))
-        if ref.memory is Memory.WEIGHT_FILE:
-            return bucket.weight_files[ref.copy]
-        if ref.memory is Memory.STATE or ref.memory is Memory.STATE_FILE:
-            return self._copies[bucket.name][ref.copy][ref.field]
-        if ref.memory is Memory.WORKING:
-            if bucket.streamed:
-                return self._slice(bucket, ref.copy)
-            return self._versions[bucket.name][ref.copy]
-        found = getattr(bucket, (_OTHERS if ref.copy else _ATTRIBUTES)[ref.memory])
-        assert isinstance(found, Buffer)
-        # Matrices that are updated lie where their gradient was, in a dtype of their own; copied
-        # fields of the state lie one behind the other in bytes.
-        own = found.flat.dtype == dtype_of(ref)
-        return found if own else Buffer(found.name, found.flat.view(dtype_of(ref)))
-
-    def _in_disk_slot(self, ref: Ref, slot: int) -> Tensor:
-        memory, size = self._disk_slots[ref.memory][slot], ITEMSIZE[ref.dtype]
-        return memory[: memory.numel() // size * size].view(dtype_of(ref))
-
-    def _in_state_slot(self, bucket: Bucket, ref: Ref) -> Buffer:
-        file, lo = bucket.state[ref.field], slot_offsets(bucket.spec)[ref.field]
-        memory = self._disk_slots[Memory.STATE][ref.copy][lo : lo + file.flat.nbytes]
-        return Buffer(f"slot {ref.copy}: {file.name}", memory.view(file.flat.dtype))
-
-    def _slice(self, bucket: Bucket, slot: int) -> Buffer:
-        lo = self._offsets[bucket.name]
-        with torch.inference_mode(False):
-            memory = self.slots[slot][lo : lo + bucket.numel * bucket.dtype.itemsize]
-            return Buffer(f"working {bucket.name}", memory.view(bucket.dtype))
-
-
-def dtype_of(ref: Ref) -> torch.dtype:
-    """Return the dtype that a ref names."""
-    found = getattr(torch, ref.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def _offsets(blocks: Sequence[Block]) -> list[tuple[str, int]]:
-    """List each bucket's offset in its block's slot, in bytes; every one starts on 256."""
-    found = []
-    for block in blocks:
-        offset = 0
-        for bucket in block.held:
-            found.append((bucket.name, offset))
-            offset += bucket.numel * bucket.dtype.itemsize
-    return found
+    def _buffer(self, ref: Ref) -> Buffer:
+        if ref.memory in self._memory.table.pools:
+            buffer = self._memory.of_pool(ref.key, ref.nbytes)
+        else:
+            buffer = self._memory[ref.key]
+        # Matrices that are updated lie where their gradient was, in a dtype of their own. Slots,
+        # staging and what a save spills are bytes.
+        dtype, flat = DTYPES[ref.dtype], buffer.flat
+        if flat.dtype == dtype:
+            return buffer
+        count = flat.nbytes // dtype.itemsize * dtype.itemsize // flat.itemsize
+        return Buffer(buffer.name, flat[:count].view(dtype))

@@ -17,7 +17,7 @@ from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.step.spec.formats import FP32, Field, recognise
+from offloadtrain.step.layout.formats import FP32, Field, recognise
 
 
 def views(bucket: Bucket, slot: Slot) -> dict[str, Tensor]:

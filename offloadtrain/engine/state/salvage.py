@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.runtime.lanes import HostProgress
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch, Operation, Swap
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
 
 Call = Callable[[], object]
 

@@ -11,8 +11,8 @@ from offloadtrain.config.model_shape import chosen_experts, mlp_params
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.device_time import Seconds
 from offloadtrain.plan.placement import Placement
-from offloadtrain.step.spec.block_spec import BlockSpec
-from offloadtrain.step.spec.step_spec import StepSpec
+from offloadtrain.step.layout.block_spec import BlockSpec
+from offloadtrain.step.layout.step_spec import StepSpec
 
 
 @dataclass(frozen=True, slots=True)

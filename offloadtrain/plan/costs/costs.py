@@ -52,12 +52,12 @@ from offloadtrain.plan.costs.device_time import (
 )
 from offloadtrain.plan.costs.disk import DISK_LANES, disk_load
 from offloadtrain.plan.placement import Placement
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec, MatrixSpec
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
+from offloadtrain.step.layout.step_spec import MATRIX_BYTES
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.proof.drive import loads_outside
-from offloadtrain.step.spec.block_spec import BlockSpec, BucketSpec, MatrixSpec
-from offloadtrain.step.spec.formats import ADAM_MOMENTS
-from offloadtrain.step.spec.step_spec import MATRIX_BYTES
-from offloadtrain.step.spec.tiers import Tier
 
 KERNELS = Kernels(rotary_fp32=True)
 """What jobs compute with: eager operations and flash attention."""

@@ -30,8 +30,8 @@ from offloadtrain.config.model_shape import ModelShape, chosen_experts
 from offloadtrain.config.offload import PRECISIONS, Precision
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.microbatch import AttentionKind, BlockCost, Work
-from offloadtrain.step.spec.block_spec import BlockSpec, readings_of
-from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.layout.block_spec import BlockSpec, readings_of
+from offloadtrain.step.layout.formats import ITEMSIZE
 
 Level = Literal["eager", "compiled", "fused"]
 Attention = Literal["flash", "scores"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.step.layout.buffer_table import disk_rows
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Lane, Launch
 from offloadtrain.step.proof.simulate import moved
-from offloadtrain.step.spec.memory import disk_requests
-from offloadtrain.step.spec.step_spec import StepSpec
 
 ASSUMED_GBPS = 2.0
 """Each way, of a drive that was not measured: less than most NVMe drives sustain."""
@@ -80,7 +80,7 @@ def _moved(spec: StepSpec) -> tuple[int, int]:
     and weights add depends on what is in slots: the program says it."""
     if not spec.gradient_slots and not spec.weight_slots:
         twice = {bucket.name for bucket in spec.buckets if bucket.matrices}
-        sizes = (one.nbytes * (2 if one.bucket in twice else 1) for one in disk_requests(spec))
+        sizes = (row.nbytes * (2 if key.bucket in twice else 1) for key, row in disk_rows(spec))
         state = sum(sizes)
         return state, state
     count = spec.config.grad_accum_steps

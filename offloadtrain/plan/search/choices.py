@@ -10,7 +10,7 @@ from typing import Any
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.plan.layout import needs_of
-from offloadtrain.step.spec.formats import FORMATS
+from offloadtrain.step.layout.formats import FORMATS
 
 
 def combinations(

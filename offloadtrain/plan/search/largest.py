@@ -14,7 +14,7 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.published_models import MODELS
 from offloadtrain.plan.search.question import STEP_TOKENS, job_of
 from offloadtrain.plan.search.suggest import applied
-from offloadtrain.step.spec.formats import ADAM_MOMENTS, FORMATS
+from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS
 
 WEIGHT_BYTES = 2
 """Of a 16-bit working weight: less than any other."""

@@ -76,7 +76,7 @@ from offloadtrain.runtime.kernels.state import (
     blocks,
     pieces,
 )
-from offloadtrain.step.spec.formats import StateFormat
+from offloadtrain.step.layout.formats import StateFormat
 
 __all__ = [
     "BLOCK",

@@ -27,8 +27,8 @@ from offloadtrain.runtime.kernels.codec import (
 )
 from offloadtrain.runtime.kernels.scalars import random_key
 from offloadtrain.runtime.kernels.state import Int8State, Layout, pieces
-from offloadtrain.step.spec import formats
-from offloadtrain.step.spec.formats import FP32, INT8, SPLIT16, Field, StateFormat
+from offloadtrain.step.layout import formats
+from offloadtrain.step.layout.formats import FP32, INT8, SPLIT16, Field, StateFormat
 
 Draw = Callable[[], Tensor]
 """Makes (n,) int64, uniform in [0, 2^32): a function of seed, step, parameter and element."""

@@ -19,7 +19,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from offloadtrain.step.spec.formats import (
+from offloadtrain.step.layout.formats import (
     ADAM_MOMENTS,
     FP32,
     INT8,

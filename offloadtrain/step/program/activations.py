@@ -30,10 +30,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Free, Kind, Lane, Launch, Memory, Ref
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.step_spec import StepSpec
+from offloadtrain.step.program.operations import Free, Kind, Lane, Launch, Ref
 
 _LEAVING = 2
 """Inputs that may be in flight to the host: one that is copied, one behind it."""

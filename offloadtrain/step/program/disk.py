@@ -27,24 +27,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from offloadtrain.step.layout.buffers import BufferTable, Memory
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Kind, Lane, Launch
 from offloadtrain.step.program.places import BucketRefs
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class DiskPath:
     """Gives slots to buckets whose state is on the disk; of others it does nothing."""
 
-    def __init__(self, spec: StepSpec, order: Dependencies) -> None:
+    def __init__(self, table: BufferTable, order: Dependencies) -> None:
         self._order = order
-        self._slots: list[BucketRefs | None] = [None] * spec.state_slots
+        self._slots: list[BucketRefs | None] = [None] * table.slots(Memory.STATE)
         """The bucket whose state each slot holds."""
         self._next = 0
 
     def read(self, bucket: BucketRefs) -> None:
         """Launch what brings the state into a slot, unless it is in one."""
-        if not bucket.is_on_disk or bucket in self._slots:
+        if not bucket.spec.is_on_disk or bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -59,7 +60,7 @@ class DiskPath:
 
     def write(self, bucket: BucketRefs) -> None:
         """Launch what brings new state from its slot to the file."""
-        if not bucket.is_on_disk:
+        if not bucket.spec.is_on_disk:
             return
         # disk_write, beside the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
@@ -68,7 +69,7 @@ class DiskPath:
 
     def read_ahead(self, buckets: Iterable[BucketRefs]) -> None:
         """Fill the slots for the next update, whose order this is."""
-        on_disk = [bucket for bucket in buckets if bucket.is_on_disk]
+        on_disk = [bucket for bucket in buckets if bucket.spec.is_on_disk]
         for bucket in on_disk[: len(self._slots)]:
             self.read(bucket)
 
@@ -84,9 +85,9 @@ class GradientSlots:
     where its update comes at once ("early").
     """
 
-    def __init__(self, spec: StepSpec, order: Dependencies) -> None:
+    def __init__(self, spec: StepSpec, table: BufferTable, order: Dependencies) -> None:
         self._order = order
-        self._slots: list[BucketRefs | None] = [None] * spec.gradient_slots
+        self._slots: list[BucketRefs | None] = [None] * table.slots(Memory.GRADIENT)
         """The bucket whose gradient each slot holds, or held last."""
         self._next = 0
         self._written_late = spec.updates_early
@@ -99,7 +100,7 @@ class GradientSlots:
         Args:
             keep: what was there of it is needed.
         """
-        if not bucket.gradient_on_disk or bucket in self._slots:
+        if not bucket.spec.gradient_on_disk or bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -110,7 +111,7 @@ class GradientSlots:
         # The slot changes hands: its first write waits for every use of the bucket before.
         self._order.reuse((bucket.gradient,), left)
         if keep:
-            reads, writes = (bucket.gradient_file,), (bucket.gradient,)
+            reads, writes = (bucket.ref(Memory.GRADIENT_FILE),), (bucket.gradient,)
             # disk_read, beside the update of the bucket before. It waits until the file has what
             # was written last; the update waits for it.
             op = Launch(Kind.READ_GRADIENT, Lane.DISK_READ, bucket.name, reads, writes)
@@ -118,7 +119,7 @@ class GradientSlots:
 
     def changed(self, bucket: BucketRefs) -> None:
         """All that is to be written into the slot for now is launched."""
-        if bucket.gradient_on_disk:
+        if bucket.spec.gradient_on_disk:
             self._unwritten.add(bucket)
             if not self._written_late:
                 self._write(bucket)
@@ -142,5 +143,5 @@ class GradientSlots:
         self._unwritten.discard(bucket)
         # disk_write, beside backward of the next blocks: waits for their last copy down, or for
         # their sum; the slot's next bucket waits for it.
-        reads, writes = (bucket.gradient,), (bucket.gradient_file,)
+        reads, writes = (bucket.gradient,), (bucket.ref(Memory.GRADIENT_FILE),)
         self._order.launch(Launch(Kind.WRITE_GRADIENT, Lane.DISK_WRITE, bucket.name, reads, writes))

@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from offloadtrain.step.layout.buffers import BufferKey, BufferTable, Memory
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import GradientSlots
-from offloadtrain.step.program.operations import Kind, Lane, Launch, Memory, Ref
-from offloadtrain.step.program.places import NORMS_DTYPE, BucketRefs, Ring
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref
+from offloadtrain.step.program.places import BucketRefs, Ring, ref_of
 
 
 class GradientPath:
@@ -35,31 +36,35 @@ class GradientPath:
     def __init__(
         self,
         spec: StepSpec,
+        table: BufferTable,
         order: Dependencies,
         host_ring: Ring,
         slots: GradientSlots,
     ) -> None:
         self._is_single = spec.is_single
+        self._accumulates = spec.accumulates
+        self._reduced_bytes = spec.reduced_bytes
         self._has_copies = spec.copies > 1
         self._measures_gathered = spec.measures_gathered
         on_host = all(bucket.state_tier is Tier.HOST for bucket in spec.buckets)
         # See [Note: Measured in the gather]. Compute has nothing else to do until the step is
         # decided.
         self._norms_lane = Lane.D2H if on_host and self._measures_gathered else Lane.COMPUTE
-        self._keeps_pieces = spec.zero_stage == 1
+        self._keeps_pieces = table.slots(Memory.STAGING) == 0
         """Every piece has staging of its own."""
         self._order = order
         self._host_ring = host_ring
         self._slots = slots
-        self._ring = Ring(Memory.STAGING, spec.staging_slots)
-        self._rounded = Ring(Memory.ROUNDED, spec.staging_slots)
+        self._ring = Ring(Memory.STAGING, table.slots(Memory.STAGING))
+        self._rounded = Ring(Memory.ROUNDED, table.slots(Memory.ROUNDED))
         self._norms_are_last = not spec.updates_in_backward
         """No Adam stands behind a norm on the host lane until `complete` has waited for the last
         one: a single event, recorded then, is enough for all of them."""
         self._norms = {
-            tier: Ref(Memory.NORMS, tier.value, 0, 0, spec.num_tensors, NORMS_DTYPE)
+            tier: ref_of(key, row)
             for tier in Tier
-            if spec.measures_on(tier)
+            for key in [BufferKey(tier.value, Memory.NORMS)]
+            if (row := table.rows.get(key)) is not None
         }
 
     def send(self, bucket: BucketRefs, *, complete: bool, last: bool) -> None:
@@ -73,7 +78,7 @@ class GradientPath:
         if bucket.used is not None:
             self._mark(bucket, bucket.used)
         # A single piece is squared while it is added: one pass over host memory less.
-        measured = whole and bucket.accumulates and len(bucket.pieces) == 1
+        measured = whole and self._accumulates and len(bucket.pieces) == 1
         measured = measured and not bucket.rounds_sum
         if not bucket.sums_on_device:
             self._slots.hold(bucket, keep=bucket.touched)
@@ -82,13 +87,13 @@ class GradientPath:
             measured = True
         # Nothing has to be added to the gradient: compute writes it where Adam reads it.
         in_place = bucket.on_device and self._is_single
-        in_place = in_place and not (bucket.accumulates or bucket.touched)
+        in_place = in_place and not (self._accumulates or bucket.touched)
         for lo, hi in bucket.pieces:
             if in_place:
                 self._gather(bucket, bucket.piece(lo, hi), lo, hi)
                 continue
             staged = self._reduced(bucket, lo, hi)
-            if bucket.accumulates:
+            if self._accumulates:
                 self._accumulate(bucket, staged, lo, hi, measured=measured)
             elif bucket.touched:
                 self._add(bucket, staged, lo, hi)
@@ -160,7 +165,8 @@ class GradientPath:
     def _reduced(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
         """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
         the dtype that goes down."""
-        ranks, count, wide = bucket.spec.ranks, hi - lo, bucket.reduces_wide
+        ranks, count = bucket.spec.ranks, hi - lo
+        wide = self._reduced_bytes(bucket.spec) != bucket.spec.weight_bytes
         dtype = "float32" if wide else bucket.spec.dtype
         whole = self._staging(bucket, lo, ranks * count, dtype)
         self._gather(bucket, whole, lo, hi)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from offloadtrain.step.spec.formats import ITEMSIZE
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.formats import ITEMSIZE
 
 
 class Lane(StrEnum):
@@ -131,61 +132,6 @@ class Kind(StrEnum):
     """update: the fp32 sum of microbatches to values of the working dtype, in place."""
 
 
-class Memory(StrEnum):
-    """The contents of a piece of memory."""
-
-    WORKING = "working"
-    """Device: the whole of a bucket's weights; of a streamed block, in a slot."""
-    DEVICE_SHARD = "device shard"
-    """Device: this rank's shard of a bucket whose whole is gathered for its use."""
-    STAGING = "staging"
-    """Device: a slot for gathered gradients; in ZeRO stage 1, memory of each piece's own."""
-    ROUNDED = "rounded"
-    """Device: a slot for sums in the dtype that goes down."""
-    MATRIX = "matrix"
-    """Device: a matrix that is orthogonalized, and the workspace for it."""
-    HOST_STAGING = "host staging"
-    """Host: a slot for gradients that are added, and for weights whose upload waits for nothing
-    else."""
-    GRADIENT = "gradient"
-    """Where the state is: a bucket's gradient of the step, or the fp32 sum of its microbatches; of
-    matrices, what the device orthogonalizes, in bf16, takes its place."""
-    SUM = "gradient sum"
-    """Device: the fp32 sum of the microbatches of a bucket whose state is on the host."""
-    PENDING = "pending"
-    """Where the state is: new weights until their upload, where they wait longer than the
-    gradient's memory is free."""
-    SNAPSHOT = "snapshot"
-    """Host: the weights of the step in progress, for loads; the weights of a frozen bucket."""
-    STATE = "state"
-    """Host or device: the fields of a bucket's state, the master weights first; in a slot of the
-    host where the state is on the disk."""
-    STATE_FILE = "state file"
-    """Disk: the fields of a bucket's state."""
-    GRADIENT_FILE = "gradient file"
-    """Disk: a bucket's gradient of the step, or the sum of its microbatches so far; `GRADIENT` is
-    a slot of the host then."""
-    WEIGHT_FILE = "weight file"
-    """Disk: the weights of a streamed bucket, where they are not in the state's file."""
-    WEIGHT_SLOT = "weight slot"
-    """Host: a slot for weights on their way from the disk to the device."""
-    NEW_WEIGHTS = "new weight slot"
-    """Host: a slot for new weights on their way to the disk."""
-    SPILL = "checkpoint spill"
-    """Host: state that was copied, until it is written into a checkpoint."""
-    NORMS = "norms"
-    """Host or device: the sum of squares of every parameter that was measured there; copy 1 of the
-    device's is on the host."""
-    USED = "used experts"
-    """Device: a byte for each expert of a bucket: it got a gradient in this step."""
-    ACTIVATION = "block input"
-    """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
-    HOST_ACTIVATION = "host block input"
-    """Host: a buffer for a block's input, or for this rank's part of it."""
-    KEPT_ACTIVATION = "kept block input"
-    """Device: a buffer for this rank's part of a block's input."""
-
-
 class Ref(NamedTuple):
     """Elements [lo, hi) of a piece of memory.
 
@@ -212,6 +158,13 @@ class Ref(NamedTuple):
     @property
     def nbytes(self) -> int:
         return (self.hi - self.lo) * ITEMSIZE[self.dtype]
+
+    @property
+    def key(self) -> BufferKey:
+        """The key of the buffer that it names a part of."""
+        # What a save spills of all fields lies in one buffer.
+        field = 0 if self.memory is Memory.SPILL else self.field
+        return BufferKey(self.owner, self.memory, self.copy, field)
 
 
 Clock = tuple[int, ...]

@@ -1,138 +1,223 @@
-"""The memory of each bucket, as refs for the operations of a step."""
+"""The buffers of each bucket, as refs for the operations of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from offloadtrain.step.program.operations import Lane, Memory, Ref
-from offloadtrain.step.spec.block_spec import BucketSpec
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, BufferTable, Memory
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.program.operations import Lane, Ref
 
-NORMS_DTYPE = "float64"
 MATRIX_DTYPE = "bfloat16"
 
 
+def ref_of(key: BufferKey, row: BufferSpec) -> Ref:
+    """Return all elements of a buffer."""
+    return Ref(key.kind, key.bucket, key.version, 0, row.numel, row.dtype, key.field)
+
+
 class BucketRefs:
-    """One bucket's memory, and its status in the step in progress.
+    """Names one bucket's buffers, which the table lists, and keeps its status in the step in
+    progress.
 
     Attributes:
-        on_device: its gradient and state are there.
-        lane: what measures its gradient and updates its state.
         pieces: [lo, hi) of the shard that its gradient goes down in.
+        rank: the number of this rank among those that share it.
+        matrices: those in this rank's shard, as elements of it.
+        spilled: the parts of its state that a save copies.
+        staging: the kind of the memory that new weights are written to; None for a frozen bucket.
+        rounds_sum: the sum on the device is rounded to the working dtype before it is measured.
         copy: the number of the copy that is the state; where it is on the disk, the host slot that
             it has, or had last.
-        is_on_disk: the state is in a file.
-        state_file: all fields of the state there.
-        gradient_on_disk: the gradient is in a file, and `gradient` in a slot of the host.
-        gradient_file: it there.
-        loads_from_disk: its weights are streamed from a file.
-        beside: new weights go to the other version of the working weights.
-        version: of two versions of the weights, the one that compute, or its loads, read.
-        is_streamed: its weights are loaded for their use.
-        matrices: those in this rank's shard, as elements of it.
         slot: for a streamed bucket, the device slot that its block has, or had last.
+        version: of two versions of the weights, the one that compute, or its loads, read.
+        beside: new weights go to the other version of the working weights.
         touched: a gradient of the step in progress is in its memory.
         normed: its sums of squares for this step are launched.
         arrived: the copy of its sum to the host is launched.
-        sums_on_device: its microbatches are summed on the device, its state is on the host.
-        rounds_sum: the sum on the device is rounded to the working dtype before it is measured.
-        holds_sum: `gradient` is an fp32 sum.
-        sum_tier: the tier of `summed`.
         measured_on: the tier whose norms have its sums of squares of this step.
-        spilled: what a save copies of its state.
-        spill: where it is copied to, part by part.
-        has_new_weight_slot: new weights go to the disk out of a slot of their own.
-        reduces_wide: ranks sum its gradient in a wider dtype than the one that goes down.
-        rank: the number of this rank among those that share it.
-        waits_for_step: it is updated in step() in every update mode, never inside backward.
-        used: which of its experts got a gradient; None for a bucket that is updated whole.
     """
 
-    def __init__(self, spec: BucketSpec, step: StepSpec, rank: int) -> None:
+    def __init__(self, spec: BucketSpec, step: StepSpec, table: BufferTable, rank: int) -> None:
         self.spec = spec
-        self.name = spec.name
-        self.waits_for_step = bool(spec.matrices or spec.experts)
-        self.used: Ref | None = None
-        if spec.experts:
-            self.used = Ref(Memory.USED, spec.name, 0, 0, spec.experts, "uint8")
-        self.on_device = spec.state_tier is Tier.DEVICE
-        self.lane = Lane.UPDATE if self.on_device else Lane.HOST
-        # Behind the step's last backward: no weight that compute needs is overwritten.
-        self.sums_on_device = step.sums_on_device(spec)
-        self.sum_tier = self.measured_on = step.sum_tier(spec)
-        self._writes_through = self.on_device and not step.updates_early
-        self.pieces = step.pieces(spec) if step.is_trained(spec) else []
-        self.copy = self._adding = self._decided = 0
+        rows = table.of_bucket.get(spec.name, {})
+        self._refs = {key[1:]: ref_of(key, row) for key, row in rows.items()}
+        self._sources = [self._refs[key[1:]] for key in table.sources.get(spec.name, ())]
+        self.staging = table.staging.get(spec.name)
+        # [Note: Sharers] in `step.layout.step_spec`.
+        self.rank = rank * spec.ranks // step.ranks
+        lo = self.rank * spec.shard_numel
+        in_shard = spec.matrices_of(self.rank)
+        self.matrices = [matrix._replace(offset=matrix.offset - lo) for matrix in in_shard]
+        is_trained = step.is_trained(spec)
+        self.pieces = step.pieces(spec) if is_trained else []
+        self.spilled = step.spilled.get(spec.name, ()) if is_trained else ()
+        self.rounds_sum = step.rounds_sum(spec)
+        self.copy = self.version = self._adding = self._decided = 0
         self.slot = step.first_slot(spec)
-        self.touched = self.normed = self.arrived = False
-        self.loads_from_host = step.loads_from_host(spec)
-        self.loads_from_disk = step.loads_from_disk(spec)
-        self.loads_from_shard = step.loads_from_shard(spec)
-        self.has_snapshot = step.has_snapshot(spec) or not step.is_trained(spec)
-        self.has_new_weight_slot = step.has_new_weight_slot(spec)
-        self.has_pending = step.has_pending(spec)
-        self.has_second_copy = step.has_second_copy(spec)
-        self.accumulates = step.accumulates
-        self.reduces_wide = step.reduced_bytes(spec) != spec.weight_bytes
-        self.is_on_disk = spec.is_on_disk
-        copies = step.state_slots if self.is_on_disk else 2
-        self.state_copies = tuple(self._state(copy, spec.moments) for copy in range(copies))
-        self.state_file = tuple(
-            ref._replace(memory=Memory.STATE_FILE) for ref in self.state_copies[0]
-        )
-        self.rounds_sum, self.holds_sum = step.rounds_sum(spec), step.holds_sum(spec)
-        dtype = "float32" if self.holds_sum else spec.dtype
-        gradient = Ref(Memory.GRADIENT, spec.name, 0, 0, spec.shard_numel, dtype)
-        self.gradient_on_disk = spec.gradient_on_disk
-        sums = step.gradient_slots if self.gradient_on_disk else step.gradient_sums
-        self._gradients = [gradient._replace(copy=copy) for copy in range(sums)]
-        self.gradient_file = gradient._replace(memory=Memory.GRADIENT_FILE)
-        # [Note: Sharers] in `step.spec.step_spec`.
-        self.rank = rank = rank * spec.ranks // step.ranks
-        lo = rank * spec.shard_numel
-        self.matrices = [one._replace(offset=one.offset - lo) for one in spec.matrices_of(rank)]
-        self.spilled = step.spilled.get(spec.name, ()) if step.is_trained(spec) else ()
-        self.spill = tuple(
+        self.beside = self.touched = self.normed = self.arrived = False
+        self.measured_on = self.sum_tier
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def has(self, kind: Memory, version: int = 0) -> bool:
+        """Tell whether the table has such a buffer of this bucket."""
+        return (kind, version, 0) in self._refs
+
+    def ref(self, kind: Memory, version: int = 0) -> Ref:
+        """Return all elements of a buffer of this bucket."""
+        return self._refs[kind, version, 0]
+
+    def _fields(self, kind: Memory, version: int = 0) -> tuple[Ref, ...]:
+        count = len(self.spec.format.fields(self.spec.moments))
+        return tuple(self._refs[kind, version, field] for field in range(count))
+
+    # The state.
+
+    @property
+    def on_device(self) -> bool:
+        """Its gradient and state are on the device."""
+        return self.spec.state_tier is Tier.DEVICE
+
+    @property
+    def lane(self) -> Lane:
+        """The lane that updates its state."""
+        return Lane.UPDATE if self.on_device else Lane.HOST
+
+    @property
+    def waits_for_step(self) -> bool:
+        """It is updated in step() in every update mode, never inside backward."""
+        return bool(self.spec.matrices or self.spec.experts)
+
+    @property
+    def has_second_copy(self) -> bool:
+        """The state has a second copy, which speculative updates are written to."""
+        return not self.spec.is_on_disk and self.has(Memory.STATE, 1)
+
+    def state(self, *, other: bool = False) -> tuple[Ref, ...]:
+        """Return all fields of the state, or of its other copy."""
+        return self._fields(Memory.STATE, 1 - self.copy if other else self.copy)
+
+    @property
+    def state_file(self) -> tuple[Ref, ...]:
+        """All fields of the state on the disk."""
+        return self._fields(Memory.STATE_FILE)
+
+    @property
+    def spill(self) -> tuple[Ref, ...]:
+        """The memory that a save copies parts of the state to, part by part."""
+        return tuple(
             ref._replace(memory=Memory.SPILL, lo=part.offset, hi=part.offset + part.hi - part.lo)
             for part in self.spilled
-            for ref in [self.state_copies[0][part.field]]
+            for ref in [self._refs[Memory.STATE, 0, part.field]]
         )
-        self.snapshot = self._of(Memory.SNAPSHOT)
-        self.is_streamed = step.is_streamed(spec)
-        self.loads_in_turn = step.loads_in_turn(spec)
-        self._sources = self._kept_apart()
-        file = self._of(Memory.WEIGHT_FILE)
-        self._weight_files = [file._replace(copy=one) for one in range(step.weight_files(spec))]
-        self.version = 0
-        slots = range(max(len(step.slot_bytes), step.weight_versions))
-        self.beside = False
-        self._whole = [self._working(0, spec.numel, slot) for slot in slots]
-        self._shard = [self._working(lo, lo + spec.shard_numel, slot) for slot in slots]
+
+    @property
+    def spill_sources(self) -> tuple[Ref, ...]:
+        """The parts of the state that a save copies, in the order of `spill`."""
+        state = self.state()
+        return tuple(state[part.field]._replace(lo=part.lo, hi=part.hi) for part in self.spilled)
+
+    # The gradient.
+
+    @property
+    def gradient(self) -> Ref:
+        """The gradient that microbatches are added to."""
+        return self.ref(Memory.GRADIENT, self._adding)
+
+    @property
+    def decided(self) -> Ref:
+        """The gradient that Adam reads."""
+        return self.ref(Memory.GRADIENT, self._decided)
+
+    @property
+    def directions(self) -> Ref | None:
+        """Of matrices, what takes the place of `decided`; None for other buckets."""
+        return self.decided._replace(dtype=MATRIX_DTYPE) if self.spec.matrices else None
+
+    @property
+    def sums_on_device(self) -> bool:
+        """Its microbatches are summed on the device, and its state is on the host."""
+        return self.has(Memory.SUM)
+
+    @property
+    def summed(self) -> Ref:
+        """The memory in which its gradient of the step is complete first, and is measured."""
+        return self.ref(Memory.SUM) if self.sums_on_device else self.gradient
+
+    @property
+    def sum_tier(self) -> Tier:
+        """The tier of `summed`."""
+        return Tier.DEVICE if self.sums_on_device else self.spec.update_tier
+
+    @property
+    def sums_lane(self) -> Lane:
+        """The lane that adds microbatches and measures the gradient."""
+        return Lane.UPDATE if self.sum_tier is Tier.DEVICE else Lane.HOST
+
+    @property
+    def used(self) -> Ref | None:
+        """The marks of experts that got a gradient; None for a bucket that is updated whole."""
+        return self.ref(Memory.USED) if self.spec.experts else None
+
+    def piece(self, lo: int, hi: int) -> Ref:
+        """Return a part of the gradient."""
+        return self._part(self.gradient, lo, hi)
+
+    def piece_summed(self, lo: int, hi: int) -> Ref:
+        """Return a part of `summed`."""
+        return self._part(self.summed, lo, hi)
+
+    def _part(self, whole: Ref, lo: int, hi: int) -> Ref:
+        return whole if hi - lo == self.spec.shard_numel else whole._replace(lo=lo, hi=hi)
+
+    def take_gradient_slot(self, slot: int) -> None:
+        """`gradient` is in this slot of the host from here on."""
+        self._adding = self._decided = slot
+
+    def close_sum(self) -> None:
+        """The gradient is the one that Adam will read; the next step's goes to the other."""
+        self._decided = self._adding
+        if not self.spec.gradient_on_disk and self.has(Memory.GRADIENT, 1):
+            self._adding = 1 - self._adding
+
+    # The weights on the device.
+
+    @property
+    def is_streamed(self) -> bool:
+        """Its weights are loaded for their use."""
+        return bool(self._sources)
 
     @property
     def whole(self) -> Ref:
         """Its working weights on the device, as compute reads them."""
-        return self._whole[self._place]
+        return self.ref(Memory.WORKING, self.slot if self.is_streamed else self.version)
 
     @property
     def shard(self) -> Ref:
         """This rank's shard of its working weights."""
-        return self._shard[self._place]
-
-    @property
-    def _place(self) -> int:
-        return self.slot if self.is_streamed else self.version
+        return self._shard_of(self.whole)
 
     @property
     def newest(self) -> Ref:
-        """Its working weights on the device, where new ones are brought to."""
-        return self._whole[self._newest]
+        """The working weights, of a bucket that stays on the device, that new ones are brought
+        to."""
+        return self.ref(Memory.WORKING, self._newest)
 
     @property
     def upload_target(self) -> Ref:
         """The device memory that new weights are brought to."""
-        return (self._sources if self.loads_from_shard else self._shard)[self._newest]
+        if self.source_tier is Tier.DEVICE:
+            return self._sources[self._newest]
+        return self._shard_of(self.newest)
+
+    def _shard_of(self, whole: Ref) -> Ref:
+        lo = self.rank * self.spec.shard_numel
+        return whole._replace(lo=lo, hi=lo + self.spec.shard_numel)
 
     @property
     def _newest(self) -> int:
@@ -140,6 +225,35 @@ class BucketRefs:
         if self.loads_in_turn and self._sources[0].memory is Memory.STATE:
             return 0
         return 1 - self.version if self.beside else self.version
+
+    # The weights that loads of a streamed bucket read.
+
+    @property
+    def source_tier(self) -> Tier | None:
+        """The tier that the weights of a streamed bucket are loaded from; None for a bucket that
+        stays on the device."""
+        if not self._sources:
+            return None
+        memory = self._sources[0].memory
+        if memory is Memory.DEVICE_SHARD:
+            return Tier.DEVICE
+        return Tier.DISK if memory in (Memory.WEIGHT_FILE, Memory.STATE_FILE) else Tier.HOST
+
+    @property
+    def loads_in_turn(self) -> bool:
+        """Two versions of its weights are kept, on the host or the device, which loads read in
+        turn."""
+        return len(self._sources) > 1 and self.source_tier is not Tier.DISK
+
+    @property
+    def load_source(self) -> Ref:
+        """The memory that loads of a streamed bucket read."""
+        return self._sources[self.version]
+
+    @property
+    def in_use(self) -> Ref:
+        """This rank's shard of the weights that forward uses, where they lie between two uses."""
+        return self.load_source if self.is_streamed else self.shard
 
     @property
     def uses_state(self) -> bool:
@@ -157,39 +271,16 @@ class BucketRefs:
         self.version = 1 - self.version
 
     @property
-    def gradient(self) -> Ref:
-        """The gradient that microbatches are added to."""
-        return self._gradients[self._adding]
-
-    @property
-    def decided(self) -> Ref:
-        """The gradient that Adam reads."""
-        return self._gradients[self._decided]
-
-    @property
-    def directions(self) -> Ref | None:
-        """Of matrices, what takes the place of `decided`; None for other buckets."""
-        return self.decided._replace(dtype=MATRIX_DTYPE) if self.spec.matrices else None
-
-    @property
-    def summed(self) -> Ref:
-        """Where its gradient of the step is complete first, and is measured."""
-        if self.sums_on_device:
-            return self.gradient._replace(memory=Memory.SUM, copy=0, dtype="float32")
-        return self.gradient
-
-    def take_gradient_slot(self, slot: int) -> None:
-        """`gradient` is in this slot of the host from here on."""
-        self._adding = self._decided = slot
-
-    @property
     def new_weight_file(self) -> Ref | None:
-        """Where new weights are written; None where they go with the state, or to no disk."""
-        return self._weight_files[self.version - 1] if self._weight_files else None
+        """The file that new weights are written to; None where they go with the state, or to no
+        disk."""
+        if not (self.is_streamed and self._sources[0].memory is Memory.WEIGHT_FILE):
+            return None
+        return self._sources[self.version - 1]
 
     def flip_weight_file(self) -> bool:
         """Let loads read what was written last; returns False where they do so anyway."""
-        if len(self._weight_files) < 2:
+        if len(self._sources) < 2:
             return False
         self.turn()
         return True
@@ -197,97 +288,26 @@ class BucketRefs:
     @property
     def loads_from_state_file(self) -> bool:
         """Its weights on the disk are those in its state."""
-        return self.loads_from_disk and not self._weight_files
+        return self.is_streamed and self._sources[0].memory is Memory.STATE_FILE
 
-    def close_sum(self) -> None:
-        """The gradient is the one that Adam will read; the next step's goes to the other."""
-        self._decided, self._adding = self._adding, (self._adding + 1) % len(self._gradients)
+    # New weights.
 
-    def piece(self, lo: int, hi: int) -> Ref:
-        """A part of the gradient."""
-        return self._part(self.gradient, lo, hi)
-
-    def piece_summed(self, lo: int, hi: int) -> Ref:
-        """A part of `summed`."""
-        return self._part(self.summed, lo, hi)
-
-    @property
-    def sums_lane(self) -> Lane:
-        """The lane that adds microbatches and measures the gradient."""
-        return Lane.UPDATE if self.sum_tier is Tier.DEVICE else Lane.HOST
-
-    def _part(self, whole: Ref, lo: int, hi: int) -> Ref:
-        return whole if hi - lo == self.spec.shard_numel else whole._replace(lo=lo, hi=hi)
-
-    def state(self, *, other: bool = False) -> tuple[Ref, ...]:
-        """All fields of the state, or of its other copy."""
-        return self.state_copies[1 - self.copy if other else self.copy]
-
-    @property
-    def spill_sources(self) -> tuple[Ref, ...]:
-        """The parts of the state that a save copies, in the order of `spill`."""
-        state = self.state()
-        return tuple(state[part.field]._replace(lo=part.lo, hi=part.hi) for part in self.spilled)
-
-    def waiting(self, *, other: bool = False) -> Ref | None:
+    def staged(self, *, other: bool = False) -> Ref | None:
         """Return where new weights wait for their upload, or where they are used if they need not
-        wait; None for a slot of host staging."""
-        if self.loads_in_turn and self.loads_from_host:
+        wait; None for a slot of a ring."""
+        if self.loads_in_turn and self.source_tier is Tier.HOST:
             return self._sources[self._newest]
-        if self.has_pending:
-            return self._of(Memory.PENDING)
-        if self.spec.format.holds_weight:
-            return self.state(other=other)[0]
-        if self._writes_through:
-            return self.upload_target
-        # Adam has read the gradient when it writes the weights over it; no staging is needed.
-        if not self.holds_sum:
-            return self.decided
-        return None
-
-    @property
-    def in_use(self) -> Ref:
-        """This rank's shard of the weights that forward uses, where they lie between two uses."""
-        return self.load_source if self.is_streamed else self.shard
-
-    @property
-    def load_source(self) -> Ref:
-        """The memory that loads of a streamed bucket read."""
-        if self.loads_from_disk:
-            files = self._weight_files
-            return files[self.version] if files else self.state_file[0]
-        if self._sources:
-            return self._sources[self.version]
-        source = self.waiting()
-        assert source is not None
-        return source
-
-    def _kept_apart(self) -> tuple[Ref, ...]:
-        """Return the memory that loads read, version by version; nothing where that is what an
-        update writes. Of two versions on the host one is in the state, if that holds weights."""
-        if self.loads_from_shard:
-            shards = [self._of(Memory.DEVICE_SHARD)._replace(copy=copy) for copy in range(2)]
-            return tuple(shards[: 1 + self.loads_in_turn])
-        if not (self.loads_from_host and self.has_snapshot):
-            return ()
-        if not self.loads_in_turn:
-            return (self.snapshot,)
-        if self.spec.format.holds_weight:
-            return self.state()[0], self.snapshot
-        return self.snapshot, self._of(Memory.PENDING)
-
-    def _of(self, memory: Memory) -> Ref:
-        return Ref(memory, self.name, 0, 0, self.spec.shard_numel, self.spec.dtype)
-
-    def _working(self, lo: int, hi: int, slot: int) -> Ref:
-        return Ref(Memory.WORKING, self.name, slot, lo, hi, self.spec.dtype)
-
-    def _state(self, copy: int, moments: Sequence[str]) -> tuple[Ref, ...]:
-        numel, own = self.spec.shard_numel, self.spec.dtype
-        return tuple(
-            Ref(Memory.STATE, self.name, copy, 0, field.numel(numel), field.dtype or own, number)
-            for number, field in enumerate(self.spec.format.fields(moments))
-        )
+        match self.staging:
+            case Memory.PENDING:
+                return self.ref(Memory.PENDING)
+            case Memory.STATE:
+                return self.state(other=other)[0]
+            case Memory.WORKING | Memory.DEVICE_SHARD:
+                return self.upload_target
+            case Memory.GRADIENT:
+                return self.decided
+            case _:
+                return None
 
 
 class Ring:

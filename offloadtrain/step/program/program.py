@@ -19,6 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from offloadtrain.step.layout.buffer_table import buffer_table
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.activations import ActivationPath
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath, GradientSlots
@@ -31,19 +34,19 @@ from offloadtrain.step.program.modes import (
     Speculation,
     Speculative,
 )
-from offloadtrain.step.program.operations import Kind, Lane, Launch, Memory, Operations
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Operations
 from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
 from offloadtrain.step.program.saves import SavePath
 from offloadtrain.step.program.streaming import Streaming
 from offloadtrain.step.program.two_versions import TwoVersions
 from offloadtrain.step.program.updates import UpdatePath
-from offloadtrain.step.spec.step_spec import RING_SLOTS, StepSpec
 
 
 class Program:
     """One rank's step. Every event returns the operations that it makes necessary.
 
     Attributes:
+        table: the buffers that operations name.
         speculation: the result of the updates inside the last backward.
         streaming: the slots of streamed blocks, and the access order that loads ahead follow.
         buckets: by name, frozen ones included.
@@ -52,11 +55,12 @@ class Program:
     def __init__(self, spec: StepSpec, rank: int = 0, part: int = 0) -> None:
         """`part`: the number of this rank among `spec.input_parts`."""
         self.spec = spec
+        self.table = table = buffer_table(spec)
         self._is_single = spec.is_single
         self.speculation = Speculation()
         self._order = Dependencies()
         self.buckets = {
-            b.name: BucketRefs(b, spec, rank) for block in spec.blocks for b in block.held
+            b.name: BucketRefs(b, spec, table, rank) for block in spec.blocks for b in block.held
         }
         self._trained: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.buckets] for block in spec.blocks
@@ -64,13 +68,13 @@ class Program:
         self._held: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
         }
-        self.streaming = Streaming(spec, self._order, self._held)
+        self.streaming = Streaming(spec, table, self._order, self._held)
         # One ring for both ways: gradients on their way down, weights on their way up.
-        host_ring = Ring(Memory.HOST_STAGING, RING_SLOTS)
-        self._disk = DiskPath(spec, self._order)
-        self._slots = slots = GradientSlots(spec, self._order)
-        self._gradients = GradientPath(spec, self._order, host_ring, slots)
-        self._updates = UpdatePath(spec, self._order, host_ring, self.streaming, self._disk, slots)
+        host_ring = Ring(Memory.HOST_STAGING, table.slots(Memory.HOST_STAGING))
+        self._disk = DiskPath(table, self._order)
+        self._slots = slots = GradientSlots(spec, table, self._order)
+        self._gradients = GradientPath(spec, table, self._order, host_ring, slots)
+        self._updates = UpdatePath(table, self._order, host_ring, self.streaming, self._disk, slots)
         self._activations = ActivationPath(spec, part, self._order)
         self._saves = SavePath(spec, self._order, self.buckets, self._disk)
         self._mode = _mode_of(spec, self._updates)

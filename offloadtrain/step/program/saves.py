@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath
 from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref, Written
 from offloadtrain.step.program.places import BucketRefs
-from offloadtrain.step.spec.step_spec import StepSpec
 
 _Parts = Sequence[tuple[Written, Ref]]
 

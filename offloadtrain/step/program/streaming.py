@@ -6,7 +6,7 @@ device only while a slot holds them. A use is the block's forward, or the unpack
 saved weights in backward. Each use gives the block a slot and makes compute wait for its load. The
 blocks that come next are loaded ahead, in the access order of the step before; another order gives
 the same result and is slower. Layers have some slots in turn; large blocks outside of layers, in
-ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.spec.streamed_blocks`). Weights
+ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.layout.streamed_blocks`). Weights
 on the device are clean, so eviction copies nothing: the slot is free once compute has done what it
 was given before. Two things pin a block: a running forward of it, and its backward, from the first
 unpacking of something saved in its forward until something is unpacked that was saved earlier
@@ -26,11 +26,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.step.layout.buffers import BufferTable, Memory
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Enter, Kind, Lane, Launch, Leave, Memory, Ref
+from offloadtrain.step.program.operations import Enter, Kind, Lane, Launch, Leave, Ref
 from offloadtrain.step.program.places import BucketRefs, Ring
 from offloadtrain.step.program.prefetch_policy import AccessOrder, Pool, prefetches, victim
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class StreamError(OffloadTrainError):
@@ -46,7 +48,11 @@ class Streaming:
     """
 
     def __init__(
-        self, spec: StepSpec, order: Dependencies, held: Mapping[str, Sequence[BucketRefs]]
+        self,
+        spec: StepSpec,
+        table: BufferTable,
+        order: Dependencies,
+        held: Mapping[str, Sequence[BucketRefs]],
     ) -> None:
         """`held`: block → all buckets that are loaded with it."""
         self.access_order = AccessOrder()
@@ -63,10 +69,10 @@ class Streaming:
             )
             for slots in dict.fromkeys(self._slots_of.values())
         ]
-        self.slots: list[str | None] = [None] * len(spec.slot_bytes)
+        self.slots: list[str | None] = [None] * table.slots(Memory.WORKING)
         self._before: list[list[Ref]] = [[] for _ in self.slots]
         """Slot → the memory of its last block."""
-        self._ring = Ring(Memory.WEIGHT_SLOT, spec.weight_slots)
+        self._ring = Ring(Memory.WEIGHT_SLOT, table.slots(Memory.WEIGHT_SLOT))
 
     def streams(self, block: str) -> bool:
         """Tell whether the block is streamed."""
@@ -171,7 +177,7 @@ class Streaming:
         self._order.operations.append(Enter(block, slot))
         for bucket in buckets:
             source, writes = (bucket.load_source,), (bucket.shard,)
-            if bucket.loads_from_disk:
+            if bucket.source_tier is Tier.DISK:
                 slot_on_host = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
                 op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,))
                 # disk_load, beside the load of the bucket before and compute: waits for the write

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from offloadtrain.step.layout.block_spec import MatrixSpec
+from offloadtrain.step.layout.buffers import BufferTable, Memory
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath, GradientSlots
 from offloadtrain.step.program.operations import (
@@ -23,7 +26,6 @@ from offloadtrain.step.program.operations import (
     Kind,
     Lane,
     Launch,
-    Memory,
     Ref,
     Renew,
     Swap,
@@ -31,8 +33,6 @@ from offloadtrain.step.program.operations import (
 )
 from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
 from offloadtrain.step.program.streaming import Streaming
-from offloadtrain.step.spec.block_spec import MatrixSpec
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 class UpdatePath:
@@ -40,7 +40,7 @@ class UpdatePath:
 
     def __init__(
         self,
-        spec: StepSpec,
+        table: BufferTable,
         order: Dependencies,
         host_ring: Ring,
         streaming: Streaming,
@@ -52,7 +52,7 @@ class UpdatePath:
         self._streaming = streaming
         self._disk = disk
         self._gradients = gradients
-        self._new_weights = Ring(Memory.NEW_WEIGHTS, spec.new_weight_slots)
+        self._new_weights = Ring(Memory.NEW_WEIGHTS, table.slots(Memory.NEW_WEIGHTS))
 
     def begin(self, bucket: BucketRefs, update: Update) -> None:
         """Launch what comes before `adam` for matrices: see [Note: Matrices]."""
@@ -121,7 +121,7 @@ class UpdatePath:
             # disk_write, beside the update of the next bucket. It waits for Adam, and for loads of
             # what the file held before; the next load waits for it.
             self._launch(Kind.WRITE_WEIGHTS, Lane.DISK_WRITE, bucket, staged, file)
-        if bucket.spec.format.holds_weight and bucket.has_pending:
+        if bucket.spec.format.holds_weight and bucket.has(Memory.PENDING):
             # Host, behind its Adam: waits for the last upload, or for loads in flight, of the
             # weights before.
             self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
@@ -156,7 +156,8 @@ class UpdatePath:
         if bucket.uses_state:
             # Host, beside forward: waits for loads in flight of the version before; the next loads
             # of the block wait for it.
-            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, bucket.snapshot)
+            snapshot = bucket.ref(Memory.SNAPSHOT)
+            self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, snapshot)
             self._turn(bucket)
 
     def show(self, blocks: Sequence[BlockRefs]) -> None:
@@ -240,20 +241,21 @@ class UpdatePath:
         return event
 
     def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
-        if bucket.loads_from_disk:
+        if bucket.source_tier is Tier.DISK:
             # Written behind its Adam. Loads launched so far read the version before.
             if bucket.flip_weight_file():
                 self._order.operations.append(Flip(bucket.name))
             return
-        if bucket.loads_from_host:
+        if bucket.source_tier is Tier.HOST:
             # Host, behind its Adam: waits for loads in flight of the old snapshot. Without a
             # snapshot, or with two versions, loads read the staged weights themselves and wait for
             # Adam.
             if bucket.loads_in_turn:
                 if not bucket.beside:
                     self._show_newest(bucket)
-            elif bucket.has_snapshot:
-                self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, bucket.snapshot)
+            elif bucket.has(Memory.SNAPSHOT):
+                snapshot = bucket.ref(Memory.SNAPSHOT)
+                self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, snapshot)
             return
         if bucket.on_device:
             # update, beside compute: waits for backward's last read of the old weights.
@@ -277,9 +279,10 @@ class UpdatePath:
     def _staged(self, bucket: BucketRefs, *, other: bool = False) -> Ref:
         """Return where the new weights wait for their upload: in the state itself, in memory of
         their own, over the gradient, or in a slot of a ring; or where they are used."""
-        place = bucket.waiting(other=other)
+        place = bucket.staged(other=other)
         if place is None:
-            ring = self._new_weights if bucket.has_new_weight_slot else self._host_ring
+            to_disk = bucket.staging is Memory.NEW_WEIGHTS
+            ring = self._new_weights if to_disk else self._host_ring
             place = ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
         return place
 

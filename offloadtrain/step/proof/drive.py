@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 from itertools import count, takewhile
 
+from offloadtrain.step.layout.block_spec import Reading, readings_of
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import Kind, Operations
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.spec.block_spec import Reading, readings_of
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 def steps(

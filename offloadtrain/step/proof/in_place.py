@@ -6,7 +6,8 @@ well. The prover asks for them: a sum over memory that nobody has filled is wron
 
 from __future__ import annotations
 
-from offloadtrain.step.program.operations import Kind, Launch, Memory, Ref
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.program.operations import Kind, Launch, Ref
 
 
 def read_in_place(op: Launch, *, ranks: int, rank: int) -> tuple[Ref, ...]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from offloadtrain.step.layout.block_spec import Reading, readings_of
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import Kind, Launch, Operations
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import Inputs, unread_in_backward
-from offloadtrain.step.spec.block_spec import Reading, readings_of
 
 Schedule = Literal["gpipe", "1f1b", "2bw", "interleaved"]
 

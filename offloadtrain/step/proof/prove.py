@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Lane, Operation
 from offloadtrain.step.proof.recording import (
     APART_BITS,
@@ -27,7 +28,6 @@ from offloadtrain.step.proof.recording import (
     Waited,
     trace,
 )
-from offloadtrain.step.spec.step_spec import StepSpec
 
 _LANES = tuple(Lane)
 _INDEX = {lane: index for index, lane in enumerate(_LANES)}

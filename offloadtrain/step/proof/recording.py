@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from offloadtrain.step.layout.buffer_table import buffer_table
+from offloadtrain.step.layout.buffers import BufferKey
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     Allocate,
     Event,
     HostWait,
     Lane,
     Launch,
-    Memory,
     Operation,
     Record,
     Ref,
@@ -23,9 +26,6 @@ from offloadtrain.step.program.operations import (
 )
 from offloadtrain.step.program.operations import Undefined as Undefine
 from offloadtrain.step.proof.in_place import read_in_place
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.memory import slot_offsets
-from offloadtrain.step.spec.step_spec import StepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,28 +146,11 @@ class _Addresses:
     """Gives every piece of memory its own addresses; what shares a slot shares them."""
 
     def __init__(self, spec: StepSpec) -> None:
-        self._streamed = spec.streamed
-        self._block_of = spec.block_of
-        self._offsets: dict[str, int] = {}
-        self._in_slot = {b.name: slot_offsets(b) for b in spec.buckets if b.is_on_disk}
-        """Bucket whose state is on the disk → where its fields begin in a slot."""
-        self._gradients_on_disk = {b.name for b in spec.buckets if b.gradient_on_disk}
-        for block in spec.blocks:
-            offset = 0
-            for bucket in block.held:
-                self._offsets[bucket.name] = offset
-                offset += bucket.nbytes
-        self._bases: dict[tuple[object, ...], int] = {}
+        self._table = buffer_table(spec)
+        self._bases: dict[BufferKey, int] = {}
 
     def bytes(self, ref: Ref) -> Bytes:
-        key: tuple[object, ...] = (ref.memory, ref.owner, ref.copy, ref.field)
-        offset = 0
-        if ref.memory is Memory.WORKING and self._block_of[str(ref.owner)].name in self._streamed:
-            key, offset = ("slot", ref.copy), self._offsets[str(ref.owner)]
-        if ref.memory is Memory.GRADIENT and ref.owner in self._gradients_on_disk:
-            key = ("gradient slot", ref.copy)
-        if ref.memory is Memory.STATE and ref.owner in self._in_slot:
-            key, offset = ("state slot", ref.copy), self._in_slot[str(ref.owner)][ref.field]
+        key, offset = self._table.place(ref.key)
         start = self._bases.setdefault(key, len(self._bases) << APART_BITS) + offset
         lo, hi = (start + at * ITEMSIZE[ref.dtype] for at in (ref.lo, ref.hi))
         return Bytes(f"{ref.memory.value} {ref.owner}", lo, hi)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     Event,
     HostWait,
@@ -18,7 +19,6 @@ from offloadtrain.step.program.operations import (
 )
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.spec.step_spec import StepSpec
 
 Seconds = Callable[[Launch], float]
 

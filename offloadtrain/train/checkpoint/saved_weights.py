@@ -12,7 +12,7 @@ from offloadtrain.engine.state.saved_state import WORKING
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.process_group import UNTRAINED
-from offloadtrain.step.spec.formats import FP32, StateFormat, recognise
+from offloadtrain.step.layout.formats import FP32, StateFormat, recognise
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.layout import Entry
 from offloadtrain.train.checkpoint.manifest import CheckpointError

@@ -10,7 +10,7 @@ from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
 from offloadtrain.events.schema import MemoryRow, PlanRow
 from offloadtrain.plan.plan import Plan
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 
 APART = 0.10
 """Relative difference above which a warning is raised."""

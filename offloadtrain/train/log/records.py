@@ -8,8 +8,8 @@ from typing import Any
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.plan.plan import PROCESS, Plan
-from offloadtrain.step.spec.block_spec import BucketSpec
-from offloadtrain.step.spec.step_spec import StepSpec
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 
 

@@ -24,7 +24,7 @@ from offloadtrain.hardware.telemetry import Sampler, probe
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import Timeline
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved

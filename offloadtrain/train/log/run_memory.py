@@ -16,7 +16,7 @@ from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.device_memory import AllocatorCounters
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.log.unaccounted import UnaccountedMemory
 
 _EVERY_S = 1.0

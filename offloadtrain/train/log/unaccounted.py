@@ -10,7 +10,7 @@ from pathlib import Path
 
 from offloadtrain.config.units import format_bytes
 from offloadtrain.runtime.arena import Ledger
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.tiers import Tier
 
 ALLOWED_BYTES = 4 << 30
 """Growth since training began: libraries that are loaded late, compiled code, batches."""

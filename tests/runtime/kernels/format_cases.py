@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Backend, Layout, State
-from offloadtrain.step.spec.formats import ADAM_MOMENTS, FP32, INT8, SPLIT16
+from offloadtrain.step.layout.formats import ADAM_MOMENTS, FP32, INT8, SPLIT16
 from tests.runtime.kernels.kernel_cases import BACKENDS, NAN, SPECIALS
 
 SCALARS = AdamScalars(

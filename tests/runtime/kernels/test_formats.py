@@ -11,7 +11,7 @@ import torch
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Fp32State, Layout, codec
-from offloadtrain.step.spec.formats import ADAM_MOMENTS
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
 from tests.runtime.kernels.format_cases import (
     NARROW,
     SCALARS,

@@ -9,7 +9,7 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import Layout
-from offloadtrain.step.spec.memory import MemoryRequest
+from offloadtrain.step.layout.buffers import BufferSpec
 from tests.runtime.kernels.format_cases import (
     SCALARS,
     differing,
@@ -32,7 +32,7 @@ def arena(*kinds: torch.dtype) -> list[torch.Tensor]:
     """Zeros on huge pages; the last two of int8 state are scales."""
     names = [str(kind).removeprefix("torch.") for kind in kinds]
     sizes = [kernels.blocks(NUMEL) if i in (5, 6) else NUMEL for i in range(len(kinds))]
-    requests = [MemoryRequest("test", size, name) for size, name in zip(sizes, names, strict=True)]
+    requests = [BufferSpec("test", size, name) for size, name in zip(sizes, names, strict=True)]
     return Arena(Ledger(), pin=False).map(requests)
 
 

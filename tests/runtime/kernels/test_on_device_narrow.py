@@ -12,7 +12,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, LionScalars, State, on_device_narrow
 from offloadtrain.runtime.kernels.formats import CODECS
 from offloadtrain.runtime.kernels.state import STATES, Layout
-from offloadtrain.step.spec.formats import ADAM_MOMENTS
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
 
 LAYOUT = Layout([0, 512], [500, 70_000], [3, 1], [0, 1280])
 """Two parameters, the second from its element 1280 on; padding between them."""

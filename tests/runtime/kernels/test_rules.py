@@ -16,7 +16,7 @@ from torch import Tensor
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Layout, Scalars, State, torch_backend
-from offloadtrain.step.spec.formats import FORMATS
+from offloadtrain.step.layout.formats import FORMATS
 from tests.runtime.kernels.format_cases import clone, differing, gradient, special_gradient
 from tests.runtime.kernels.kernel_cases import BACKENDS, DTYPES, SPECIALS, each_backend
 from tests.runtime.kernels.test_adam import needs_fma_in_torch

@@ -8,18 +8,13 @@ from dataclasses import replace
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.spec.block_spec import BlockSpec
-from offloadtrain.step.spec.memory import (
-    device_bytes,
-    host_requests,
-    largest_owners,
-    second_copy_bytes,
-    span_bytes,
-)
-from offloadtrain.step.spec.state_tiers import with_state_tiers
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.streamed_blocks import streamed_blocks
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.block_spec import BlockSpec
+from offloadtrain.step.layout.buffer_table import arena_rows, device_bytes, second_copy_bytes
+from offloadtrain.step.layout.buffers import largest_owners, span_bytes
+from offloadtrain.step.layout.state_tiers import with_state_tiers
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.streamed_blocks import streamed_blocks
+from offloadtrain.step.layout.tiers import Tier
 
 HEADROOM = 0.9
 """The share of the available host memory that second copies may fill; the rest is for others."""
@@ -87,7 +82,7 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
         return spec
     limit = spec.config.host_memory_limit
     room = int(available_bytes * HEADROOM) if limit is None else limit
-    room -= span_bytes(host_requests(replace(spec, second_copies=frozenset())))
+    room -= span_bytes(arena_rows(replace(spec, second_copies=frozenset())))
     copied = set()
     for block in reversed(spec.blocks):
         # Experts are updated in step() only: which of them are used is known then.
@@ -104,10 +99,10 @@ def check_host_limit(spec: StepSpec) -> None:
     limit = spec.config.host_memory_limit
     if limit is None:
         return
-    requests = list(host_requests(replace(spec, second_copies=frozenset())))
-    if (needed := span_bytes(requests)) > limit:
+    rows = arena_rows(replace(spec, second_copies=frozenset()))
+    if (needed := span_bytes(rows)) > limit:
         raise HostMemoryError(
             f"the engine needs {format_bytes(needed)} of host memory and host_memory_limit is "
-            f"{format_bytes(limit)}. Largest: {largest_owners(requests)}. Raise it, or take a "
+            f"{format_bytes(limit)}. Largest: {largest_owners(rows)}. Raise it, or take a "
             "narrower state ('split16', 'int8')"
         )

@@ -21,9 +21,9 @@ from itertools import accumulate
 from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.config.offload import OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.spec.block_spec import BucketSpec
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 
 SHARES = 10_000
 """Steps of a share that a plan names."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from offloadtrain.step.spec.formats import ITEMSIZE, StateFormat
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.formats import ITEMSIZE, StateFormat
+from offloadtrain.step.layout.tiers import Tier
 
 
 class MatrixSpec(NamedTuple):

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.step.spec.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.spec.bucket_layout import ALIGN
-from offloadtrain.step.spec.spill import SPILL_BLOCK, SpillPart, spill
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
+from offloadtrain.step.layout.bucket_layout import ALIGN
+from offloadtrain.step.layout.spill import SPILL_BLOCK, SpillPart, spill
+from offloadtrain.step.layout.tiers import Tier
 
 RING_SLOTS = 2
 """One slot is filled while the other is copied."""

@@ -26,10 +26,10 @@ from fnmatch import fnmatchcase
 from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.config.offload import OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.spec.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.spec.formats import ITEMSIZE
-from offloadtrain.step.spec.step_spec import StepSpec
-from offloadtrain.step.spec.tiers import Tier
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 
 SMALL_SHARE = 1 / 8
 """Of the largest block outside of layers; smaller ones stay whole."""

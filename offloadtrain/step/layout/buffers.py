@@ -1,0 +1,217 @@
+"""The buffer table: every buffer of a step, by what it holds and for which bucket.
+
+The rows of the table are the only place that says where a bucket's memory is. The engine allocates
+them, its memory map is the table with tensors in it, the plan and the Ledger add them up, and the
+program makes its refs of them. `buffer_table.py` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from offloadtrain.config.units import format_bytes
+from offloadtrain.step.layout.formats import ITEMSIZE
+from offloadtrain.step.layout.tiers import Tier
+
+ARENA_ALIGN = 512
+"""Bytes: disks read and write memory that starts on a multiple of it without a copy."""
+
+STAGGER_BYTES = 4096 + ARENA_ALIGN
+"""The gap between neighbours in the host arena: streams that lie an exact power of two apart fall
+into the same cache sets and make Adam up to three times slower."""
+
+
+class Memory(StrEnum):
+    """The contents of a piece of memory."""
+
+    WORKING = "working"
+    """Device: the whole of a bucket's weights; of a streamed block, in a slot."""
+    DEVICE_SHARD = "device shard"
+    """Device: this rank's shard of a bucket whose whole is gathered for its use."""
+    STAGING = "staging"
+    """Device: a slot for gathered gradients; in ZeRO stage 1, memory of each piece's own."""
+    ROUNDED = "rounded"
+    """Device: a slot for sums in the dtype that goes down."""
+    MATRIX = "matrix"
+    """Device: a matrix that is orthogonalized, and the workspace for it."""
+    HOST_STAGING = "host staging"
+    """Host: a slot for gradients that are added, and for weights whose upload waits for nothing
+    else."""
+    GRADIENT = "gradient"
+    """Where the state is: a bucket's gradient of the step, or the fp32 sum of its microbatches; of
+    matrices, what the device orthogonalizes, in bf16, takes its place."""
+    SUM = "gradient sum"
+    """Device: the fp32 sum of the microbatches of a bucket whose state is on the host."""
+    PENDING = "pending"
+    """Where the state is: new weights until their upload, where they wait longer than the
+    gradient's memory is free."""
+    SNAPSHOT = "snapshot"
+    """Host: the weights of the step in progress, for loads; the weights of a frozen bucket."""
+    STATE = "state"
+    """Host or device: the fields of a bucket's state, the master weights first; in a slot of the
+    host where the state is on the disk."""
+    STATE_FILE = "state file"
+    """Disk: the fields of a bucket's state."""
+    GRADIENT_FILE = "gradient file"
+    """Disk: a bucket's gradient of the step, or the sum of its microbatches so far; `GRADIENT` is
+    a slot of the host then."""
+    WEIGHT_FILE = "weight file"
+    """Disk: the weights of a streamed bucket, where they are not in the state's file."""
+    WEIGHT_SLOT = "weight slot"
+    """Host: a slot for weights on their way from the disk to the device."""
+    NEW_WEIGHTS = "new weight slot"
+    """Host: a slot for new weights on their way to the disk."""
+    SPILL = "checkpoint spill"
+    """Host: state that was copied, until it is written into a checkpoint."""
+    NORMS = "norms"
+    """Host or device: the sum of squares of every parameter that was measured there; copy 1 of the
+    device's is on the host."""
+    USED = "used experts"
+    """Device: a byte for each expert of a bucket: it got a gradient in this step."""
+    ACTIVATION = "block input"
+    """Device: a block's input; copy 0 as forward made it, copy 1 as it came back."""
+    HOST_ACTIVATION = "host block input"
+    """Host: a buffer for a block's input, or for this rank's part of it."""
+    KEPT_ACTIVATION = "kept block input"
+    """Device: a buffer for this rank's part of a block's input."""
+
+
+class BufferKey(NamedTuple):
+    """What identifies a buffer.
+
+    Attributes:
+        bucket: the name of its bucket; of a slot that buckets share, the number of the slot; of
+            norms, the tier that measures; of a piece of a gradient with staging of its own (ZeRO
+            stage 1), the bucket and the piece's first element; of a buffer for block inputs, its
+            number.
+        version: the number of the copy of the state, of the version of the weights, or of the sum
+            of gradients. For what lies in a slot, the number of the slot. 1 for the host's copy of
+            the device's norms.
+        field: of the state, the number of the tensor.
+    """
+
+    bucket: str | int
+    kind: Memory
+    version: int = 0
+    field: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """A row of the table: `numel` elements of `dtype`, by torch's name, on a tier.
+
+    Attributes:
+        owner: its name in the Ledger.
+        name: its name in traces.
+        is_weights: weights of a streamed block, which become the model's memory when the optimizer
+            closes.
+        is_late: it is allocated when it is first used.
+        within: for a part of another buffer, which has no memory of its own, the key of that one
+            and the offset in it, in bytes.
+    """
+
+    owner: str
+    numel: int
+    dtype: str
+    tier: Tier = Tier.HOST
+    name: str = ""
+    is_weights: bool = False
+    is_late: bool = False
+    within: tuple[BufferKey, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEMSIZE[self.dtype]
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes in the host arena, with the stagger that separates it from its neighbour."""
+        return -(-self.nbytes // ARENA_ALIGN) * ARENA_ALIGN + STAGGER_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """Buffers of one kind whose number and sizes only a forward shows.
+
+    Attributes:
+        limit: bytes that may be allocated on the tier by the time one is added; None: no limit.
+    """
+
+    owner: str
+    tier: Tier
+    name: str
+    limit: int | None = None
+
+    def buffer(self, nbytes: int) -> BufferSpec:
+        """Return the row of a buffer of this size."""
+        return BufferSpec(self.owner, nbytes, "uint8", self.tier, self.name)
+
+
+Rows = Mapping[BufferKey, BufferSpec]
+
+
+@dataclass(frozen=True)
+class BufferTable:
+    """Every buffer of a step on one rank.
+
+    Attributes:
+        rows: in the order of allocation.
+        pools: kind → buffers of which the table knows no sizes.
+        sources: streamed bucket → the buffers that its loads read, one per version of the weights.
+        staging: trained bucket → the kind of the memory that its new weights are written to, and
+            from which they are brought to where compute or loads read them.
+    """
+
+    rows: Rows
+    pools: Mapping[Memory, PoolSpec]
+    sources: Mapping[str, tuple[BufferKey, ...]]
+    staging: Mapping[str, Memory]
+
+    def allocated(self, tier: Tier) -> dict[BufferKey, BufferSpec]:
+        """Return the rows that are allocated on a tier before the first step."""
+        return {key: row for key, row in self.rows.items() if row.tier is tier and not_late(row)}
+
+    @cached_property
+    def of_bucket(self) -> dict[str | int, dict[BufferKey, BufferSpec]]:
+        """Bucket, or slot → its rows."""
+        found: dict[str | int, dict[BufferKey, BufferSpec]] = {}
+        for key, row in self.rows.items():
+            found.setdefault(key.bucket, {})[key] = row
+        return found
+
+    def slots(self, kind: Memory) -> int:
+        """Return the number of slots of a kind that buckets share."""
+        return sum(key.kind is kind and isinstance(key.bucket, int) for key in self.rows)
+
+    def place(self, key: BufferKey) -> tuple[BufferKey, int]:
+        """Return the key of the memory that a buffer lies in, and its offset there in bytes."""
+        row = self.rows.get(key)
+        return (key, 0) if row is None or row.within is None else row.within
+
+
+def not_late(row: BufferSpec) -> bool:
+    """Tell whether a row is allocated before the first step."""
+    return row.within is None and not row.is_late
+
+
+def by_owner(rows: Iterable[BufferSpec]) -> dict[str, int]:
+    """Owner → bytes, in the order of their first rows."""
+    owners: dict[str, int] = {}
+    for row in rows:
+        owners[row.owner] = owners.get(row.owner, 0) + row.nbytes
+    return owners
+
+
+def span_bytes(rows: Iterable[BufferSpec]) -> int:
+    """Count the bytes that rows take in the host arena."""
+    return sum(row.span_bytes for row in rows)
+
+
+def largest_owners(rows: Iterable[BufferSpec]) -> str:
+    """Name the four largest owners in one line."""
+    largest = sorted(by_owner(rows).items(), key=lambda item: -item[1])[:4]
+    return ", ".join(f"{owner} {format_bytes(nbytes)}" for owner, nbytes in largest)

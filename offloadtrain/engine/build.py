@@ -83,7 +83,7 @@ def build(
     memory_map = laid.named(blocks, block_inputs)
     program = Program(spec, ranks.rank, place.parts.rank)
     shared = blocks, lanes, ranks, rules, groups, disk
-    functions = Functions(*shared, seed=config.seed, parts=place.parts)
+    functions = Functions(*shared, seed=config.state.seed, parts=place.parts)
     residency = Residency(blocks, program, memory_map)
     interpreter = residency.interpreter = Interpreter(lanes, memory_map, functions, residency)
     sources = blocks, program, interpreter, functions, ranks, laid.norms
@@ -241,7 +241,7 @@ def make_blocks(
     """
     order = {param: index for index, param in enumerate(model.parameters(), first)}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
-    full = keeps_fp32(model, config.keep_fp32)
+    full = keeps_fp32(model, config.weights.keep_fp32)
     skipped = skipped_in(model, config.skip_unused)
     streams = config.streams_among(ranks.size)
     root = "(root)" if any(part.name == "root" for part in parts) else "root"
@@ -278,7 +278,7 @@ def make_blocks(
 
 def recomputed_parts(parts: Sequence[Part], config: OffloadConfig) -> Sequence[Part]:
     """Return the parts whose forward runs again in backward."""
-    return config.recomputed_of([part for part in parts if part.repeated])
+    return config.activations.recomputed_of([part for part in parts if part.repeated])
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -334,7 +334,7 @@ def _buckets(
             dtype,
             params,
             order,
-            config.state,
+            config.state.format,
             shared_by,
             rules[group] if rules else None,
             skipped,
@@ -345,8 +345,8 @@ def _buckets(
 
 def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:
     """Return what takes tensors from autograd and gives them to `moves`."""
-    if spec.config.activation == "offload_saved":
-        return SavedOffloader(moves, model, spec.config.offload_saved_above)
+    if spec.config.activations.mode == "offload_saved":
+        return SavedOffloader(moves, model, spec.config.activations.offload_saved_above)
     return moves if spec.moves_inputs else None
 
 
@@ -358,8 +358,8 @@ def _activation_buffers(arena: Arena, ledger: Ledger, config: OffloadConfig) -> 
 
     def buffer(number: str | int, nbytes: int) -> tuple[str, Tensor]:
         if number not in made:
-            request = MemoryRequest(config.moved_activations, nbytes, "uint8")
-            check_room(request, ledger, config.host_memory_limit)
+            request = MemoryRequest(config.activations.moved, nbytes, "uint8")
+            check_room(request, ledger, config.memory.host_limit)
             made[number] = arena.map([request])[0]
         return "host block input", made[number]
 

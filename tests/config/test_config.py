@@ -487,6 +487,36 @@ def test_what_an_override_makes_impossible_gives_way_aloud(
     assert not again
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "override"),
+    [
+        ("loss_scale_hysteresis", 2, "offload.precision=bf16"),
+        ("sums_down", "working", "offload.sums_on=host"),
+        ("recompute_blocks", 3, "offload.activation=keep"),
+        ("warmup_steps", 4, "offload.update=exact"),
+    ],
+)
+def test_an_override_drops_options_of_the_file_that_need_another_value(
+    option: str, value: object, override: str
+) -> None:
+    key, _, other = override.removeprefix("offload.").partition("=")
+    needed = OPTIONS[option].declaration.needs
+    assert needed is not None and needed.option == key
+    table = f"[offload]\n{key} = {needed.values[0]!r}\n{option} = {value!r}\n"
+    lines: list[str] = []
+    job_of_file = jobs.loads(JOB + table, "job.toml")
+    assert job_of_file.offload.value(option) == value
+    changed = jobs.loads(JOB + table, "job.toml", [override], lines.append)
+    assert changed.offload.options(changed=True).keys().isdisjoint({option})
+    assert lines == [
+        f"offload.{option} = {value!r} of the job is overridden by offload.{key} = {other!r}"
+    ]
+    # A resolved job has every key: its defaults contradict nothing, and no line names them.
+    lines.clear()
+    jobs.loads(jobs.dump(changed), "resolved.toml", [override], lines.append)
+    assert not lines
+
+
 def test_a_file_that_contradicts_itself_is_refused_all_the_same() -> None:
     (only,) = problems(LONG_JOB.replace("steps = 20000", "steps = 40"))
     assert only == "job.toml: optim.warmup_steps = 700 must be at most train.steps = 40"

@@ -7,10 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 from offloadtrain.config.job import Config, problems_of_ranks
-from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS, OffloadConfig
+from offloadtrain.config.offload import (
+    OFFLOAD_SAVED_ABOVE,
+    STATE_PRECISIONS,
+    OffloadConfig,
+    UpdateMode,
+)
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
@@ -120,7 +125,7 @@ def single_changes(
         "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
         # What a trace tells is of eager operations.
         "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
-        "offload.update": ("exact", "speculative", "delayed"),
+        "offload.update": get_args(UpdateMode),
         "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
     }
     found = (

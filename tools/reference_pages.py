@@ -76,9 +76,7 @@ def _row(one: Field[Any], hint: object, defaults: object | None, meaning: str) -
 
 def _option_row(option: Option, defaults: OffloadConfig) -> str:
     default = option.of(defaults)
-    return (
-        f"| `{option.name}` | `{_type(option.kind)}` | `{default!r}` | {option.declaration.doc} |"
-    )
+    return f"| `{option.name}` | `{_type(option.kind)}` | `{default!r}` | {option.doc} |"
 
 
 def _options_section() -> Iterator[str]:
@@ -92,7 +90,7 @@ def _options_section() -> Iterator[str]:
     for option in OPTIONS.values():
         yield (
             f"| `{option.name}` | `config.{'.'.join(option.path)}` | `{_type(option.kind)}` | "
-            f"`{option.default!r}` | {option.declaration.doc} |"
+            f"`{option.default!r}` | {option.doc} |"
         )
     yield ""
 

@@ -155,7 +155,7 @@ _SECTIONS: dict[str, type] = {
 }
 _PLAIN = {"name": str, "runs_dir": str}
 _SIZES = {
-    "offload": tuple(key for key, option in OFFLOAD_KEYS.items() if option.declaration.size),
+    "offload": tuple(key for key, option in OFFLOAD_KEYS.items() if option.size),
     "train": ("checkpoint_spill",),
 }
 """Section → keys that are sizes, such as "10 GiB", or bytes."""

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, get_type_hints
+from itertools import chain
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
-from offloadtrain.config.option import Needs, Option, option
+from offloadtrain.config.option import Needs, Option, declared_in, option
 from offloadtrain.config.toml import nearest, shown
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
@@ -570,7 +571,7 @@ class OffloadConfig:
 
     def _contradictions(self) -> Iterator[str]:
         for declared in OPTIONS.values():
-            if (needs := declared.declaration.needs) is not None:
+            if (needs := declared.needs) is not None:
                 yield from declared.without_effect(declared.of(self), self.value(needs.option))
         if self.precision == "fp16" and not self.skip_nonfinite:
             yield (
@@ -670,20 +671,13 @@ _GROUPS: dict[str, type[OptionGroup]] = {
 _DEFAULTS = {field.name: field.default for field in fields(OffloadConfig)}
 
 
-def _declared(kind: type, *group: str) -> Iterator[Option]:
-    """Yield the options that are fields of a class, and of the groups among them."""
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        if not group and field.name in _GROUPS:
-            yield from _declared(_GROUPS[field.name], field.name)
-        else:
-            declaration = field.metadata["option"]
-            path = (*group, field.name)
-            name = declaration.name or field.name
-            yield Option(name, path, hints[field.name], field.default, declaration)
-
-
-OPTIONS: dict[str, Option] = {option.name: option for option in _declared(OffloadConfig)}
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in chain(
+        declared_in(OffloadConfig),
+        *(declared_in(kind, group) for group, kind in _GROUPS.items()),
+    )
+}
 """Keyword of `offload()`, and key of the table `[offload]` → the option."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from offloadtrain.config.toml import nearest, shown
 
@@ -31,54 +31,6 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declaration:
-    """What `option` adds to a field; the attributes are its arguments."""
-
-    doc: str
-    name: str | None
-    positive: bool
-    not_negative: bool
-    size: bool
-    choices: Iterable[object] | None
-    needs: Needs | None
-
-
-def option(
-    default: Value,
-    doc: str,
-    *,
-    name: str | None = None,
-    positive: bool = False,
-    not_negative: bool = False,
-    size: bool = False,
-    choices: Iterable[object] | None = None,
-    needs: Needs | None = None,
-) -> Value:
-    """Declare an option as a field of a dataclass.
-
-    Args:
-        default: its default.
-        doc: what it does, without its name, type and default.
-        name: keyword of `offload()` and key of the table `[offload]`; None: the field's name.
-        positive, not_negative: the range of a number.
-        size: a number of bytes, which a job may write as "10 GiB".
-        choices: the allowed values, if its type does not list them.
-        needs: what else must be set for it to have an effect.
-    """
-    declaration = Declaration(
-        doc=" ".join(doc.split()),
-        name=name,
-        positive=positive,
-        not_negative=not_negative,
-        size=size,
-        choices=choices,
-        needs=needs,
-    )
-    declared: Value = field(default=default, metadata={"option": declaration})
-    return declared
-
-
-@dataclass(frozen=True, slots=True)
 class Option:
     """A declared option.
 
@@ -86,13 +38,23 @@ class Option:
         name: keyword of `offload()` and key of the table `[offload]`.
         path: names of the attributes that lead to it from an `OffloadConfig`.
         kind: its type.
+        doc: what it does, without its name, type and default.
+        positive, not_negative: the range of a number.
+        size: a number of bytes, which a job may write as "10 GiB".
+        choices: the allowed values, if its type does not list them.
+        needs: what else must be set for it to have an effect.
     """
 
-    name: str
-    path: tuple[str, ...]
-    kind: Any
+    name: str = ""
+    path: tuple[str, ...] = ()
+    kind: Any = None
     default: Any
-    declaration: Declaration
+    doc: str
+    positive: bool = False
+    not_negative: bool = False
+    size: bool = False
+    choices: Iterable[object] | None = None
+    needs: Needs | None = None
 
     def of(self, config: object) -> Any:
         """Return its value in an `OffloadConfig`."""
@@ -101,30 +63,30 @@ class Option:
     @property
     def none_is_zero(self) -> bool:
         """Whether a job writes 0 for None: TOML has no null, and 0 is out of its range."""
-        return self.default is None and self.declaration.positive
+        return self.default is None and self.positive
 
     def problems(self, value: Any) -> Iterator[str]:
         """Yield a sentence if the value is not one of the choices or out of range."""
-        declared, words = self.declaration, self._words()
-        choices = words if get_origin(self.kind) is Literal else declared.choices
+        words = self._words()
+        choices = words if get_origin(self.kind) is Literal else self.choices
         if choices is not None:
             if value not in (allowed := tuple(choices)):
                 hint = nearest(value, map(str, allowed)) if isinstance(value, str) else ""
                 listed = ", ".join(map(repr, allowed))
                 yield f"{self.name} = {shown(value)} is not one of {listed}{hint}"
-        elif declared.positive or declared.not_negative:
+        elif self.positive or self.not_negative:
             if value in words or (value is None and self.default is None):
                 return
             if not isinstance(value, int | float) or isinstance(value, bool):
                 yield f"{self.name} = {value!r} is not a number"
-            elif declared.positive and not value > 0:
+            elif self.positive and not value > 0:
                 yield f"{self.name} = {value} is not positive"
             elif value < 0:
                 yield f"{self.name} = {value} is negative"
 
     def without_effect(self, value: Any, other: Any) -> Iterator[str]:
         """Yield a sentence if the value has no effect with the value of the option it needs."""
-        needs = self.declaration.needs
+        needs = self.needs
         if needs is None or value == self.default or other in needs.values:
             return
         allowed = " or ".join(map(repr, needs.values))
@@ -141,6 +103,30 @@ class Option:
         )
 
 
+def option(default: Value, doc: str, **declared: Any) -> Value:
+    """Declare an option as a field of a dataclass; `declared` are attributes of `Option`.
+
+    The name is the field's, unless `declared` has another one. `declared_in` adds path and type.
+    """
+    words = " ".join(doc.split())
+    metadata = {"option": Option(default=default, doc=words, **declared)}
+    as_field: Value = field(default=default, metadata=metadata)
+    return as_field
+
+
+def declared_in(kind: type, *path: str) -> Iterator[Option]:
+    """Yield the options that a dataclass declares, which is at `path` of an `OffloadConfig`."""
+    hints = get_type_hints(kind)
+    for declared in fields(kind):
+        if (entry := declared.metadata.get("option")) is not None:
+            yield replace(
+                entry,
+                name=entry.name or declared.name,
+                path=(*path, declared.name),
+                kind=hints[declared.name],
+            )
+
+
 def described(options: Iterable[Option], indent: str = "    ") -> str:
     """Return the options as lines of a Google-style "Args:" section."""
     wrap = textwrap.TextWrapper(
@@ -151,6 +137,5 @@ def described(options: Iterable[Option], indent: str = "    ") -> str:
         break_on_hyphens=False,
     )
     return "\n".join(
-        wrap.fill(f"{option.name}: {option.declaration.doc} Default: {option.default!r}.")
-        for option in options
+        wrap.fill(f"{option.name}: {option.doc} Default: {option.default!r}.") for option in options
     )

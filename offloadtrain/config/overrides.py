@@ -39,7 +39,7 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
 _GIVES_WAY += [
     (f"offload.{needs.option}", partial(_is_none_of, needs.values), f"offload.{option.name}")
     for option in OPTIONS.values()
-    if (needs := option.declaration.needs) is not None
+    if (needs := option.needs) is not None
 ]
 
 

@@ -500,7 +500,7 @@ def test_an_override_drops_options_of_the_file_that_need_another_value(
     option: str, value: object, override: str
 ) -> None:
     key, _, other = override.removeprefix("offload.").partition("=")
-    needed = OPTIONS[option].declaration.needs
+    needed = OPTIONS[option].needs
     assert needed is not None and needed.option == key
     table = f"[offload]\n{key} = {needed.values[0]!r}\n{option} = {value!r}\n"
     lines: list[str] = []

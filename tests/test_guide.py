@@ -79,7 +79,7 @@ def test_the_guide_followed_literally(
     exec(tune, ran)
     losses = [one["loss"] for one in ran["trainer"].state.log_history if "loss" in one]
     assert len(losses) == 20 and losses[-1] < losses[0]
-    assert ran["optimizer"].config.state == "int8"
+    assert ran["optimizer"].config.state.format == "int8"
     tokens = torch.tensor([[1, 2, 3]], device=ran["optimizer"].device)
     assert ran["model"](input_ids=tokens, labels=tokens).logits is None
     masters = dict(ran["optimizer"].master_weights())

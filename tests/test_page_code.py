@@ -93,7 +93,7 @@ def disk(blocks: list[str]) -> None:
     Path("scratch").mkdir()
     given: Names = {"ot": ot, "model": llama()}
     run(blocks[0], given, **{"/nvme/scratch": "scratch", 'state_on="disk"': _DISK})
-    assert given["optimizer"].config.state_on == "disk"
+    assert given["optimizer"].config.state.tier == "disk"
     trained(given["model"], given["optimizer"])
 
 

@@ -50,9 +50,22 @@ def test_the_python_snippet_trains(page: str) -> None:
     assert seen[-1] < 0.9 * seen[0]
 
 
+def test_groups_of_options_are_the_same_as_their_flat_names() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    code, expression = snippets("docs/loop.md")[1].rsplit("config.replace", 1)
+    names: dict[str, Any] = {"ot": ot, "model": model}
+    exec(code, names)
+    flat = re.search(r"the same as: (.*)", code)
+    assert flat is not None
+    assert names["optimizer"].config == eval(f"ot.OffloadConfig({flat[1]})", names)
+    call, _, printed = expression.partition("#")
+    assert eval(f"config.replace{call}", names) == eval(printed.strip())
+    names["optimizer"].close()
+
+
 @pytest.mark.parametrize("working", ["device", "host"])
 def test_weights_changed_in_the_loop_are_the_masters(working: str) -> None:
-    changing, told = snippets("docs/loop.md")[1].rsplit("optimizer.adopt", 1)
+    changing, told = snippets("docs/loop.md")[2].rsplit("optimizer.adopt", 1)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
     options: dict[str, Any] = {"device": "cpu", "precision": "fp32", "working": working}
     optimizer = ot.offload(model, ot.AdamW(lr=0.1), **options)

@@ -13,6 +13,7 @@ import pytest
 
 from offloadtrain.config.job import Config, as_tables, load
 from offloadtrain.config.model_shape import SIZES
+from offloadtrain.config.offload import OPTIONS
 from offloadtrain.events import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,16 @@ def test_every_key_of_a_job_is_in_the_reference(site: Path) -> None:
     rows = re.findall(r"<tr>\s*<td><code>(\w+)</code></td>(.*?)</tr>", page, re.DOTALL)
     assert len(rows) > 90
     assert [key for key, rest in rows if rest.rstrip().endswith("<td></td>")] == []
+
+
+@pytest.mark.slow
+def test_every_option_of_offload_is_in_the_reference(site: Path) -> None:
+    page = (site / "reference/python/index.html").read_text()
+    for name, option in OPTIONS.items():
+        row = f"<td><code>{name}</code></td>\n<td><code>config.{'.'.join(option.path)}</code></td>"
+        assert page.count(row) == 1
+        words = option.doc.partition("`")[0].partition('"')[0].partition("^")[0]
+        assert words in page
 
 
 @pytest.mark.slow

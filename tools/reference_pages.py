@@ -17,11 +17,12 @@ from offloadtrain.cli.main import app
 from offloadtrain.config.data_options import DataConfig
 from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.hf_section import HF_KEYS
-from offloadtrain.config.job import OFFLOAD, Config, DeviceConfig, TrainConfig
+from offloadtrain.config.job import OFFLOAD, OFFLOAD_KEYS, Config, DeviceConfig, TrainConfig
 from offloadtrain.config.log_options import LogConfig
 from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OPTIONS, OffloadConfig, OptionGroup
 from offloadtrain.config.optim_options import OptimConfig
+from offloadtrain.config.option import Option
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.config.units import format_count
 from offloadtrain.events import schema
@@ -31,7 +32,7 @@ TABLES: dict[str, tuple[type, object | None]] = {
     "model, with hf": (HfModel, None),
     "model.lora": (Lora, None),
     "device": (DeviceConfig, None),
-    "offload": (OffloadConfig, OFFLOAD),
+    "offload": (OffloadConfig, None),
     "optim": (OptimConfig, None),
     "data": (DataConfig, None),
     "train": (TrainConfig, None),
@@ -53,6 +54,10 @@ def keys_page() -> Iterator[str]:
     for table, (kind, defaults) in TABLES.items():
         yield f"## [{table}]\n\n{_summary(kind)}\n"
         yield "| key | type | default | meaning |\n|---|---|---|---|"
+        if kind is OffloadConfig:
+            yield from (_option_row(option, OFFLOAD) for option in OFFLOAD_KEYS.values())
+            yield ""
+            continue
         hints, meant = get_type_hints(kind), _meanings(kind)
         for one in fields(kind):
             if kind is HfModel and one.name not in HF_KEYS:
@@ -69,6 +74,27 @@ def _row(one: Field[Any], hint: object, defaults: object | None, meaning: str) -
     return f"| `{one.name}` | `{_type(hint)}` | {shown} | {meaning} |"
 
 
+def _option_row(option: Option, defaults: OffloadConfig) -> str:
+    default = option.of(defaults)
+    return f"| `{option.name}` | `{_type(option.kind)}` | `{default!r}` | {option.doc} |"
+
+
+def _options_section() -> Iterator[str]:
+    """The options of `offload()`, group by group."""
+    yield "#### Options of `offload`\n"
+    yield (
+        "Keyword arguments of `offload`, `pipeline` and `plan_model`, and of `OffloadConfig`, "
+        'which also takes them in groups: `OffloadConfig(state=StateOptions(format="int8"))`.\n'
+    )
+    yield "| option | in the config | type | default | meaning |\n|---|---|---|---|---|"
+    for option in OPTIONS.values():
+        yield (
+            f"| `{option.name}` | `config.{'.'.join(option.path)}` | `{_type(option.kind)}` | "
+            f"`{option.default!r}` | {option.doc} |"
+        )
+    yield ""
+
+
 def _type(hint: object) -> str:
     text = getattr(hint, "__name__", None) if isinstance(hint, type) else None
     plain = re.sub(r"typing\.|Literal\[([^]]*)\]", lambda m: m[1] or "", text or str(hint))
@@ -80,10 +106,9 @@ def _summary(kind: type) -> str:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """The docstring's word on each attribute; several may share one. `offload` has its options'."""
-    documented = ot.offload if kind is OffloadConfig else kind
+    """The docstring's word on each attribute; several may share one."""
     found = {}
-    for attribute in parse(documented.__doc__ or "").params:
+    for attribute in parse(kind.__doc__ or "").params:
         for name in attribute.arg_name.split(","):
             found[name.strip()] = " ".join((attribute.description or "").split())
     return found
@@ -127,8 +152,16 @@ def python_page() -> Iterator[str]:
     yield "# Python\n\n`import offloadtrain as ot`\n"
     for name in ot.__all__:
         target = getattr(ot, name)
-        if callable(target):
-            yield f"::: {target.__module__}.{target.__qualname__}\n"
+        if not callable(target):
+            continue
+        yield f"::: {target.__module__}.{target.__qualname__}"
+        if target is OffloadConfig:
+            yield "    options:\n      members: [replace, options, value, problems, checked]"
+        elif isinstance(target, type) and issubclass(target, OptionGroup):
+            yield "    options:\n      members: false"
+        yield ""
+        if target is ot.offload:
+            yield from _options_section()
 
 
 PAGES = {

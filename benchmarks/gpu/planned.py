@@ -21,7 +21,7 @@ def planned(spec: Spec, machine: Machine) -> dict[str, Any]:
         name=spec.size,
         model=spec.shape,
         data=DataConfig(train="-", seq_len=spec.seq_len),
-        offload=replace(OFFLOAD, **options | spec.options),
+        offload=OFFLOAD.replace(**options | spec.options),
         train=TrainConfig(
             steps=1, micro_batch=spec.micro_batch, grad_accum_steps=spec.grad_accum_steps
         ),

@@ -85,15 +85,16 @@ def make(spec: Spec, device: torch.device) -> System:
 def _offloadtrain(spec: Spec, device: torch.device) -> System:
     with torch.device("meta"):
         model = Transformer(spec.shape)
-    activation: dict[str, Any] = {"activation": "recompute"} if spec.recompute else {}
+    options: dict[str, Any] = {"precision": spec.precision, "clip_norm": CLIP_NORM}
+    if spec.recompute:
+        options["activation"] = "recompute"
     optimizer = offload(
         model,
         AdamW(lr=LR),
         device=device,
-        precision=spec.precision,
         grad_accum_steps=spec.grad_accum_steps,
         param_init_fn=fill,
-        **{"clip_norm": CLIP_NORM} | activation | spec.options,
+        **options | spec.options,
     )
 
     def micro(inputs: Tensor, targets: Tensor) -> Tensor:

@@ -56,8 +56,9 @@ def looked_at(
 
 def contradictions(hf: HfModel | None, offload: OffloadConfig) -> Iterator[str]:
     """Yield a sentence for each option that only models of transformers take."""
-    if hf is None and offload.keep_fp32 and offload.precision != "fp32":
+    if hf is None and offload.weights.keep_fp32 and offload.precision != "fp32":
         yield (
-            f"offload.keep_fp32 = {toml.shown([*offload.keep_fp32])} without model.hf: the shipped "
-            "transformer computes in one dtype. Leave it out, or set offload.precision = 'fp32'"
+            f"offload.keep_fp32 = {toml.shown([*offload.weights.keep_fp32])} without model.hf: the "
+            "shipped transformer computes in one dtype. Leave it out, or set "
+            "offload.precision = 'fp32'"
         )

@@ -37,7 +37,7 @@ from offloadtrain.config.model_shape import (
     num_active_params,
     num_params,
 )
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OPTIONS, OffloadConfig
 from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.overrides import settle
 from offloadtrain.config.ranks_options import RanksConfig, Stage
@@ -71,6 +71,9 @@ OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 _OF_TRAIN = ("grad_accum_steps", "seed", "checkpoint_spill")
 """Options of `offload` that a job has in [train]."""
 
+OFFLOAD_KEYS = {name: option for name, option in OPTIONS.items() if name not in _OF_TRAIN}
+"""Key of [offload] → the option."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -102,9 +105,9 @@ class Config:
     def __post_init__(self) -> None:
         of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
         # Memory for saves beside the next steps, from the host's arena: not where neither is.
-        if not self.train.checkpoint_every or self.offload.state_on in ("device", "disk"):
+        if not self.train.checkpoint_every or self.offload.state.tier in ("device", "disk"):
             of_train["checkpoint_spill"] = 0
-        object.__setattr__(self, "offload", replace(self.offload, **of_train))
+        object.__setattr__(self, "offload", self.offload.replace(**of_train))
 
     @property
     def rank_shape(self) -> ModelShape:
@@ -152,11 +155,11 @@ _SECTIONS: dict[str, type] = {
 }
 _PLAIN = {"name": str, "runs_dir": str}
 _SIZES = {
-    "offload": ("host_memory_limit", "device_memory_limit", "offload_saved_above"),
+    "offload": tuple(key for key, option in OFFLOAD_KEYS.items() if option.size),
     "train": ("checkpoint_spill",),
 }
 """Section → keys that are sizes, such as "10 GiB", or bytes."""
-_NONE_IS_ZERO = ("clip_norm", "host_memory_limit", "device_memory_limit")
+_NONE_IS_ZERO = tuple(key for key, option in OFFLOAD_KEYS.items() if option.none_is_zero)
 """Keys of [offload] for which 0 is none."""
 
 
@@ -240,7 +243,7 @@ def as_tables(config: Config) -> toml.Table:
     if (hf := tables.pop("hf")) is not None:
         kept = {key: hf[key] for key in HF_KEYS if hf[key] is not None}
         tables["model"] = kept
-    tables["offload"] = {key: tables["offload"][key] for key in _kinds("offload")}
+    tables["offload"] = {key: option.of(config.offload) for key, option in OFFLOAD_KEYS.items()}
     return tables
 
 
@@ -251,9 +254,9 @@ def _all_keys() -> list[str]:
 
 def _kinds(section: str) -> dict[str, Any]:
     """Return key → type for all keys of a section."""
-    kinds = toml.field_kinds(_SECTIONS[section])
-    others = () if section == "train" else _OF_TRAIN
-    return {key: kind for key, kind in kinds.items() if key not in others}
+    if section == "offload":
+        return {key: option.kind for key, option in OFFLOAD_KEYS.items()}
+    return toml.field_kinds(_SECTIONS[section])
 
 
 def _read_section(job: toml.Job, name: str) -> Any:
@@ -273,7 +276,7 @@ def _read_section(job: toml.Job, name: str) -> Any:
     if job.problems:
         return None
     if name == "offload":
-        return replace(OFFLOAD, **{k: _none_of_zero(k, value) for k, value in values.items()})
+        return OFFLOAD.replace(**{k: _none_of_zero(k, value) for k, value in values.items()})
     return cls(**values)
 
 
@@ -331,7 +334,7 @@ def _problems(config: Config) -> Iterator[str]:
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
     divided = max(config.ranks.pipeline, config.ranks.tensor, config.ranks.expert) > 1
-    if config.offload.activation == "offload_saved" and divided:
+    if config.offload.activations.mode == "offload_saved" and divided:
         yield (
             "offload.activation = 'offload_saved' with stages or parts (ranks.pipeline, "
             "ranks.tensor, ranks.expert) is for a loop of your own: the plan of a job traces whole "
@@ -362,7 +365,7 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
         *(table, model),
         is_own=own,
         samples=samples,
-        state=offload.state,
+        state=offload.state.format,
         rule=rule,
         adapters=adapters,
     )

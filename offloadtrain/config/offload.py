@@ -1,15 +1,28 @@
-"""The options of `offload`: one frozen object that checks every contradiction."""
+"""The options of `offload`: one frozen object that checks every contradiction.
+
+Each option is declared once, as a field with its type, default, range and docs. Options of
+placement and format are grouped by what they place: `config.weights.tier`. Each option also has a
+flat name, the keyword of `offload()` and the key of a job's table `[offload]`: `working`. `OPTIONS`
+lists them by that name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
-from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields, replace
+from itertools import chain
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
+from offloadtrain.config.option import Needs, Option, declared_in, option
 from offloadtrain.config.toml import nearest, shown
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
+
+UpdateMode: TypeAlias = Literal["exact", "speculative", "delayed"]
+
+WeightTier: TypeAlias = Literal["device", "host", "disk"]
+
+ActivationMode: TypeAlias = Literal["keep", "recompute", "offload", "offload_saved"]
 
 StateOn: TypeAlias = Literal["auto", "host", "device", "disk"] | Mapping[str, float]
 """The tier of the state, or tier → share of it; what is left of the shares is on the host."""
@@ -47,65 +60,113 @@ class OptionError(ValueError):
         self.problems = problems
 
 
+def _lists_to_tuples(options: Any) -> None:
+    """Turn lists of names into tuples: the object is frozen, and its values must be, too."""
+    for field in fields(options):
+        if isinstance(field.default, tuple):
+            object.__setattr__(options, field.name, tuple(getattr(options, field.name)))
+
+
+class OptionGroup:
+    """Options that place one kind of memory, or limit it."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        _lists_to_tuples(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadConfig:
-    """The options of `offload`, which documents them, and the table `[offload]` of a job.
+class WeightOptions(OptionGroup):
+    """Where the working weights are, which forward and backward compute with."""
 
-    Attributes:
-        precision: "auto" is for jobs only, and is resolved before `offload`.
-        state_on: "auto" is decided by the plan of a job, or by `device_memory_limit`.
-        recompute_blocks: "auto" is for jobs only, and decided by their plan.
-        sums_on: the same; `sums_down` applies if the plan decides on the device.
-    """
+    tier: WeightTier = option(
+        "device",
+        """residence of the working weights. "device"; "host": repeated blocks (the layers of a
+        list) are streamed, loaded ahead of their use in forward and in backward. Embedding, final
+        norm and head stay on the device; among ranks see `zero_stage`. "disk": as "host", from a
+        file in `scratch_dir`.""",
+        name="working",
+    )
+    device_slots: int = option(
+        2, "how many streamed blocks are on the device at once.", positive=True
+    )
+    resident_blocks: int | None = option(
+        None,
+        """how many of the repeated blocks stay on the device. None: as many as
+        `device_memory_limit` leaves room for; without one, none.""",
+        not_negative=True,
+    )
+    keep_fp32: tuple[str, ...] = option(
+        (),
+        """names of parameters, or shell patterns of them such as "*norm*", whose working weights
+        stay fp32. A scale near 1 moves in steps of 0.008 in bf16; where that is too coarse
+        (contrastive losses), fp32 norms follow their masters as under autocast, at the price of
+        fp32 inputs and outputs of these norms.""",
+    )
 
-    precision: Precision = "bf16"
-    state: str = "fp32"
-    state_on: StateOn = "host"
-    scratch_dir: str | None = None
-    scratch_in_memory: bool = False
-    grad_on: Literal["host", "disk"] = "host"
-    sums_on: Literal["auto", "host", "device"] = "host"
-    sums_down: Literal["fp32", "working"] = "fp32"
-    seed: int = 0
-    update: Literal["exact", "speculative", "delayed"] = "exact"
-    warmup_steps: int = 0
-    clip_norm: float | None = None
-    skip_nonfinite: bool = True
-    loss_scale_hysteresis: int = 1
-    grad_accum_steps: int = 1
-    host_memory_limit: int | None = None
-    checkpoint_spill: int = 0
-    working: Literal["device", "host", "disk"] = "device"
-    device_slots: int = 2
-    resident_blocks: int | None = None
-    device_memory_limit: int | None = None
-    activation: Literal["keep", "recompute", "offload", "offload_saved"] = "keep"
-    recompute_blocks: int | Literal["auto"] | None = None
-    offload_saved_above: int = OFFLOAD_SAVED_ABOVE
-    partition_activations: bool = False
-    compile_blocks: bool = False
-    zero_stage: int = 0
-    keep_whole: tuple[str, ...] = ()
-    reduction: Literal["working", "fp32"] = "working"
-    cast_inputs: bool | None = None
-    keep_fp32: tuple[str, ...] = ()
-    skip_unused: tuple[str, ...] = ()
-    pin_memory: bool = True
+    @property
+    def offloaded(self) -> bool:
+        """Streamed blocks are on the host or the disk, and not in shards on the devices."""
+        return self.tier != "device"
 
-    def problems(self) -> Iterator[str]:
-        """Yield a sentence for each broken rule; each begins with the option's name."""
-        out_of_range = [*self._unknown_choices(), *self._out_of_range()]
-        yield from out_of_range or self._contradictions()
 
-    def checked(self) -> OffloadConfig:
-        """Return self.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientOptions(OptionGroup):
+    """Where gradients wait for their update, and where microbatches are summed."""
 
-        Raises:
-            OptionError: with every problem.
-        """
-        if problems := tuple(self.problems()):
-            raise OptionError(*problems)
-        return self
+    tier: Literal["host", "disk"] = option(
+        "host",
+        """"disk": gradients of buckets whose state is on the disk wait there for their update, too;
+        a few are on the host at a time. Microbatches are then read, added and written. Not in
+        update mode "delayed". The same bits.""",
+        name="grad_on",
+    )
+    sums_tier: Literal["auto", "host", "device"] = option(
+        "host",
+        """where microbatches are summed, in fp32, if the state is on the host. "device": 4 bytes
+        per parameter there; one copy goes down per step, in fp32, whatever the number of
+        microbatches. The same bits. "auto" is decided by the plan of a job.""",
+        name="sums_on",
+    )
+    sums_dtype: Literal["fp32", "working"] = option(
+        "fp32",
+        """with sums on the device, the dtype in which they go down. "working": rounded once, before
+        the norm is taken: half the bytes, on the bus and in `gradients`; as exact as a gradient of
+        one microbatch. With `sums_on="auto"` it applies if the plan decides on the device.""",
+        name="sums_down",
+        needs=Needs(
+            "sums_on",
+            ("device", "auto"),
+            "every microbatch goes down in the working dtype, and is summed on the host",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateOptions(OptionGroup):
+    """Format and tier of the optimizer state: fp32 master weights and moments."""
+
+    format: str = option(
+        "fp32",
+        """format of the host state: "fp32" (12 bytes per parameter), "split16" (8; bf16 only) or
+        "int8" (5), or one of your own (docs/extending.md). Gradients take 2 more, or 4 where
+        microbatches are summed.""",
+        name="state",
+        choices=STATE_PRECISIONS,
+    )
+    tier: StateOn = option(
+        "host",
+        """where gradients, masters and moments are, and Adam runs. "host"; "device": nothing is
+        offloaded; a share such as {"device": 0.3}: that of the first blocks of the forward is on
+        the device, and the next forward runs over them while the host updates the others; "auto":
+        the largest share that `device_memory_limit` holds, and in a job what its plan decides.
+        Streamed weights (working = "host") have their state on the host. "disk", or a share:
+        masters and moments are in a file, and a few buckets of them on the host while it updates
+        them; for update modes "exact" and "delayed". The same bits everywhere on the CPU.""",
+        name="state_on",
+    )
+    seed: int = option(0, 'seed of stochastic rounding in "split16" and "int8".')
 
     @property
     def device_share(self) -> float:
@@ -117,10 +178,85 @@ class OffloadConfig:
         """The share of the state that is asked for on the disk."""
         return self._share("disk")
 
+    def _share(self, tier: str) -> float:
+        if isinstance(self.tier, str):
+            return float(self.tier == tier)
+        return self.tier.get(tier, 0.0)
+
+    def wrong_shares(self) -> Iterator[str]:
+        """Yield what is wrong with `state_on`, which is a tier or a table of shares."""
+        tier = self.tier
+        if not isinstance(tier, Mapping):
+            allowed = ("auto", *STATE_TIERS)
+            if tier not in allowed:
+                hint = nearest(tier, allowed) if isinstance(tier, str) else ""
+                yield (
+                    f"state_on = {shown(tier)} is not one of {', '.join(map(repr, allowed))}, nor "
+                    f"a table of shares such as {{device = 0.3}}{hint}"
+                )
+        elif unknown := [name for name in tier if name not in STATE_TIERS]:
+            yield (
+                f"state_on has a share on {shown(unknown[0])}, which is not one of "
+                f"{', '.join(map(repr, STATE_TIERS))}"
+            )
+        elif not all(_is_share(share) for share in tier.values()):
+            yield f"state_on = {shown(dict(tier))}: every share is from 0 to 1"
+        elif sum(tier.values()) > 1:
+            yield f"state_on = {shown(dict(tier))}: the shares are more than 1 together"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationOptions(OptionGroup):
+    """What backward reads of the forward: kept, computed again or moved to the host."""
+
+    mode: ActivationMode = option(
+        "keep",
+        """the activations of the layers of a list. "keep": all stay on the device; "recompute":
+        inputs stay, and forward runs again in backward (dropout draws the same); "offload": as
+        "recompute", with the inputs in host memory; "offload_saved": what the model's forward saves
+        for backward goes to host memory and comes back, of any model, and nothing runs again. A
+        loss outside of the model keeps what it saves.""",
+        name="activation",
+    )
+    recompute_blocks: int | Literal["auto"] | None = option(
+        None,
+        """with "recompute" and "offload" how many layers' forward runs again: the first ones; the
+        last ones, whose activations backward frees first, keep all of theirs. None: all. In a
+        pipeline it counts in each stage. "auto" is decided by the plan of a job.""",
+        not_negative=True,
+        needs=Needs(
+            "activation",
+            ("recompute", "offload"),
+            "it counts the layers whose forward runs again",
+        ),
+    )
+    offload_saved_above: int = option(
+        OFFLOAD_SAVED_ABOVE,
+        """bytes; with "offload_saved" smaller memory stays on the device.""",
+        not_negative=True,
+        size=True,
+        needs=Needs(
+            "activation", ("offload_saved",), "only activation = 'offload_saved' looks at sizes"
+        ),
+    )
+    partition: bool = option(
+        False,
+        """with tensor parallel, each rank of the axis "tp" keeps its part of the inputs that
+        recompute starts from, on the device ("recompute") or on the host ("offload"); they are
+        gathered for backward. Not with sequence parallel, whose inputs are divided already.""",
+        name="partition_activations",
+    )
+    cast_inputs: bool | None = option(
+        None,
+        """None: an fp32 input is cast where it meets a matrix of 16 bits and torch would refuse the
+        product: timesteps, labels and masks reach the model as they are. True: every floating-point
+        input of the model is cast at its entrance. False: none is cast.""",
+    )
+
     @property
     def recomputes(self) -> bool:
         """The forward of repeated blocks, of all or the first of them, runs again in backward."""
-        return self.activation in ("recompute", "offload") and self.recompute_blocks != 0
+        return self.mode in ("recompute", "offload") and self.recompute_blocks != 0
 
     def recomputed_of(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """Return those of a model's layers, in its order, whose forward runs again in backward. The
@@ -138,24 +274,274 @@ class OffloadConfig:
         return layers[: self.recompute_blocks] if self.recomputes else ()
 
     @property
-    def moved_activations(self) -> str:
+    def moved(self) -> str:
         """What the Ledger calls the activations that are moved to the host."""
-        return "saved tensors" if self.activation == "offload_saved" else "block inputs"
+        return "saved tensors" if self.mode == "offload_saved" else "block inputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOptions(OptionGroup):
+    """What data-parallel ranks share out, and how they sum gradients."""
+
+    zero_stage: int = option(
+        0,
+        """what ranks share out: 1: the optimizer state; 2: and gradients; 3: and the weights,
+        gathered for their use; 0: 3 with working = "host", which needs it, else 2. In stage 3
+        modules outside of layers stay whole where sharding them saves no memory: small ones, and a
+        tied embedding, which would need a slot as large as itself.""",
+        choices=(0, 1, 2, 3),
+    )
+    keep_whole: tuple[str, ...] = option(
+        (),
+        """in stage 3, names of modules outside of layers, or shell patterns of them, that stay
+        whole on every rank: those whose weights are read without calling them, and those that two
+        others need at once.""",
+    )
+    reduction: Literal["working", "fp32"] = option(
+        "working",
+        """dtype in which gradients are summed over ranks: "working", that of the weights, or
+        "fp32", at twice the traffic.""",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions(OptionGroup):
+    """Limits of memory, and the folder of what is on the disk."""
+
+    host_limit: int | None = option(
+        None,
+        """bytes that the engine may hold on the host; decides how many blocks "speculative" can
+        speculate on. None: nine tenths of what is available.""",
+        name="host_memory_limit",
+        positive=True,
+        size=True,
+    )
+    device_limit: int | None = option(
+        None,
+        """bytes that the engine may hold on the device: weights, slots and gradient staging.
+        Activations and gradients on their way are torch's.""",
+        name="device_memory_limit",
+        positive=True,
+        size=True,
+    )
+    pin: bool = option(True, "pin host memory where the device is a GPU.", name="pin_memory")
+    scratch_dir: str | None = option(
+        None,
+        """folder of the file for what is on the disk, on a local drive. The file has no name and
+        ends with the process.""",
+    )
+    scratch_in_memory: bool = option(
+        False, "accept a `scratch_dir` on tmpfs, which is host memory: for tests."
+    )
+    checkpoint_spill: int = option(
+        0,
+        """bytes of host memory into which a save copies the state that it writes last, so that the
+        next updates need not wait for the disk there; at most the state's.""",
+        not_negative=True,
+    )
+
+
+class OffloadOptions(TypedDict, total=False):
+    """The keywords of `OffloadConfig` and `offload()`, for editors and type checkers.
+
+    The fields of `OffloadConfig` and of its groups declare them; a test compares both.
+    """
+
+    precision: Precision
+    update: UpdateMode
+    warmup_steps: int
+    clip_norm: float | None
+    skip_nonfinite: bool
+    loss_scale_hysteresis: int
+    grad_accum_steps: int
+    skip_unused: Sequence[str]
+    compile_blocks: bool
+
+    weights: WeightOptions
+    working: WeightTier
+    device_slots: int
+    resident_blocks: int | None
+    keep_fp32: Sequence[str]
+
+    gradients: GradientOptions
+    grad_on: Literal["host", "disk"]
+    sums_on: Literal["auto", "host", "device"]
+    sums_down: Literal["fp32", "working"]
+
+    state: str | StateOptions
+    state_on: StateOn
+    seed: int
+
+    activations: ActivationOptions
+    activation: ActivationMode
+    recompute_blocks: int | Literal["auto"] | None
+    offload_saved_above: int
+    partition_activations: bool
+    cast_inputs: bool | None
+
+    sharding: ShardingOptions
+    zero_stage: int
+    keep_whole: Sequence[str]
+    reduction: Literal["working", "fp32"]
+
+    memory: MemoryOptions
+    host_memory_limit: int | None
+    device_memory_limit: int | None
+    pin_memory: bool
+    scratch_dir: str | None
+    scratch_in_memory: bool
+    checkpoint_spill: int
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class OffloadConfig:
+    """The options of `offload`, and the table `[offload]` of a job.
+
+    The constructor takes groups, `OffloadConfig(state=StateOptions(format="int8"))`, or the flat
+    names of options, `OffloadConfig(state="int8")`. `replace` changes options by their names.
+    """
+
+    precision: Precision = option(
+        "bf16",
+        """dtype of working weights and gradients: "bf16", "fp16" (dynamic loss scaling), "fp32".
+        "auto" is for jobs only.""",
+    )
+    update: UpdateMode = option(
+        "exact",
+        """update mode. "exact": the update of a resident run. "speculative": the same bits; Adam
+        runs inside backward on the assumption that nothing is clipped or skipped, into a second
+        copy of the state. "delayed": one step of staleness, Adam concurrently with the next
+        step.""",
+    )
+    warmup_steps: int = option(
+        0,
+        'in mode "delayed", exact steps before the first delayed one.',
+        not_negative=True,
+        needs=Needs(
+            "update", ("delayed",), "it counts the exact steps before the first delayed one"
+        ),
+    )
+    clip_norm: float | None = option(
+        None,
+        "largest global gradient norm; None: only `clip_grad_norm_` of the optimizer clips.",
+        positive=True,
+    )
+    skip_nonfinite: bool = option(
+        True,
+        """skip a step whose gradient norm is not finite; three in a row log a warning. If False and
+        nothing is clipped, Adam of mode "exact" runs inside backward.""",
+    )
+    loss_scale_hysteresis: int = option(
+        1,
+        """with "fp16", the overflow since the loss scale last grew that first halves it; 1, every
+        one does, as in torch's GradScaler.""",
+        positive=True,
+        needs=Needs("precision", ("fp16",), "only fp16 losses are scaled"),
+    )
+    grad_accum_steps: int = option(
+        1,
+        "microbatches per step, summed in fp32 on the host; `backward` divides by it, see above.",
+        positive=True,
+    )
+    skip_unused: tuple[str, ...] = option(
+        (),
+        """names of parameters, or shell patterns of them such as "*.experts.*": a step in which an
+        expert got no gradient leaves its weights, moments and step count, as torch skips a
+        parameter whose `.grad` is None. A tensor with three or more axes holds an expert per index
+        of the first one. Named parameters are updated in `step()` in every update mode
+        (docs/experts.md).""",
+    )
+    compile_blocks: bool = option(
+        False,
+        """`torch.compile` the forward of each layer of a list, at its first call. Layers alike
+        share one code. Results differ from uncompiled ones by rounding, and are the same in every
+        placement. Not with tensor or expert parallel.""",
+    )
+    weights: WeightOptions = WeightOptions()
+    gradients: GradientOptions = GradientOptions()
+    state: StateOptions = StateOptions()
+    activations: ActivationOptions = ActivationOptions()
+    sharding: ShardingOptions = ShardingOptions()
+    memory: MemoryOptions = MemoryOptions()
+
+    def __init__(self, **options: Unpack[OffloadOptions]) -> None:
+        """Make options out of groups or of flat names.
+
+        Raises:
+            TypeError: an unknown name.
+            ValueError: an option is given by its flat name together with groups, which have it.
+        """
+        groups, named = _divided(options)
+        if groups and (inner := [name for name in named if len(OPTIONS[name].path) > 1]):
+            name = inner[0]
+            raise ValueError(
+                f"{name} = {named[name]!r} and {', '.join(groups)} = ... are both given: set "
+                f"{'.'.join(OPTIONS[name].path)} in its group instead. To change an option of a "
+                f"config: config.replace({name}={named[name]!r})"
+            )
+        self._set({**_DEFAULTS, **groups}, named)
+
+    def replace(self, **options: Unpack[OffloadOptions]) -> OffloadConfig:
+        """Return a copy with other values of some options, by the keywords of `offload()`.
+
+        Raises:
+            TypeError: an unknown name.
+        """
+        groups, named = _divided(options)
+        changed = object.__new__(OffloadConfig)
+        current = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed._set({**current, **groups}, named)
+        return changed
+
+    def _set(self, values: dict[str, Any], named: Mapping[str, Any]) -> None:
+        """Set every field: to `values`, changed by options of flat names."""
+        changes: dict[str, dict[str, Any]] = {}
+        for name, value in named.items():
+            *group, key = OPTIONS[name].path
+            if group:
+                changes.setdefault(group[0], {})[key] = value
+            else:
+                values[key] = value
+        for owner, keys in changes.items():
+            values[owner] = replace(values[owner], **keys)
+        for key, value in values.items():
+            object.__setattr__(self, key, value)
+        _lists_to_tuples(self)
+
+    def value(self, name: str) -> Any:
+        """Return the value of the option with this keyword of `offload()`."""
+        return OPTIONS[name].of(self)
+
+    def options(self, *, changed: bool = False) -> dict[str, Any]:
+        """Return option → value, by the keywords of `offload()`: all of them, or with `changed`
+        those that differ from their defaults."""
+        values = {name: option.of(self) for name, option in OPTIONS.items()}
+        if not changed:
+            return values
+        return {name: value for name, value in values.items() if value != OPTIONS[name].default}
+
+    def problems(self) -> Iterator[str]:
+        """Yield a sentence for each broken rule; each begins with the option's name."""
+        out_of_range = [
+            problem for option in OPTIONS.values() for problem in option.problems(option.of(self))
+        ]
+        out_of_range += self.state.wrong_shares()
+        yield from out_of_range or self._contradictions()
+
+    def checked(self) -> OffloadConfig:
+        """Return self.
+
+        Raises:
+            OptionError: with every problem.
+        """
+        if problems := tuple(self.problems()):
+            raise OptionError(*problems)
+        return self
 
     @property
     def uses_disk(self) -> bool:
         """State, gradients or weights are in a file of `scratch_dir`."""
-        return self.disk_share > 0 or self.working == "disk"
-
-    @property
-    def offloads_weights(self) -> bool:
-        """Streamed blocks lie on the host or the disk, and not in shards on the devices."""
-        return self.working != "device"
-
-    def _share(self, tier: str) -> float:
-        if isinstance(self.state_on, str):
-            return float(self.state_on == tier)
-        return self.state_on.get(tier, 0.0)
+        return self.state.disk_share > 0 or self.weights.tier == "disk"
 
     def zero_stage_among(self, ranks: int) -> int:
         """Return the ZeRO stage on `ranks` ranks; 0: one rank.
@@ -163,216 +549,187 @@ class OffloadConfig:
         Raises:
             OptionError: the stage contradicts `working`.
         """
+        stage = self.sharding.zero_stage
         if ranks == 1:
             return 0
-        if self.offloads_weights and self.zero_stage in (1, 2):
+        if self.weights.offloaded and stage in (1, 2):
             raise OptionError(
-                f"working = {self.working!r} and zero_stage = {self.zero_stage}: with {ranks} "
+                f"working = {self.weights.tier!r} and zero_stage = {stage}: with {ranks} "
                 "ranks each host holds a shard of the weights, gathered for each use: set "
                 "zero_stage = 3"
             )
-        return self.zero_stage or (3 if self.offloads_weights else 2)
+        return stage or (3 if self.weights.offloaded else 2)
 
     def streams_among(self, ranks: int) -> bool:
         """Return whether repeated blocks may be streamed, from host, disk or shards."""
-        return self.offloads_weights or self.zero_stage_among(ranks) == 3
+        return self.weights.offloaded or self.zero_stage_among(ranks) == 3
 
     @property
     def updates_early(self) -> bool:
         """In mode "exact": nothing global has to be known before a bucket is updated."""
         return self.update == "exact" and self.clip_norm is None and not self.skip_nonfinite
 
-    def _unknown_choices(self) -> Iterator[str]:
-        for key, allowed in {**_choices(), "state": tuple(STATE_PRECISIONS)}.items():
-            if (value := getattr(self, key)) not in allowed:
-                hint = nearest(value, allowed) if isinstance(value, str) else ""
-                yield f"{key} = {shown(value)} is not one of {', '.join(map(repr, allowed))}{hint}"
-        yield from self._wrong_shares()
-
-    def _wrong_shares(self) -> Iterator[str]:
-        """Yield what is wrong with `state_on`, which is a tier or a table of shares."""
-        given = self.state_on
-        if not isinstance(given, Mapping):
-            allowed = ("auto", *STATE_TIERS)
-            if given not in allowed:
-                hint = nearest(given, allowed) if isinstance(given, str) else ""
-                yield (
-                    f"state_on = {shown(given)} is not one of {', '.join(map(repr, allowed))}, nor "
-                    f"a table of shares such as {{device = 0.3}}{hint}"
-                )
-            return
-        if unknown := [tier for tier in given if tier not in STATE_TIERS]:
-            yield (
-                f"state_on has a share on {shown(unknown[0])}, which is not one of "
-                f"{', '.join(map(repr, STATE_TIERS))}"
-            )
-        elif not all(_is_share(one) for one in given.values()):
-            yield f"state_on = {shown(dict(given))}: every share is from 0 to 1"
-        elif sum(given.values()) > 1:
-            yield f"state_on = {shown(dict(given))}: the shares are more than 1 together"
-
-    def _out_of_range(self) -> Iterator[str]:
-        may_be_none = {f.name for f in fields(self) if f.default is None}
-        for key in (*_POSITIVE, *_NOT_NEGATIVE):
-            value = getattr(self, key)
-            if (value is None and key in may_be_none) or (key, value) in _WORDS:
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                yield f"{key} = {value!r} is not a number"
-            elif key in _POSITIVE and not value > 0:
-                yield f"{key} = {value} is not positive"
-            elif value < 0:
-                yield f"{key} = {value} is negative"
-        if self.zero_stage not in (0, 1, 2, 3):
-            yield f"zero_stage = {self.zero_stage} is not one of 0, 1, 2, 3"
-
     def _contradictions(self) -> Iterator[str]:
+        for declared in OPTIONS.values():
+            if (needs := declared.needs) is not None:
+                yield from declared.without_effect(declared.of(self), self.value(needs.option))
         if self.precision == "fp16" and not self.skip_nonfinite:
             yield (
                 "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its "
                 "scale by skipping steps that overflow. Use precision = 'bf16', or set it to True"
             )
-        if self.loss_scale_hysteresis > 1 and self.precision != "fp16":
-            yield (
-                f"loss_scale_hysteresis = {self.loss_scale_hysteresis} and precision = "
-                f"{self.precision!r}: only fp16 losses are scaled: leave it out, or set precision "
-                "= 'fp16'"
-            )
-        if self.precision != "auto" and self.precision not in STATE_PRECISIONS[self.state]:
-            yield _cannot_keep(self.state, self.precision)
-        if self.warmup_steps and self.update != "delayed":
-            yield (
-                f"warmup_steps = {self.warmup_steps} and update = {self.update!r}: it counts the "
-                "exact steps before the first delayed one: leave it out, or set update = 'delayed'"
-            )
-        if self.resident_blocks and self.working == "device" and self.zero_stage != 3:
-            yield (
-                f"resident_blocks = {self.resident_blocks} applies only with working = 'host' or "
-                "zero_stage = 3: otherwise all blocks stay on the device"
-            )
-        yield from self._contradictions_of_activations()
-        if self.keep_whole and self.working == "device" and self.zero_stage != 3:
-            yield (
-                f"keep_whole = {list(self.keep_whole)} applies only with zero_stage = 3, "
-                "which shards modules outside of layers: leave it out"
-            )
-        if self.state_on == "device":
+        if self.precision != "auto" and self.precision not in STATE_PRECISIONS[self.state.format]:
+            yield _cannot_keep(self.state.format, self.precision)
+        yield from self._contradictions_of_placement()
+        if self.state.tier == "device":
             yield from self._contradictions_of_resident()
         if self.uses_disk:
             yield from self._contradictions_of_disk()
-        elif self.scratch_dir is not None:
+        elif self.memory.scratch_dir is not None:
             yield (
-                f"scratch_dir = {shown(self.scratch_dir)} is for state on the disk, and state_on = "
-                f"{shown(self.state_on)}: leave it out, or set state_on = 'disk'"
+                f"scratch_dir = {shown(self.memory.scratch_dir)} is for state on the disk, and "
+                f"state_on = {shown(self.state.tier)}: leave it out, or set state_on = 'disk'"
             )
-        if self.sums_down == "working" and self.sums_on == "host":
-            yield (
-                "sums_down = 'working' and sums_on = 'host': every microbatch goes down in the "
-                "working dtype, and is summed on the host: leave it out, or set sums_on = 'device'"
-            )
-        if self.grad_on == "disk":
+        if self.gradients.tier == "disk":
             yield from self._contradictions_of_gradients()
 
-    def _contradictions_of_activations(self) -> Iterator[str]:
-        """Yield a sentence for each option of another choice of `activation`."""
-        if self.partition_activations and not self.recomputes:
+    def _contradictions_of_placement(self) -> Iterator[str]:
+        """Yield a sentence for each option that another placement of weights or activations has."""
+        resident, names = self.weights.resident_blocks, self.sharding.keep_whole
+        if resident and not self.weights.offloaded and self.sharding.zero_stage != 3:
             yield (
-                f"partition_activations = True and activation = {self.activation!r}, "
-                f"recompute_blocks = {self.recompute_blocks}: only inputs that recompute starts "
-                "from are divided: set activation = 'recompute' or 'offload'"
+                f"resident_blocks = {resident} applies only with working = 'host' or "
+                "zero_stage = 3: otherwise all blocks stay on the device"
             )
-        if self.recompute_blocks is not None and self.activation not in ("recompute", "offload"):
+        if names and not self.weights.offloaded and self.sharding.zero_stage != 3:
             yield (
-                f"recompute_blocks = {shown(self.recompute_blocks)} and activation = "
-                f"{self.activation!r}: it counts the layers whose forward runs again: leave it "
-                "out, or set activation = 'recompute' or 'offload'"
+                f"keep_whole = {list(names)} applies only with zero_stage = 3, "
+                "which shards modules outside of layers: leave it out"
             )
-        if self.offload_saved_above != OFFLOAD_SAVED_ABOVE and self.activation != "offload_saved":
+        if self.activations.partition and not self.activations.recomputes:
             yield (
-                f"offload_saved_above = {self.offload_saved_above} and activation = "
-                f"{self.activation!r}: only activation = 'offload_saved' looks at sizes: leave it "
-                "out, or set that"
+                f"partition_activations = True and activation = {self.activations.mode!r}, "
+                f"recompute_blocks = {self.activations.recompute_blocks}: only inputs that "
+                "recompute starts from are divided: set activation = 'recompute' or 'offload'"
             )
 
     def _contradictions_of_resident(self) -> Iterator[str]:
         """Yield a sentence for each option that requires state on the host."""
-        if self.offloads_weights:
+        if self.weights.offloaded:
             yield (
-                f"working = {self.working!r} and state_on = 'device': streamed weights are "
+                f"working = {self.weights.tier!r} and state_on = 'device': streamed weights are "
                 "updated on the host: set working = 'device', or a share, which resident blocks "
                 "can have"
             )
-        if self.checkpoint_spill:
+        if self.memory.checkpoint_spill:
             yield (
-                f"checkpoint_spill = {self.checkpoint_spill} is host memory for state on the host, "
-                "and with state_on = 'device' none is there: leave it out"
+                f"checkpoint_spill = {self.memory.checkpoint_spill} is host memory for state on "
+                "the host, and with state_on = 'device' none is there: leave it out"
             )
 
     def _contradictions_of_disk(self) -> Iterator[str]:
         """Yield a sentence for each option that requires all in memory."""
         if self.update == "speculative":
-            there = f"state_on = {shown(self.state_on)}" if self.disk_share else "working = 'disk'"
+            on_disk = "working = 'disk'"
+            if self.state.disk_share:
+                on_disk = f"state_on = {shown(self.state.tier)}"
             yield (
-                f"update = 'speculative' and {there}: speculation updates a second copy of the "
+                f"update = 'speculative' and {on_disk}: speculation updates a second copy of the "
                 "state in host memory: use update = 'exact' or 'delayed'"
             )
-        if self.checkpoint_spill and self.state_on == "disk":
+        if self.memory.checkpoint_spill and self.state.tier == "disk":
             yield (
-                f"checkpoint_spill = {self.checkpoint_spill} copies state on the host, and with "
-                "state_on = 'disk' none is there: leave it out"
+                f"checkpoint_spill = {self.memory.checkpoint_spill} copies state on the host, and "
+                "with state_on = 'disk' none is there: leave it out"
             )
 
     def _contradictions_of_gradients(self) -> Iterator[str]:
         """Yield a sentence for each option that requires gradients in memory."""
-        if not self.disk_share:
+        if not self.state.disk_share:
             yield (
-                f"grad_on = 'disk' and state_on = {shown(self.state_on)}: a gradient is on the "
+                f"grad_on = 'disk' and state_on = {shown(self.state.tier)}: a gradient is on the "
                 "disk where its state is, as it waits for it: leave it out, or set state_on = "
                 "'disk' or a share of it"
             )
         if self.update == "delayed":
             yield (
                 "grad_on = 'disk' and update = 'delayed': a slot is free once its gradient is "
-                "measured, and the host does that behind the update of the step before: use "
+                "measured, and the host does that after the update of the previous step: use "
                 "update = 'exact', or grad_on = 'host'"
             )
+
+
+_GROUPS: dict[str, type[OptionGroup]] = {
+    "weights": WeightOptions,
+    "gradients": GradientOptions,
+    "state": StateOptions,
+    "activations": ActivationOptions,
+    "sharding": ShardingOptions,
+    "memory": MemoryOptions,
+}
+
+_DEFAULTS = {field.name: field.default for field in fields(OffloadConfig)}
+
+
+OPTIONS: dict[str, Option] = {
+    option.name: option
+    for option in chain(
+        declared_in(OffloadConfig),
+        *(declared_in(kind, group) for group, kind in _GROUPS.items()),
+    )
+}
+"""Keyword of `offload()`, and key of the table `[offload]` → the option."""
+
+
+def chosen_options(config: OffloadConfig | None, options: OffloadOptions) -> OffloadConfig:
+    """Return the options of a function that takes `config=None, **options`.
+
+    Raises:
+        TypeError: `config` is no OffloadConfig, or an option is unknown.
+        ValueError: both are given.
+    """
+    if config is None:
+        return OffloadConfig(**options)
+    if not isinstance(config, OffloadConfig):
+        raise TypeError(f"config is a {type(config).__name__}: give an OffloadConfig")
+    if options:
+        values = dict(options)
+        listed = ", ".join(f"{name} = {value!r}" for name, value in values.items())
+        keywords = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        raise ValueError(
+            f"config and {listed} are both given: put it into the config "
+            f"(config.replace({keywords})), or leave the config out"
+        )
+    return config
+
+
+def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide keyword arguments into groups and options of flat names.
+
+    Raises:
+        TypeError: an unknown name, or a group that is none.
+    """
+    groups, named = {}, {}
+    for key, value in options.items():
+        if key in _GROUPS and isinstance(value, _GROUPS[key]):
+            groups[key] = value
+        elif key in OPTIONS:
+            named[key] = value
+        elif key in _GROUPS:
+            raise TypeError(f"{key} = {value!r} must be a {_GROUPS[key].__name__}")
+        else:
+            raise TypeError(f"unknown option {key!r}{nearest(key, [*OPTIONS, *_GROUPS])}")
+    return groups, named
 
 
 def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-_POSITIVE = (
-    "clip_norm",
-    "grad_accum_steps",
-    "loss_scale_hysteresis",
-    "host_memory_limit",
-    "device_slots",
-    "device_memory_limit",
-)
-_NOT_NEGATIVE = (
-    "warmup_steps",
-    "resident_blocks",
-    "recompute_blocks",
-    "checkpoint_spill",
-    "offload_saved_above",
-)
-_WORDS = {("recompute_blocks", "auto")}
-"""Numbers that may be a word."""
-
-
-@cache
-def _choices() -> dict[str, tuple[Any, ...]]:
-    """Option → its allowed values, for options with a fixed set."""
-    kinds = get_type_hints(OffloadConfig)
-    named = [field.name for field in fields(OffloadConfig)]
-    return {key: get_args(kinds[key]) for key in named if get_origin(kinds[key]) is Literal}
-
-
 def _cannot_keep(state: str, precision: Precision) -> str:
     if state not in ("split16", "int8"):
-        kept = " or ".join(map(repr, STATE_PRECISIONS[state]))
-        return f"state = '{state}' does not keep {precision} weights: use precision = {kept}"
+        precisions = " or ".join(map(repr, STATE_PRECISIONS[state]))
+        return f"state = '{state}' does not keep {precision} weights: use precision = {precisions}"
     if precision == "fp32":
         return (
             f"state = '{state}' stores the upper half of each master as its 16-bit working weight, "

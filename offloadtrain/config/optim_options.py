@@ -80,18 +80,18 @@ def contradictions(optim: OptimConfig, offload: OffloadConfig) -> Iterator[str]:
             )
     if optim.nesterov and not (optim.momentum and optim.dampening == 0.0):
         yield "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0"
-    if optim.name == "adagrad" and offload.state == "int8":
+    if optim.name == "adagrad" and offload.state.format == "int8":
         yield (
             'offload.state = "int8" cannot keep the sum of optim.name = "adagrad"; use "fp32" or '
             '"split16"'
         )
-    if optim.name == "muon" and offload.state == "int8":
+    if optim.name == "muon" and offload.state.format == "int8":
         yield (
             'offload.state = "int8" rounds masters and moments together, which optim.name = "muon" '
             'writes at two times; use "fp32" or "split16"'
         )
-    on_device = offload.device_share or offload.state_on == "auto"
-    if optim.name == "muon" and offload.state == "split16" and on_device:
+    on_device = offload.state.device_share or offload.state.tier == "auto"
+    if optim.name == "muon" and offload.state.format == "split16" and on_device:
         yield (
             'offload.state = "split16" of optim.name = "muon" is for state on the host: the '
             'device\'s kernels for matrices are of fp32 state; use "fp32", or offload.state_on = '

@@ -7,15 +7,22 @@ contradictions within the file are refused as usual.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
+from offloadtrain.config.offload import OPTIONS
 from offloadtrain.config.toml import Job, shown
 
 WARMUP_SHARE = 10
 """Share of warm-up steps, as 1/n, in a run shorter than the file's warm-up."""
 
 _Wins = Callable[[Any], bool]
+
+
+def _is_none_of(values: Collection[object], value: object) -> bool:
+    return value not in values
+
 
 # (overridden key, the values that count, the key of the file that they make meaningless)
 _GIVES_WAY: list[tuple[str, _Wins, str]] = [
@@ -26,13 +33,13 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("train.global_batch_tokens", bool, "train.grad_accum_steps"),
     ("train.grad_accum_steps", bool, "train.global_batch_tokens"),
     ("train.sample_tokens", lambda count: count == 0, "train.sample_prompt"),
-    ("offload.activation", lambda one: one != "offload_saved", "offload.offload_saved_above"),
-    (
-        "offload.activation",
-        lambda one: one not in ("recompute", "offload"),
-        "offload.recompute_blocks",
-    ),
-    ("offload.update", lambda update: update != "delayed", "offload.warmup_steps"),
+]
+
+# Options that have an effect only with certain values of another one.
+_GIVES_WAY += [
+    (f"offload.{needs.option}", partial(_is_none_of, needs.values), f"offload.{option.name}")
+    for option in OPTIONS.values()
+    if (needs := option.needs) is not None
 ]
 
 
@@ -40,10 +47,10 @@ def settle(job: Job) -> Iterator[str]:
     """Remove from the job's tables the keys that overrides make meaningless; yield a line for
     each."""
     for key, wins, other in _GIVES_WAY:
-        value = _value(job, key)
-        if key in job.overridden and wins(value) and _of_the_file(job, other):
+        value, left = _value(job, key), _of_the_file(job, other)
+        if key in job.overridden and wins(value) and left and not _is_default(other, left):
             section, name = other.split(".")
-            left = job.tables[section].pop(name)
+            del job.tables[section][name]
             yield f"{other} = {shown(left)} of the job is overridden by {key} = {shown(value)}"
     # Of a run made shorter, the warm-up becomes as much shorter.
     steps, warmup = _value(job, "train.steps"), _of_the_file(job, "optim.warmup_steps")
@@ -52,6 +59,12 @@ def settle(job: Job) -> Iterator[str]:
     if 0 < steps < warmup:
         fitting = job.tables["optim"]["warmup_steps"] = steps // WARMUP_SHARE
         yield f"optim.warmup_steps {warmup} -> {fitting} (train.steps = {steps})"
+
+
+def _is_default(key: str, value: object) -> bool:
+    """Return whether it is the default of a key of [offload], which contradicts no other key."""
+    section, name = key.split(".")
+    return section == "offload" and value == OPTIONS[name].default
 
 
 def _of_the_file(job: Job, key: str) -> Any:

@@ -216,12 +216,12 @@ def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> It
     asked = f"ranks.stages_per_rank = {ranks.stages_per_rank}"
     for key, value, goes, instead in (
         ("update", offload.update, offload.update != "speculative", "'exact'"),
-        ("state_on", offload.state_on, offload.state_on in ("host", "device"), "'host'"),
-        ("working", offload.working, offload.working != "disk", "'host'"),
-        ("host_memory_limit", offload.host_memory_limit, offload.host_memory_limit is None, "0"),
+        ("state_on", offload.state.tier, offload.state.tier in ("host", "device"), "'host'"),
+        ("working", offload.weights.tier, offload.weights.tier != "disk", "'host'"),
+        ("host_memory_limit", offload.memory.host_limit, offload.memory.host_limit is None, "0"),
         (
-            *("device_memory_limit", offload.device_memory_limit),
-            *(offload.device_memory_limit is None, "0"),
+            *("device_memory_limit", offload.memory.device_limit),
+            *(offload.memory.device_limit is None, "0"),
         ),
     ):
         if not goes:
@@ -248,11 +248,17 @@ def unflushed_contradictions(
             f"{asked} and offload.update = {offload.update!r}: without a flush every update is one "
             'step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"'
         )
-    on_one_tier = offload.state_on in ("host", "device")
+    on_one_tier = offload.state.tier in ("host", "device")
     for key, value, goes, instead, why in (
         ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
-        ("offload.working", offload.working, offload.working != "disk", "host", _IN_MEMORY),
-        ("offload.state_on", offload.state_on, on_one_tier, "host", _ONE_TIER),
+        (
+            "offload.working",
+            offload.weights.tier,
+            offload.weights.tier != "disk",
+            "host",
+            _IN_MEMORY,
+        ),
+        ("offload.state_on", offload.state.tier, on_one_tier, "host", _ONE_TIER),
         ("offload.skip_unused", [*offload.skip_unused], not offload.skip_unused, [], _USED),
         ("optim.name", rule, rule != "muon", "adamw", _MATRICES),
         ("train.on_spike", on_spike, on_spike == "report", "report", _LOSS),
@@ -377,9 +383,9 @@ def expert_contradictions(
             f"{asked} and ranks.shard = {ranks.shard}: ranks that hold different experts hold all "
             "else alike, and share its state. Set ranks.expert = 1 or ranks.shard = 0"
         )
-    if offload.state not in ("fp32", "split16"):
+    if offload.state.format not in ("fp32", "split16"):
         yield (
-            f"{asked} and offload.state = {offload.state!r}: its scales stand for blocks of "
+            f"{asked} and offload.state = {offload.state.format!r}: its scales stand for blocks of "
             "elements in the order of memory, which other ranks order differently, so that no "
             'other mesh could read a checkpoint. Set offload.state = "fp32" or "split16"'
         )

@@ -73,7 +73,7 @@ def build(
         bucket.memory = memory
     ranges = Ranges(memory, BlockInputs(device))
     shared = blocks, lanes, ranks, rules, groups, disk
-    functions = Functions(*shared, seed=config.seed, parts=place.parts)
+    functions = Functions(*shared, seed=config.state.seed, parts=place.parts)
     residency = Residency(blocks, program, memory)
     interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
     sources = blocks, program, interpreter, functions, ranks, memory
@@ -183,7 +183,7 @@ def make_blocks(
     """
     order = {param: index for index, param in enumerate(model.parameters(), first)}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
-    full = keeps_fp32(model, config.keep_fp32)
+    full = keeps_fp32(model, config.weights.keep_fp32)
     skipped = skipped_in(model, config.skip_unused)
     streams = config.streams_among(ranks.size)
     root = "(root)" if any(part.name == "root" for part in parts) else "root"
@@ -220,7 +220,7 @@ def make_blocks(
 
 def recomputed_parts(parts: Sequence[Part], config: OffloadConfig) -> Sequence[Part]:
     """Return the parts whose forward runs again in backward."""
-    return config.recomputed_of([part for part in parts if part.repeated])
+    return config.activations.recomputed_of([part for part in parts if part.repeated])
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -276,7 +276,7 @@ def _buckets(
             dtype,
             params,
             order,
-            config.state,
+            config.state.format,
             shared_by,
             rules[group] if rules else None,
             skipped,
@@ -287,6 +287,6 @@ def _buckets(
 
 def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:
     """Return what takes tensors from autograd and gives them to `moves`."""
-    if spec.config.activation == "offload_saved":
-        return SavedOffloader(moves, model, spec.config.offload_saved_above)
+    if spec.config.activations.mode == "offload_saved":
+        return SavedOffloader(moves, model, spec.config.activations.offload_saved_above)
     return moves if spec.moves_inputs else None

@@ -72,9 +72,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.device, self.ranks, self.ledger = device, ranks, ledger or Ledger()
         self.working_dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
-        self._arena = Arena(self.ledger, pin=config.pin_memory and device.type == "cuda")
-        disk = DiskArena(self.ledger, config.scratch_dir, in_memory=config.scratch_in_memory)
-        lanes.loads_cross_bus = config.offloads_weights
+        self._arena = Arena(self.ledger, pin=config.memory.pin and device.type == "cuda")
+        disk = DiskArena(
+            self.ledger, config.memory.scratch_dir, in_memory=config.memory.scratch_in_memory
+        )
+        lanes.loads_cross_bus = config.weights.offloaded
         self._joined = ranks, place.stages.ranks, place.parts
         release = Release(self, lanes, self._arena, disk, self._joined)
         # Where it is dropped without close(), and at the end of the process.
@@ -112,7 +114,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._attach(config)
 
     def _attach(self, config: OffloadConfig) -> None:
-        model, engine, cast_inputs = self.model, self._engine, config.cast_inputs
+        model, engine, cast_inputs = self.model, self._engine, config.activations.cast_inputs
         slots = [slot for block in self._blocks for b in block.held for slot in b.slots]
         engine.attached += [
             *hook_parameters(engine, self._blocks),

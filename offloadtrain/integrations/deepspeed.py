@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -23,8 +23,8 @@ Tables = dict[str, dict[str, Any]]
 
 
 _BETAS = {"optimizer.params.betas": ("optim", "betas")}
-_DEFAULTS: dict[str, object] = {"optim": OptimConfig(), "offload": OFFLOAD}
-"""Section of a job → what it has unless it says otherwise."""
+_DEFAULTS = {"optim": asdict(OptimConfig()), "offload": OFFLOAD.options()}
+"""Section of a job → key → what it is unless the job says otherwise."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Imported:
         for key, why in self.undecided.items():
             target = ARGUMENTS.get(next(iter(AUTO.get(key, ())), ""), _BETAS.get(key))
             if target is not None and target[0] in _DEFAULTS:
-                value = getattr(_DEFAULTS[target[0]], target[1])
+                value = _DEFAULTS[target[0]][target[1]]
                 found[key] = f"{why}; until you set it, {'.'.join(target)} is {value!r}"
         return found
 

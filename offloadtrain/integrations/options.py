@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig, OptionGroup
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,9 +25,13 @@ def merged(options: Options, taken: Mapping[str, Any], whose: str) -> dict[str, 
         ValueError: an option has another value than the framework gives it.
     """
     if isinstance(options, OffloadConfig):
-        named = {field.name: getattr(options, field.name) for field in fields(options)}
-        default = OffloadConfig()
-        options = {k: v for k, v in named.items() if v != getattr(default, k)}
+        options = options.options(changed=True)
+    groups: dict[str, Any] = {
+        key: value for key, value in options.items() if isinstance(value, OptionGroup)
+    }
+    if groups:
+        named = {key: value for key, value in options.items() if key not in groups}
+        options = OffloadConfig(**groups).options(changed=True) | named
     if wrong := [key for key in taken if options.get(key, taken[key]) != taken[key]]:
         key = wrong[0]
         raise ValueError(

@@ -30,8 +30,8 @@ def reason_against_torch(optimizer: OffloadOptimizer) -> str | None:
     rules = {type(rule) for rule in optimizer._rules}
     if optimizer.ranks.size > 1:
         return f"the state is in shards on {optimizer.ranks.size} ranks"
-    if optimizer.config.state != "fp32":
-        return f"state = {optimizer.config.state!r} is not a format of torch's"
+    if optimizer.config.state.format != "fp32":
+        return f"state = {optimizer.config.state.format!r} is not a format of torch's"
     if rules != {AdamW}:
         return f"the update rule is {', '.join(sorted(rule.__name__ for rule in rules))}, not AdamW"
     if optimizer.config.skip_unused:

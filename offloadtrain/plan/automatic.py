@@ -44,16 +44,16 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
     waited for is the step's to say. All of this with sums of microbatches on the host and on the
     device, if that is open.
     """
-    if job.offload.sums_on == "auto":
+    if job.offload.gradients.sums_tier == "auto":
         return _with_faster_sums(job, planned)
     if job.ranks.layers_per_stage == "auto":
         job = _with_balanced_stages(job, planned)
-    if job.offload.recompute_blocks != "auto":
+    if job.offload.activations.recompute_blocks != "auto":
         return _with_state_that_fits(job, planned)
-    on_host = with_state_on(job, 0.0) if job.offload.state_on == "auto" else job
+    on_host = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
     layers = range(_num_layers(job))
     fewest = bisect_left(layers, True, key=lambda n: planned(_with_recompute(on_host, n)).has_room)
-    if job.offload.state_on != "auto":
+    if job.offload.state.tier != "auto":
         return _with_recompute(job, fewest)
     numbers = sorted({fewest, (fewest + len(layers)) // 2, len(layers)})
     tried = [_with_state_that_fits(_with_recompute(job, n), planned) for n in numbers]
@@ -75,14 +75,15 @@ def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Conf
 
 def with_sums_on(job: Config, tier: Literal["host", "device"]) -> Config:
     """Return the job with microbatches summed there; on the host they are summed in fp32."""
-    down = job.offload.sums_down if tier == "device" else "fp32"
-    return replace(job, offload=replace(job.offload, sums_on=tier, sums_down=down))
+    down = job.offload.gradients.sums_dtype if tier == "device" else "fp32"
+    return replace(job, offload=job.offload.replace(sums_on=tier, sums_down=down))
 
 
 def with_sums_of(job: Config, plan_job: Config) -> Config:
     """Return the job with the sums that its plan has decided on."""
-    keys = {key: getattr(plan_job.offload, key) for key in ("sums_on", "sums_down")}
-    return replace(job, offload=replace(job.offload, **keys))
+    decided = plan_job.offload.gradients
+    offload = job.offload.replace(sums_on=decided.sums_tier, sums_down=decided.sums_dtype)
+    return replace(job, offload=offload)
 
 
 def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> Config:
@@ -92,8 +93,8 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
     def with_layers(one: Config, each: tuple[int, ...]) -> Config:
         return replace(one, ranks=replace(one.ranks, layers_per_stage=each))
 
-    least = with_state_on(job, 0.0) if job.offload.state_on == "auto" else job
-    if job.offload.recompute_blocks == "auto":
+    least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
+    if job.offload.activations.recompute_blocks == "auto":
         least = _with_recompute(least, _num_layers(job))
     balanced = planned(with_layers(least, ())).balanced_layers
     even = evenly(sum(balanced), len(balanced))
@@ -105,18 +106,18 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
 def with_state_on(job: Config, share: float) -> Config:
     """Return the job with so large a share of the state on the device."""
     state_on: StateOn = {"device": share} if share else "host"
-    return replace(job, offload=replace(job.offload, state_on=state_on))
+    return replace(job, offload=job.offload.replace(state_on=state_on))
 
 
 def _with_recompute(job: Config, count: int) -> Config:
     # Without a layer that runs again no input is kept that could be divided.
-    divides = job.offload.partition_activations and count > 0
-    offload = replace(job.offload, recompute_blocks=count, partition_activations=divides)
+    divides = job.offload.activations.partition and count > 0
+    offload = job.offload.replace(recompute_blocks=count, partition_activations=divides)
     return replace(job, offload=offload)
 
 
 def _with_state_that_fits(job: Config, planned: Callable[[Config], Planned]) -> Config:
-    if job.offload.state_on != "auto":
+    if job.offload.state.tier != "auto":
         return job
     return with_state_on(job, planned(with_state_on(job, 0.0)).share_that_fits)
 

@@ -66,7 +66,7 @@ def needs_of(optim: OptimConfig) -> RuleNeeds:
 def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
     """Return all blocks in forward order."""
     parts = parts_of(config)
-    again = config.offload.recomputed_of([part.name for part in parts if part.repeated])
+    again = config.offload.activations.recomputed_of([part.name for part in parts if part.repeated])
     found: list[BlockSpec] = []
     for part in parts:
         block = _block(part, config, ranks, recomputed=part.name in again)
@@ -268,7 +268,7 @@ def _bucket(
         numel,
         sum(numels),
         dtype,
-        format_for(config.offload.state, dtype),
+        format_for(config.offload.state.format, dtype),
         ranks,
         needs.moments,
         tuple(sorted(found)),
@@ -279,6 +279,6 @@ def _bucket(
 
 def working_dtype(param: ParamShape, config: Config) -> str:
     """Dtype of the working weight."""
-    named = any(fnmatchcase(param.name, pattern) for pattern in config.offload.keep_fp32)
+    named = any(fnmatchcase(param.name, pattern) for pattern in config.offload.weights.keep_fp32)
     kept = param.fp32 or named
     return PRECISIONS["fp32" if kept else config.offload.precision]

@@ -217,7 +217,7 @@ def _rank(costs: Sequence[Costs], schedule: Schedule, rank: int, ranks: int, cou
 
 def _driven(costs: Costs, schedule: Schedule, count: int) -> Driven:
     spec = with_micro_steps(costs.spec, count)
-    spec = replace(spec, config=replace(spec.config, warmup_steps=0))
+    spec = replace(spec, config=spec.config.replace(warmup_steps=0))
     return Driven(Program(spec), schedule, costs.placed.input_bytes)
 
 

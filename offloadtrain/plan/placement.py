@@ -70,7 +70,7 @@ class Placement:
     @property
     def block_inputs(self) -> tuple[int, ...]:
         """Bytes of each tensor that `activation` moves to the host."""
-        if self.config.offload.activation not in ("offload", "offload_saved"):
+        if self.config.offload.activations.mode not in ("offload", "offload_saved"):
             return ()
         if self.traced is not None:
             return tuple(map(self._of_part, self.traced.block_inputs)) * self.in_flight
@@ -146,7 +146,7 @@ def place(
         PlanError: a device limit is too small for the slots and the unstreamed part, the stage
             contradicts `working`, or Muon has no matrix to update; "offload_saved" without a trace.
     """
-    if config.offload.activation == "offload_saved" and trace is None:
+    if config.offload.activations.mode == "offload_saved" and trace is None:
         raise PlanError(
             "offload.activation = 'offload_saved': what it moves to the host is known from a trace "
             "of the model, which this search does not make: plan the job by itself (offloadtrain "

@@ -278,7 +278,7 @@ class Plan:
         used = sum(device.values())
         if not self.machine.on_cpu and used > self.device_room:
             found.append(_too_much("the device", used, self.device_room, device))
-        limit = self.job.offload.host_memory_limit
+        limit = self.job.offload.memory.host_limit
         held = sum(host.values()) - host.get(PROCESS, 0)
         if limit is not None and held > limit:
             found.append(_too_much("offload.host_memory_limit", held, limit, host))

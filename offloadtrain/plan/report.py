@@ -61,8 +61,8 @@ def as_json(plan: Plan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "streamed_blocks": len(spec.streamed),
         "recomputed_blocks": plan.placed.recomputed,
         "state_on_device": device_share(spec),
-        "sums_on": plan.job.offload.sums_on,
-        "sums_down": plan.job.offload.sums_down,
+        "sums_on": plan.job.offload.gradients.sums_tier,
+        "sums_down": plan.job.offload.gradients.sums_dtype,
         "device_bytes": plan.device,
         "device_room_bytes": plan.device_room,
         "host_bytes": plan.host,
@@ -148,11 +148,11 @@ def _head(plan: Plan) -> str:
         lines.append(
             f"{share:.0f} % of the state on the device: {len(there)} of {len(spec.blocks)} blocks"
         )
-    if job.offload.recompute_blocks is not None:
+    if job.offload.activations.recompute_blocks is not None:
         again = f"{plan.placed.recomputed} of {plan.placed.repeated} blocks"
         lines.append(f"the forward of {again} runs again, the others keep their activations")
     if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
-        down = "fp32" if job.offload.sums_down == "fp32" else "the working dtype"
+        down = "fp32" if job.offload.gradients.sums_dtype == "fp32" else "the working dtype"
         lines.append(
             f"microbatches are summed on the device; a step's sum goes down once, in {down}"
         )
@@ -164,7 +164,7 @@ def _head(plan: Plan) -> str:
         )
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
-        where = places[config.offload.working]
+        where = places[config.offload.weights.tier]
         lines.append(f"{len(spec.streamed)} blocks are streamed from {where}")
     return "\n".join(lines)
 
@@ -226,7 +226,7 @@ def _step(plan: Plan) -> str:
         f"DRAM: {format_bytes(found.dram_bytes)} by the host's kernels"
         + (f"; to other ranks: {format_bytes(found.comm_bytes)}" if plan.ranks > 1 else "")
     )
-    if plan.job.offload.activation == "offload_saved":
+    if plan.job.offload.activations.mode == "offload_saved":
         lines.append(saved_tensors.told(plan.placed, machine))
     if plan.disk:
         lines += [_disk(plan), _wear(plan)]
@@ -374,7 +374,7 @@ def _changes(plan: Plan, changes: Sequence[Change]) -> str:
 
 def _drive(plan: Plan) -> str:
     """Say what a drive could hold; it was not tried, as its rates and its wear are the user's."""
-    if plan.job.offload.grad_on == "disk" and plan.job.offload.working == "disk":
+    if plan.job.offload.gradients.tier == "disk" and plan.job.offload.weights.tier == "disk":
         return ""
     return (
         " Or a drive: --set offload.state_on=disk offload.working=disk offload.grad_on=disk "

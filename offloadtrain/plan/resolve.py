@@ -30,11 +30,11 @@ def resolved(job: Config, machine: Machine) -> Config:
             f"offload.precision = {precision!r}, but {where} does not support it: set "
             f"offload.precision = {' or '.join(machine.precisions)}"
         )
-    state = job.offload.state
+    state = job.offload.state.format
     if precision not in STATE_PRECISIONS[state]:
         raise PlanError(
             f"offload.state = {state!r} does not support offload.precision = {precision!r} on "
             f"{where}: set offload.state = fp32"
             + (" or int8" if precision in STATE_PRECISIONS["int8"] else "")
         )
-    return replace(job, offload=replace(job.offload, precision=precision))
+    return replace(job, offload=job.offload.replace(precision=precision))

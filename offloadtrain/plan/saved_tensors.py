@@ -35,7 +35,7 @@ def hidden_above(placed: Placement, machine: Machine) -> int:
 
 def told(placed: Placement, machine: Machine) -> str:
     """Say how many tensors move and, where compute does not hide them, which it would."""
-    sizes, asked = placed.block_inputs, placed.config.offload.offload_saved_above
+    sizes, asked = placed.block_inputs, placed.config.offload.activations.offload_saved_above
     if not sizes:
         return (
             f"saved tensors: none has {format_bytes(asked)}, so nothing moves: lower "

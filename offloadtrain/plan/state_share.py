@@ -23,7 +23,7 @@ def most(placed: Placement, room: int) -> float:
         placed: with all of the state on the host.
         room: device bytes for all that the engine holds.
     """
-    limit = placed.config.offload.device_memory_limit
+    limit = placed.config.offload.memory.device_limit
     limit = room if limit is None else min(limit, room)
     return device_share(filled(placed.spec, limit, device_bytes))
 

@@ -97,7 +97,7 @@ def _beyond(one: Steady, two: Steady, times: float) -> Steady:
 
 
 def with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
-    return replace(spec, config=replace(spec.config, grad_accum_steps=count))
+    return replace(spec, config=spec.config.replace(grad_accum_steps=count))
 
 
 def _prediction(costs: Costs, found: Steady) -> Prediction:

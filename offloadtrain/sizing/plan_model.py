@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config, DataConfig, OptimConfig, TrainConfig
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig, OffloadOptions, chosen_options
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import report
 from offloadtrain.plan.plan import Plan, make
@@ -65,7 +65,7 @@ def plan_model(
     ranks: int = 1,
     loss: Callable[[Any], Tensor] | None = None,
     config: OffloadConfig | None = None,
-    **options: Any,
+    **options: Unpack[OffloadOptions],
 ) -> ModelPlan:
     """Plan `offload(model, **options)` on a machine, without weights and without data.
 
@@ -90,11 +90,7 @@ def plan_model(
         PlanError, MachineError: the machine cannot run it whatever its memory.
         ValueError: options out of range or contradictory.
     """
-    chosen = (config or OffloadConfig(**options)).checked()
-    if config is not None and options:
-        raise ValueError(
-            f"config and {', '.join(options)} are both given: put them into the config"
-        )
+    chosen = chosen_options(config, options).checked()
     name, target = _machine(machine)
     made = model if isinstance(model, nn.Module) else _made(model)
     job = _job(made, batch, chosen, ranks, loaded=isinstance(model, nn.Module))
@@ -141,7 +137,7 @@ def _job(
             steps=1,
             micro_batch=samples * ranks,
             grad_accum_steps=config.grad_accum_steps,
-            seed=config.seed,
+            seed=config.state.seed,
         ),
     )
 

@@ -91,7 +91,7 @@ def trace_step(
     check_model(model, may_be_meta=True)
     traced = partial(_moments, model, loss_of, config, packed)
     parts = partition(model)
-    again = config.recomputed_of([part.module for part in parts if part.repeated])
+    again = config.activations.recomputed_of([part.module for part in parts if part.repeated])
     with cpu_stands_for(on_cpu=on_cpu), fused_norms(on_cpu=on_cpu):
         moments = _extended(traced, runs_of(model, again)) or traced()
     return _found(moments, [part.name or "root" for part in parts])
@@ -175,14 +175,14 @@ def _as_traced(config: OffloadConfig, model: nn.Module, runs: Sequence[Run]) -> 
     """Return the options that decide what torch allocates, the others at their defaults."""
     left_out = {run.names[at] for run in runs for at in run.skipped}
     layers = [part.name for part in partition(model) if part.repeated]
-    again = [name for name in config.recomputed_of(layers) if name not in left_out]
+    again = [name for name in config.activations.recomputed_of(layers) if name not in left_out]
     return OffloadConfig(
         precision=config.precision,
-        activation=config.activation,
-        recompute_blocks=len(again) if config.recompute_blocks is not None else None,
-        offload_saved_above=config.offload_saved_above,
-        keep_fp32=config.keep_fp32,
-        cast_inputs=config.cast_inputs,
+        activation=config.activations.mode,
+        recompute_blocks=len(again) if config.activations.recompute_blocks is not None else None,
+        offload_saved_above=config.activations.offload_saved_above,
+        keep_fp32=config.weights.keep_fp32,
+        cast_inputs=config.activations.cast_inputs,
     )
 
 
@@ -198,7 +198,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         place=StagePlace(Stages(ALONE)),
         param_init_fn=None,
         lanes=InertLanes(meter),
-        arena=_HostMemory(ledger, meter, config.moved_activations),
+        arena=_HostMemory(ledger, meter, config.activations.moved),
         disk=MetaDiskArena(ledger),
         ledger=ledger,
         has_values=False,
@@ -212,7 +212,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
     ]
     hooks += hook_parameters(engine, blocks)
     dtype = PRECISIONS[config.precision]
-    hooks += attach_casts(model, layers, dtype, cast_inputs=config.cast_inputs)
+    hooks += attach_casts(model, layers, dtype, cast_inputs=config.activations.cast_inputs)
     return _Offloaded(model, engine, blocks, hooks)
 
 

@@ -51,7 +51,9 @@ class Tracer:
     def __call__(self, config: Config) -> TracedStep:
         """Return what a microbatch of this job takes; raises as `trace_step`."""
         size = config.train.micro_batch
-        if config.offload.activation == "offload_saved":  # which tensors move depends on the size
+        if (
+            config.offload.activations.mode == "offload_saved"
+        ):  # which tensors move depends on the size
             return self._traced(config, size)
         if not _FEW < size < self._asked:
             return self._traced(config, size)
@@ -63,12 +65,12 @@ class Tracer:
         key = (
             *(size, config.data.seq_len, train.chunked_loss),
             *(
-                offload.activation,
-                offload.recompute_blocks,
-                offload.offload_saved_above,
+                offload.activations.mode,
+                offload.activations.recompute_blocks,
+                offload.activations.offload_saved_above,
                 offload.precision,
-                offload.keep_fp32,
-                offload.cast_inputs,
+                offload.weights.keep_fp32,
+                offload.activations.cast_inputs,
             ),
         )
         if key not in self._found:

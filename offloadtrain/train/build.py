@@ -93,7 +93,7 @@ def assemble(
     precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
         job,
-        offload=_checked(_on_disk_of(job, replace(job.offload, precision=precision)), why),
+        offload=_checked(_on_disk_of(job, job.offload.replace(precision=precision)), why),
         device=replace(job.device, kind="auto"),
     )
     if problems := list(problems_of_ranks(chosen)):
@@ -259,7 +259,7 @@ def _on_disk_of(job: Config, offload: OffloadConfig) -> OffloadConfig:
     """Put what is on the disk beside the runs, unless the job names a folder for it."""
     if not offload.uses_disk:
         return offload
-    return replace(offload, scratch_dir=offload.scratch_dir or job.runs_dir)
+    return offload.replace(scratch_dir=offload.memory.scratch_dir or job.runs_dir)
 
 
 def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:
@@ -290,12 +290,9 @@ def _planned(
     trace = needed_trace(config, machine, ranks.size)
     own = settled(config, name, machine, ranks.size, trace)
     # By rank 0's memory and rates. What is sent has no tuples.
-    options, each = ranks.broadcast_object([asdict(own.offload), own.ranks.layers_per_stage])
-    same: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
-    }
+    options, each = ranks.broadcast_object([own.offload.options(), own.ranks.layers_per_stage])
     stages = replace(config.ranks, layers_per_stage=tuple(each))
-    chosen = replace(config, offload=OffloadConfig(**same), ranks=stages)
+    chosen = replace(config, offload=OffloadConfig(**options), ranks=stages)
     found = make(chosen, name, machine, ranks.size, trace, mesh.stages.rank)
     if problems := found.certain_problems:
         raise PlanError(

@@ -176,8 +176,7 @@ def proved(
         unflushed: the stage of a pipeline without flushes, whose steps overlap.
     """
     most = max(MOST_MICRO_STEPS, 0 if unflushed is None else unflushed.count)
-    config = replace(
-        spec.config,
+    config = spec.config.replace(
         grad_accum_steps=min(spec.config.grad_accum_steps, most),
         warmup_steps=min(spec.config.warmup_steps, 1),
     )

@@ -22,9 +22,9 @@ from offloadtrain.sizing.tracer import Tracer
 
 def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
     """Return the trace that a plan of this job must have; None: the shape of its model tells it."""
-    needed = job.offload.activation == "offload_saved"
+    needed = job.offload.activations.mode == "offload_saved"
     # Of other models than ours the shape estimates activations, too coarsely to fill a device.
-    needed = needed or (job.hf is not None and job.offload.recompute_blocks == "auto")
+    needed = needed or (job.hf is not None and job.offload.activations.recompute_blocks == "auto")
     return tracer_of(job, machine, ranks) if needed else None
 
 

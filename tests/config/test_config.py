@@ -30,7 +30,7 @@ from offloadtrain.config.job import (
     TrainConfig,
 )
 from offloadtrain.config.model_shape import SIZES, ModelShape
-from offloadtrain.config.offload import STATE_PRECISIONS, OffloadConfig
+from offloadtrain.config.offload import OPTIONS, STATE_PRECISIONS, OffloadConfig
 from offloadtrain.config.toml import converted
 from tests import levels
 
@@ -63,7 +63,7 @@ def test_defaults_and_sizes() -> None:
     small = job()
     assert small.name == "small" and small.model == SIZES["debug"]
     assert small.optim == OptimConfig() and small.device == DeviceConfig()
-    assert small.offload == replace(OFFLOAD, grad_accum_steps=1, seed=1234)
+    assert small.offload == OFFLOAD.replace(grad_accum_steps=1, seed=1234)
     assert small.train == TrainConfig(steps=100)
     assert small.batch_tokens == 8 * 128
 
@@ -88,7 +88,7 @@ def test_an_int_is_accepted_for_a_float_and_becomes_one() -> None:
         ("optim.schedule=linear", "optim.schedule", "linear"),
         ('optim.schedule="linear"', "optim.schedule", "linear"),
         ("data.source=/a b/c=d.txt", "data.source", "/a b/c=d.txt"),
-        ("offload.pin_memory=false", "offload.pin_memory", False),
+        ("offload.pin_memory=false", "offload.memory.pin", False),
         ("train.steps=1_000", "train.steps", 1000),
         ("name=other", "name", "other"),
         (" name = other ", "name", "other"),
@@ -339,7 +339,7 @@ def test_weights_of_the_shipped_transformer_have_one_dtype(precision: str) -> No
     kept = ["offload.keep_fp32=['*norm*']", f"offload.precision={precision}"]
     (only,) = problems(JOB, *kept)
     assert "without model.hf" in only and "set offload.precision = 'fp32'" in only
-    assert job(*kept, "offload.precision=fp32").offload.keep_fp32 == ("*norm*",)
+    assert job(*kept, "offload.precision=fp32").offload.weights.keep_fp32 == ("*norm*",)
 
 
 UNKNOWN_KEYS = [
@@ -363,7 +363,7 @@ UNKNOWN_KEYS = [
         "optim.delay_warmup_steps",
         "; did you mean optim.warmup_steps or offload.warmup_steps? (known in [optim]: ",
     ),
-    ("offload.seed", "; did you mean train.seed? (known in [offload]: precision, state, "),
+    ("offload.seed", "; did you mean train.seed? (known in [offload]: precision, update, "),
     ("offload.grad_accum_steps", "; did you mean train.grad_accum_steps? (known in [offload]: "),
     ("model.szie", "; did you mean size? (known in [model]: size, vocab_size, "),
     ("data.qqq", " (known in [data]: source, tokenizer, form, "),
@@ -487,6 +487,36 @@ def test_what_an_override_makes_impossible_gives_way_aloud(
     assert not again
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "override"),
+    [
+        ("loss_scale_hysteresis", 2, "offload.precision=bf16"),
+        ("sums_down", "working", "offload.sums_on=host"),
+        ("recompute_blocks", 3, "offload.activation=keep"),
+        ("warmup_steps", 4, "offload.update=exact"),
+    ],
+)
+def test_an_override_drops_options_of_the_file_that_need_another_value(
+    option: str, value: object, override: str
+) -> None:
+    key, _, other = override.removeprefix("offload.").partition("=")
+    needed = OPTIONS[option].needs
+    assert needed is not None and needed.option == key
+    table = f"[offload]\n{key} = {needed.values[0]!r}\n{option} = {value!r}\n"
+    lines: list[str] = []
+    job_of_file = jobs.loads(JOB + table, "job.toml")
+    assert job_of_file.offload.value(option) == value
+    changed = jobs.loads(JOB + table, "job.toml", [override], lines.append)
+    assert changed.offload.options(changed=True).keys().isdisjoint({option})
+    assert lines == [
+        f"offload.{option} = {value!r} of the job is overridden by offload.{key} = {other!r}"
+    ]
+    # A resolved job has every key: its defaults contradict nothing, and no line names them.
+    lines.clear()
+    jobs.loads(jobs.dump(changed), "resolved.toml", [override], lines.append)
+    assert not lines
+
+
 def test_a_file_that_contradicts_itself_is_refused_all_the_same() -> None:
     (only,) = problems(LONG_JOB.replace("steps = 20000", "steps = 40"))
     assert only == "job.toml: optim.warmup_steps = 700 must be at most train.steps = 40"
@@ -551,6 +581,11 @@ def _any_of(kind: Any) -> st.SearchStrategy[Any]:
 def _section(cls: type, **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     hints = get_type_hints(cls)
     return st.builds(cls, **{f.name: _any_of(hints[f.name]) for f in fields(cls)} | fixed)
+
+
+def _offload(**fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[OffloadConfig]:
+    options = {name: _any_of(option.kind) for name, option in OPTIONS.items()}
+    return st.builds(OffloadConfig, **options | fixed)
 
 
 _PRINTABLE = st.characters(codec="utf-8", exclude_categories=("C", "Z"), include_characters=" ")
@@ -658,7 +693,7 @@ def _configs(draw: st.DrawFn) -> Config:
         ),
         data=draw(_section(DataConfig, cache=_PATHS, seq_len=st.just(seq_len), **data)),
         optim=draw(_optims(state, state_on, update, steps)),
-        offload=draw(_section(OffloadConfig, **offload)),
+        offload=draw(_offload(**offload)),
         device=draw(
             _section(
                 DeviceConfig,
@@ -757,23 +792,26 @@ def test_a_state_that_the_precision_cannot_have(state: str, precision: str, said
 
 def test_sizes_are_written_as_people_do() -> None:
     for text in ("24 GiB", "'24GiB'", "25769803776"):
-        assert job(f"offload.host_memory_limit={text}").offload.host_memory_limit == 24 << 30
+        assert job(f"offload.host_memory_limit={text}").offload.memory.host_limit == 24 << 30
 
 
 def test_a_spill_is_a_size_and_goes_with_regular_saves() -> None:
-    assert job("train.checkpoint_every=5").offload.checkpoint_spill == 64 << 20
-    assert job("train.checkpoint_every=5", "train.checkpoint_spill=0").offload.checkpoint_spill == 0
+    assert job("train.checkpoint_every=5").offload.memory.checkpoint_spill == 64 << 20
+    assert (
+        job("train.checkpoint_every=5", "train.checkpoint_spill=0").offload.memory.checkpoint_spill
+        == 0
+    )
     one = job("train.checkpoint_every=5", "train.checkpoint_spill=1 MiB")
-    assert one.offload.checkpoint_spill == one.train.checkpoint_spill == 1 << 20
+    assert one.offload.memory.checkpoint_spill == one.train.checkpoint_spill == 1 << 20
     assert jobs.loads(jobs.dump(one)) == one
-    assert job("train.checkpoint_spill=1 MiB").offload.checkpoint_spill == 0
+    assert job("train.checkpoint_spill=1 MiB").offload.memory.checkpoint_spill == 0
     resident = job("train.checkpoint_every=5", "offload.state_on=device")
-    assert resident.offload.checkpoint_spill == 0
+    assert resident.offload.memory.checkpoint_spill == 0
 
 
 @pytest.mark.parametrize("key", ["clip_norm", "host_memory_limit", "device_memory_limit"])
 def test_zero_is_none(key: str) -> None:
-    assert getattr(job(f"offload.{key}=0").offload, key) is None
+    assert job(f"offload.{key}=0").offload.value(key) is None
     assert "clip_norm = 0\n" in jobs.dump(job("offload.clip_norm=0"))
 
 
@@ -789,7 +827,7 @@ def test_what_is_none_is_left_out() -> None:
 def test_batches_and_seed_are_those_of_the_run() -> None:
     """However the job is made: loaded, or changed by who shares or plans it."""
     loaded = job("train.global_batch_tokens=4096", "train.seed=7")
-    assert (loaded.offload.grad_accum_steps, loaded.offload.seed) == (4, 7)
+    assert (loaded.offload.grad_accum_steps, loaded.offload.state.seed) == (4, 7)
     changed = replace(loaded, train=replace(loaded.train, grad_accum_steps=3))
-    assert (changed.offload.grad_accum_steps, changed.offload.seed) == (3, 7)
+    assert (changed.offload.grad_accum_steps, changed.offload.state.seed) == (3, 7)
     assert jobs.as_tables(loaded)["offload"].keys().isdisjoint({"seed", "grad_accum_steps"})

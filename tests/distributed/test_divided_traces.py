@@ -99,11 +99,11 @@ def test_how_many_layers_run_again(
         used = sum(make(given, name, machine, 2, trace).device.values())
         room = int(used / FULL) + 1024 + machine.gpu_reserved_bytes
         tight = replace(machine, gpu_memory=f"{room / 1024:.0f} KiB")
-        assert make(open_, name, tight, 2, trace).job.offload.recompute_blocks == count
+        assert make(open_, name, tight, 2, trace).job.offload.activations.recompute_blocks == count
 
 
 def with_blocks(job: Config, count: int) -> Config:
-    return replace(job, offload=replace(job.offload, recompute_blocks=count))
+    return replace(job, offload=job.offload.replace(recompute_blocks=count))
 
 
 @pytest.mark.slow

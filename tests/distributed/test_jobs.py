@@ -256,7 +256,7 @@ def test_tokens_are_verified_once_on_each_host(ranks: Run, data: Path) -> None:
 
 def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:
     asked = {"offload.resident_blocks": 1}
-    assert job_of(data, **asked | {"offload.zero_stage": 3}).offload.resident_blocks == 1
+    assert job_of(data, **asked | {"offload.zero_stage": 3}).offload.weights.resident_blocks == 1
     with pytest.raises(ConfigError, match=r"or zero_stage = 3: otherwise all blocks stay"):
         job_of(data, **asked)
 

@@ -99,7 +99,7 @@ def unflushed(
     spec = optimizer._engine.program.spec
     on_host, planned = booked(optimizer, Tier.HOST), host_owners(spec)
     if spec.moves_inputs:  # whose size shows in the first forward, and with it their padding
-        assert on_host.pop(spec.config.moved_activations) > 0
+        assert on_host.pop(spec.config.activations.moved) > 0
         on_host.pop("padding", 0), planned.pop("padding", 0)
     assert on_host == planned
     assert booked(optimizer, Tier.DEVICE) == device_owners(spec)

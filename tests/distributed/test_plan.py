@@ -41,7 +41,7 @@ def test_of_tables_in_shards(ranks: Run, working: str) -> None:
     config = shared(job(GPT, train__micro_batch=4, **keys), 4)
     table, found = config.model.vocab_size * config.model.d_model, planned(config, 4)
     assert ranks(4, booked, config) == [found] * 4
-    whole = planned(replace(config, offload=replace(config.offload, keep_whole=("*",))), 4)
+    whole = planned(replace(config, offload=config.offload.replace(keep_whole=("*",))), 4)
     on_device = [sum(one["device"].values()) for one in (found, whole)]
     assert on_device[1] - on_device[0] > (0.9 if working == "host" else 0.4) * 2 * table
 

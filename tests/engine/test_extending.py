@@ -428,7 +428,7 @@ def test_the_ledger_counts_what_is_declared(state: str, each: int, rule: str) ->
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_plan_counts_what_the_engine_lays_out(ranks: int) -> None:
     job = small(train__micro_batch=16)
-    toy_job = replace(job, offload=replace(job.offload, state=TOY))
+    toy_job = replace(job, offload=job.offload.replace(state=TOY))
     plan = planned(toy_job, ranks=ranks)
     assert "as planned" in check(plan)
     wide, narrow = planned(job, ranks=ranks).placed.host(), plan.placed.host()

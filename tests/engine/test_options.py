@@ -4,36 +4,113 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.config.offload import OptionError
-
-BESIDES = (
-    *("model", "rule", "params", "device", "config"),
-    *("process_group", "mesh", "param_init_fn"),
+from offloadtrain.config.offload import (
+    OPTIONS,
+    OffloadConfig,
+    OffloadOptions,
+    OptionError,
+    OptionGroup,
+    StateOptions,
+    WeightOptions,
 )
-"""Arguments of `offload` that are no options."""
+
+NAMES = """
+    precision state state_on scratch_dir scratch_in_memory grad_on sums_on sums_down seed update
+    warmup_steps clip_norm skip_nonfinite loss_scale_hysteresis grad_accum_steps host_memory_limit
+    checkpoint_spill working device_slots resident_blocks device_memory_limit activation
+    recompute_blocks offload_saved_above partition_activations compile_blocks zero_stage keep_whole
+    reduction cast_inputs keep_fp32 skip_unused pin_memory
+"""
+"""Options that loops, jobs and saved runs of version 0.1 have."""
 
 
-def test_offload_spells_out_every_option_with_its_default() -> None:
-    arguments = inspect.signature(ot.offload).parameters
-    spelled = {key: one.default for key, one in arguments.items() if key not in BESIDES}
-    options = ot.OffloadConfig()
-    assert spelled == {option.name: getattr(options, option.name) for option in fields(options)}
-    assert list(spelled) == [key for key in arguments if key not in BESIDES]
+def test_every_option_of_version_0_1_is_there() -> None:
+    assert set(NAMES.split()) <= OPTIONS.keys()
 
 
-def test_offload_documents_every_option() -> None:
+def test_type_checkers_know_the_options_and_groups_that_fields_declare() -> None:
+    """`OffloadOptions` is the copy for type checkers, which read no fields."""
+    in_calls = {tuple[str, ...]: Sequence[str]}
+    declared = {name: in_calls.get(o.kind, o.kind) for name, o in OPTIONS.items()}
+    for field in fields(OffloadConfig):
+        if isinstance(field.default, OptionGroup):
+            declared[field.name] = type(field.default)
+    declared["state"] = str | StateOptions
+    assert get_type_hints(OffloadOptions) == declared
+
+
+def test_help_has_the_docs_of_every_option() -> None:
     text = inspect.getdoc(ot.offload) or ""  # without the indent, which Python 3.13 drops itself
+    words = " ".join(text.split())
+    for name, option in OPTIONS.items():
+        assert f" {name}: {option.doc} Default: {option.default!r}." in words
+        assert len(option.doc) > 20
     documented = re.findall(r"^    (\w+): ", text, re.MULTILINE)
-    wanted = [key for key in inspect.signature(ot.offload).parameters]
-    assert [key for key in documented if key in wanted] == wanted
+    arguments = [*inspect.signature(ot.offload).parameters]
+    assert documented[: len(arguments)] == arguments
+    assert [name for name in documented if name in OPTIONS] == [*OPTIONS]
+
+
+@given(st.data())
+def test_flat_names_and_groups_make_the_same_config(data: st.DataObject) -> None:
+    values = {
+        name: data.draw(st.sampled_from([option.default, f"{name}!"]))
+        for name, option in OPTIONS.items()
+        if not isinstance(option.default, tuple)
+    }
+    flat = OffloadConfig(**values)  # type: ignore[arg-type]
+    groups: dict[str, dict[str, Any]] = {}
+    top = {}
+    for name, value in values.items():
+        *group, key = OPTIONS[name].path
+        (groups.setdefault(group[0], {}) if group else top)[key] = value
+    kinds = {f.name: type(f.default) for f in fields(OffloadConfig)}
+    nested = OffloadConfig(**top, **{key: kinds[key](**keys) for key, keys in groups.items()})
+    assert flat == nested == OffloadConfig().replace(**values)  # type: ignore[arg-type]
+    assert nested.options() == {name: option.default for name, option in OPTIONS.items()} | values
+    assert OffloadConfig(**nested.options(changed=True)) == nested  # type: ignore[arg-type]
+
+
+def test_replace_changes_one_option_of_a_group() -> None:
+    config = OffloadConfig(state=StateOptions(format="int8", tier="device"))
+    changed = config.replace(state="fp32", keep_fp32=["*norm*"])
+    assert changed.state == StateOptions(format="fp32", tier="device")
+    assert changed.weights.keep_fp32 == ("*norm*",)
+    assert config.replace(state=StateOptions()).replace(seed=3).state == StateOptions(seed=3)
+
+
+def test_a_flat_name_next_to_groups_is_refused() -> None:
+    """`dataclasses.replace` passes all groups: `state` would be a new group, on another tier."""
+    config = OffloadConfig(state="int8", state_on="device")
+    with pytest.raises(ValueError, match=r"state = 'fp32' and .* set state\.format in its group"):
+        replace(config, state="fp32")
+    with pytest.raises(ValueError, match=r"config\.replace\(working='host'\)"):
+        ot.offload(net(), weights=WeightOptions(device_slots=1), working="host")
+    assert replace(config, update="delayed") == config.replace(update="delayed")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"state_onn": "host"}, "unknown option 'state_onn'; did you mean state_on?"),
+        ({"weights": "host"}, "weights = 'host' must be a WeightOptions"),
+        ({"config": {"state": "int8"}}, "config is a dict: give an OffloadConfig"),
+    ],
+)
+def test_what_is_no_option_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        ot.offload(net(), **options)
 
 
 def net() -> nn.Module:
@@ -74,6 +151,10 @@ def test_an_option_beside_the_object_is_refused() -> None:
 
 
 CONTRADICTIONS = [
+    ({"loss_scale_hysteresis": 2}, "loss_scale_hysteresis = 2 and precision = 'bf16': only fp16"),
+    ({"sums_down": "working"}, "sums_down = 'working' and sums_on = 'host': every microbatch"),
+    ({"recompute_blocks": 1}, "recompute_blocks = 1 and activation = 'keep': it counts the layers"),
+    ({"offload_saved_above": 1}, "offload_saved_above = 1 and activation = 'keep': only"),
     ({"precision": "fp16", "skip_nonfinite": False}, "skip_nonfinite = False and precision"),
     ({"precision": "fp32", "state": "split16"}, "state = 'split16' stores the upper half"),
     ({"precision": "fp16", "state": "split16"}, "state = 'split16' cannot store fp16 weights"),
@@ -99,7 +180,7 @@ CONTRADICTIONS = [
 def test_a_contradiction_begins_with_an_option(options: dict[str, Any], said: str) -> None:
     (problem,) = ot.OffloadConfig(**options).problems()
     assert problem.startswith(said)
-    assert problem.split(" ", 1)[0] in {option.name for option in fields(ot.OffloadConfig)}
+    assert problem.split(" ", 1)[0] in OPTIONS
     with pytest.raises(OptionError, match=re.escape(said)):
         ot.offload(net(), device="cpu", **options)
 
@@ -161,6 +242,6 @@ def test_auto_precision_is_a_jobs() -> None:
 def test_the_stage_among_ranks(options: dict[str, Any], ranks: int, stage: int) -> None:
     config = ot.OffloadConfig(**options)
     assert config.zero_stage_among(ranks) == stage
-    assert config.streams_among(ranks) == (stage == 3 or config.working == "host")
+    assert config.streams_among(ranks) == (stage == 3 or config.weights.tier == "host")
     with pytest.raises(OptionError, match="with 2 ranks each host holds a shard of the weights"):
-        replace(config, working="host", zero_stage=1).zero_stage_among(2)
+        config.replace(working="host", zero_stage=1).zero_stage_among(2)

@@ -10,11 +10,13 @@ from functools import partial
 import torch
 
 import offloadtrain as ot
+from offloadtrain.config.offload import Precision
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
 HAS_BF16 = not HAS_GPU or torch.cuda.is_bf16_supported(including_emulation=False)
-NAME, DTYPE = ("bf16", torch.bfloat16) if HAS_BF16 else ("fp32", torch.float32)
+NAME: Precision = "bf16" if HAS_BF16 else "fp32"
+DTYPE = torch.bfloat16 if HAS_BF16 else torch.float32
 DTYPES = {"fp16": torch.float16, "fp32": torch.float32} | {NAME: DTYPE}
 
 offload = partial(ot.offload, device=DEVICE.type, precision=NAME)

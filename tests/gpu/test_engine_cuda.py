@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
+from offloadtrain.config.offload import ActivationMode, Precision, WeightTier
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
@@ -53,7 +54,7 @@ def deterministic() -> object:
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
-def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: int) -> None:
+def test_same_bits_as_resident_over_streams(name: str, precision: Precision, accum: int) -> None:
     torch.manual_seed(0)
     model = MODELS[name]()
     twin = copy.deepcopy(model).to(DEVICE)
@@ -89,7 +90,7 @@ def test_same_bits_as_resident_over_streams(name: str, precision: str, accum: in
 @pytest.mark.parametrize("activation", ["keep", "recompute"])
 @pytest.mark.parametrize("accum", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_offloaded(name: str, accum: int, activation: str) -> None:
+def test_nothing_offloaded(name: str, accum: int, activation: ActivationMode) -> None:
     """Masters and moments on the GPU: the bits of torch's fused AdamW there."""
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -238,7 +239,7 @@ class TinyComputeBigTransfer(nn.Module):
 
 
 @pytest.mark.parametrize("working", ["device", "host"])
-def test_race_provoking_shapes(working: str) -> None:
+def test_race_provoking_shapes(working: WeightTier) -> None:
     torch.manual_seed(0)
     model = TinyComputeBigTransfer()
     twin = copy.deepcopy(model).to(DEVICE)

@@ -146,7 +146,7 @@ def test_what_the_accelerator_determines() -> None:
         offload(one, data.model(), config=ot.OffloadConfig(precision="fp32"))
     optimizer = offload(one, data.model(), config=ot.OffloadConfig(working="host"))
     config = optimizer.config
-    assert (config.precision, config.grad_accum_steps, config.working) == ("bf16", 3, "host")
+    assert (config.precision, config.grad_accum_steps, config.weights.tier) == ("bf16", 3, "host")
 
 
 def test_what_an_accelerator_cannot_do() -> None:

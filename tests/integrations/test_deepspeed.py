@@ -103,7 +103,11 @@ def changed(config: dict[str, Any], **values: Any) -> dict[str, Any]:
 def test_zero_2_with_offload(tmp_path: Path) -> None:
     found = imported(ZERO2, tmp_path)
     made = job.loads(found.job() + SET)
-    assert (made.offload.zero_stage, made.offload.state_on, made.offload.working) == (
+    assert (
+        made.offload.sharding.zero_stage,
+        made.offload.state.tier,
+        made.offload.weights.tier,
+    ) == (
         2,
         "host",
         "device",

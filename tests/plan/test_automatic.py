@@ -26,7 +26,7 @@ def job(*overrides: str) -> Config:
 
 
 def with_count(config: Config, count: Any) -> Config:
-    return replace(config, offload=replace(config.offload, recompute_blocks=count))
+    return replace(config, offload=config.offload.replace(recompute_blocks=count))
 
 
 def planned(config: Config, machine: Machine = RTX4090) -> Plan:
@@ -44,7 +44,7 @@ def test_the_fewest_that_fit_run_again(activation: str, gpu_memory: str) -> None
     config = job(f"offload.activation={activation}", "offload.recompute_blocks=auto")
     machine = replace(RTX4090, gpu_memory=gpu_memory)
     found = planned(config, machine)
-    count, layers = found.job.offload.recompute_blocks, config.model.num_layers
+    count, layers = found.job.offload.activations.recompute_blocks, config.model.num_layers
     assert isinstance(count, int)
     used = [sum(planned(with_count(config, n), machine).device.values()) for n in range(layers + 1)]
     fitting = [n for n in range(layers + 1) if used[n] <= FULL * found.device_room]
@@ -89,7 +89,7 @@ def test_where_state_is_open_too_the_fastest_of_three_is_taken() -> None:
     config = load("offloadtrain/cli/jobs/gpt_13b_32gb.toml", [*AUTO, "offload.state_on=auto"])
     machine = find("h100")[1]
     found = make(config, "", machine)
-    alone = replace(config, offload=replace(config.offload, state_on="host"))
+    alone = replace(config, offload=config.offload.replace(state_on="host"))
     full = with_count(config, None)
     for other in (alone, full):
         seconds = make(other, "", machine).prediction.seconds
@@ -104,7 +104,7 @@ def test_a_job_that_keeps_too_much_is_told_the_number() -> None:
     changes = nearest(config, "", RTX4090, 1)
     [found] = [one for one in changes if one.keys.get("offload.activation") == "recompute"]
     count = found.keys["offload.recompute_blocks"]
-    assert found.plan.job.offload.recompute_blocks == count < config.model.num_layers
+    assert found.plan.job.offload.activations.recompute_blocks == count < config.model.num_layers
     assert f"offload.recompute_blocks={count}" in found.text and found.plan.has_room
 
 
@@ -122,10 +122,13 @@ def test_a_job_that_recomputes_too_much_is_told_to_leave_it_open() -> None:
 
 def test_it_is_settled_before_the_engine_sees_it() -> None:
     config = settled(job(*AUTO), "", RTX4090, 1)
-    assert type(config.offload.recompute_blocks) is int
-    assert config.offload.recompute_blocks == planned(job(*AUTO)).job.offload.recompute_blocks
+    assert type(config.offload.activations.recompute_blocks) is int
+    assert (
+        config.offload.activations.recompute_blocks
+        == planned(job(*AUTO)).job.offload.activations.recompute_blocks
+    )
     with pytest.raises(OptionError, match="'auto' is decided by the plan"):
-        job(*AUTO).offload.recomputed_of([1, 2])
+        job(*AUTO).offload.activations.recomputed_of([1, 2])
 
 
 @pytest.mark.slow
@@ -135,14 +138,14 @@ def test_where_nothing_runs_again_no_input_is_divided(open_: tuple[str, ...]) ->
     parts = ("ranks.tensor=2", "model.num_heads=4", "train.sample_tokens=0")
     divides = ("offload.activation=recompute", "offload.partition_activations=true")
     config = settled(job(*parts, *divides, *open_), "", find("h100")[1], 2)
-    assert not config.offload.recomputes and not config.offload.partition_activations
+    assert not config.offload.activations.recomputes and not config.offload.activations.partition
     assert not [*config.offload.problems()]
 
 
 @pytest.mark.slow
 def test_the_report_has_the_number() -> None:
     found = planned(job(*AUTO))
-    count = found.job.offload.recompute_blocks
+    count = found.job.offload.activations.recompute_blocks
     assert f"the forward of {count} of 24 blocks runs again" in report.text(found)
     assert report.as_json(found)["recomputed_blocks"] == count
     every = planned(job("offload.activation=recompute"))

@@ -45,7 +45,7 @@ def example() -> Config:
 
 def example_32b(**offload: Any) -> Config:
     config = jobs.load(EXAMPLES / "qwen_32b_disk.toml")
-    return replace(config, offload=replace(config.offload, **offload))
+    return replace(config, offload=config.offload.replace(**offload))
 
 
 def nvme(**keys: Any) -> Machine:
@@ -54,7 +54,7 @@ def nvme(**keys: Any) -> Machine:
 
 def planned(machine: Machine, **offload: Any) -> Plan:
     config = example()
-    return make(replace(config, offload=replace(config.offload, **offload)), "nvme", machine)
+    return make(replace(config, offload=config.offload.replace(**offload)), "nvme", machine)
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def thousandth(config: Config, folder: Path) -> Config:
     return replace(
         small,
         model=model,
-        offload=replace(small.offload, **keys),
+        offload=small.offload.replace(**keys),
         device=replace(small.device, kind="cpu"),
         train=replace(small.train, grad_accum_steps=1, micro_batch=config.train.micro_batch),
     )
@@ -162,7 +162,7 @@ def test_a_thousandth_of_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     small = replace(
         small,
         model=model,
-        offload=replace(small.offload, **keys),
+        offload=small.offload.replace(**keys),
         device=replace(small.device, kind="cpu"),
         train=replace(small.train, grad_accum_steps=1, micro_batch=1),
     )

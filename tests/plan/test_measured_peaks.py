@@ -48,7 +48,7 @@ def step_job(shape: str, options: str, precision: str = "bf16") -> Config:
         config,
         model=SHAPES[shape],
         data=replace(config.data, seq_len=512),
-        offload=replace(config.offload, precision=precision),
+        offload=config.offload.replace(precision=precision),
         device=replace(config.device, kind="auto"),
     )
 

@@ -241,7 +241,7 @@ def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
     keys = {f"offload__{key}": value for key, value in options.items()}
     keys |= {"train__grad_accum_steps": accum * ranks, "device__kind": "auto"}
     config = job(shape, optim__decay=decay, optim__name=rule, **keys)
-    config = replace(config, offload=replace(config.offload, keep_fp32=tuple(kept)))
+    config = replace(config, offload=config.offload.replace(keep_fp32=tuple(kept)))
     plan = make(config, "h100", find("h100")[1], ranks)
     ledger = laid_out(plan)
     booked = sum(row.bytes for row in ledger.rows())

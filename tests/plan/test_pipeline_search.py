@@ -50,7 +50,7 @@ def pipeline(stages: int, count: int, schedule: Schedule = "1f1b", **keys: Any) 
     }
     config = job(shape | {"max_seq_len": 16}, **(given | keys))
     if schedule == "2bw":
-        config = replace(config, offload=replace(config.offload, update="delayed"))
+        config = replace(config, offload=config.offload.replace(update="delayed"))
     return replace(config, ranks=RanksConfig(pipeline=stages, schedule=schedule))
 
 
@@ -182,7 +182,7 @@ def test_without_a_flush_weights_are_there_twice_but_on_the_last_stage() -> None
 @pytest.mark.slow
 def test_the_search_tries_streamed_weights_without_a_flush() -> None:
     config = pipeline(1, 16)
-    config = replace(config, offload=replace(config.offload, working="host"))
+    config = replace(config, offload=config.offload.replace(working="host"))
     found = search(config, "test", A100, 2, ("1f1b", "2bw"))
     (without,) = [one for one in found if one.schedule == "2bw"]
     first, last = without.plan.stages
@@ -254,12 +254,14 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
     )
     assert all(one.activation == "keep" for one in ample.values())
     for where, one in tight.items():
-        again = one.plan.job.offload.recompute_blocks
-        if one.plan.job.offload.recomputes:
+        again = one.plan.job.offload.activations.recompute_blocks
+        if one.plan.job.offload.activations.recomputes:
             assert type(again) is int and 0 < again
             assert f"offload.recompute_blocks={again}" in one.keys
             assert one.seconds >= ample[where].seconds
-    recomputed = {where for where, one in tight.items() if one.plan.job.offload.recomputes}
+    recomputed = {
+        where for where, one in tight.items() if one.plan.job.offload.activations.recomputes
+    }
     assert {("1f1b", 2), ("2bw", 2)} <= recomputed
 
 
@@ -282,4 +284,7 @@ def test_the_keys_of_a_division_are_taken_by_the_job_that_was_asked_for(asked: l
     for found in search(one, "a100_80gb", A100, 4):
         job_of_keys = loads(JOB, overrides=[*sizes, *asked, *found.keys.split()])
         assert job_of_keys.ranks == found.plan.job.ranks, found.keys
-        assert job_of_keys.offload.recomputes == found.plan.job.offload.recomputes
+        assert (
+            job_of_keys.offload.activations.recomputes
+            == found.plan.job.offload.activations.recomputes
+        )

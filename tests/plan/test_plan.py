@@ -172,7 +172,7 @@ def test_what_the_device_does_and_waits_for_is_the_step(
         train__grad_accum_steps=accum * ranks,
     )
     if working == "device":
-        config = replace(config, offload=replace(config.offload, zero_stage=stage))
+        config = replace(config, offload=config.offload.replace(zero_stage=stage))
     config = replace(config, model=replace(config.model, num_layers=layers))
     found = planned(config, DGX2, ranks).prediction
     assert found.seconds == pytest.approx(found.busy_s["compute"] + found.exposed)
@@ -296,7 +296,7 @@ def test_block_inputs_that_have_room_are_not_moved_to_a_host_that_is_short(
     tried: list[str] = []
 
     def noted(job: Config, *args: Any, **options: Any) -> Plan:
-        tried.append(job.offload.activation)
+        tried.append(job.offload.activations.mode)
         return make(job, *args, **options)
 
     monkeypatch.setattr(suggest, "make", noted)
@@ -342,7 +342,7 @@ def test_auto_in_a_job_is_settled() -> None:
     machine = holding(offload__activation="recompute")
     config = small(train__micro_batch=8, device__placement="auto")
     found = suggest.settled(config, "test", machine, 1)
-    assert found.offload.activation == "recompute" and found.offload.working == "device"
+    assert found.offload.activations.mode == "recompute" and found.offload.weights.tier == "device"
     assert suggest.settled(small(), "test", machine, 1) == small()
 
 
@@ -730,7 +730,7 @@ def test_an_encoder_computes_all_scores_and_holds_the_same() -> None:
 def test_another_policy_of_activations_leaves_its_size_out() -> None:
     """`offload_saved_above` is of one policy: with it no other could be proposed."""
     asked = shipped_job("demo")
-    offload = replace(asked.offload, activation="offload_saved", offload_saved_above=1 << 12)
+    offload = asked.offload.replace(activation="offload_saved", offload_saved_above=1 << 12)
     keys = {"offload.activation": "recompute"}
     changed = suggest._consistent(replace(asked, offload=offload), keys)
     assert list(changed.offload.problems()) == []

@@ -44,10 +44,10 @@ def scaled(config: Config) -> Config:
         vocab_size=model.vocab_size // SIDE,
         max_seq_len=model.max_seq_len // SIDE,
     )
-    spill = config.offload.checkpoint_spill // SCALE
+    spill = config.offload.memory.checkpoint_spill // SCALE
     train = replace(config.train, grad_accum_steps=2, global_batch_tokens=0)
     # bf16: as many bytes as fp16, faster on CPUs
-    offload = replace(config.offload, precision="bf16", checkpoint_spill=spill)
+    offload = config.offload.replace(precision="bf16", checkpoint_spill=spill)
     return replace(
         config,
         model=small,

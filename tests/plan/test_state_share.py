@@ -39,7 +39,7 @@ def planned(machine: Machine = H100, *overrides: str, ranks: int = 1) -> Plan:
 
 
 def seconds_of(plan: Plan, share: float) -> float:
-    offload = replace(plan.job.offload, state_on={"device": share})
+    offload = plan.job.offload.replace(state_on={"device": share})
     return make(replace(plan.job, offload=offload), "", plan.machine).prediction.seconds
 
 
@@ -47,7 +47,7 @@ def seconds_of(plan: Plan, share: float) -> float:
 def test_an_empty_device_is_filled_and_the_step_is_faster() -> None:
     found = planned()
     used, share = sum(found.device.values()), device_share(found.placed.spec)
-    assert 0.2 < share < 0.35 and found.job.offload.state_on == {"device": share}
+    assert 0.2 < share < 0.35 and found.job.offload.state.tier == {"device": share}
     one_layer = max(bucket.numel for bucket in found.placed.spec.buckets) * 14
     assert found.device_room * FULL - one_layer < used <= found.device_room * FULL
     assert found.fits and found.prediction.seconds < 0.9 * seconds_of(found, 0.0)
@@ -85,7 +85,7 @@ def test_a_limit_bounds_it() -> None:
 def test_where_there_is_no_room_or_no_gain_all_is_on_the_host(
     machine: str, overrides: tuple[str, ...]
 ) -> None:
-    assert planned(find(machine)[1], *overrides).job.offload.state_on == "host"
+    assert planned(find(machine)[1], *overrides).job.offload.state.tier == "host"
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_the_engine_lays_out_what_was_planned_and_its_program_is_proved(ranks: i
 def test_ranks_without_gpus_are_as_many_as_are_asked_for() -> None:
     """The machine file of a CPU has one."""
     two = small_job(offload__state_on="auto")
-    assert settled(two, "cpu2", find("cpu2")[1], 2).offload.state_on == "host"
+    assert settled(two, "cpu2", find("cpu2")[1], 2).offload.state.tier == "host"
 
 
 @pytest.mark.slow

@@ -42,7 +42,10 @@ def with_memory(gpu: str = "80 GiB", host: str = "2 TiB") -> Machine:
 def test_many_microbatches_are_summed_on_a_device_that_has_room() -> None:
     found = planned(job("offload.sums_on=auto"))
     on_host, on_device = (planned(job(f"offload.sums_on={tier}")) for tier in ("host", "device"))
-    assert (found.job.offload.sums_on, found.job.offload.sums_down) == ("device", "fp32")
+    assert (found.job.offload.gradients.sums_tier, found.job.offload.gradients.sums_dtype) == (
+        "device",
+        "fp32",
+    )
     assert found.prediction == on_device.prediction
     assert found.prediction.tokens_per_s > 1.03 * on_host.prediction.tokens_per_s
     assert "microbatches are summed on the device" in report.text(found)
@@ -54,14 +57,17 @@ def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> 
     machine = with_memory(gpu=f"{sum(used) // 2} B")
     assert planned(on_host.job, machine).fits and not planned(on_device.job, machine).fits
     found = planned(job("offload.sums_on=auto", "offload.sums_down=working"), machine)
-    assert (found.job.offload.sums_on, found.job.offload.sums_down) == ("host", "fp32")
+    assert (found.job.offload.gradients.sums_tier, found.job.offload.gradients.sums_dtype) == (
+        "host",
+        "fp32",
+    )
     assert found.fits and "summed on the device" not in report.text(found)
 
 
 def test_a_step_of_one_microbatch_keeps_the_host() -> None:
-    assert planned(job("offload.sums_on=auto", "train.grad_accum_steps=1")).job.offload.sums_on == (
-        "host"
-    )
+    assert planned(
+        job("offload.sums_on=auto", "train.grad_accum_steps=1")
+    ).job.offload.gradients.sums_tier == ("host")
 
 
 def _host_between() -> Machine:
@@ -80,7 +86,10 @@ def test_where_only_sums_on_the_device_fit_they_are_there() -> None:
     open_job = job("offload.sums_on=auto", "offload.sums_down=working")
     found = planned(open_job, machine)
     assert found.fits
-    assert (found.job.offload.sums_on, found.job.offload.sums_down) == ("device", "working")
+    assert (found.job.offload.gradients.sums_tier, found.job.offload.gradients.sums_dtype) == (
+        "device",
+        "working",
+    )
     assert settled(open_job, "", machine, 1) == replace(open_job, offload=found.job.offload)
 
 
@@ -98,7 +107,7 @@ def test_a_job_that_lacks_host_memory_for_its_sums_is_told_to_sum_on_the_device(
 def test_the_search_of_stages_sums_on_the_device_where_that_is_faster() -> None:
     config = job("train.grad_accum_steps=128")
     first, *_ = pipeline_search.search(config, "", with_memory(gpu="20 GiB"), 2, ("1f1b",))
-    assert first.plan.job.offload.sums_on == "device"
+    assert first.plan.job.offload.gradients.sums_tier == "device"
     assert " offload.sums_on=device" in first.keys
 
 
@@ -111,9 +120,9 @@ def test_the_engine_refuses_what_only_a_plan_decides() -> None:
 def test_the_decision_is_in_the_dry_run_the_run_folder_and_the_log(tmp_path: Path) -> None:
     config = small_job(tmp_path, "train.steps=2", "offload.sums_on=auto")
     text, fits, resolved = preview(config)
-    assert fits and resolved.offload.sums_on in ("host", "device")
+    assert fits and resolved.offload.gradients.sums_tier in ("host", "device")
     assert run(config, tmp_path / "run") == 0
-    saved = jobs.load(tmp_path / "run" / "resolved.toml").offload.sums_on
+    saved = jobs.load(tmp_path / "run" / "resolved.toml").offload.gradients.sums_tier
     (started,) = events_of(tmp_path / "run", schema.RunStarted)
-    assert resolved.offload.sums_on == saved == started.config["offload"]["sums_on"]
+    assert resolved.offload.gradients.sums_tier == saved == started.config["offload"]["sums_on"]
     assert ("summed on the device" in text) == (saved == "device")

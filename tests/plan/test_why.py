@@ -38,7 +38,7 @@ def test_a_step_that_waits_for_adam_is_bound_by_the_hosts_memory() -> None:
 def test_the_gain_of_a_change_is_that_of_its_plan() -> None:
     plan = planned("fp32", 4096, "host")
     found = {change.text: gain for change, gain in why(plan).changes}
-    job = replace(plan.job, offload=replace(plan.job.offload, state_on="auto"))
+    job = replace(plan.job, offload=plan.job.offload.replace(state_on="auto"))
     changed = make(job, plan.name, plan.machine)
     gain = plan.prediction.seconds / changed.prediction.seconds - 1
     assert found["offload.state_on=auto"] == pytest.approx(gain) and gain > 0.15
@@ -63,11 +63,11 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_compiled_layers_take_less_time_and_run_again_as_a_whole() -> None:
     plan = planned("fp32", 4096, "host")
-    assert plan.job.offload.activation == "recompute"
+    assert plan.job.offload.activations.mode == "recompute"
 
     def of(**keys: object) -> tuple[float, float]:
         """Seconds of the first layer's forward and backward."""
-        job = replace(plan.job, offload=replace(plan.job.offload, **keys))
+        job = replace(plan.job, offload=plan.job.offload.replace(**keys))
         costs = Costs(make(job, plan.name, plan.machine).placed, plan.machine)
         first = next(block.name for block in costs.spec.blocks if block.repeated)
         return costs.computed[first].forward, costs.computed[first].backward

@@ -56,7 +56,7 @@ def staging_of(size: int) -> Iterator[None]:
 
 def bucket(name: str, params: int, config: OffloadConfig, ranks: int = 1) -> BucketSpec:
     dtype = PRECISIONS[config.precision]
-    kept = format_for(config.state, dtype)
+    kept = format_for(config.state.format, dtype)
     return BucketSpec(name, padded([params], ranks), params, dtype, kept, ranks, ADAM_MOMENTS)
 
 

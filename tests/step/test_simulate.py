@@ -149,7 +149,7 @@ def test_a_streamed_block_is_loaded_beside_the_one_before() -> None:
 
 def by_long_run(spec: StepSpec, seconds: Seconds) -> float:
     """Of a step among many."""
-    warm = replace(spec, config=replace(spec.config, warmup_steps=0))
+    warm = replace(spec, config=spec.config.replace(warmup_steps=0))
     program = timed(steps(Program(warm), 20))
     found = ends(program, seconds)
     decided = [found[i] for i, one in enumerate(program) if one.op.kind is Kind.DECIDE]

@@ -99,7 +99,7 @@ def test_the_second_version_takes_as_much_as_the_first(state: str, place: str) -
     or new weights beside it."""
     ranks, stage = (2, 3) if place == "device" else (1, 0)
     two = spec_of(ranks, state=state, working=place, zero_stage=stage)
-    exact = replace(two.config, update="exact")
+    exact = two.config.replace(update="exact")
     one = replace(two, config=exact, weight_versions=1)
     streamed = [bucket for bucket in two.buckets if two.is_streamed(bucket)]
     weights = sum(bucket.shard_numel * bucket.weight_bytes for bucket in streamed)

@@ -183,12 +183,12 @@ def test_how_many_layers_run_again_is_told_by_a_trace(tmp_path: Path) -> None:
     trace = needed_trace(open_, machine, 1)
     assert trace is not None
     for count in range(4):
-        given = replace(open_, offload=replace(open_.offload, recompute_blocks=count))
+        given = replace(open_, offload=open_.offload.replace(recompute_blocks=count))
         assert needed_trace(given, machine, 1) is None
         used = sum(make(given, name, machine, 1, trace).device.values())
         room = int(used / FULL) + 1024 + machine.gpu_reserved_bytes
         tight = replace(machine, gpu_memory=f"{room / 1024:.0f} KiB")
-        assert make(open_, name, tight, 1, trace).job.offload.recompute_blocks == count
+        assert make(open_, name, tight, 1, trace).job.offload.activations.recompute_blocks == count
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def offloaded_step(
     exposed: dict[str, list[float]],
     name: str,
 ) -> Step:
-    precision = next(key for key, value in PRECISIONS.items() if value is dtype)
+    precision: Any = next(key for key, value in PRECISIONS.items() if value is dtype)
     optimizer = offload(
         model, AdamW(lr=1e-3), device=device, precision=precision, clip_norm=CLIP_NORM, **options
     )

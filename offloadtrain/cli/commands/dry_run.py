@@ -51,7 +51,7 @@ def _formats(plan: Plan, trace: Trace | None) -> str:
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():
         if precision in precisions:
-            other = replace(job, offload=replace(job.offload, state=state))
+            other = replace(job, offload=job.offload.replace(state=state))
             found = make(other, plan.name, plan.machine, plan.ranks, trace)
             needs[state] = max(found.host_peaks.values())
     told = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())

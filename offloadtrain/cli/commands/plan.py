@@ -147,7 +147,7 @@ def plan(
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
     trace = None
-    saved = config.offload.activation == "offload_saved"
+    saved = config.offload.activations.mode == "offload_saved"
     if saved or config.hf is not None:  # those need torch, and parameters transformers
         config, trace = _described(config, target, gpus)
     counts = _counts(sweep) if sweep else [gpus]
@@ -229,7 +229,7 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
         for one in [of_stage(of_rank, number) for number in stages] or [of_rank]:
             trace(one)
     except TraceError as error:
-        if config.offload.activation == "offload_saved":
+        if config.offload.activations.mode == "offload_saved":
             raise  # its shape does not tell what moves
         say_on_stderr(f"{error}. Activations and times are estimates by its shape")
         return config, None

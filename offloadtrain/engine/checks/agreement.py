@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
 
@@ -75,8 +74,7 @@ def check_same_options(config: OffloadConfig, rule: AnyRule, place: StagePlace) 
 
 
 def _options(config: OffloadConfig, *, but: Sequence[str]) -> dict[str, str]:
-    keys = [option.name for option in fields(config) if option.name not in but]
-    return {key: str(getattr(config, key)) for key in keys}
+    return {name: str(value) for name, value in config.options().items() if name not in but}
 
 
 def _difference(one: Any, first: Any) -> str:

@@ -91,19 +91,19 @@ def check_arguments(model: object, rule: object) -> None:
 
 def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
     """Raises ValueError for options that the rule cannot do."""
-    _check_state_keeps(config.state, rule)
+    _check_state_keeps(config.state.format, rule)
     if not isinstance(rule, MatrixRule):
         return
-    _check_state_keeps(config.state, rule.rest)
+    _check_state_keeps(config.state.format, rule.rest)
     name = type(rule).__name__
-    if config.state == "int8":
+    if config.state.format == "int8":
         raise ValueError(
             f"state = 'int8' and {name}: it writes moments and masters at two times, and int8 "
             "rounds them together. Use state = 'fp32' or 'split16'"
         )
-    if config.state != "fp32" and (config.device_share or config.state_on == "auto"):
+    if config.state.format != "fp32" and (config.state.device_share or config.state.tier == "auto"):
         raise ValueError(
-            f"state = '{config.state}' and {name} with state on the device: its kernels for "
+            f"state = '{config.state.format}' and {name} with state on the device: its kernels for "
             "matrices are of fp32 state. Use state = 'fp32', or state_on = 'host'"
         )
     if config.update == "speculative":
@@ -297,9 +297,9 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
     """Warn of options for the layers of a list, where the model has no list."""
     if any(part.repeated for part in partition(model)):
         return
-    asked = [f"activation = {config.activation!r}"] * config.recomputes
+    asked = [f"activation = {config.activations.mode!r}"] * config.activations.recomputes
     # Ranks divide the weights of other modules, too.
-    asked += [f"working = {config.working!r}"] * (config.offloads_weights and ranks.is_single)
+    asked += [f"working = {config.weights.tier!r}"] * (config.weights.offloaded and ranks.is_single)
     asked += ["compile_blocks = True"] * config.compile_blocks
     if asked:
         _log.warning(

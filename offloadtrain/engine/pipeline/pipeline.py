@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.offload import OffloadConfig, OffloadOptions, chosen_options
 from offloadtrain.config.ranks_options import NO_FLUSH, kept_without_flush
 from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks.agreement import check_alike
@@ -54,7 +54,7 @@ def pipeline(
     config: OffloadConfig | None = None,
     param_init_fn: ParamInit | None = None,
     init_in_order: bool = True,
-    **options: Any,
+    **options: Unpack[OffloadOptions],
 ) -> Pipeline:
     """Cut a model into the stages of a pipeline, and offload this process's.
 
@@ -105,8 +105,8 @@ def pipeline(
         ModelError, HostMemoryError, DeviceMemoryError, ValueError, TypeError: as `offload`.
     """
     check_arguments(model, rule)
-    _check_schedule(schedule, stages_per_rank, config, options)
-    chosen = _chosen(config, options, microbatches)
+    _check_schedule(schedule, stages_per_rank)
+    chosen = _with_microbatches(chosen_options(config, options), microbatches)
     if schedule == NO_FLUSH:
         chosen = _delayed(chosen, rule)
     on = resolve_device(device, chosen.precision)
@@ -160,9 +160,7 @@ def _check_axes(axes: Mesh) -> None:
         )
 
 
-def _check_schedule(
-    schedule: str, stages_per_rank: int, config: OffloadConfig | None, options: dict[str, Any]
-) -> None:
+def _check_schedule(schedule: str, stages_per_rank: int) -> None:
     if schedule not in (*SCHEDULES, NO_FLUSH):
         raise PipelineError(
             f"schedule = {schedule!r} is not one of "
@@ -174,21 +172,16 @@ def _check_schedule(
             f"schedule = {schedule!r} with stages_per_rank = {stages_per_rank}: 'interleaved' is "
             "for 2 and more stages in each process, the others for 1"
         )
-    if config is not None and options:
-        raise ValueError(f"config and {', '.join(options)} are both given: put all into the config")
 
 
-def _chosen(
-    config: OffloadConfig | None, options: dict[str, Any], microbatches: int
-) -> OffloadConfig:
+def _with_microbatches(config: OffloadConfig, microbatches: int) -> OffloadConfig:
     """Return the options, whose number of microbatches is the schedule's."""
-    given = OffloadConfig(**options) if config is None else config
-    if given.grad_accum_steps not in (1, microbatches):
+    if config.grad_accum_steps not in (1, microbatches):
         raise ValueError(
-            f"grad_accum_steps = {given.grad_accum_steps} and microbatches = {microbatches}: leave "
-            "grad_accum_steps out"
+            f"grad_accum_steps = {config.grad_accum_steps} and microbatches = {microbatches}: "
+            "leave grad_accum_steps out"
         )
-    return replace(given, grad_accum_steps=microbatches).checked()
+    return config.replace(grad_accum_steps=microbatches).checked()
 
 
 def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
@@ -200,8 +193,8 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
     refused = {
         f"update = {chosen.update!r}": chosen.update not in ("exact", "delayed"),
         f"warmup_steps = {chosen.warmup_steps}": chosen.warmup_steps > 0,
-        f"working = {chosen.working!r}": chosen.working == "disk",
-        f"state_on = {chosen.state_on!r}": chosen.state_on not in ("host", "device"),
+        f"working = {chosen.weights.tier!r}": chosen.weights.tier == "disk",
+        f"state_on = {chosen.state.tier!r}": chosen.state.tier not in ("host", "device"),
         f"skip_unused = {list(chosen.skip_unused)}": bool(chosen.skip_unused),
         type(rule).__name__: isinstance(rule, MatrixRule),
     }
@@ -212,7 +205,7 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
                 "from the first step on, and keeps two versions of the weights on the device or "
                 "the host. Take schedule = '1f1b', or leave this out"
             )
-    return replace(chosen, update="delayed").checked()
+    return chosen.replace(update="delayed").checked()
 
 
 def _kept_twice(place: StagePlace) -> StagePlace:

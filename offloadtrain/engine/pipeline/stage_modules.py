@@ -215,7 +215,7 @@ def output_of(
 
 def twin_of(stage: nn.Module, config: OffloadConfig, device: str) -> nn.Module:
     """Return a copy without values that computes as the stage does once offloaded."""
-    dtype, full = PRECISIONS[config.precision], keeps_fp32(stage, config.keep_fp32)
+    dtype, full = PRECISIONS[config.precision], keeps_fp32(stage, config.weights.keep_fp32)
     twins: dict[int, object] = {id(one): _without_values(one, device) for one in stage.buffers()}
     for param in stage.parameters():
         narrow = param.is_floating_point() and param not in full
@@ -224,7 +224,7 @@ def twin_of(stage: nn.Module, config: OffloadConfig, device: str) -> nn.Module:
         made = rebuilt(param, made) if is_distributed(param) else made
         twins[id(param)] = nn.Parameter(made, False)
     twin: nn.Module = copy.deepcopy(stage, twins)
-    attach_casts(twin, layers_of(twin), dtype, cast_inputs=config.cast_inputs)
+    attach_casts(twin, layers_of(twin), dtype, cast_inputs=config.activations.cast_inputs)
     return twin
 
 
@@ -264,12 +264,12 @@ def _shapes(tensors: Sequence[Tensor]) -> str:
 
 def check_alone(stages: Sequence[Sequence[Part]], config: OffloadConfig, replicas: int) -> None:
     """Raises PipelineError where options for the layers of lists would not reach a single one."""
-    if not config.recomputes and not config.streams_among(replicas):
+    if not config.activations.recomputes and not config.streams_among(replicas):
         return
     for number, parts in enumerate(stages):
         if sum(part.repeated for part in parts) == 1:
             raise PipelineError(
-                f"stage {number} has one layer, and activation = {config.activation!r}, working = "
-                f"{config.working!r} and zero_stage = 3 are for lists of layers, two at least: "
-                "take fewer stages"
+                f"stage {number} has one layer, and activation = {config.activations.mode!r}, "
+                f"working = {config.weights.tier!r} and zero_stage = 3 are for lists of layers, "
+                "two at least: take fewer stages"
             )

@@ -62,7 +62,7 @@ def adopt_weights(
         RankError: parts hold other values of what each has whole.
     """
     block_of = {block.module: block for block in blocks}
-    full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
+    full, dtype = keeps_fp32(model, config.weights.keep_fp32), PRECISIONS[config.precision]
     on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
     sizes = [sum(param.nbytes for _, param in part.parameters) for part in parts]
     agreed: set[nn.Parameter] = set()
@@ -111,7 +111,7 @@ def view_weights(model: nn.Module, blocks: Sequence[Block], config: OffloadConfi
     for bucket in (bucket for block in blocks for bucket in block.buckets):
         for slot in bucket.slots:
             slot.param.data = slot.view(bucket.working.flat)
-    full, dtype = keeps_fp32(model, config.keep_fp32), PRECISIONS[config.precision]
+    full, dtype = keeps_fp32(model, config.weights.keep_fp32), PRECISIONS[config.precision]
     for param in model.parameters():
         if not param.requires_grad and param.is_floating_point() and param not in full:
             param.data = param.data.to(dtype)

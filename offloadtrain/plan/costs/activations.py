@@ -115,7 +115,7 @@ def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
     whole = (
         (placed.config.model.num_layers - again) * _layer_bytes(placed, on_cpu) * placed.in_flight
     )
-    if placed.config.offload.activation == "recompute" and placed.spec.input_parts == 1:
+    if placed.config.offload.activations.mode == "recompute" and placed.spec.input_parts == 1:
         return whole + again * placed.input_bytes * placed.in_flight
     # Those in flight to or from the host, or gathered.
     return whole + min(again, 3) * placed.input_bytes
@@ -124,7 +124,7 @@ def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
 def _recomputed(placed: Placement) -> int:
     """Number of layers whose forward runs again; a single one is no list."""
     layers = range(placed.config.model.num_layers)
-    return len(placed.config.offload.recomputed_of(layers)) if len(layers) > 1 else 0
+    return len(placed.config.offload.activations.recomputed_of(layers)) if len(layers) > 1 else 0
 
 
 def _layer_bytes(placed: Placement, on_cpu: bool) -> int:

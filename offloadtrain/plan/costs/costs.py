@@ -348,7 +348,7 @@ class Costs:
         )
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
         trained = [one for block in streamed for one in block.buckets]
-        from_shards = not spec.config.offloads_weights
+        from_shards = not spec.config.weights.offloaded
         up = crossing
         if not from_shards:
             up += self._loaded(streamed, _SHARD) - sum(map(_SHARD, trained))

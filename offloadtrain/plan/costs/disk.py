@@ -94,7 +94,7 @@ def _moved(spec: StepSpec) -> tuple[int, int]:
 
 
 def _of_program(spec: StepSpec, micro_steps: int) -> tuple[int, int]:
-    config = replace(spec.config, grad_accum_steps=micro_steps, warmup_steps=0)
+    config = spec.config.replace(grad_accum_steps=micro_steps, warmup_steps=0)
     found = moved(replace(spec, config=config), DISK_LANES)
     return sum(found.get(lane, 0) for lane in READING), found.get(Lane.DISK_WRITE, 0)
 

@@ -8,7 +8,7 @@ from math import gcd
 from typing import Any
 
 from offloadtrain.config.job import Config
-from offloadtrain.config.offload import STATE_PRECISIONS
+from offloadtrain.config.offload import STATE_PRECISIONS, OffloadConfig
 from offloadtrain.plan.layout import needs_of
 from offloadtrain.step.layout.formats import FORMATS
 
@@ -34,7 +34,7 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
     of all, and a trace of their own."""
     policies: tuple[str, ...] = ("keep", "recompute", "offload")
     if traced:
-        policies = tuple(dict.fromkeys((job.offload.activation, "recompute", "offload")))
+        policies = tuple(dict.fromkeys((job.offload.activations.mode, "recompute", "offload")))
     precision, moments = job.offload.precision, needs_of(job.optim).moments
     states = (
         state
@@ -44,12 +44,12 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
     own = job.hf is None and job.model.num_experts
     of_stage = ranks // (job.ranks.pipeline * job.ranks.tensor)
     return {
-        "offload.working": distinct("device", "host", job.offload.working),
+        "offload.working": distinct("device", "host", job.offload.weights.tier),
         "offload.activation": policies,
         "offload.state": tuple(states),
-        "offload.state_on": distinct(job.offload.state_on, "host"),
-        "offload.sums_on": distinct(job.offload.sums_on, "device"),
-        "offload.sums_down": distinct(job.offload.sums_down, "working"),
+        "offload.state_on": distinct(job.offload.state.tier, "host"),
+        "offload.sums_on": distinct(job.offload.gradients.sums_tier, "device"),
+        "offload.sums_down": distinct(job.offload.gradients.sums_dtype, "working"),
         "ranks.shard": distinct(job.ranks.shard, 0),
         "ranks.expert": distinct(
             job.ranks.expert, gcd(job.model.num_experts, of_stage) if own else 1
@@ -83,4 +83,5 @@ def distinct(*values: Any) -> tuple[Any, ...]:
 
 def value_of(job: Config, dotted: str) -> Any:
     section, key = dotted.split(".")
-    return getattr(getattr(job, section), key)
+    options = getattr(job, section)
+    return options.value(key) if isinstance(options, OffloadConfig) else getattr(options, key)

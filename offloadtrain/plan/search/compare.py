@@ -130,7 +130,7 @@ def _ours(plan: Plan) -> Row:
         seconds=plan.prediction.seconds,
         tokens_per_s=plan.prediction.tokens_per_s,
         problem=" ".join(plan.problems),
-        master=_MASTERS.get(plan.job.offload.state, plan.job.offload.state),
+        master=_MASTERS.get(plan.job.offload.state.format, plan.job.offload.state.format),
         clips=True,
     )
 
@@ -155,10 +155,9 @@ def _row(name: str, peer: Peer, plan: Plan, trace: Trace | None) -> Row:
 def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
     """Return the job as others run it: weights on the device, layers recomputed unless the job
     keeps their activations, and one copy of the state."""
-    kept = not job.offload.recomputes
-    again = job.offload.recompute_blocks
-    offload = replace(
-        job.offload,
+    kept = not job.offload.activations.recomputes
+    again = job.offload.activations.recompute_blocks
+    offload = job.offload.replace(
         working="device",
         resident_blocks=None,
         state="fp32",

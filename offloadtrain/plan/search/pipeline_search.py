@@ -83,8 +83,12 @@ class Found:
     def activation(self) -> str:
         """The policy, and how many layers of each stage run again."""
         offload = self.plan.job.offload
-        count = "" if offload.recompute_blocks is None else f" {offload.recompute_blocks}"
-        return f"{offload.activation}{count}"
+        count = (
+            ""
+            if offload.activations.recompute_blocks is None
+            else f" {offload.activations.recompute_blocks}"
+        )
+        return f"{offload.activations.mode}{count}"
 
     @property
     def keys(self) -> str:
@@ -103,9 +107,9 @@ class Found:
             f"train.grad_accum_steps={config.train.grad_accum_steps} "
             f"train.global_batch_tokens=0 {self._keys_of_activations}"
             + "".join(
-                f" offload.{key}={getattr(config.offload, key)}"
+                f" offload.{key}={config.offload.value(key)}"
                 for key in ("sums_on", "sums_down")
-                if getattr(config.offload, key) != getattr(asked.offload, key)
+                if config.offload.value(key) != asked.offload.value(key)
             )
             + ("" if config.ranks.flushes else " offload.update=delayed offload.warmup_steps=0")
         )
@@ -113,10 +117,10 @@ class Found:
     @property
     def _keys_of_activations(self) -> str:
         offload, asked = self.plan.job.offload, self.asked.offload
-        activation, count = offload.activation, offload.recompute_blocks
-        if count is None and asked.recompute_blocks is not None:
+        activation, count = offload.activations.mode, offload.activations.recompute_blocks
+        if count is None and asked.activations.recompute_blocks is not None:
             activation, count = "recompute", 0  # the same: a number cannot be left out by --set
-        whole = asked.partition_activations and not offload.partition_activations
+        whole = asked.activations.partition and not offload.activations.partition
         return (
             f"offload.activation={activation}"
             + ("" if count is None else f" offload.recompute_blocks={count}")
@@ -195,9 +199,9 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
             "replicas": one.plan.placed.spec.ranks,
             "schedule": one.schedule,
             "micro_batch": one.micro_batch,
-            "activation": one.plan.job.offload.activation,
-            "recompute_blocks": one.plan.job.offload.recompute_blocks,
-            "sums_on": one.plan.job.offload.sums_on,
+            "activation": one.plan.job.offload.activations.mode,
+            "recompute_blocks": one.plan.job.offload.activations.recompute_blocks,
+            "sums_on": one.plan.job.offload.gradients.sums_tier,
             "device_bytes": sum(one.plan.device.values()),
             "bubbles": [] if one.plan.pipeline is None else list(one.plan.pipeline.bubbles),
             "seconds": one.seconds,
@@ -232,9 +236,9 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
 def _with_sums(job: Config, count: int) -> Iterator[Config]:
     """Yield the job with so many microbatches summed on the host, unless it asks for the device,
     and on the device."""
-    if job.offload.sums_on != "device":
+    if job.offload.gradients.sums_tier != "device":
         yield with_sums_on(job, "host")
-    if job.offload.sums_on == "device" or count > 1:
+    if job.offload.gradients.sums_tier == "device" or count > 1:
         yield with_sums_on(job, "device")
 
 
@@ -266,15 +270,14 @@ def _divided(
 ) -> Config:
     train = replace(job.train, micro_batch=size, grad_accum_steps=count, global_batch_tokens=0)
     again: Literal["auto"] | None = None if activation == "keep" else "auto"
-    divides = job.offload.partition_activations and activation != "keep"
-    offload = replace(
-        job.offload,
+    divides = job.offload.activations.partition and activation != "keep"
+    offload = job.offload.replace(
         activation=activation,
         recompute_blocks=again,
         partition_activations=divides,
     )
     if not ranks.flushes:
-        offload = replace(offload, update="delayed", warmup_steps=0)
+        offload = offload.replace(update="delayed", warmup_steps=0)
     return replace(job, ranks=ranks, train=train, offload=offload)
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 from offloadtrain.config.job import Config, problems_of_ranks
-from offloadtrain.config.offload import OFFLOAD_SAVED_ABOVE, STATE_PRECISIONS
+from offloadtrain.config.offload import (
+    OFFLOAD_SAVED_ABOVE,
+    STATE_PRECISIONS,
+    OffloadConfig,
+    UpdateMode,
+)
 from offloadtrain.config.optim_options import contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
@@ -101,8 +107,8 @@ def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> l
     ordered = _fastest(list(largest.values()))
     best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
     near = [one for one in ordered if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
-    near.sort(key=lambda one: one.plan.job.offload.sums_down == "working")
-    near.sort(key=lambda one: list(STATE_PRECISIONS).index(one.plan.job.offload.state))
+    near.sort(key=lambda one: one.plan.job.offload.gradients.sums_dtype == "working")
+    near.sort(key=lambda one: list(STATE_PRECISIONS).index(one.plan.job.offload.state.format))
     return [*near, *ordered[len(near) :]]
 
 
@@ -113,13 +119,13 @@ def single_changes(
     number of microbatches that the tokens of a step are cut into."""
     choices = choices_of(job, ranks, traced=trace is not None) | {
         "offload.state_on": distinct("auto", "host"),
-        "offload.recompute_blocks": ("auto",) if job.offload.recomputes else (),
+        "offload.recompute_blocks": ("auto",) if job.offload.activations.recomputes else (),
         "offload.sums_on": ("host", "device"),
         "offload.sums_down": ("fp32", "working"),
         "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
         # What a trace tells is of eager operations.
         "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
-        "offload.update": ("exact", "speculative", "delayed"),
+        "offload.update": get_args(UpdateMode),
         "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
     }
     found = (
@@ -163,7 +169,7 @@ def _with_less_recompute(
     """Return a change to layers that are all recomputed with the fewest that fit, where that is
     faster. Where the shape of a model only estimates its activations, or a number of layers would
     take several traces, all stay."""
-    of_all = change.plan.job.offload.recompute_blocks is None
+    of_all = change.plan.job.offload.activations.recompute_blocks is None
     if not ("offload.activation" in change.keys and of_all and change.plan.fits):
         return change
     if trace is not None or job.hf is not None:
@@ -175,7 +181,7 @@ def _with_less_recompute(
         return change
     if less.plan.prediction.tokens_per_s < change.plan.prediction.tokens_per_s * (1 + SAME):
         return change
-    count = less.plan.job.offload.recompute_blocks
+    count = less.plan.job.offload.activations.recompute_blocks
     return Change(change.keys | {"offload.recompute_blocks": count}, less.plan)
 
 
@@ -190,16 +196,22 @@ def settled(
     if job.device.placement == "auto":
         found = automatic(resolved(job, machine), name, machine, ranks, trace)
         job = _consistent(job, found.keys)
-    asked = job.offload.recompute_blocks, job.offload.state_on, job.ranks.layers_per_stage
-    if "auto" not in (*asked, job.offload.sums_on):
+    asked = (
+        job.offload.activations.recompute_blocks,
+        job.offload.state.tier,
+        job.ranks.layers_per_stage,
+    )
+    if "auto" not in (*asked, job.offload.gradients.sums_tier):
         return job
     plan = make(job, name, machine, ranks, trace)
     job = with_sums_of(replace(job, ranks=plan.job.ranks), plan.job)
-    if job.offload.recompute_blocks == "auto":
-        own = plan.job.offload
-        keys = {key: getattr(own, key) for key in ("recompute_blocks", "partition_activations")}
-        job = replace(job, offload=replace(job.offload, **keys))
-    if job.offload.state_on != "auto":
+    if job.offload.activations.recompute_blocks == "auto":
+        decided = plan.job.offload.activations
+        offload = job.offload.replace(
+            recompute_blocks=decided.recompute_blocks, partition_activations=decided.partition
+        )
+        job = replace(job, offload=offload)
+    if job.offload.state.tier != "auto":
         return job
     return with_state_on(job, state_share.enough(plan.placed, plan.machine) if plan.fits else 0.0)
 
@@ -221,7 +233,10 @@ def applied(job: Config, keys: dict[str, Any]) -> Config:
     """Return the job with other values for dotted keys."""
     for dotted, value in keys.items():
         section, key = dotted.split(".")
-        job = replace(job, **{section: replace(getattr(job, section), **{key: value})})
+        options = getattr(job, section)
+        is_offload = isinstance(options, OffloadConfig)
+        changed: Any = options.replace if is_offload else partial(replace, options)
+        job = replace(job, **{section: changed(**{key: value})})
     return job
 
 
@@ -322,7 +337,7 @@ def _promising(
     So where the device has room for them, a combination with them on the host lacks more than the
     one without, which needs fewer changes: it is left out. It would take a trace of its own.
     """
-    recomputes = job.offload.activation == "recompute" and not machine.on_cpu
+    recomputes = job.offload.activations.mode == "recompute" and not machine.on_cpu
     with_room: list[dict[str, Any]] = []
     if make(job, name, machine, ranks, trace).device_has_room:
         with_room.append({})
@@ -381,14 +396,14 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     train = replace(train, grad_accum_steps=microbatches_of(job, train.micro_batch))
     changed = replace(changed, train=train)
     offload = changed.offload
-    if offload.working == "device" and offload.resident_blocks:
-        offload = replace(offload, resident_blocks=None)
-    if offload.activation not in ("recompute", "offload"):
-        offload = replace(offload, recompute_blocks=None)
-    if not offload.recomputes:
-        offload = replace(offload, partition_activations=False)
-    if offload.activation != "offload_saved":
-        offload = replace(offload, offload_saved_above=OFFLOAD_SAVED_ABOVE)
+    if offload.weights.tier == "device" and offload.weights.resident_blocks:
+        offload = offload.replace(resident_blocks=None)
+    if offload.activations.mode not in ("recompute", "offload"):
+        offload = offload.replace(recompute_blocks=None)
+    if not offload.activations.recomputes:
+        offload = offload.replace(partition_activations=False)
+    if offload.activations.mode != "offload_saved":
+        offload = offload.replace(offload_saved_above=OFFLOAD_SAVED_ABOVE)
     return replace(changed, offload=offload)
 
 

@@ -54,7 +54,7 @@ def sweep(job: Config, name: str, machine: Machine, counts: Sequence[int]) -> li
     """
     job = resolved(job, machine)
     rows: list[Point] = []
-    stages: tuple[int, ...] = (3,) if job.offload.offloads_weights else (1, 2, 3)
+    stages: tuple[int, ...] = (3,) if job.offload.weights.offloaded else (1, 2, 3)
     linked = [n for n in counts if n <= machine.gpus or machine.node_link_gbps > 0]
     for stage in stages:
         rows += _relative([_offloaded(job, name, machine, stage, count) for count in counts])
@@ -145,7 +145,7 @@ def _offloaded(job: Config, name: str, machine: Machine, stage: int, gpus: int) 
     wider = replace(
         job,
         train=replace(train, grad_accum_steps=train.grad_accum_steps * gpus, global_batch_tokens=0),
-        offload=replace(job.offload, zero_stage=stage),
+        offload=job.offload.replace(zero_stage=stage),
     )
     try:
         plan = make(wider, name, machine, gpus)
@@ -184,7 +184,7 @@ def _resident(job: Config, machine: Machine, stage: int, gpus: int) -> Point:
         gpus=gpus,
         stage=stage,
         offload=False,
-        recompute=job.offload.recomputes,
+        recompute=job.offload.activations.recomputes,
         kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
     )
     tokens = train.micro_batch * train.grad_accum_steps * job.data.seq_len
@@ -208,7 +208,7 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         micro_batch=train.micro_batch,
         micro_batches=micro_batches,
         stages=gpus,
-        recompute=job.offload.recomputes,
+        recompute=job.offload.activations.recomputes,
         kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
     )
     found = row(schedule, pipe, machine)

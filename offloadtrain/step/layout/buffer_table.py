@@ -291,7 +291,7 @@ def _part(row: BufferSpec, slot: int, kind: Memory, offset: int) -> BufferSpec:
 def pools(spec: StepSpec) -> dict[Memory, PoolSpec]:
     """Return the pools of block inputs."""
     config = spec.config
-    owner, limit = config.moved_activations, config.host_memory_limit
+    owner, limit = config.activations.moved, config.memory.host_limit
     return {
         Memory.HOST_ACTIVATION: PoolSpec(owner, Tier.HOST, "host block input", limit),
         Memory.KEPT_ACTIVATION: PoolSpec("block inputs", Tier.DEVICE, "kept block input"),

@@ -49,12 +49,12 @@ def lay_out(
         DeviceMemoryError: a limit of the device holds not even the rest and the slots.
     """
     config.zero_stage_among(ranks)
-    if config.sums_on == "auto":
+    if config.gradients.sums_tier == "auto":
         raise OptionError(
             "sums_on = 'auto' is decided by the plan of a job; in offload() give 'host' or "
             "'device', which plan_model(..., sums_on='auto') tells"
         )
-    if config.partition_activations and parts == 1:
+    if config.activations.partition and parts == 1:
         raise OptionError(
             "partition_activations = True divides block inputs among the ranks of tensor parallel, "
             "and there are none: offload with a mesh that has an axis 'tp', or leave it out"
@@ -67,7 +67,7 @@ def lay_out(
         weight_versions=weight_versions,
         gradient_sums=gradient_sums,
         copies=copies,
-        input_parts=parts if config.partition_activations else 1,
+        input_parts=parts if config.activations.partition else 1,
     )
     streamed = streamed_blocks(spec)
     held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
@@ -80,7 +80,7 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
     see `lay_out`."""
     if spec.config.update != "speculative":
         return spec
-    limit = spec.config.host_memory_limit
+    limit = spec.config.memory.host_limit
     room = int(available_bytes * HEADROOM) if limit is None else limit
     room -= span_bytes(arena_rows(replace(spec, second_copies=frozenset())))
     copied = set()
@@ -96,7 +96,7 @@ def with_second_copies(spec: StepSpec, available_bytes: int) -> StepSpec:
 
 def check_host_limit(spec: StepSpec) -> None:
     """Raises HostMemoryError if the config's limit does not hold one copy of everything."""
-    limit = spec.config.host_memory_limit
+    limit = spec.config.memory.host_limit
     if limit is None:
         return
     rows = arena_rows(replace(spec, second_copies=frozenset()))

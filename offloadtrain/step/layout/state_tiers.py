@@ -39,8 +39,8 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
         OptionError: so large a share cannot be on the device, or nothing decides on "auto".
         DeviceMemoryError: `device_memory_limit` does not hold the share.
     """
-    limit = spec.config.device_memory_limit
-    if spec.config.state_on == "auto":
+    limit = spec.config.memory.device_limit
+    if spec.config.state.tier == "auto":
         if limit is None:
             raise OptionError(
                 "state_on = 'auto' is decided by the plan of a job; in offload() give "
@@ -61,7 +61,7 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
 
 def candidates(spec: StepSpec) -> list[BucketSpec]:
     """Return the buckets that may have their state on the device, in the order of use."""
-    streamed_past_host = spec.config.offloads_weights
+    streamed_past_host = spec.config.weights.offloaded
     return [one for one in spec.buckets if not (streamed_past_host and spec.is_streamed(one))]
 
 
@@ -75,7 +75,7 @@ def first_on_device(spec: StepSpec, count: int) -> StepSpec:
 def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
     def placed(bucket: BucketSpec) -> BucketSpec:
         tier = tier_of(bucket)
-        with_it = tier is Tier.DISK and spec.config.grad_on == "disk"
+        with_it = tier is Tier.DISK and spec.config.gradients.tier == "disk"
         if (bucket.state_tier, bucket.gradient_on_disk) == (tier, with_it):
             return bucket
         return replace(bucket, state_tier=tier, gradient_on_disk=with_it)
@@ -104,7 +104,7 @@ def _spread_on_disk(spec: StepSpec) -> StepSpec:
     """Put the share that the config asks for on the disk, of buckets that are on the host."""
     of_host = spec.buckets_on(Tier.HOST)
     total, held = (sum(one.numel for one in some) for some in (spec.buckets, of_host))
-    share = min(spec.config.disk_share * total / max(held, 1), 1.0)
+    share = min(spec.config.state.disk_share * total / max(held, 1), 1.0)
     chosen, wanted, found = set(), 0.0, 0
     for bucket in of_host:
         wanted += share * bucket.numel
@@ -120,7 +120,7 @@ def _asked(spec: StepSpec) -> int:
     Raises:
         OptionError: the candidates are less than the share.
     """
-    share = spec.config.device_share
+    share = spec.config.state.device_share
     sizes = [bucket.numel for bucket in candidates(spec)]
     total = sum(bucket.numel for bucket in spec.buckets)
     largest = max(sizes, default=0)

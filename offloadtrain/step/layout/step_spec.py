@@ -85,7 +85,7 @@ class StepSpec:
     @property
     def moves_inputs(self) -> bool:
         """Inputs of repeated blocks leave the place where forward made them."""
-        return self.config.activation in ("offload", "offload_saved") or self.input_parts > 1
+        return self.config.activations.mode in ("offload", "offload_saved") or self.input_parts > 1
 
     @property
     def is_single(self) -> bool:
@@ -117,12 +117,12 @@ class StepSpec:
     def sums_on_device(self, bucket: BucketSpec) -> bool:
         """Microbatches are summed on the device, and one copy of the sum goes to the host."""
         on_host = bucket.update_tier is Tier.HOST
-        return on_host and self.accumulates and self.config.sums_on == "device"
+        return on_host and self.accumulates and self.config.gradients.sums_tier == "device"
 
     def rounds_sum(self, bucket: BucketSpec) -> bool:
         """The sum on the device is rounded to the working dtype before it is measured and goes
         down; where it stays there, too: placement changes no bit."""
-        narrow = self.config.sums_down == "working" and bucket.weight_bytes < 4
+        narrow = self.config.gradients.sums_dtype == "working" and bucket.weight_bytes < 4
         return narrow and self.accumulates and self.sum_tier(bucket) is Tier.DEVICE
 
     def holds_sum(self, bucket: BucketSpec) -> bool:
@@ -217,7 +217,7 @@ class StepSpec:
         """Bucket → what a save copies of its state; see [Note: Spill] in `spill.py`."""
         on_host = (bucket for bucket in self.save_order if bucket.state_tier is Tier.HOST)
         sizes = [(bucket.name, bucket.field_sizes) for bucket in on_host]
-        return spill(sizes, self.config.checkpoint_spill)
+        return spill(sizes, self.config.memory.checkpoint_spill)
 
     def spill_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of the memory for what a save copies of a bucket."""
@@ -233,9 +233,9 @@ class StepSpec:
         shard, on the host, or on the disk; None for a bucket that stays on the device."""
         if not self.is_streamed(bucket):
             return None
-        if self.config.working == "disk" and self._weights_in_host_state(bucket):
+        if self.config.weights.tier == "disk" and self._weights_in_host_state(bucket):
             return Tier.HOST
-        return Tier(self.config.working)
+        return Tier(self.config.weights.tier)
 
     def _weights_in_host_state(self, bucket: BucketSpec) -> bool:
         """The state is on the host and holds the weights that loads may read: no file is needed."""
@@ -321,7 +321,7 @@ class StepSpec:
 
     def reduced_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of an element of a gradient while ranks sum it."""
-        wide = bucket.ranks > 1 and self.config.reduction == "fp32"
+        wide = bucket.ranks > 1 and self.config.sharding.reduction == "fp32"
         return 4 if wide else bucket.weight_bytes
 
     @cached_property
@@ -380,7 +380,7 @@ class StepSpec:
     def slots(self) -> int:
         """The number of device slots for repeated blocks."""
         repeated = sum(block.repeated and block.name in self.streamed for block in self.blocks)
-        return min(self.config.device_slots, repeated)
+        return min(self.config.weights.device_slots, repeated)
 
     def slots_of(self, block: BlockSpec) -> range:
         """Return the slots that a streamed block can have."""

@@ -50,7 +50,7 @@ def streamed_blocks(spec: StepSpec) -> frozenset[str]:
 def _outside(spec: StepSpec) -> list[BlockSpec]:
     """List the streamed blocks outside of lists; see [Note: Outside of layers]."""
     kept = set()
-    for pattern in spec.config.keep_whole:
+    for pattern in spec.config.sharding.keep_whole:
         names = [block.name for block in spec.blocks if not block.repeated]
         if not (found := {name for name in names if fnmatchcase(name, pattern)}):
             some = ", ".join(map(repr, names[:8])) or "none"
@@ -76,7 +76,7 @@ def _bytes_streamed(spec: StepSpec, outside: Sequence[BlockSpec]) -> int:
 
 def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
     """Count the shards of this rank that stay on its device."""
-    if spec.config.offloads_weights:
+    if spec.config.weights.offloaded:
         return 0
     shards = (one for block in blocks for one in block.held)
     return sum(one.shard_bytes * _versions(spec, one) for one in shards)
@@ -94,13 +94,13 @@ def _versions(spec: StepSpec, bucket: BucketSpec) -> int:
 def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
     config = spec.config
     repeated = [block for block in spec.blocks if block.repeated and spec.streams]
-    limit, asked = config.device_memory_limit, config.resident_blocks
+    limit, asked = config.memory.device_limit, config.weights.resident_blocks
     room = len(repeated) if limit is None else _room(spec, repeated, outside, limit)
     if asked is not None and room < min(asked, len(repeated)):
         raise DeviceMemoryError(
             f"resident_blocks = {asked}, and device_memory_limit = {format_bytes(limit or 0)} has "
-            f"room for {room} beside the rest and {config.device_slots} slots: lower the one or "
-            "raise the other"
+            f"room for {room} beside the rest and {config.weights.device_slots} slots: lower the "
+            "one or raise the other"
         )
     stay = min(asked, len(repeated)) if asked is not None else (0 if limit is None else room)
     # The i-th of n that stay lies in the middle of the i-th of n equal parts.
@@ -123,15 +123,17 @@ def _room(
     if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
         rest += ITEMSIZE["float64"] * spec.num_tensors
     rest += sum(bucket.experts for bucket in spec.buckets)  # a byte for each: used or not
-    least = rest + config.device_slots * max((block.nbytes for block in repeated), default=0)
+    least = rest + config.weights.device_slots * max(
+        (block.nbytes for block in repeated), default=0
+    )
     if least > limit and rest + sum(sizes) > limit:
         keys = ", or set working = 'host'"
-        if config.offloads_weights:
-            keys = ", or set device_slots = 1" if config.device_slots > 1 else ""
+        if config.weights.offloaded:
+            keys = ", or set device_slots = 1" if config.weights.device_slots > 1 else ""
         raise DeviceMemoryError(
             f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
             f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
-            f"stay on the device, the rest for {config.device_slots} slots. Raise it{keys}"
+            f"stay on the device, the rest for {config.weights.device_slots} slots. Raise it{keys}"
         )
     if rest + sum(sizes) <= limit:
         return len(repeated)

@@ -73,8 +73,8 @@ class ActivationPath:
         self._order = order
         self._parts = spec.input_parts
         self._part = part if self._parts > 1 else 0
-        self._on_host = spec.config.activation != "recompute" or spec.input_parts == 1
-        self._stays = spec.config.activation == "offload_saved"
+        self._on_host = spec.config.activations.mode != "recompute" or spec.input_parts == 1
+        self._stays = spec.config.activations.mode == "offload_saved"
         self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
         self._ahead = _SAVED_AHEAD if self._stays else 1
         self._saved: dict[int, _Saved] = {}

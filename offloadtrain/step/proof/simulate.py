@@ -181,7 +181,7 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
     Args:
         input_bytes: see `drive.steps`.
     """
-    warm = replace(spec, config=replace(spec.config, warmup_steps=0))
+    warm = replace(spec, config=spec.config.replace(warmup_steps=0))
     period, settled = _PERIOD if spec.config.uses_disk else 1, _SETTLED
     while True:
         program = timed(steps(Program(warm), settled + period - 1, input_bytes))

@@ -154,5 +154,5 @@ class RunStart:
     @property
     def pins_in_vain(self) -> bool:
         """True if transfers are slow because host memory could not be page-locked."""
-        optimizer, asked = self.context.optimizer, self.config.offload.pin_memory
+        optimizer, asked = self.context.optimizer, self.config.offload.memory.pin
         return optimizer.device.type == "cuda" and asked and not optimizer.pinned

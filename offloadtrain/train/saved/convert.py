@@ -165,6 +165,6 @@ def _load(context: TrainingContext, foreign: Foreign) -> None:
 
 
 def _tell_of_format(context: TrainingContext, console: Console) -> None:
-    state = context.optimizer.config.state
+    state = context.optimizer.config.state.format
     if state != "fp32":
         console.say(f'offload.state = "{state}": its encoder has rounded the state to nearest')

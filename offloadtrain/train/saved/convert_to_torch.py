@@ -211,7 +211,7 @@ def _remarks(saved: SavedRun, tree: dict[str, Any]) -> Iterator[str]:
             f'optim.decay = "{saved.job.optim.decay}": the optimizer has two groups, parameters of '
             f"two and more dimensions, then the others, with weight_decay {decays}"
         )
-    state = saved.job.offload.state
+    state = saved.job.offload.state.format
     if state != "fp32":
         yield f'offload.state = "{state}": moments have its precision'
     stacked = [steps for steps in _expert_steps(saved).values() if len(steps) > 1]

@@ -194,17 +194,17 @@ def _smaller(config: Config) -> Iterator[str]:
     if train.micro_batch > 1:
         halves = f"train.grad_accum_steps = {2 * train.grad_accum_steps}"
         yield f"train.micro_batch = {train.micro_batch // 2} with {halves}"
-    if offload.recompute_blocks is not None:
+    if offload.activations.recompute_blocks is not None:
         yield "offload.recompute_blocks left out, for all layers"
-    elif offload.activation != "offload":
-        kept = offload.activation == "keep"
+    elif offload.activations.mode != "offload":
+        kept = offload.activations.mode == "keep"
         yield f'offload.activation = "{"recompute" if kept else "offload"}"'
     if not train.chunked_loss:
         yield "train.chunked_loss = true"
-    if offload.sums_on != "host":
+    if offload.gradients.sums_tier != "host":
         yield 'offload.sums_on = "host"'
-    if offload.device_share or offload.state_on == "auto":
+    if offload.state.device_share or offload.state.tier == "auto":
         yield 'offload.state_on = "host"'
-    elif offload.working == "device":
+    elif offload.weights.tier == "device":
         yield 'offload.working = "host"'
     yield "data.seq_len to less"

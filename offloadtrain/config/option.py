@@ -1,0 +1,141 @@
+"""An option of `offload()`: declared once, as a field with its type, default, range and docs."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from offloadtrain.config.toml import nearest, shown
+
+Value = TypeVar("Value")
+
+_WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """An option that has an effect only with certain values of another one.
+
+    Attributes:
+        option: name of the other option.
+        values: its values.
+        why: the reason, as a clause.
+    """
+
+    option: str
+    values: tuple[object, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A declared option.
+
+    Attributes:
+        name: keyword of `offload()` and key of the table `[offload]`.
+        path: names of the attributes that lead to it from an `OffloadConfig`.
+        kind: its type.
+        doc: what it does, without its name, type and default.
+        positive, not_negative: the range of a number.
+        size: a number of bytes, which a job may write as "10 GiB".
+        choices: the allowed values, if its type does not list them.
+        needs: what else must be set for it to have an effect.
+    """
+
+    name: str = ""
+    path: tuple[str, ...] = ()
+    kind: Any = None
+    default: Any
+    doc: str
+    positive: bool = False
+    not_negative: bool = False
+    size: bool = False
+    choices: Iterable[object] | None = None
+    needs: Needs | None = None
+
+    def of(self, config: object) -> Any:
+        """Return its value in an `OffloadConfig`."""
+        return reduce(getattr, self.path, config)
+
+    @property
+    def none_is_zero(self) -> bool:
+        """Whether a job writes 0 for None: TOML has no null, and 0 is out of its range."""
+        return self.default is None and self.positive
+
+    def problems(self, value: Any) -> Iterator[str]:
+        """Yield a sentence if the value is not one of the choices or out of range."""
+        words = self._words()
+        choices = words if get_origin(self.kind) is Literal else self.choices
+        if choices is not None:
+            if value not in (allowed := tuple(choices)):
+                hint = nearest(value, map(str, allowed)) if isinstance(value, str) else ""
+                listed = ", ".join(map(repr, allowed))
+                yield f"{self.name} = {shown(value)} is not one of {listed}{hint}"
+        elif self.positive or self.not_negative:
+            if value in words or (value is None and self.default is None):
+                return
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                yield f"{self.name} = {value!r} is not a number"
+            elif self.positive and not value > 0:
+                yield f"{self.name} = {value} is not positive"
+            elif value < 0:
+                yield f"{self.name} = {value} is negative"
+
+    def without_effect(self, value: Any, other: Any) -> Iterator[str]:
+        """Yield a sentence if the value has no effect with the value of the option it needs."""
+        needs = self.needs
+        if needs is None or value == self.default or other in needs.values:
+            return
+        allowed = " or ".join(map(repr, needs.values))
+        yield (
+            f"{self.name} = {shown(value)} and {needs.option} = {shown(other)}: {needs.why}: "
+            f"leave it out, or set {needs.option} = {allowed}"
+        )
+
+    def _words(self) -> tuple[object, ...]:
+        """Return the words that its type lists."""
+        kinds = [self.kind, *get_args(self.kind)]
+        return tuple(
+            word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)
+        )
+
+
+def option(default: Value, doc: str, **declared: Any) -> Value:
+    """Declare an option as a field of a dataclass; `declared` are attributes of `Option`.
+
+    The name is the field's, unless `declared` has another one. `declared_in` adds path and type.
+    """
+    words = " ".join(doc.split())
+    metadata = {"option": Option(default=default, doc=words, **declared)}
+    as_field: Value = field(default=default, metadata=metadata)
+    return as_field
+
+
+def declared_in(kind: type, *path: str) -> Iterator[Option]:
+    """Yield the options that a dataclass declares, which is at `path` of an `OffloadConfig`."""
+    hints = get_type_hints(kind)
+    for declared in fields(kind):
+        if (entry := declared.metadata.get("option")) is not None:
+            yield replace(
+                entry,
+                name=entry.name or declared.name,
+                path=(*path, declared.name),
+                kind=hints[declared.name],
+            )
+
+
+def described(options: Iterable[Option], indent: str = "    ") -> str:
+    """Return the options as lines of a Google-style "Args:" section."""
+    wrap = textwrap.TextWrapper(
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=f"{indent}    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(
+        wrap.fill(f"{option.name}: {option.doc} Default: {option.default!r}.") for option in options
+    )

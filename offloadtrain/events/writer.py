@@ -120,7 +120,7 @@ class EventWriter:
         return True
 
     def close(self, timeout_s: float = 2 * END_WITHIN_S) -> None:
-        """Write what is queued and a warning if anything was dropped; a second call does nothing.
+        """Write the queue, and a warning if events were dropped; a second call does nothing.
 
         A hanging disk is abandoned after `timeout_s`.
         """
@@ -262,8 +262,8 @@ def _reserved(folder: Path) -> IO[bytes] | None:
     """Reserve space on the log's disk with incompressible bytes; None: there is no space now. The
     kernel frees it when the process ends, however it ends."""
     try:
-        kept = tempfile.TemporaryFile(buffering=0, dir=folder)
-        kept.write(os.urandom(RESERVED_BYTES))
+        file = tempfile.TemporaryFile(buffering=0, dir=folder)
+        file.write(os.urandom(RESERVED_BYTES))
     except OSError:
         return None
-    return kept
+    return file

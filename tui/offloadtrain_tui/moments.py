@@ -1,4 +1,4 @@
-"""The event list: what a record says, in a line."""
+"""The event list: each record as a line of text."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def set_up_words(event: schema.SetUp) -> str:
     """Return, for example, "set up in 1m32s (reading weights 40 s, page-locking memory 22 s)"."""
     longest = sorted(event.parts_s.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{clean(what, 60)} {units.format_seconds(s)}" for what, s in longest)
-    told = f"set up in {units.format_duration(event.duration_s)}"
-    return f"{told} ({parts})" if parts else told
+    text = f"set up in {units.format_duration(event.duration_s)}"
+    return f"{text} ({parts})" if parts else text
 
 
 def set_up_line(now: SetUpNow, now_s: float, *, is_over: bool) -> str:
@@ -65,11 +65,11 @@ def set_up_line(now: SetUpNow, now_s: float, *, is_over: bool) -> str:
     """
     until_s = now.time_s if is_over else now_s
     spent = units.format_duration(max(until_s - now.since_s, 1.0))
-    told = _set_up_now(now)
+    progress = _set_up_now(now)
     return (
-        f"set-up, last seen after {spent}: {told}"
+        f"set-up, last seen after {spent}: {progress}"
         if is_over
-        else (f"setting up: {told}, {spent} so far")
+        else (f"setting up: {progress}, {spent} so far")
     )
 
 

@@ -56,7 +56,7 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     elif view.step:
         text.append(f"  step {view.step}")
     text.append(_end(shown, state))
-    if not shown.snapshot.whole and state != "opening":
+    if not shown.snapshot.is_complete and state != "opening":
         text.append("  reading…", "dim")
     return text
 
@@ -108,7 +108,7 @@ def numbers(shown: ViewState, width: int = 120) -> Text:
 
 
 def before_first_step(shown: ViewState) -> str:
-    """Say what a run does that has no step yet."""
+    """Return the activity of a run that has no step yet."""
     view, state = shown.view, shown.state
     start = view.start
     if shown.is_live and (now := shown.snapshot.set_up):

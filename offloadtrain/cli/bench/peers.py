@@ -130,11 +130,11 @@ def _deepspeed_adam(param: torch.nn.Parameter, scalars: AdamScalars) -> Any:
 def _quietly(make: Callable[[], Any]) -> Any:
     """Redirect stdout, which is for data: its import and its compiler print there."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     try:
         os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
             return make()
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)

@@ -77,12 +77,12 @@ def _row(path: Path, *, verify: bool) -> _Row:
     from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 
     try:
-        found = (checkpoint.verify if verify else checkpoint.open_checkpoint)(path)
+        opened = (checkpoint.verify if verify else checkpoint.open_checkpoint)(path)
     except DamagedCheckpointError as damage:
         return _Row(path.name, "damaged", problem=str(damage))
     except CheckpointError as error:
         return _Row(path.name, "newer", problem=str(error))
-    manifest, state = found.manifest, "verified" if verify else "listed"
+    manifest, state = opened.manifest, "verified" if verify else "listed"
     return _Row(path.name, state, manifest.num_bytes, len(manifest.sizes))
 
 

@@ -27,7 +27,7 @@ SLOW_BUS, GOOD_BUS, BUS_STEPS = 0.7, 0.8, 20
 BUS_BYTES = 64 << 20
 """Fewer bytes per step say nothing about the bus."""
 _MAD_TO_SIGMA = 1.4826
-BEHIND, NOT_BEHIND, RANK_STEPS = 1.15, 1.08, 20
+SLOW_RANK, NOT_SLOW_RANK, RANK_STEPS = 1.15, 1.08, 20
 """Number of steps in the median of a rank's time over the others'."""
 
 
@@ -187,7 +187,7 @@ class Alerts:
         slowest = max(range(len(usual)), key=usual.__getitem__)
         other_ms = statistics.median(usual[:slowest] + usual[slowest + 1 :])
         switch = self._switch("rank-skew", patience=10)
-        limit = NOT_BEHIND if switch.raised else BEHIND
+        limit = NOT_SLOW_RANK if switch.raised else SLOW_RANK
         text = (
             f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others "
             f"{other_ms:.0f} ms, so they wait; look at its GPU's clocks, its link and its cores"

@@ -48,13 +48,13 @@ class Requests:
         self._done = self._folder / "done"
         own_folder(self._folder)
         own_folder(self._done)
-        self._seen_ns = 0
+        self._scanned_ns = 0
         self._stale = {path.name for path in self._folder.glob("*.json")}
 
     def waiting(self) -> bool:
         """Return whether the folder has changed since the last scan."""
         try:
-            return os.stat(self._folder).st_mtime_ns != self._seen_ns
+            return os.stat(self._folder).st_mtime_ns != self._scanned_ns
         except OSError:  # the folder was removed: there are no requests
             return False
 
@@ -64,13 +64,13 @@ class Requests:
             changed_ns = os.stat(self._folder).st_mtime_ns
         except OSError:  # the folder was removed: there are no requests
             return []
-        if changed_ns == self._seen_ns:
+        if changed_ns == self._scanned_ns:
             return []
         requests = [
             self._take(path) for path in sorted(self._folder.glob("*.json"))[:_MOST_AT_ONCE]
         ]
         settled = not requests and time.time_ns() - changed_ns > _SETTLED_S * 1e9
-        self._seen_ns = changed_ns if settled else 0
+        self._scanned_ns = changed_ns if settled else 0
         return requests
 
     def _take(self, path: Path) -> Request:

@@ -89,8 +89,8 @@ class MixtureOfExperts(nn.Module):
         rows_MD = x_ND[:, None].expand(-1, self.chosen, -1).reshape(-1, x_ND.shape[1])
         rows_MD = _permuted(rows_MD, order_M, place_M)
         rows_MD = self.experts(rows_MD, ends_E)
-        found_NKD = _permuted(rows_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
-        mixed_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)
+        outputs_NKD = _permuted(rows_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
+        mixed_ND = (outputs_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)
         return mixed_ND.view_as(x_BTD), _balance(probs_NE, ends_E, self.chosen)
 
 

@@ -276,11 +276,11 @@ def document_bias(positions_BT: Tensor, dtype: torch.dtype, *, causal: bool = Tr
     backward.
     """
     document_BT = (positions_BT == 0).cumsum(1)
-    seen_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    visible_BTT = document_BT[:, :, None] == document_BT[:, None, :]
     if causal:
-        seen_BTT = seen_BTT.tril()
-    bias_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=positions_BT.device)
-    return bias_BTT.masked_fill_(~seen_BTT, float("-inf"))[:, None]
+        visible_BTT = visible_BTT.tril()
+    bias_BTT = torch.zeros(visible_BTT.shape, dtype=dtype, device=positions_BT.device)
+    return bias_BTT.masked_fill_(~visible_BTT, float("-inf"))[:, None]
 
 
 class Mlp(nn.Module):

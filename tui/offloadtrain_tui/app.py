@@ -296,7 +296,7 @@ class Monitor(RunActions):
         else:
             self.push_screen(Raw(message.moment))
 
-    def on_runs_panel_asked(self, message: RunsPanel.Asked) -> None:
+    def on_runs_panel_chosen(self, message: RunsPanel.Chosen) -> None:
         self._open(message.folder, overlay=message.overlay)
 
     def _open(self, folder: Path, *, overlay: bool) -> None:

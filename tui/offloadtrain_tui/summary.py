@@ -30,7 +30,7 @@ SIGNS = {
 }
 ColorOf = dict[str, str]
 WIDE_HEADLINE = 100
-_BESIDE_NAME = 46
+_WIDTH_WITHOUT_NAME = 46
 """Columns of state, step and progress."""
 SHOWN_ALERTS = 2
 TREND_STEPS = 20
@@ -40,7 +40,7 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     """Return name, state, progress and end, in so many columns."""
     view, state = shown.view, shown.state
     text = Text(no_wrap=True, overflow="ellipsis")
-    name, room = clean(shown.snapshot.name), max(width - _BESIDE_NAME, 12)
+    name, room = clean(shown.snapshot.name), max(width - _WIDTH_WITHOUT_NAME, 12)
     text.append(f" {name if len(name) <= room else f'{name[: room - 1]}…'} ", "bold")
     text.append(f"{SIGNS.get(state, '')} {state}", colors.get(state, ""))
     if shown.snapshot.out_of_memory:

@@ -97,11 +97,11 @@ def _pauses(view: View) -> tuple[Pause, Pause]:
         view.setting("train", "checkpoint_every"),
     )
     both = bool(eval_every and save_every and save_every % eval_every == 0)
-    stalled_s = _held_up_s(view, save_every) - (evaluation_s if both else 0.0)
+    stalled_s = _checkpoint_stall_s(view, save_every) - (evaluation_s if both else 0.0)
     return Pause(eval_every, evaluation_s), Pause(save_every, max(stalled_s, 0.0))
 
 
-def _held_up_s(view: View, every: int) -> float:
+def _checkpoint_stall_s(view: View, every: int) -> float:
     """Return the time between the newest checkpoint's step and the next, beyond its own time."""
     steps, series = view.history.steps, view.history.series["step_ms"]
     if not every:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offloadtrain.cli.bench.peers import (
     BYTES_PER_PARAM,
-    WHOLE_PATH_BYTES,
+    FULL_PATH_BYTES,
     deepspeed_cases,
     torch_cases,
 )
@@ -207,7 +207,7 @@ def peer_cases(b: Buffers) -> dict[Label, Case]:
     by_label: dict[Label, Case] = {}
     for backend, cases in (("torch", torch_cases), ("deepspeed", deepspeed_cases)):
         for name, run in cases(*arguments).items():
-            size = BYTES_PER_PARAM.get(name, WHOLE_PATH_BYTES)
+            size = BYTES_PER_PARAM.get(name, FULL_PATH_BYTES)
             by_label[Label(name, backend, "fp32", float(size))] = run
     return by_label
 

@@ -24,9 +24,9 @@ TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"
 DEEPSPEED_STEP, DEEPSPEED_PATH = "DeepSpeed, step alone", "DeepSpeed, whole path"
 DEEPSPEED_ZERO2 = "DeepSpeed, ZeRO-2's path"
 BYTES_PER_PARAM = {TORCH_STEP: 28, DEEPSPEED_STEP: 28, DEEPSPEED_ZERO2: 42}
-"""Memory traffic per parameter; a whole path has WHOLE_PATH_BYTES."""
+"""Memory traffic per parameter; a whole path has FULL_PATH_BYTES."""
 
-WHOLE_PATH_BYTES = 48
+FULL_PATH_BYTES = 48
 
 
 def torch_cases(

@@ -46,8 +46,8 @@ def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -
     """Return our step over the resident one, 3B, for tokens per step in a range."""
     for ours in _ours(file):
         share = file.rate_over_resident(ours)
-        is_asked = ours.spec["size"] == "llama-3b" and dict(ours.spec["options"]) == options
-        if share and is_asked and least <= ours.tokens <= most:
+        is_this_case = ours.spec["size"] == "llama-3b" and dict(ours.spec["options"]) == options
+        if share and is_this_case and least <= ours.tokens <= most:
             yield 1 / share
 
 

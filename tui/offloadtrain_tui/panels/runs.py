@@ -28,7 +28,7 @@ LABELS = "labels"
 class RunsPanel(Panel):
     """The list of runs; Enter opens one, `o` overlays it, `p` pins it."""
 
-    class Asked(Message):
+    class Chosen(Message):
         """`overlay`: draw its curves over those of the open run; otherwise open it."""
 
         def __init__(self, folder: Path, *, overlay: bool) -> None:
@@ -76,19 +76,19 @@ class RunsPanel(Panel):
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         event.stop()
-        self._ask(event.cursor_row, overlay=False)
+        self._choose(event.cursor_row, overlay=False)
 
     def action_overlay(self) -> None:
-        self._ask(self.query_one(DataTable).cursor_row, overlay=True)
+        self._choose(self.query_one(DataTable).cursor_row, overlay=True)
 
     def action_pin(self) -> None:
         row = self.query_one(DataTable).cursor_row
         if 0 <= row < len(self._rows):
             self.post_message(self.Pinned(self._rows[row]))
 
-    def _ask(self, row: int, *, overlay: bool) -> None:
+    def _choose(self, row: int, *, overlay: bool) -> None:
         if 0 <= row < len(self._rows):
-            self.post_message(self.Asked(self._rows[row].folder, overlay=overlay))
+            self.post_message(self.Chosen(self._rows[row].folder, overlay=overlay))
 
 
 def _cells(row: RunRow, shown: ViewState, drawn: bool, color: str) -> tuple[Cell, ...]:

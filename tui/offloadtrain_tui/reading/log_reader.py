@@ -137,7 +137,7 @@ class RunReader:
                 for point in ring.poll()[-1:]:
                     self.histories[path].live.see(point)
             any_lines |= bool(lines)
-            self.is_complete &= not tail.is_behind
+            self.is_complete &= not tail.has_more
         if self.is_complete:
             self._glances.clear()
         self._grew |= any_lines and was_complete

@@ -67,7 +67,7 @@ class Tail:
         return lines
 
     @property
-    def is_behind(self) -> bool:
+    def has_more(self) -> bool:
         """True if there is more to read at once."""
         return self.left_bytes > 0 and not self.refused
 

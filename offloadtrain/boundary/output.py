@@ -23,8 +23,8 @@ def sanitized_output() -> Iterator[None]:
 
 
 def tell(text: str, file: TextIO | None = None) -> None:
-    """Print what a finished piece of work has to say. Who reads it may have left, or its disk be
-    full: that makes no failure of the work. From then on the stream's output is dropped.
+    """Print the result of finished work. A closed pipe or a full disk is not a failure of the work:
+    from then on the stream's output is dropped.
 
     Args:
         file: default: stdout.

@@ -47,7 +47,7 @@ def open_descriptor(
     flags: int = os.O_RDONLY,
     max_bytes: int | None = None,
     follow_link: bool = False,
-    own: bool = False,
+    trusted_owner: bool = False,
     dir_fd: int | None = None,
 ) -> int:
     """Open a regular file without ever blocking; the caller closes the descriptor.
@@ -57,7 +57,7 @@ def open_descriptor(
         max_bytes: None: any size.
         follow_link: accept a symbolic link as the last part of `path`. For names that the user
             gives (a job, a token file), never for names found in a folder or a file.
-        own: require this user or root as the owner.
+        trusted_owner: require this user or root as the owner.
         dir_fd: folder that a relative `path` starts from.
 
     Raises:
@@ -74,7 +74,7 @@ def open_descriptor(
     except OSError as error:
         raise _explained(path, error, follow_link) from None
     try:
-        _check(path, os.fstat(fd), max_bytes, own)
+        _check(path, os.fstat(fd), max_bytes, trusted_owner)
     except OSError:
         os.close(fd)
         raise
@@ -86,14 +86,20 @@ def open_regular(
     *,
     max_bytes: int | None = None,
     follow_link: bool = False,
-    own: bool = False,
+    trusted_owner: bool = False,
     dir_fd: int | None = None,
 ) -> IO[bytes]:
     """Open a regular file as a binary stream; see `open_descriptor`.
 
     The size is checked once, when the file is opened: a reader of a growing file bounds its reads.
     """
-    fd = open_descriptor(path, max_bytes=max_bytes, follow_link=follow_link, own=own, dir_fd=dir_fd)
+    fd = open_descriptor(
+        path,
+        max_bytes=max_bytes,
+        follow_link=follow_link,
+        trusted_owner=trusted_owner,
+        dir_fd=dir_fd,
+    )
     return open(path, "rb", opener=lambda name, flags: fd)  # by its path: errors name it
 
 
@@ -102,7 +108,7 @@ def read_regular(
     *,
     max_bytes: int,
     follow_link: bool = False,
-    own: bool = False,
+    trusted_owner: bool = False,
     dir_fd: int | None = None,
 ) -> bytes:
     """Read a whole regular file, also at most `max_bytes` where it grows meanwhile.
@@ -111,7 +117,11 @@ def read_regular(
         UnsafeFileError, OSError: see `open_descriptor`.
     """
     with open_regular(
-        path, max_bytes=max_bytes, follow_link=follow_link, own=own, dir_fd=dir_fd
+        path,
+        max_bytes=max_bytes,
+        follow_link=follow_link,
+        trusted_owner=trusted_owner,
+        dir_fd=dir_fd,
     ) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -137,7 +147,7 @@ def bounded_lines(file: IO[bytes], max_bytes: int) -> Iterator[tuple[bytes, int]
 
 
 def read_text(
-    path: str | Path, *, max_bytes: int, follow_link: bool = False, own: bool = False
+    path: str | Path, *, max_bytes: int, follow_link: bool = False, trusted_owner: bool = False
 ) -> str:
     """Read a regular file of UTF-8 text; a byte order mark is dropped.
 
@@ -145,7 +155,9 @@ def read_text(
         UnsafeFileError: also where it is not UTF-8.
         OSError: see `open_descriptor`.
     """
-    content = read_regular(path, max_bytes=max_bytes, follow_link=follow_link, own=own)
+    content = read_regular(
+        path, max_bytes=max_bytes, follow_link=follow_link, trusted_owner=trusted_owner
+    )
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -157,7 +169,7 @@ def read_json(
     *,
     max_bytes: int,
     follow_link: bool = False,
-    own: bool = False,
+    trusted_owner: bool = False,
     dir_fd: int | None = None,
 ) -> Any:
     """Parse a regular file of JSON.
@@ -168,7 +180,11 @@ def read_json(
         OSError: see `open_descriptor`.
     """
     content = read_regular(
-        path, max_bytes=max_bytes, follow_link=follow_link, own=own, dir_fd=dir_fd
+        path,
+        max_bytes=max_bytes,
+        follow_link=follow_link,
+        trusted_owner=trusted_owner,
+        dir_fd=dir_fd,
     )
     try:
         return json.loads(content)
@@ -186,11 +202,13 @@ def _explained(path: str | Path, error: OSError, follow_link: bool) -> OSError:
     return error
 
 
-def _check(path: str | Path, facts: os.stat_result, max_bytes: int | None, own: bool) -> None:
+def _check(
+    path: str | Path, facts: os.stat_result, max_bytes: int | None, trusted_owner: bool
+) -> None:
     kind = stat.S_IFMT(facts.st_mode)
     if kind != stat.S_IFREG:
         raise UnsafeFileError(path, f"it is {_KINDS.get(kind, 'no file')}, not a regular file")
-    if own and facts.st_uid not in (os.geteuid(), 0):
+    if trusted_owner and facts.st_uid not in (os.geteuid(), 0):
         raise UnsafeFileError(path, f"it belongs to user {facts.st_uid}")
     if max_bytes is not None and facts.st_size > max_bytes:
         raise _too_large(path, facts.st_size, max_bytes)

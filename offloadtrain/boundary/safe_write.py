@@ -14,7 +14,7 @@ from offloadtrain.boundary.safe_open import UnsafeFileError
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file whole, readable by its owner only; a reader finds the old or the new one.
 
-    What had the name, a link too, is replaced and not followed.
+    An existing file or link of that name is replaced; a link is not followed.
 
     Raises:
         OSError: the folder cannot be written, or has a folder of that name.

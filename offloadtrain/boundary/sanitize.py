@@ -20,21 +20,25 @@ def sanitize(text: str) -> str:
     """Return the text with everything unprintable replaced but newlines and tabs."""
     if text.isprintable():
         return text
-    return "".join(one if one in _LINES_AND_TABS else _shown(one) for one in text)
+    return "".join(
+        character if character in _LINES_AND_TABS else _shown(character) for character in text
+    )
 
 
 def one_line(text: str) -> str:
     """Return the text as one line: newlines and tabs are blanks too."""
     if text.isprintable():
         return text
-    return "".join(" " if one in _LINES_AND_TABS else _shown(one) for one in text)
+    return "".join(" " if character in _LINES_AND_TABS else _shown(character) for character in text)
 
 
 def sanitize_json(text: str) -> str:
-    """Return the same JSON on one line, with what is unprintable escaped: nothing is lost."""
+    """Return the same JSON on one line, with unprintable characters escaped: nothing is lost."""
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() else _escaped(one) for one in text)
+    return "".join(
+        character if character.isprintable() else _escaped(character) for character in text
+    )
 
 
 def _shown(character: str) -> str:
@@ -52,9 +56,9 @@ def _escaped(character: str) -> str:
 
 
 class SanitizedStream:
-    """A text stream that passes no escape sequence on; everything else is the stream's own.
+    """A text stream that removes escape sequences; everything else is passed to the stream.
 
-    It says that it is no terminal: a program that draws asks for `unfiltered`.
+    `isatty` is False: a program that draws uses `unfiltered`.
     """
 
     def __init__(self, stream: TextIO) -> None:

@@ -1,4 +1,4 @@
-"""Signals that end a command which writes files: what it has begun is removed first."""
+"""Signals that end a command which writes files: unfinished files are removed first."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The launcher of `offloadtrain train --nproc`: starts ranks on this host, watches them, ends them.
 
 [Note: Supervision]
-One loop waits for four things: a rank ends, a rank says how it does, a rank other than 0 prints, a
-signal arrives. Rank 0 has the launcher's own output. A rank that fails takes the others with it:
-they get a few seconds to log the cause, and are killed. So are all after a hang, once they have
-reported. What a rank has started itself is in its process group, and ends with it.
+One loop waits for four events: a rank ends, a rank sends a pulse, a rank other than 0 prints, a
+signal arrives. Rank 0 writes directly to the launcher's output. If a rank fails, the other ranks
+get a few seconds to log the cause, and are killed. After a hang all ranks report, and are killed.
+Processes that a rank has started are in its process group, and end with it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Rank:
     ) -> None:
         self.rank, self.process, self.link, self._role = rank, process, link, role
         self.end = os.pidfd_open(process.pid)
-        self.said = Pulse(
+        self.last_pulse = Pulse(
             phase="starting", silent_s=0.0, limit_s=limit_s, collectives=0, waits=False
         )
         self.code: int | None = None
@@ -71,31 +71,31 @@ class _Rank:
     def pulse(self) -> Pulse:
         """The last pulse; if no more have come for a while, with the time since."""
         if self._stale_s < STALE_S:
-            return self.said
-        return replace(self.said, silent_s=self._stale_s, waits=False)
+            return self.last_pulse
+        return replace(self.last_pulse, silent_s=self._stale_s, waits=False)
 
     def listen(self, passed_s: float) -> None:
-        """Read what it has said; it may compute without saying so (its interpreter is locked)."""
+        """Receive its pulses. A rank may compute without one: its interpreter is locked."""
         heard = None
         with suppress(EOFError):
             while (message := self.link.receive()) is not None:
                 heard = Pulse(**message)
         cpu_s = _cpu_s(self.process.pid)
         if heard is not None or cpu_s - self._cpu_s >= CPU_MOVES_S:
-            self.said, self._stale_s = heard or self.said, 0.0
+            self.last_pulse, self._stale_s = heard or self.last_pulse, 0.0
             self._cpu_s = cpu_s
         else:
             self._stale_s += passed_s
 
     def state(self) -> str:
-        """Say what it does, for the report of a hang."""
+        """Return its activity, for the report of a hang."""
         if _state(self.process.pid) in "Tt":
             doing = "stopped by a signal (SIGSTOP, SIGTSTP)"
         elif self._stale_s >= STALE_S:
             doing = "it does not answer"
         else:
-            doing = "waiting for other ranks" if self.said.waits else "running"
-        return f"{doing}; last phase: {self.said.phase}"
+            doing = "waiting for other ranks" if self.last_pulse.waits else "running"
+        return f"{doing}; last phase: {self.last_pulse.phase}"
 
     def answers(self) -> bool:
         return self._stale_s < STALE_S
@@ -110,8 +110,8 @@ class _Rank:
                 self._print(line)
 
     def reap(self) -> None:
-        """Take its exit code; what it has started ends with it."""
-        self.kill()  # before it is waited for: its number is not given to another process yet
+        """Collect its exit code, and kill the processes that it has started."""
+        self.kill()  # before the wait, after which another process may have its number
         self.code = self.process.wait()
         self.forward()
         if self._rest:
@@ -153,7 +153,7 @@ class Supervisor:
         """
         Args:
             least_limit_s: least silence of a rank in seconds that is a hang; 0: none is.
-            roles: what each rank is in a pipeline, for messages; empty without one.
+            roles: description of each rank in a pipeline, for messages; empty without one.
         """
         self._roles = roles or [""] * ranks
         self._size, self._command, self._max_restarts = ranks, command, max_restarts
@@ -184,7 +184,7 @@ class Supervisor:
             while any(rank.code is None for rank in self._ranks):
                 self._wait()
                 now_s = time.monotonic()
-                # A launcher that was stopped itself has missed what ranks said meanwhile.
+                # A launcher that was stopped (SIGSTOP) has missed the pulses of that time.
                 self._look(now_s, min(now_s - looked_s, 4 * LOOK_EVERY_S))
                 looked_s = now_s
             return self._code()
@@ -210,24 +210,24 @@ class Supervisor:
                 self._ranks.append(self._spawn(rank, store, shared))
 
     def _spawn(self, rank: int, store: socket.socket, shared: Mapping[str, str]) -> _Rank:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         store_fd = store.fileno() if rank == 0 else None
-        told = {"pid": os.getpid(), "link": theirs.fileno(), "store": store_fd}
-        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: json.dumps(told)}
-        with theirs:
+        link_args = {"pid": os.getpid(), "link": child_end.fileno(), "store": store_fd}
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), VARIABLE: json.dumps(link_args)}
+        with child_end:
             process = subprocess.Popen(
                 self._command(self._run),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if rank else None,
                 stderr=subprocess.STDOUT if rank else None,
-                pass_fds=[fd for fd in (theirs.fileno(), store_fd) if fd is not None],
+                pass_fds=[fd for fd in (child_end.fileno(), store_fd) if fd is not None],
                 # A session of its own: Ctrl-C in the terminal reaches the launcher alone.
                 start_new_session=True,
                 env={**self._environ, **shared, **of_rank},
             )
         if process.stdout is not None:
             os.set_blocking(process.stdout.fileno(), False)
-        return _Rank(rank, process, Link(ours), self._least_limit_s, self._roles[rank])
+        return _Rank(rank, process, Link(parent_end), self._least_limit_s, self._roles[rank])
 
     # ---- the loop
 
@@ -244,7 +244,7 @@ class Supervisor:
         for rank in self._ranks:
             if rank.code is None:
                 rank.listen(passed_s)
-                self._run = rank.said.run or self._run
+                self._run = rank.last_pulse.run or self._run
                 rank.forward()
                 if select.select([rank.end], [], [], 0)[0]:
                     rank.reap()
@@ -266,7 +266,7 @@ class Supervisor:
             return
         if not stopped and rank.code is not None and rank.code < 0:
             name = signal.Signals(-rank.code).name
-            say(f"{rank} was killed by {name}; last phase: {rank.said.phase}")
+            say(f"{rank} was killed by {name}; last phase: {rank.last_pulse.phase}")
         self._kill_at_s = time.monotonic() + GRACE_S
 
     def _stopped(self, rank: _Rank) -> bool:
@@ -274,13 +274,13 @@ class Supervisor:
         return self._stopping and rank.code is not None and -rank.code in _STOPS
 
     def _report(self, hung: list[int]) -> None:
-        """Name who hangs, and have every rank report."""
+        """Print which rank hangs, and request a report from every rank."""
         self._hung = True
         self._kill_at_s = time.monotonic() + REPORT_S + STALE_S
         first = self._ranks[hung[0]]
         cause = f"{first} {NO_PROGRESS} for {first.pulse.silent_s:.0f} s: {first.state()}"
-        others = [rank for rank in self._ranks if rank is not first and rank.code is None]
-        say("\n".join([cause, *(f"{rank}: {rank.state()}" for rank in others)]))
+        running = [rank for rank in self._ranks if rank is not first and rank.code is None]
+        say("\n".join([cause, *(f"{rank}: {rank.state()}" for rank in running)]))
         for rank in self._ranks:
             rank.link.send({"hung": cause})
             if not rank.answers():
@@ -296,8 +296,8 @@ class Supervisor:
         if self._hung:
             return HUNG
         # The error that a rank has had itself, before those of ranks that have lost it.
-        own = [code for code in codes if code not in (DONE, FAILED) and code > 0]
-        return own[0] if own else FAILED if any(codes) else DONE
+        errors = [code for code in codes if code not in (DONE, FAILED) and code > 0]
+        return errors[0] if errors else FAILED if any(codes) else DONE
 
     # ---- signals
 

@@ -11,20 +11,21 @@ takes samples position + r, position + r + world, ... Every rank holds the same 
 any rank, it continues on any number of ranks, where exactly the samples not yet taken follow.
 
 [Note: packing]
-What a sample is, `packing` says:
+`packing` defines what a sample is:
 
     stream      a window of the file; attention crosses the ends of documents in it
     isolated    the same window; positions and attention begin anew with each document, and the
                 first token of a document is not predicted from the one before it
     padded      one document, cut to seq_len + 1 tokens or filled up
 
-A token is not counted by the loss if the file's mask says so, if it pads, or if nothing before it
-may be seen. Its target is then IGNORED. Batches hold different numbers of counted tokens, so the
-loss of a step has to be divided by the number in all its batches, on all ranks: `counted` tells it
-before the first of them is taken, without communication, as every rank knows every sample.
+The loss does not count a token that the file's mask excludes, a padding token, or a token without
+context before it: its target is IGNORED. Batches have different numbers of counted tokens, so the
+loss of a step has to be divided by the number in all its batches on all ranks. `counted` returns it
+before the first batch is taken, without communication, as every rank knows every sample.
 
-With `masking` a target is not the next token but the one that stood at its own place, and only the
-chosen places count. Then "padded" is of no use: attention to both sides would see what pads.
+With `masking` a target is not the next token but the original token at the same position, and only
+the chosen positions count. "padded" is then not allowed: attention to both sides would attend to
+padding.
 """
 
 from __future__ import annotations
@@ -179,8 +180,8 @@ class Batches:
         return sum(int(self._counted(self._indices(piece), piece).sum()) for piece in pieces)
 
     def _indices(self, samples: Indices) -> Indices:
-        """Return where in the file each token of each window is, (N, S). What pads a document has
-        the index of its last token."""
+        """Return the index in the file of each token of each window, (N, S). Padding has the index
+        of the document's last token."""
         # The first token of each sample's window, or the number of its document; samples may lie
         # in several epochs.
         starts_N = np.empty_like(samples)

@@ -1,10 +1,10 @@
 """Conversations: rendered by the tokenizer's chat template, with the assistant's tokens marked.
 
-A template that marks the assistant's words with `{% generation %}` says itself which tokens count.
-Of any other template, the turn that ends the first k messages is what the rendering of these k
-adds to the rendering of the k - 1 before it, with the prompt that asks for an answer. That holds
-only if each of these renderings, token by token, is how the whole conversation begins. It is
-checked for every turn; a template that, say, drops the reasoning of earlier turns is refused.
+A template that marks the assistant's words with `{% generation %}` defines which tokens count. With
+any other template, the tokens of turn k are the tokens that the rendering of the first k messages
+has and the rendering of the first k - 1 messages, with the prompt for an answer, has not. This is
+correct only if each of these renderings is a prefix, token by token, of the rendered conversation.
+It is checked for every turn; a template that, say, drops the reasoning of earlier turns is refused.
 """
 
 from __future__ import annotations
@@ -55,24 +55,27 @@ class ChatTemplate:
             raise ChatError("no message of the assistant: the loss would count nothing")
         self._check_contents(messages, tools)
         if _MARKS.search(self.template):
-            found = self._apply(
+            rendered = self._apply(
                 messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
-            whole, mask = found["input_ids"], np.array(found["assistant_masks"], dtype=np.uint8)
+            tokens, mask = (
+                rendered["input_ids"],
+                np.array(rendered["assistant_masks"], dtype=np.uint8),
+            )
         else:
             texts = [self._render(messages, tools)]
             for turn in turns:
                 texts.append(self._render(messages[:turn], tools, ask=True))
                 texts.append(self._render(messages[: turn + 1], tools))
-            whole, *prefixes = self._tokens(texts)
-            mask = np.zeros(len(whole), dtype=np.uint8)
+            tokens, *prefixes = self._tokens(texts)
+            mask = np.zeros(len(tokens), dtype=np.uint8)
             for turn, before, after in zip(turns, prefixes[::2], prefixes[1::2], strict=True):
-                self._check_begins(whole, before, f"the messages before number {turn + 1}")
-                self._check_begins(whole, after, f"the first {turn + 1} messages")
+                self._check_begins(tokens, before, f"the messages before number {turn + 1}")
+                self._check_begins(tokens, after, f"the first {turn + 1} messages")
                 mask[len(before) : len(after)] = 1
         if not mask.any():
             raise ChatError("the chat template renders no token of the assistant")
-        return np.array(whole, dtype=np.uint32), mask
+        return np.array(tokens, dtype=np.uint32), mask
 
     def encode_completion(
         self, prompt: Messages, completion: Messages, tools: Any = None
@@ -87,11 +90,11 @@ class ChatTemplate:
             self._render([*prompt, *completion], tools),
             self._render(prompt, tools, ask=True),
         ]
-        whole, before = self._tokens(texts)
-        self._check_begins(whole, before, "the prompt")
-        mask = np.zeros(len(whole), dtype=np.uint8)
+        tokens, before = self._tokens(texts)
+        self._check_begins(tokens, before, "the prompt")
+        mask = np.zeros(len(tokens), dtype=np.uint8)
         mask[len(before) :] = 1
-        return np.array(whole, dtype=np.uint32), mask
+        return np.array(tokens, dtype=np.uint32), mask
 
     def encode_question(self, question: str) -> list[int]:
         """Return the tokens of a user's first message, up to where the assistant's answer begins.
@@ -137,18 +140,18 @@ class ChatTemplate:
             raise ChatError(f"the chat template refuses it ({error})") from error
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
-        found = self.pretrained(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return list(found)
+        encoded = self.pretrained(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return list(encoded)
 
-    def _check_begins(self, whole: list[int], part: list[int], what: str) -> None:
+    def _check_begins(self, tokens: list[int], part: list[int], what: str) -> None:
         """Raises ChatError if the conversation's tokens do not begin with those of a part."""
-        if whole[: len(part)] == part:
+        if tokens[: len(part)] == part:
             return
         at = next(
-            (n for n, pair in enumerate(zip(whole, part, strict=False)) if pair[0] != pair[1]),
-            len(whole),
+            (n for n, pair in enumerate(zip(tokens, part, strict=False)) if pair[0] != pair[1]),
+            len(tokens),
         )
-        here, there = (self.pretrained.decode(ids[at : at + 8]) for ids in (part, whole))
+        here, there = (self.pretrained.decode(ids[at : at + 8]) for ids in (part, tokens))
         raise ChatError(
             f"the chat template is not prefix-stable: {what} alone are rendered with {here!r} at "
             f"token {at}, where the whole conversation has {there!r}, so the assistant's tokens "

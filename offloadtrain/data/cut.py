@@ -141,14 +141,14 @@ def _row_groups(file: SourceFile) -> Iterator[Piece]:
 
 
 def _record_batches(file: SourceFile) -> Iterator[Piece]:
-    begin, held, number = 0, 0, -1
+    begin, nbytes, number = 0, 0, -1
     for number, batch in enumerate(arrow_batches(file)):
-        if held and held + batch.nbytes > PIECE_BYTES:
-            yield Piece(file, begin, number, None, True, True, held)
-            begin, held = number, 0
-        held += batch.nbytes
-    if held:
-        yield Piece(file, begin, number + 1, None, True, True, held)
+        if nbytes and nbytes + batch.nbytes > PIECE_BYTES:
+            yield Piece(file, begin, number, None, True, True, nbytes)
+            begin, nbytes = number, 0
+        nbytes += batch.nbytes
+    if nbytes:
+        yield Piece(file, begin, number + 1, None, True, True, nbytes)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Pieces of a source to documents: what a worker does.
+"""Read the documents of a piece of a source: the work of a worker.
 
 Everything here runs in worker threads or processes, and is pure: the result depends on the file and
 the piece only.
@@ -95,16 +95,16 @@ def read_pieces(pieces: tuple[Piece, ...], reading: Reading) -> Encoded:
         OSError: a file cannot be read.
         DataError: a file became shorter after it was found, or is of another form.
     """
-    found = Encoded()
+    encoded = Encoded()
     for piece in pieces:
         if piece.split_hash is None:
-            _read_table(piece, reading, found)
+            _read_table(piece, reading, encoded)
         else:
             document = Document(piece.split_hash, _read_text(piece, reading.encoder), None)
-            found.add(document, reading.threshold, piece.ends_document)
-    found.train.join()
-    found.val.join()
-    return found
+            encoded.add(document, reading.threshold, piece.ends_document)
+    encoded.train.join()
+    encoded.val.join()
+    return encoded
 
 
 def _read_text(piece: Piece, encoder: Encoder) -> Ids:
@@ -126,16 +126,18 @@ def _read_text(piece: Piece, encoder: Encoder) -> Ids:
     return encoder.ended(ids, begins=piece.begins_document, ends=piece.ends_document)
 
 
-def _read_table(piece: Piece, reading: Reading, found: Encoded) -> None:
-    given = records(piece, reading.encoder.columns)
-    while batch := list(itertools.islice(given, _BATCH)):
-        encoded = iter(reading.encoder.encode([one for one in batch if isinstance(one, dict)]))
-        for one in batch:
-            number, found.lines = found.lines, found.lines + 1
-            document = next(encoded) if isinstance(one, dict) else one
+def _read_table(piece: Piece, reading: Reading, output: Encoded) -> None:
+    stream = records(piece, reading.encoder.columns)
+    while batch := list(itertools.islice(stream, _BATCH)):
+        encoded = iter(
+            reading.encoder.encode([record for record in batch if isinstance(record, dict)])
+        )
+        for record in batch:
+            number, output.lines = output.lines, output.lines + 1
+            document = next(encoded) if isinstance(record, dict) else record
             if isinstance(document, Bad):
-                found.bad.append((number, document.problem))
+                output.bad.append((number, document.problem))
                 if not reading.keep_going:
                     return
             elif document is not None:
-                found.add(document, reading.threshold)
+                output.add(document, reading.threshold)

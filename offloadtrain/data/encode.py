@@ -78,21 +78,21 @@ class Encoder:
         """Return a document for each record; None for one without text."""
         if self.form == "text":
             return self._texts(batch)
-        return [self._one(record) for record in batch]
+        return [self._encode_record(record) for record in batch]
 
     def _texts(self, batch: Sequence[Record]) -> list[Document | Bad | None]:
-        found: list[Document | Bad | None] = []
+        documents: list[Document | Bad | None] = []
         good, texts = [], []
         for number, record in enumerate(batch):
             raw = self._raw(record)
-            found.append(raw if isinstance(raw, Bad) else None)
+            documents.append(raw if isinstance(raw, Bad) else None)
             if isinstance(raw, bytes) and raw:
                 good.append((number, hash64(raw)))
                 texts.append(record[self.field])
         encoded = self.tokenizer.encode_batch(texts)
         for (number, split_hash), ids in zip(good, encoded, strict=True):
-            found[number] = Document(split_hash, self.ended(ids), None)
-        return found
+            documents[number] = Document(split_hash, self.ended(ids), None)
+        return documents
 
     def _raw(self, record: Record) -> bytes | Bad:
         """Return the text in UTF-8. Bytes as tokens may spell half a surrogate pair, too."""
@@ -111,20 +111,20 @@ class Encoder:
         parts = (np.array(begin, ids.dtype), ids, np.array(end, ids.dtype))
         return np.concatenate(parts) if begin or end else ids
 
-    def _one(self, record: Record) -> Document | Bad:
+    def _encode_record(self, record: Record) -> Document | Bad:
         if problem := self._missing(record):
             return Bad(f"{problem}: {excerpt(repr(record).encode('utf-8', 'replace'))}")
-        said = [record[name] for name in self.columns[:-1]]
+        values = [record[name] for name in self.columns[:-1]]
         try:
             tools = record.get("tools")
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            ids, counted = self._counted(said, tools)
+            ids, counted = self._counted(values, tools)
         except (ChatError, UnicodeEncodeError) as error:
             return Bad(f"{error}: {excerpt(repr(record).encode('utf-8', 'replace'))}")
-        return Document(hash64(json.dumps(said, sort_keys=True).encode()), ids, counted)
+        return Document(hash64(json.dumps(values, sort_keys=True).encode()), ids, counted)
 
     def _missing(self, record: Record) -> str:
-        """Return what is wrong with the fields of a record, or ""."""
+        """Return the problem with the fields of a record, or ""."""
         names = self.columns[:-1]
         for name in names:
             if name not in record:
@@ -144,13 +144,13 @@ class Encoder:
             return 'each message must be {"role": ..., "content": ...}'
         return ""
 
-    def _counted(self, said: list[Any], tools: Any) -> tuple[Ids, Mask]:
-        if self.form == "completion" and isinstance(said[0], str):
-            return self._completion(*said)
+    def _counted(self, values: list[Any], tools: Any) -> tuple[Ids, Mask]:
+        if self.form == "completion" and isinstance(values[0], str):
+            return self._completion(*values)
         assert self.chat is not None  # _missing has looked
         if self.form == "completion":
-            return self.chat.encode_completion(said[0], said[1], tools)
-        return self.chat.encode(said[0], tools)
+            return self.chat.encode_completion(values[0], values[1], tools)
+        return self.chat.encode(values[0], tools)
 
     def _completion(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
         """Tokens of both together; those from where the prompt's own tokens end, or where a token
@@ -158,10 +158,10 @@ class Encoder:
         alone, together = self.tokenizer.encode_batch([prompt, prompt + completion])
         least = min(len(alone), len(together))
         differ = np.flatnonzero(alone[:least] != together[:least])
-        kept = int(differ[0]) if differ.size else least
+        shared = int(differ[0]) if differ.size else least
         tokens = self.ended(together)
         counted = np.zeros(len(tokens), dtype=np.uint8)
-        counted[len(self.tokenizer.begin) + kept :] = 1
+        counted[len(self.tokenizer.begin) + shared :] = 1
         return tokens, counted
 
 

@@ -46,8 +46,8 @@ def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
     chosen = math.ceil(val_fraction * 2.0**64)
     threshold = divide(chosen, min(hashes.values()), max(hashes.values()))
     total = sum(file.num_bytes for file in files)
-    whole = sum(file.num_bytes for file in files if hashes[file.name] < threshold)
-    if near(whole, val_fraction, total):
+    chosen_bytes = sum(file.num_bytes for file in files if hashes[file.name] < threshold)
+    if near(chosen_bytes, val_fraction, total):
         return {}
     sizes = {file.name: file.num_bytes for file in files}
     tails = {
@@ -56,10 +56,10 @@ def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
     return tails if near(sum(tails.values()), val_fraction, total) else {}
 
 
-def near(held: int, fraction: float, total: int) -> bool:
+def near(size: int, fraction: float, total: int) -> bool:
     """Return whether both sides are near their targets."""
-    sides = (held, fraction * total), (total - held, (1 - fraction) * total)
-    return all(asked / _FAR <= found <= asked * _FAR for found, asked in sides)
+    sides = (size, fraction * total), (total - size, (1 - fraction) * total)
+    return all(target / _FAR <= actual <= target * _FAR for actual, target in sides)
 
 
 def divide(threshold: int, lowest: int, highest: int) -> int:

@@ -51,12 +51,12 @@ class Masking:
     def hidden(
         self, tokens_NT: npt.NDArray[np.int64], seed: int, samples_N: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:
-        """Return what stands in the place of each token if it is chosen, (N, T)."""
+        """Return the replacement of each token if it is chosen, (N, T)."""
         how_NT = _share(self._drawn("how", seed, samples_N, tokens_NT.shape[1]))
         other_NT = self._drawn("other", seed, samples_N, tokens_NT.shape[1])
         random_NT = (other_NT % np.uint64(self.vocab_size)).astype(np.int64)
-        found_NT = np.where(how_NT < MASKED + RANDOM, random_NT, tokens_NT)
-        return np.where(how_NT < MASKED, self.mask_token, found_NT)
+        changed_NT = np.where(how_NT < MASKED + RANDOM, random_NT, tokens_NT)
+        return np.where(how_NT < MASKED, self.mask_token, changed_NT)
 
     def _drawn(
         self, what: str, seed: int, samples_N: npt.NDArray[np.int64], seq_len: int

@@ -36,7 +36,7 @@ class Prefetch:
         return batch
 
     def close(self) -> None:
-        """End the thread; what it has made ahead is dropped."""
+        """End the thread, and drop the batch that it has made ahead."""
         self._ahead = None
         self._thread.shutdown()
 

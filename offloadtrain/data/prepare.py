@@ -66,13 +66,14 @@ class PreparedFiles:
     @property
     def remark(self) -> str:
         """A sentence if the split is far from the requested one; else empty."""
-        total, held = self.train_tokens + self.val_tokens, self.val_tokens
-        if not held or near(held, self.val_fraction, total):
+        total, held_out = self.train_tokens + self.val_tokens, self.val_tokens
+        if not held_out or near(held_out, self.val_fraction, total):
             return ""
         return (
-            f"{held} of {total} tokens are held out ({100 * held / total:.2g} %), but val_fraction "
-            f"= {self.val_fraction:g} requests {100 * self.val_fraction:.2g} %: whole documents "
-            f"are held out, and none of {self.train_documents + self.val_documents} come closer"
+            f"{held_out} of {total} tokens are held out ({100 * held_out / total:.2g} %), but "
+            f"val_fraction = {self.val_fraction:g} requests {100 * self.val_fraction:.2g} %: whole "
+            f"documents are held out, and none of {self.train_documents + self.val_documents} come "
+            "closer"
         )
 
 
@@ -150,13 +151,13 @@ def prepare(
             encoder=_encoder(files, tokenizer, form, field, chat_template),
             bad_lines=bad_lines,
         )
-        if found := _reuse(out, settings, settings.fingerprint(files)):
-            return found
+        if prepared := _reuse(out, settings, settings.fingerprint(files)):
+            return prepared
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out):
-            found = _reuse(out, settings, settings.fingerprint(files))
+            prepared = _reuse(out, settings, settings.fingerprint(files))
             jobs = jobs or len(os.sched_getaffinity(0))
-            return found or _build(files, out, settings, jobs, progress)
+            return prepared or _build(files, out, settings, jobs, progress)
     except OSError as error:
         raise DataError(
             f"cannot prepare {error.filename or out}: {error.strerror or error}"

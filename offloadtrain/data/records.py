@@ -77,8 +77,8 @@ def _lines_starting_in(file: IO[bytes], piece: Piece) -> Iterator[tuple[bytes, i
         _, length = next(bounded_lines(file, 1 << 20))  # the line that began earlier
         position += length - 1
     lines = bounded_lines(file, LONGEST_LINE)
-    while position < piece.stop and (found := next(lines, None)):
-        line, length = found
+    while position < piece.stop and (next_line := next(lines, None)):
+        line, length = next_line
         yield line.removeprefix(b"\xef\xbb\xbf") if position == 0 else line, length
         position += length
 

@@ -48,10 +48,12 @@ def refuse_binary(files: Sequence[SourceFile]) -> None:
     """Raises DataError for files that are not text; other tables than CSV are judged when they are
     read."""
     texts = [file for file in files if file.kind in ("text", "csv")]
-    told = [(file, why) for file in texts if (why := _binary(file))]
-    if told:
-        file, (what, advice) = told[0]
-        more = f" (and {len(told) - 1} more files that are not text)" if len(told) > 1 else ""
+    binaries = [(file, why) for file in texts if (why := _binary(file))]
+    if binaries:
+        file, (what, advice) = binaries[0]
+        more = (
+            f" (and {len(binaries) - 1} more files that are not text)" if len(binaries) > 1 else ""
+        )
         raise DataError(f"{file.path} is {what}, not text: {advice}{more}")
 
 

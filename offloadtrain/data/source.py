@@ -101,10 +101,10 @@ def find_files(source: str | Path, excluded: Path) -> list[SourceFile]:
         files = _as_source_file(root, root.name)
     if not root.exists():
         raise DataError(f"{root}: no such file or folder, and not {PYTHON_STDLIB!r}")
-    found = sorted((file for file in files if file.num_bytes), key=lambda f: os.fsencode(f.name))
-    if not found:
+    nonempty = sorted((file for file in files if file.num_bytes), key=lambda f: os.fsencode(f.name))
+    if not nonempty:
         raise DataError(f"{root} contains no text: it has no regular file that is not empty")
-    return found
+    return nonempty
 
 
 def _walk(root: Path, excluded: Path, suffix: str = "") -> Iterator[SourceFile]:
@@ -155,12 +155,12 @@ def _facts(path: Path, key: str) -> list[Any]:
         DataError: it cannot be read, or has no such list.
     """
     try:
-        found = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
+        content = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if not isinstance(found, dict) or not isinstance(found.get(key), list):
+    if not isinstance(content, dict) or not isinstance(content.get(key), list):
         raise DataError(f"{path} has no list {key!r}: `datasets` did not write it")
-    return list(found[key])
+    return list(content[key])
 
 
 def _of_hub(name: str) -> list[SourceFile]:

@@ -3,10 +3,10 @@
     bytes              one token per byte of UTF-8
     FOLDER             a tokenizer of transformers, as `save_pretrained` writes it
     FILE.json          a tokenizer of the package tokenizers (tokenizer.json)
-    FILE.tiktoken      ranks of tiktoken, with FILE.json beside it
+    FILE.tiktoken      ranks of tiktoken, with FILE.json next to it
 
-Nothing is downloaded, and no code of a folder is run. The packages are imported when a tokenizer
-of theirs is asked for.
+Nothing is downloaded, and no code of a folder is run. A package is imported when one of its
+tokenizers is loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENDS = (
 """Names of the token that ends a document, in files that do not say which it is."""
 
 _MOST_BYTES = 1 << 20
-"""Of the file beside ranks of tiktoken."""
+"""Size limit of the JSON file that belongs to ranks of tiktoken."""
 
 
 class Tokenizer(Protocol):
@@ -98,8 +98,8 @@ class RustTokenizer:
     backend: Any = field(repr=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        found = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
+        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self.backend.decode(list(tokens), skip_special_tokens=False))
@@ -121,8 +121,10 @@ class PythonTokenizer:
     pretrained: Any = field(repr=False)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        found = self.pretrained(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-        return [np.array(ids, dtype=np.uint32) for ids in found]
+        token_lists = self.pretrained(list(texts), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
+        return [np.array(ids, dtype=np.uint32) for ids in token_lists]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self.pretrained.decode(list(tokens)))
@@ -142,7 +144,7 @@ class Tiktoken:
     begin: tuple[int, ...] = ()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(self.encoding.encode_ordinary(one), dtype=np.uint32) for one in texts]
+        return [np.array(self.encoding.encode_ordinary(text), dtype=np.uint32) for text in texts]
 
     def decode(self, tokens: Iterable[int]) -> str:
         return str(self.encoding.decode(list(tokens)))
@@ -246,7 +248,7 @@ def _before(plain: list[int], with_special: list[int]) -> tuple[int, ...]:
 
 
 def _of_tiktoken(path: Path) -> Tokenizer:
-    """Load ranks with what they do not say: {"pattern": ..., "special_tokens": {...}, "end": ...}.
+    """Load ranks, and their JSON file: {"pattern": ..., "special_tokens": {...}, "end": ...}.
 
     Raises:
         DataError: the second file is missing or wrong, or tiktoken is not installed.
@@ -254,10 +256,10 @@ def _of_tiktoken(path: Path) -> Tokenizer:
     tiktoken, loading = (
         optional(package, f"the tokenizer {path}") for package in ("tiktoken", "tiktoken.load")
     )
-    beside = path.with_suffix(".json")
+    sidecar = path.with_suffix(".json")
     try:
-        said = read_json(beside, max_bytes=_MOST_BYTES, follow_link=True)
-        pattern, special, end = said["pattern"], said["special_tokens"], said["end"]
+        settings = read_json(sidecar, max_bytes=_MOST_BYTES, follow_link=True)
+        pattern, special, end = settings["pattern"], settings["special_tokens"], settings["end"]
         encoding = tiktoken.Encoding(
             path.stem,
             pat_str=pattern,
@@ -268,7 +270,7 @@ def _of_tiktoken(path: Path) -> Tokenizer:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: cannot load it ({type(error).__name__}: {error}). Ranks alone do not say how "
-            f'text is split: {beside} must hold {{"pattern": "a regular expression", '
+            f'text is split: {sidecar} must hold {{"pattern": "a regular expression", '
             '"special_tokens": {"<|endoftext|>": 50256}, "end": "<|endoftext|>"}'
         ) from error
     ranks = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()

@@ -167,10 +167,10 @@ class TokenFile:
                 outside = "its loss mask holds bytes other than 0 and 1"
             if progress is not None:
                 progress(total, total)
-        found, wrong = content.hexdigest(), []
-        if found != self.header.content:
+        digest, wrong = content.hexdigest(), []
+        if digest != self.header.content:
             wrong.append(
-                f"the tokens changed after writing: their hash is {found}, but the header says "
+                f"the tokens changed after writing: their hash is {digest}, but the header says "
                 f"{self.header.content}"
             )
         if problem := "; ".join([*wrong, *filter(None, [outside])]):
@@ -235,8 +235,8 @@ def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
     if num_bytes % width:
         problem = f"{num_bytes} bytes of tokens are not a multiple of {width} ({header.dtype})"
     elif num_bytes < header.count * width:
-        whole = max(0, num_bytes // width)
-        problem = f"truncated: {whole} tokens where the header says {header.count}"
+        complete = max(0, num_bytes // width)
+        problem = f"truncated: {complete} tokens where the header says {header.count}"
     elif num_bytes > header.count * width:
         problem = f"{num_bytes // width} tokens where the header says {header.count}"
     elif header.count == 0:

@@ -1,7 +1,7 @@
 """Verification of token files: each is read in full once before training. A flipped byte would
 silently train another model, and a token outside the vocabulary would end a run midway.
 
-Results are cached in the user's folder ($OFFLOADTRAIN_CACHE, or ~/.cache/offloadtrain), not beside
+Results are cached in the user's folder ($OFFLOADTRAIN_CACHE, or ~/.cache/offloadtrain), not next to
 the data, which may be read-only: size, inode and times of the file, and the hash of its tokens. A
 file is read again if one of these changes, or at every start if there is no cache.
 """
@@ -40,13 +40,13 @@ def verify(tokens: TokenFile, progress: Progress | None = None) -> None:
 
 
 def _facts(tokens: TokenFile) -> dict[str, Any]:
-    found = os.stat(tokens.path)
+    status = os.stat(tokens.path)
     return {
         "path": str(tokens.path.resolve()),
-        "bytes": found.st_size,
-        "inode": found.st_ino,
-        "mtime_ns": found.st_mtime_ns,
-        "ctime_ns": found.st_ctime_ns,  # ctime sees any change: mtime can be reset
+        "bytes": status.st_size,
+        "inode": status.st_ino,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,  # ctime sees any change: mtime can be reset
         "content": tokens.header.content,
         "vocab_size": tokens.header.vocab_size,
     }
@@ -54,9 +54,9 @@ def _facts(tokens: TokenFile) -> dict[str, Any]:
 
 def _memory(tokens: TokenFile) -> Path | None:
     """Return the cache file; None: there is no folder for it."""
-    asked = os.environ.get("OFFLOADTRAIN_CACHE")
+    override = os.environ.get("OFFLOADTRAIN_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.abspath(asked) if asked else os.path.join(caches, "offloadtrain")
+    folder = os.path.abspath(override) if override else os.path.join(caches, "offloadtrain")
     if not os.path.isabs(folder):  # no home folder
         return None
     name = hashlib.blake2b(bytes(tokens.path.resolve()), digest_size=16).hexdigest()
@@ -65,7 +65,7 @@ def _memory(tokens: TokenFile) -> Path | None:
 
 def _remembered(memory: Path) -> Any:
     try:
-        return read_json(memory, max_bytes=_MOST_BYTES, own=True)
+        return read_json(memory, max_bytes=_MOST_BYTES, trusted_owner=True)
     except OSError:
         return None
 

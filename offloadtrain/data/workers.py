@@ -23,12 +23,13 @@ from offloadtrain.data.tokenizer import ByteTokenizer
 Task = tuple[Piece, ...]
 
 PROCESSES_FROM_BYTES = 128 << 20
-"""Of tables; below, starting processes costs more than it saves."""
+"""Bytes of tables from which processes are used; starting them costs more than it saves below."""
 _SLOWER = 16
-"""A tokenizer than bytes, at least, so that processes pay from so many times fewer bytes."""
+"""A tokenizer is at least this many times slower than bytes, so processes pay off that much
+earlier."""
 FEWEST_PROCESSES = 3
-"""That make bytes of records sooner than one thread: what they make has to go to the process that
-writes it, which is as busy as one of them (benchmarks/data_speed.py)."""
+"""Fewest processes that are faster than one thread with records and bytes: their results go to the
+process that writes, which is as busy as one of them (benchmarks/data_speed.py)."""
 
 _reading: Reading | None = None  # of a worker process
 

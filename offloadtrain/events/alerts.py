@@ -27,7 +27,7 @@ SLOW_BUS, GOOD_BUS, BUS_STEPS = 0.7, 0.8, 20
 BUS_BYTES = 64 << 20
 """Fewer bytes per step say nothing about the bus."""
 _MAD_TO_SIGMA = 1.4826
-BEHIND, NOT_BEHIND, RANK_STEPS = 1.15, 1.08, 20
+SLOW_RANK, NOT_SLOW_RANK, RANK_STEPS = 1.15, 1.08, 20
 """Number of steps in the median of a rank's time over the others'."""
 
 
@@ -98,22 +98,22 @@ class Alerts:
     def step(self, step: Step) -> None:
         """A step was tried."""
         with self._lock:
-            told = list(self._of_step(step))
-        for alert in told:
+            alerts = list(self._of_step(step))
+        for alert in alerts:
             self._emit(alert)
 
     def system(self, sample: System, free_disk_bytes: int | None = None) -> None:
         """A sample of the machine, some seconds after the last one."""
         with self._lock:
-            told = list(self._of_system(sample, free_disk_bytes))
-        for alert in told:
+            alerts = list(self._of_system(sample, free_disk_bytes))
+        for alert in alerts:
             self._emit(alert)
 
     def standing(self, code: str, message: str) -> None:
         """Raise an alert that lasts for the whole run."""
         with self._lock:
-            told = list(self._switch(code).report(message))
-        for alert in told:
+            alerts = list(self._switch(code).report(message))
+        for alert in alerts:
             self._emit(alert)
 
     def checkpoint(self, num_bytes: int) -> None:
@@ -163,11 +163,11 @@ class Alerts:
             busy_ms += step.busy_ms.get("load", 0.0)
         if moved < BUS_BYTES or busy_ms <= 0:
             return
-        seen = self._steps.gbps.setdefault(lane, deque(maxlen=BUS_STEPS))
-        seen.append(moved / busy_ms / 1e6)
-        if len(seen) < BUS_STEPS:
+        rates = self._steps.gbps.setdefault(lane, deque(maxlen=BUS_STEPS))
+        rates.append(moved / busy_ms / 1e6)
+        if len(rates) < BUS_STEPS:
             return
-        switch, now = self._switch(f"bus-{lane}"), statistics.median(seen)
+        switch, now = self._switch(f"bus-{lane}"), statistics.median(rates)
         slow = now < (GOOD_BUS if switch.raised else SLOW_BUS) * most
         text = (
             f"{lane} copies at {now:.1f} GB/s, but {most:.1f} GB/s were measured at the start: the "
@@ -177,22 +177,22 @@ class Alerts:
 
     def _skew(self, step: Step) -> Iterable[Alert]:
         """Check for a slow rank that all others wait for at every step."""
-        seen = self._steps.ranks_ms
+        recent = self._steps.ranks_ms
         if len(step.ranks_ms) < 2:
             return
-        seen.append(step.ranks_ms)
-        if len(seen) < RANK_STEPS:
+        recent.append(step.ranks_ms)
+        if len(recent) < RANK_STEPS:
             return
-        usual = [statistics.median(of_rank) for of_rank in zip(*seen, strict=True)]
+        usual = [statistics.median(of_rank) for of_rank in zip(*recent, strict=True)]
         slowest = max(range(len(usual)), key=usual.__getitem__)
-        others = statistics.median(usual[:slowest] + usual[slowest + 1 :])
+        other_ms = statistics.median(usual[:slowest] + usual[slowest + 1 :])
         switch = self._switch("rank-skew", patience=10)
-        limit = NOT_BEHIND if switch.raised else BEHIND
+        limit = NOT_SLOW_RANK if switch.raised else SLOW_RANK
         text = (
             f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others "
-            f"{others:.0f} ms, so they wait; look at its GPU's clocks, its link and its cores"
+            f"{other_ms:.0f} ms, so they wait; look at its GPU's clocks, its link and its cores"
         )
-        yield from switch.report(text if usual[slowest] > limit * others else "", step.step)
+        yield from switch.report(text if usual[slowest] > limit * other_ms else "", step.step)
 
     # ---- the machine
 
@@ -287,7 +287,7 @@ def spike(loss: float, step: int, losses: Collection[float], limit: float) -> st
     if len(losses) < SPIKE_AFTER or not math.isfinite(loss):
         return ""
     middle = statistics.median(losses)
-    spread = statistics.median(abs(one - middle) for one in losses) * _MAD_TO_SIGMA
+    spread = statistics.median(abs(value - middle) for value in losses) * _MAD_TO_SIGMA
     spread = max(spread, 1e-3 * abs(middle))
     score = (loss - middle) / spread if spread else 0.0
     if score < limit:

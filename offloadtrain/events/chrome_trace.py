@@ -48,16 +48,16 @@ def read_run(folder: Path) -> list[Record]:
 
 def chrome_trace(records: Iterable[Record]) -> dict[str, Any]:
     """The trace of all sampled steps, with a slice and counters for every step."""
-    kept = list(records)
+    all_records = list(records)
     # (rank, step) → its start in Unix seconds; the last one for a repeated step.
     starts = {
         (record.rank, record.event.step): record.time_s - record.event.step_ms / 1e3
-        for record in kept
+        for record in all_records
         if isinstance(record.event, Step)
     }
     origin_s = min(starts.values(), default=0.0)
-    entries = [*_names(kept)]
-    for record in kept:
+    entries = [*_names(all_records)]
+    for record in all_records:
         event = record.event
         if isinstance(event, Step):
             entries += _step(record, event, origin_s)

@@ -48,36 +48,38 @@ class Requests:
         self._done = self._folder / "done"
         own_folder(self._folder)
         own_folder(self._done)
-        self._seen_ns = 0
+        self._scanned_ns = 0
         self._stale = {path.name for path in self._folder.glob("*.json")}
 
     def waiting(self) -> bool:
         """Return whether the folder has changed since the last scan."""
         try:
-            return os.stat(self._folder).st_mtime_ns != self._seen_ns
-        except OSError:  # somebody removed it: then nobody asks
+            return os.stat(self._folder).st_mtime_ns != self._scanned_ns
+        except OSError:  # the folder was removed: there are no requests
             return False
 
     def poll(self) -> list[Request]:
         """Return new requests, the oldest first; each is moved to `done` and returned once."""
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
-        except OSError:  # somebody removed it: then nobody asks
+        except OSError:  # the folder was removed: there are no requests
             return []
-        if changed_ns == self._seen_ns:
+        if changed_ns == self._scanned_ns:
             return []
-        found = [self._take(path) for path in sorted(self._folder.glob("*.json"))[:_MOST_AT_ONCE]]
-        settled = not found and time.time_ns() - changed_ns > _SETTLED_S * 1e9
-        self._seen_ns = changed_ns if settled else 0
-        return found
+        requests = [
+            self._take(path) for path in sorted(self._folder.glob("*.json"))[:_MOST_AT_ONCE]
+        ]
+        settled = not requests and time.time_ns() - changed_ns > _SETTLED_S * 1e9
+        self._scanned_ns = changed_ns if settled else 0
+        return requests
 
     def _take(self, path: Path) -> Request:
         """Read a request, and move it away in any case."""
         try:
-            found = _understood(path.stem, read_json(path, max_bytes=_MOST_BYTES, own=True))
+            request = _parsed(path.stem, read_json(path, max_bytes=_MOST_BYTES, trusted_owner=True))
             if path.name in self._stale:
-                return replace(found, refused="it was made before this start: repeat it")
-            return found
+                return replace(request, refused="it was made before this start: repeat it")
+            return request
         except (OSError, ValueError) as error:
             return Request(path.stem[:80], "unknown", refused=f"it cannot be read: {error}")
         finally:
@@ -87,10 +89,10 @@ class Requests:
                 path.unlink(missing_ok=True)
 
 
-def _understood(id: str, asked: Any) -> Request:
-    if not isinstance(asked, dict):
+def _parsed(id: str, content: Any) -> Request:
+    if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
-    action, message = asked.get("action"), asked.get("message", "")
+    action, message = content.get("action"), content.get("message", "")
     if action not in ACTIONS:
         return Request(id[:80], str(action)[:40], refused=f"the actions are {', '.join(ACTIONS)}")
     return Request(id[:80], action, str(message)[:1000])

@@ -1,4 +1,4 @@
-"""Samples of memory several times a second, in a file of fixed size beside the log.
+"""Samples of memory several times a second, in a file of fixed size next to the log.
 
 [Note: The ring file]
 `events/rank000.ring` holds the newest CAPACITY samples of a rank. All numbers are little-endian.
@@ -46,9 +46,9 @@ class MemoryPoint:
     Attributes:
         step: the step in progress.
         allocated: tensors of torch's allocator on the device.
-        reserved: of the device, by torch's allocator; with what it keeps for later tensors.
-        inactive: free parts of reserved segments that other tensors hold in place: fragmentation.
-        free: on the device, as the driver says, whoever holds the rest.
+        reserved: device memory of torch's allocator, including its cache.
+        inactive: free parts of reserved segments that other tensors keep in place: fragmentation.
+        free: free device memory as the driver reports it, all processes considered.
         pinned: page-locked host memory of this process.
         rss: resident memory of this process.
         available: of the host, under every limit.
@@ -72,7 +72,7 @@ class RingWriter:
     """Writes a new ring file; the calls are those of one thread."""
 
     def __init__(self, path: Path) -> None:
-        """Replace the file, so that readers of an earlier start's keep what they have.
+        """Replace the file. Readers of the file of an earlier start keep reading that file.
 
         Raises:
             UnsafeFileError, OSError: it cannot be written.
@@ -131,19 +131,19 @@ class RingReader:
 
     def _read(self, fd: int) -> list[MemoryPoint]:
         """Read on from the next number; read all slots if the writer has lapped the reader."""
-        found: list[MemoryPoint] = []
+        points: list[MemoryPoint] = []
         while (sample := self._at(fd, self._next)) and sample[0] == self._next:
-            found.append(sample[1])
+            points.append(sample[1])
             self._next += 1
-            if len(found) == CAPACITY:
-                return found
+            if len(points) == CAPACITY:
+                return points
         if sample and sample[0] > self._next:
-            whole = [self._at(fd, number) for number in range(1, CAPACITY + 1)]
-            ordered = sorted((one for one in whole if one), key=lambda one: one[0])
-            fresh = [one for one in ordered if one[0] >= self._next]
+            slots = [self._at(fd, number) for number in range(1, CAPACITY + 1)]
+            ordered = sorted((entry for entry in slots if entry), key=lambda entry: entry[0])
+            fresh = [entry for entry in ordered if entry[0] >= self._next]
             self._next = fresh[-1][0] + 1 if fresh else self._next
             return [point for _, point in fresh]
-        return found
+        return points
 
     def _at(self, fd: int, number: int) -> tuple[int, MemoryPoint] | None:
         """Return the sample in the slot of `number`; None: empty, or half written."""
@@ -152,7 +152,7 @@ class RingReader:
         body = data[: _BODY.size]
         if len(data) != _SLOT_BYTES or data[_BODY.size :] != struct.pack("<I", zlib.crc32(body)):
             return None
-        found, time_s, step, *sizes = _BODY.unpack(body)
-        if not found or not math.isfinite(time_s):
+        stored, time_s, step, *sizes = _BODY.unpack(body)
+        if not stored or not math.isfinite(time_s):
             return None
-        return found, MemoryPoint(time_s, step, *(None if s < 0 else s for s in sizes))
+        return stored, MemoryPoint(time_s, step, *(None if s < 0 else s for s in sizes))

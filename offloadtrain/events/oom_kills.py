@@ -20,8 +20,8 @@ _PLACES = ("/sys/fs/cgroup/", "/proc/vmstat")
 
 def count(counters: Iterable[Path]) -> dict[str, int]:
     """Return the number of killed processes by file; those that cannot be read are left out."""
-    found = {str(path): _read(path) for path in counters}
-    return {path: number for path, number in found.items() if number is not None}
+    counts = {str(path): _read(path) for path in counters}
+    return {path: number for path, number in counts.items() if number is not None}
 
 
 def risen(at_start: Any) -> bool:

@@ -1,8 +1,8 @@
-"""What a start does before its log begins, in a small file of the run folder.
+"""The progress of a start before its log begins, in a small file of the run folder.
 
 A log begins when data, model and memory are ready: until then a start may be refused. Rank 0
-replaces `set_up.json` while it sets up, and removes it when its log has begun or it is refused. Of
-a process that was killed it stays, and says where that was.
+replaces `set_up.json` while it sets up, and removes it when its log has begun or the start is
+refused. If the process is killed, the file stays and names its last phase.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SetUpNow:
     Attributes:
         since_s, time_s: its beginning and this moment, Unix seconds.
         phase: the current activity.
-        part: what of it is being done, "" if that is not known.
+        part: the current part of the phase; "": not known.
         oom_kills: counters at the beginning, as `oom_kills.count` has read them.
     """
 
@@ -59,16 +59,16 @@ def remove(folder: Path) -> None:
 
 
 def read(folder: Path) -> SetUpNow | None:
-    """Return what the file says; None: there is none, or it is something else."""
+    """Return the content of the file; None: the file is missing or invalid."""
     values: Any = None
     with suppress(OSError, ValueError):
         values = read_json(folder / FILE, max_bytes=_MOST_BYTES)
     if not isinstance(values, dict):
         return None
-    found = {name: values.get(name) for name in _FIELDS}
-    if not all(is_one(found[name]) for name, is_one in _FIELDS.items()):
+    fields = {name: values.get(name) for name in _FIELDS}
+    if not all(is_one(fields[name]) for name, is_one in _FIELDS.items()):
         return None
-    return SetUpNow(**found)  # type: ignore[arg-type]
+    return SetUpNow(**fields)  # type: ignore[arg-type]
 
 
 def _is_count(value: object) -> bool:

@@ -76,7 +76,7 @@ class EventWriter:
         self._on_error, self._on_recovery, self._on_removed = on_error, on_recovery, on_removed
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
         self._drop_lock = threading.RLock()  # reentrant: a signal handler may emit
-        self._dropped = self._told_dropped = self._dropped_before = 0
+        self._dropped = self._reported_drops = self._dropped_before = 0
         self._refused: OSError | None = None  # until the recovery was reported
         self._reported_removal = False
         self._give_up_s = math.inf
@@ -120,7 +120,7 @@ class EventWriter:
         return True
 
     def close(self, timeout_s: float = 2 * END_WITHIN_S) -> None:
-        """Write what is queued and a warning if anything was dropped; a second call does nothing.
+        """Write the queue, and a warning if events were dropped; a second call does nothing.
 
         A hanging disk is abandoned after `timeout_s`.
         """
@@ -198,7 +198,7 @@ class EventWriter:
                 self._torn = bool(rest)
         except OSError as error:
             if not self._refused:
-                self._dropped_before = self._told_dropped
+                self._dropped_before = self._reported_drops
                 if self._on_error:
                     self._on_error(error)
             self.error = self._refused = error
@@ -209,25 +209,25 @@ class EventWriter:
     def _end_anyway(self, line: bytes) -> bool:
         """Write the last record on a full disk, after a record of the losses."""
         self._give_back_reserve()
-        lost = self._dropped - self._told_dropped
+        lost = self._dropped - self._reported_drops
         if not self._appended((self._lost_line() if lost else b"") + line):
             return False
-        self._told_dropped += lost
+        self._reported_drops += lost
         return True
 
     def _tell_drops(self) -> None:
         """Record the losses, once the disk accepts writes again."""
         if self.error:
             return
-        lost = self._dropped - self._told_dropped
+        lost = self._dropped - self._reported_drops
         if lost and self._appended(self._lost_line()):
-            self._told_dropped += lost
+            self._reported_drops += lost
         if self._refused and self._on_recovery and not self.error:
             self._on_recovery(self._dropped - self._dropped_before)
         self._refused = self.error
 
     def _lost_line(self) -> bytes:
-        lost = self._dropped - self._told_dropped
+        lost = self._dropped - self._reported_drops
         message = f"{lost} events were dropped: the log's disk was slower than the run"
         if self._refused:
             message = f"{lost} events were lost: the log's disk refused ({self._refused.strerror})"
@@ -262,8 +262,8 @@ def _reserved(folder: Path) -> IO[bytes] | None:
     """Reserve space on the log's disk with incompressible bytes; None: there is no space now. The
     kernel frees it when the process ends, however it ends."""
     try:
-        kept = tempfile.TemporaryFile(buffering=0, dir=folder)
-        kept.write(os.urandom(RESERVED_BYTES))
+        file = tempfile.TemporaryFile(buffering=0, dir=folder)
+        file.write(os.urandom(RESERVED_BYTES))
     except OSError:
         return None
-    return kept
+    return file

@@ -17,11 +17,11 @@ def folders(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> list[Path]:
 
 def cpu_quota(mount: Path = MOUNT, membership: Path = MEMBERSHIP) -> float | None:
     """Return the CPU quota of this process and its ancestors, in CPUs; None: no limit."""
-    found = [_quota_v2(folder) for folder in folders(mount, membership)]
+    quotas = [_quota_v2(folder) for folder in folders(mount, membership)]
     for controllers, relative in _paths(membership).items():
         if "cpu" in controllers.split(","):
-            found += [_quota_v1(f) for f in _with_ancestors(mount / controllers, relative)]
-    return min((quota for quota in found if quota is not None), default=None)
+            quotas += [_quota_v1(f) for f in _with_ancestors(mount / controllers, relative)]
+    return min((quota for quota in quotas if quota is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class MemoryLimit:
     """A memory limit of one level.
 
     Attributes:
-        file: that sets it.
-        free_bytes: what is left, with the page cache that the kernel gives up first.
+        file: the file that sets it.
+        free_bytes: bytes below the limit, including page cache that the kernel can drop.
     """
 
     file: Path

@@ -55,10 +55,10 @@ def plan(
         allowed: logical CPUs of this process's affinity; None: query it.
         quota: CPU quota of all local ranks together, in CPUs; None: no limit.
     """
-    mine = os.sched_getaffinity(0) if allowed is None else set(allowed)
-    nodes = [_node(gpu, mine, sysfs) for gpu in rank_gpus]
+    usable = os.sched_getaffinity(0) if allowed is None else set(allowed)
+    nodes = [_node(gpu, usable, sysfs) for gpu in rank_gpus]
     node = nodes[local_rank]
-    near = mine if node is None else mine & _node_cpus(node, sysfs)
+    near = usable if node is None else usable & _node_cpus(node, sysfs)
     cores = physical_cores(near, sysfs)
     sharers = [rank for rank, other in enumerate(nodes) if other == node]
     share = _share(cores, sharers.index(local_rank), len(sharers))
@@ -96,10 +96,10 @@ def _share(cores: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Sequence[
 
 def physical_cores(cpus: Iterable[int], sysfs: Path) -> list[tuple[int, ...]]:
     """Return logical CPUs by physical core, in the order of their first CPU."""
-    found: dict[object, list[int]] = {}
+    cores: dict[object, list[int]] = {}
     for cpu in sorted(cpus):
-        found.setdefault(_core_of(cpu, sysfs), []).append(cpu)
-    return [tuple(core) for core in found.values()]
+        cores.setdefault(_core_of(cpu, sysfs), []).append(cpu)
+    return [tuple(core) for core in cores.values()]
 
 
 def _core_of(cpu: int, sysfs: Path) -> object:
@@ -126,8 +126,8 @@ def _node_cpus(node: int, sysfs: Path) -> set[int]:
 
 def parse_cpulist(text: str) -> list[int]:
     """Read "0-3,8,10-11" as [0, 1, 2, 3, 8, 10, 11]."""
-    found: list[int] = []
+    cpus: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus

@@ -67,7 +67,7 @@ class DirectFile:
 
     @classmethod
     def open(cls, path: Path) -> DirectFile:
-        """Open a regular file for reading; raises what `open_descriptor` raises."""
+        """Open a regular file for reading; raises the errors of `open_descriptor`."""
         file = cls(open_descriptor(path))
         file._set_direct(True)
         return file
@@ -95,12 +95,12 @@ class DirectFile:
         bytes read."""
         done, left = 0, list(into)
         while left:
-            found = self._retried(partial(os.preadv, self._fd, left, offset + done))
-            done += found
+            num_read = self._retried(partial(os.preadv, self._fd, left, offset + done))
+            done += num_read
             # The end of the file; a read past it would not be aligned.
-            if not found or done % BLOCK:
+            if not num_read or done % BLOCK:
                 break
-            left = _behind(left, found)
+            left = _unfilled(left, num_read)
         return done
 
     def sync(self) -> None:
@@ -121,7 +121,7 @@ class DirectFile:
                 # One extent where possible, and a full disk is noticed before the first byte.
                 # Before O_DIRECT, which refuses the single bytes that the C library may write.
                 os.posix_fallocate(self._fd, 0, num_bytes)
-            # Behind the open: a file system that refuses O_DIRECT at once has made the file.
+            # After the open: a file system that refuses O_DIRECT in `open` still makes the file.
             self._set_direct(True)
         except BaseException:
             self.close()
@@ -161,8 +161,8 @@ def _reserves(fd: int) -> bool:
     return not (failed and ctypes.get_errno() in (errno.EOPNOTSUPP, errno.ENOSYS))
 
 
-def _behind(memories: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of memories when their first bytes are filled."""
+def _unfilled(memories: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return the rest of the memories after their first `count` bytes are filled."""
     left = []
     for memory in memories:
         if count < len(memory):

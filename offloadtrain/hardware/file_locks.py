@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What a network file system says that is mounted without locks."""
+"""Errors of a network file system that is mounted without locks."""
 
 _TRIES, _PAUSE_S = 5, 0.02
 
@@ -35,7 +35,7 @@ def take(fd: int) -> bool:
     for _ in range(_TRIES):
         with suppress(BlockingIOError):
             lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True  # also where there are none: what `lock` returns tells
+            return True  # also on a file system without locks, where `lock` returns False
         time.sleep(_PAUSE_S)
     return False
 

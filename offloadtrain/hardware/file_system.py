@@ -16,13 +16,13 @@ def kind_of(folder: Path, mounts: Path = _MOUNTS) -> str:
     where the kernel does not tell."""
     if not mounts.exists():
         return ""
-    whole, best, kind = folder.resolve(), Path(), ""
+    resolved, best, kind = folder.resolve(), Path(), ""
     for line in mounts.read_text().splitlines():
-        before, _, behind = line.partition(" - ")
+        before, _, after = line.partition(" - ")
         point = Path(_unescaped(before.split()[4]))
         # Later lines are mounted over earlier ones.
-        if whole.is_relative_to(point) and len(point.parts) >= len(best.parts):
-            best, kind = point, behind.split()[0]
+        if resolved.is_relative_to(point) and len(point.parts) >= len(best.parts):
+            best, kind = point, after.split()[0]
     return kind
 
 

@@ -53,7 +53,7 @@ def _cgroups() -> Iterator[Room]:
 
 
 def _rlimits() -> Iterator[Room]:
-    """Both count address space, of which a process has more than it has memory."""
+    """Yield the limits of address space, which is always larger than the memory of a process."""
     fields = [int(text) for text in Path("/proc/self/statm").read_text().split()]
     for name, pages in (("RLIMIT_AS", fields[_ALL]), ("RLIMIT_DATA", fields[_DATA])):
         limit, _ = resource.getrlimit(getattr(resource, name))

@@ -47,7 +47,7 @@ class Machine:
         power_w: power limit of one GPU, in watts; 0: no limit below `full_power_w`.
         full_power_w: power at which the rates above hold. Below it they fall with the square root
             of the power: it grows with the clock and the square of the voltage, which falls with
-            the clock. The memory keeps its own, so what narrow products take beside stays.
+            the clock. The memory's clock stays, and so does the extra time of narrow products.
         hbm_gbps: of the device's own memory, 10^9 bytes per second, as all below.
         h2d_gbps, d2h_gbps: of one GPU alone, page-locked.
         host_link_gbps: of all GPUs of a host together, one way.

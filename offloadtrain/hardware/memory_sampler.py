@@ -1,12 +1,11 @@
-"""Live memory of a rank: samples beside training, several times a second.
+"""Live memory of a rank: samples taken during training, several times a second.
 
 [Note: Sampling without waiting]
 The sampler's thread reads counters: the allocator's own, the driver's through NVML, and files of
-the kernel. None of them waits for the device, and no step waits for the sampler. What lives between
-two samples of the device is in the allocator's own peak, which the training thread sets back after
-each step: so the peak of a record is that of the step so far, and none is lost. The kernel keeps no
-such peak of resident memory that can be set back: there, shorter peaks than the interval may be
-missed.
+the kernel. None of them waits for the device, and no step waits for the sampler. Tensors that live
+between two samples are in the allocator's own peak, which the training thread resets after each
+step: the peak of a record is the peak of the step so far, and no peak is lost. The kernel has no
+resettable peak of resident memory: peaks shorter than the interval may be missed there.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from offloadtrain.hardware import host_memory
 INTERVAL_S = 0.2
 RECORD_S = 2.0
 WITHIN_STEP_S = 0.025
-"""Interval inside a sampled step, of which there is at most one in 20."""
+"""Interval inside a sampled step; at most one step in 20 is sampled."""
 
 HOST_S = 1.0
 """Interval of reading the host's memory under every limit: it costs more than all the rest."""
@@ -63,9 +62,9 @@ class HostMemory:
 
 @dataclass(slots=True)
 class Window:
-    """The least, newest and greatest of each quantity, until a record is made of them."""
+    """The least, newest and greatest value of each quantity since the last record."""
 
-    _seen: dict[str, list[int]] = field(default_factory=dict)
+    _extremes: dict[str, list[int]] = field(default_factory=dict)
     step: int = 0
 
     def add(self, point: MemoryPoint, peak: int | None = None) -> None:
@@ -74,19 +73,19 @@ class Window:
         for name in QUANTITIES:
             if (size := getattr(point, name)) is None:
                 continue
-            least, _, most = self._seen.get(name, (size, size, size))
+            least, _, most = self._extremes.get(name, (size, size, size))
             most = max(most, peak or 0) if name == "allocated" else most
-            self._seen[name] = [min(least, size), size, max(most, size)]
+            self._extremes[name] = [min(least, size), size, max(most, size)]
 
     @property
     def is_empty(self) -> bool:
-        return not self._seen
+        return not self._extremes
 
     def record(self) -> schema.LiveMemory:
-        """Return what was seen, and begin anew."""
-        seen, self._seen = self._seen, {}
+        """Return a record of the samples since the last call, and clear them."""
+        extremes, self._extremes = self._extremes, {}
         return schema.LiveMemory(
-            step=self.step, **{f"{name}_kib": _short(sizes) for name, sizes in seen.items()}
+            step=self.step, **{f"{name}_kib": _short(sizes) for name, sizes in extremes.items()}
         )
 
 
@@ -127,14 +126,14 @@ class MemorySampler:
         self._thread.start()
 
     def step_begins(self, step: int, *, follow: bool = False) -> None:
-        """Tell what step is in progress; `follow`: sample it closely."""
+        """Set the step in progress; `follow`: sample it closely."""
         self._step = step
         if follow:
             self._began_s, self._curve = time.perf_counter(), []
             self._wake.set()  # the thread may sleep for longer than the step takes
 
     def step_ends(self) -> tuple[int, schema.StepMemory | None]:
-        """Return the most resident memory seen in the step, and its curve if it was followed."""
+        """Return the peak of resident memory in the step, and its curve if it was followed."""
         peak, self._host_peak = self._host_peak, 0
         curve, self._curve = self._curve, None
         if not curve:
@@ -147,7 +146,7 @@ class MemorySampler:
         """End the thread with a last record. Idempotent."""
         self._ended.set()
         self._wake.set()
-        self._thread.join(timeout=10 * INTERVAL_S)  # a hanging driver keeps it, and nobody waits
+        self._thread.join(timeout=10 * INTERVAL_S)  # no longer: a driver call may hang
 
     def _run(self) -> None:
         next_record_s = time.monotonic() + RECORD_S
@@ -178,7 +177,7 @@ class MemorySampler:
         if self._ring is not None:
             try:
                 self._ring.write(point)
-            except OSError:  # the log's own writer tells of the disk; records go on
+            except OSError:  # the log's writer reports a full disk; records go on
                 self._close_ring()
 
     def _close_ring(self) -> None:
@@ -194,7 +193,7 @@ def point_of(
     pinned: int | None,
     host: HostMemory,
 ) -> MemoryPoint:
-    """Return a sample: this process's resident memory now, and what was read of the rest."""
+    """Return a sample: this process's resident memory now, and the other sizes as last read."""
     return MemoryPoint(
         time_s=time_s,
         step=step,
@@ -248,10 +247,10 @@ def _meminfo() -> dict[str, int]:
     return {}
 
 
-def _difference(stated: dict[str, int], whole: str, part: str) -> int | None:
-    if whole not in stated or part not in stated:
+def _difference(stated: dict[str, int], total: str, part: str) -> int | None:
+    if total not in stated or part not in stated:
         return None
-    return stated[whole] - stated[part]
+    return stated[total] - stated[part]
 
 
 def _short(sizes: list[int]) -> tuple[int, ...]:

@@ -169,9 +169,11 @@ class Nvml:
 
     def _processes(self, handle: Any) -> tuple[GpuProcess, ...]:
         """List the processes that compute on the GPU, the largest first."""
-        found = self.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
-        listed = [GpuProcess(pid=int(one.pid), num_bytes=one.usedGpuMemory) for one in found]
-        return tuple(sorted(listed, key=lambda one: -(one.num_bytes or 0)))
+        running = self.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ()
+        listed = [
+            GpuProcess(pid=int(process.pid), num_bytes=process.usedGpuMemory) for process in running
+        ]
+        return tuple(sorted(listed, key=lambda process: -(process.num_bytes or 0)))
 
     def _sample(self, index: int, handle: Any, processes: bool) -> GpuSample:
         memory = self.ask("nvmlDeviceGetMemoryInfo", handle)
@@ -182,10 +184,10 @@ class Nvml:
         reasons = self.ask("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if reasons is None:
             reasons = self.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-        held = [word for bit, word in _THROTTLES.items() if (reasons or 0) & bit]
+        active = [word for bit, word in _THROTTLES.items() if (reasons or 0) & bit]
         return GpuSample(
             **_link(self.ask, handle),
-            throttle=", ".join(held),
+            throttle=", ".join(active),
             processes=self._processes(handle) if processes else (),
             pcie_tx_bytes_per_s=rates[0],
             pcie_rx_bytes_per_s=rates[1],

@@ -86,7 +86,8 @@ class Sampler:
         self._interval_s = interval_s
         self._nvml = nvml or Nvml()
         self._process = psutil.Process()
-        _told(lambda: self._process.cpu_percent(), 0.0)  # the first call only sets the reference
+        # The first call only sets the reference.
+        _or_default(lambda: self._process.cpu_percent(), 0.0)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self._thread.start()
@@ -94,11 +95,11 @@ class Sampler:
     def sample(self) -> System:
         """Take one sample; 0: not reported by the machine."""
         return System(
-            cpu_percent=_told(lambda: self._process.cpu_percent(), 0.0),
-            rss_bytes=_told(lambda: self._process.memory_info().rss, 0),
+            cpu_percent=_or_default(lambda: self._process.cpu_percent(), 0.0),
+            rss_bytes=_or_default(lambda: self._process.memory_info().rss, 0),
             host_available_bytes=host_available_bytes(),
             host_total_bytes=host_memory_bytes(),
-            swap_used_bytes=_told(lambda: psutil.swap_memory().used, 0),
+            swap_used_bytes=_or_default(lambda: psutil.swap_memory().used, 0),
             gpus=self._nvml.sample(),
             gpu_state=self._nvml.state,
         )
@@ -116,22 +117,22 @@ class Sampler:
 def host_memory_bytes() -> int:
     """Return the installed or stated memory, or the least limit of the cgroups above this process;
     0: unknown."""
-    total = stated_bytes() or _told(lambda: psutil.virtual_memory().total, 0)
+    total = stated_bytes() or _or_default(lambda: psutil.virtual_memory().total, 0)
     limits = cgroup.memory_limits(_CGROUPS, _PROC / "self/cgroup")
     return min([total, *(limit.num_bytes for limit in limits)])
 
 
 def own_bytes() -> int:
     """Return the resident memory of this process."""
-    return _told(lambda: psutil.Process().memory_info().rss, 0)
+    return _or_default(lambda: psutil.Process().memory_info().rss, 0)
 
 
 def host_available_bytes() -> int:
     """Return the memory still available under every limit; 0: unknown."""
-    return max(_told(available_bytes, 0), 0)
+    return max(_or_default(available_bytes, 0), 0)
 
 
-def _told(ask: Callable[[], _T], otherwise: _T) -> _T:
+def _or_default(ask: Callable[[], _T], otherwise: _T) -> _T:
     try:
         return ask()
     except _UNREADABLE:

@@ -68,17 +68,17 @@ def choose(
         look: None: choose nothing.
         quota: CPU quota in CPUs; None: no limit.
     """
-    if said := next((name for name in VARIABLES if name in environ), ""):
-        return f"waiting as set by {said}={environ[said]}"
+    if variable := next((name for name in VARIABLES if name in environ), ""):
+        return f"waiting as set by {variable}={environ[variable]}"
     if look is None:
         return ""
-    found = look()
-    most = found.cores if quota is None else max(1, min(found.cores, int(quota)))
+    load = look()
+    most = load.cores if quota is None else max(1, min(load.cores, int(quota)))
     wanted = threads or _first_number(environ.get("OMP_NUM_THREADS", "")) or most
-    if wanted <= max(1.0, found.cores - found.busy + _SPARE):
+    if wanted <= max(1.0, load.cores - load.busy + _SPARE):
         return ""
     environ["OMP_WAIT_POLICY"] = "passive"
-    return f"waiting asleep: {found.busy:.1f} of {found.cores} cores were busy"
+    return f"waiting asleep: {load.busy:.1f} of {load.cores} cores were busy"
 
 
 def _first_number(text: str) -> int:
@@ -89,13 +89,13 @@ def _first_number(text: str) -> int:
 
 def _ticks(stat: Path) -> dict[int, tuple[int, int]]:
     """CPU → (idle, all) ticks since boot; waiting for a disk is idle."""
-    found = {}
+    ticks_by_cpu = {}
     for line in stat.read_text().splitlines():
         name, *fields = line.split()
         if name.startswith("cpu") and name != "cpu":
             ticks = [int(field) for field in fields[:8]]  # the later fields are included in these
-            found[int(name[3:])] = (ticks[3] + ticks[4], sum(ticks))
-    return found
+            ticks_by_cpu[int(name[3:])] = (ticks[3] + ticks[4], sum(ticks))
+    return ticks_by_cpu
 
 
 def _busy_share(before: tuple[int, int], after: tuple[int, int]) -> float:

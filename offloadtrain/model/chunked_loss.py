@@ -132,8 +132,8 @@ def _at_targets(logits_NP: Tensor, targets_N: Tensor, lo: int) -> Tensor:
     """Return each token's logit of its target, 0 where another part has it."""
     columns_N = targets_N - lo
     here_N = (columns_N >= 0) & (columns_N < logits_NP.shape[1])
-    found_N1 = logits_NP.gather(1, columns_N.clamp(0, logits_NP.shape[1] - 1)[:, None])
-    return found_N1[:, 0].masked_fill(~here_N, 0.0)
+    logits_N1 = logits_NP.gather(1, columns_N.clamp(0, logits_NP.shape[1] - 1)[:, None])
+    return logits_N1[:, 0].masked_fill(~here_N, 0.0)
 
 
 def _subtract_targets(grad_NP: Tensor, targets_N: Tensor, lo: int, amount: float) -> None:

@@ -1,4 +1,4 @@
-"""MLPs of which a router chooses for each token: Switch Transformer with one, GShard with two.
+"""Mixture of experts: a router chooses MLPs for each token; Switch Transformer one, GShard two.
 
 [Note: Experts]
 Every token gets all experts that it chose: none has a capacity, and no token is dropped. Tokens are
@@ -11,12 +11,12 @@ same bits on every run, also when recompute runs a block again.
 
 [Note: Experts of other ranks]
 With expert parallelism a rank holds E / R of the experts, in the order of ranks, and every rank has
-tokens of its own. Rows sorted by expert are sorted by rank, too. First all ranks of the group tell
-each other how many rows each expert gets, which the host waits for, since sizes of messages are
-its. Then the rows go to the ranks of their experts, which sort what arrives by expert; within an
-expert rows stay in the order of the ranks that sent them. The results go back the same way. So the
-order of rows, and with it every bit, depends on the tokens only. All ranks run every layer, forward
-and backward, also those without a row for their experts.
+its own tokens. Rows sorted by expert are sorted by rank, too. First all ranks of the group exchange
+the number of rows per expert; the host waits for it, since it sets the sizes of messages. Then the
+rows go to the ranks of their experts. These sort the received rows by expert; the rows of an expert
+stay in the order of the ranks that sent them. The results go back the same way. The order of rows,
+and therefore every bit, depends on the tokens only. All ranks run every layer, forward and
+backward, also ranks without a row for their experts.
 
 Shape suffixes: N tokens, D d_model, E experts, K experts per token, M = N · K rows of experts, U
 outputs of `up`, F ff_width, R ranks that hold different experts, L = E / R experts of a rank, S
@@ -89,15 +89,14 @@ class MixtureOfExperts(nn.Module):
         rows_MD = x_ND[:, None].expand(-1, self.chosen, -1).reshape(-1, x_ND.shape[1])
         rows_MD = _permuted(rows_MD, order_M, place_M)
         rows_MD = self.experts(rows_MD, ends_E)
-        found_NKD = _permuted(rows_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
-        mixed_ND = (found_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)
+        outputs_NKD = _permuted(rows_MD, place_M, order_M).unflatten(0, (-1, self.chosen))
+        mixed_ND = (outputs_NKD * weights_NK[..., None]).sum(1).to(x_BTD.dtype)
         return mixed_ND.view_as(x_BTD), _balance(probs_NE, ends_E, self.chosen)
 
 
 class Experts(nn.Module):
-    """The matrices of all experts, each a tensor: `up` (E, U, D) is gate above value with SwiGLU,
-    `down` (E, D, F). With `exchange` they are DTensors, of which this rank holds (L, U, D) and
-    (L, D, F)."""
+    """The matrices of all experts: `up` (E, U, D), with SwiGLU the gate above the value, and `down`
+    (E, D, F). With `exchange` they are DTensors with local shapes (L, U, D) and (L, D, F)."""
 
     exchange: TokenExchange | None = None
 
@@ -113,7 +112,7 @@ class Experts(nn.Module):
 
         Args:
             rows_MD: sorted by expert.
-            ends_E: int32, the row behind the last one of each expert.
+            ends_E: int32, the row after the last row of each expert.
         """
         if self.exchange is None:
             return self._computed(rows_MD, self.up, self.down, ends_E)
@@ -145,10 +144,10 @@ def grouped_linear(rows_MD: Tensor, weight_EUD: Tensor, ends_E: Tensor) -> Tenso
 
     Args:
         rows_MD: sorted by expert; the dtype of the weights.
-        ends_E: int32, the row behind the last one of each expert.
+        ends_E: int32, the row after the last row of each expert.
     """
     if weight_EUD.is_meta and weight_EUD.dtype is not torch.bfloat16:
-        # Only the shape is asked for, and torch's product knows it of bf16 alone.
+        # Only the shape is needed, and torch's grouped product returns it for bf16 only.
         return rows_MD.new_empty(len(rows_MD), weight_EUD.shape[1])
     if has_grouped_products(weight_EUD):
         return F.grouped_mm(rows_MD, weight_EUD.transpose(1, 2), offs=ends_E)

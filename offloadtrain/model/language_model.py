@@ -81,8 +81,8 @@ class OwnModel:
         divisor: float | None = None,
     ) -> Tensor:
         """See `LanguageModel.loss`."""
-        found = self.module(tokens_BT, targets_BT, positions_BT=positions_BT, divisor=divisor)
-        return cast(Tensor, found)
+        out = self.module(tokens_BT, targets_BT, positions_BT=positions_BT, divisor=divisor)
+        return cast(Tensor, out)
 
     def generate(self, tokens_BT: Tensor, num_tokens: int, sampling: Sampling) -> Tensor:
         """See `LanguageModel.generate`.

@@ -12,15 +12,15 @@ _SEEDS = 1 << 62
 
 @contextmanager
 def own_draws(part: int | None, device: torch.device) -> Iterator[None]:
-    """Draw other random numbers inside on each part than on the others; None: as always.
+    """Draw different random numbers on each part inside the context; None: change nothing.
 
-    Outside all parts draw the same ones. Inside the generators begin anew, at a number that is
-    drawn outside, so that a recompute draws the same again.
+    Outside the context all parts draw the same numbers. Inside, the generators are seeded with a
+    number that is drawn outside, so that recompute draws the same numbers again.
     """
     if part is None:
         yield
         return
-    # On the host: nobody waits for the device.
+    # On the host, without a wait for the device.
     seed = int(torch.randint(_SEEDS, (), device="cpu"))
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):

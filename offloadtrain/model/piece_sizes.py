@@ -19,7 +19,7 @@ _stands_for_cpu: ContextVar[bool] = ContextVar("the CPU's tensors are the CPU's"
 
 
 def pieces_of_cpu(tensor: Tensor) -> bool:
-    """Return whether what is computed from this tensor takes pieces of the size for a CPU."""
+    """Return whether a loss of this tensor is computed in pieces of the size for a CPU."""
     return tensor.device.type == "cpu" and _stands_for_cpu.get()
 
 
@@ -34,7 +34,7 @@ def cpu_stands_for(*, on_cpu: bool) -> Iterator[None]:
 
 
 class Few(Protocol):
-    """Stands in for a loop over pieces, of which all but the last are of one size."""
+    """Replaces a loop over pieces. All pieces except the last have the same size."""
 
     def each(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
         """Yield some of the pieces; nothing that the others make would be alive after them."""
@@ -53,9 +53,9 @@ def each(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 def made_of_each(pieces: Iterable[Piece], make: Callable[[Piece], Tensor]) -> list[Tensor]:
-    """Return what is made of the pieces of a loss, all but the last of one size."""
+    """Apply `make` to the pieces of a loss. All pieces except the last have the same size."""
     few = _few.get()
-    return [make(one) for one in pieces] if few is None else few.made(list(pieces), make)
+    return [make(piece) for piece in pieces] if few is None else few.made(list(pieces), make)
 
 
 @contextmanager

@@ -77,10 +77,10 @@ class Transformer(nn.Module):
         """Return logits (B, T, V) in the parameters' dtype, or with targets the loss, fp32.
 
         Args:
-            tokens_BT: int64, T at most `shape.max_seq_len`; of a later stage of a pipeline, the
-                stage before it's output, (B, T, D).
-            targets_BT: int64, the token that follows each of `tokens_BT`, or with objective "mlm"
-                stood in its place; with a divisor, `loss.IGNORED` where the loss does not count it.
+            tokens_BT: int64, T at most `shape.max_seq_len`; in a later stage of a pipeline, the
+                output of the stage before it, (B, T, D).
+            targets_BT: int64, the token after each of `tokens_BT`, or with objective "mlm" the
+                original token; with a divisor, `loss.IGNORED` where the loss does not count it.
             positions_BT: int64, the place of each token in its document; a document begins where it
                 is 0, and attention does not cross that. Default: each row is one document.
             divisor: of the sum of losses; default: B · T, so that the loss is the mean.
@@ -103,12 +103,12 @@ class Transformer(nn.Module):
         )
         balances: list[Tensor] = []
         for block in self.blocks:
-            found = block(x_BTD, rotary, bias)
+            output = block(x_BTD, rotary, bias)
             if self.shape.num_experts:
-                x_BTD, balance = found
+                x_BTD, balance = output
                 balances.append(balance)
             else:
-                x_BTD = found
+                x_BTD = output
         self._check_stage()
         if self.head is None:
             return x_BTD
@@ -177,8 +177,8 @@ class Transformer(nn.Module):
             if keep is None or weight.is_meta:
                 _draw_normal(weight, std, generator)
             else:
-                whole = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-                keep(module, name, whole.normal_(0.0, std, generator=generator))
+                full = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+                keep(module, name, full.normal_(0.0, std, generator=generator))
 
         @torch.no_grad()
         def init(module: nn.Module) -> None:
@@ -218,14 +218,14 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return (B, T, D); with experts, their load-balancing loss beside it."""
+        """Return (B, T, D); with experts, a tuple of it and their load-balancing loss."""
         mixed_BTD = self.attention(self.attention_norm(x_BTD), rotary, bias_B1TT)
         x_BTD = x_BTD + self.dropout(mixed_BTD)
-        found = self.mlp(self.mlp_norm(x_BTD))
+        output = self.mlp(self.mlp_norm(x_BTD))
         if isinstance(self.mlp, MixtureOfExperts):
-            mixed_BTD, balance = found
+            mixed_BTD, balance = output
             return x_BTD + self.dropout(mixed_BTD), balance
-        return cast(Tensor, x_BTD + self.dropout(found))
+        return cast(Tensor, x_BTD + self.dropout(output))
 
 
 class Attention(nn.Module):
@@ -269,18 +269,18 @@ class Attention(nn.Module):
 
 
 def document_bias(positions_BT: Tensor, dtype: torch.dtype, *, causal: bool = True) -> Tensor:
-    """Return what is added to the scores of attention within documents, (B, 1, T, T): 0 where a
-    token sees another, else -inf.
+    """Return the bias of the scores of attention within documents, (B, 1, T, T): 0 where a token
+    attends to another, else -inf.
 
     Made once and shared by all layers: as a boolean mask, each would keep a converted copy for
     backward.
     """
     document_BT = (positions_BT == 0).cumsum(1)
-    seen_BTT = document_BT[:, :, None] == document_BT[:, None, :]
+    visible_BTT = document_BT[:, :, None] == document_BT[:, None, :]
     if causal:
-        seen_BTT = seen_BTT.tril()
-    bias_BTT = torch.zeros(seen_BTT.shape, dtype=dtype, device=positions_BT.device)
-    return bias_BTT.masked_fill_(~seen_BTT, float("-inf"))[:, None]
+        visible_BTT = visible_BTT.tril()
+    bias_BTT = torch.zeros(visible_BTT.shape, dtype=dtype, device=positions_BT.device)
+    return bias_BTT.masked_fill_(~visible_BTT, float("-inf"))[:, None]
 
 
 class Mlp(nn.Module):
@@ -306,7 +306,7 @@ class LossTerms:
 
 
 class Head(Linear):
-    """Logits; or, with targets, the loss, inside of the module whose weight both need."""
+    """Returns logits; or, with targets, the loss, so that it is computed where the weight is."""
 
     def forward(
         self,

@@ -17,8 +17,8 @@ from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.layout.formats import StateFormat
 
 _PIECE = 1 << 18
-"""Elements whose direction is tried at once, in the cache; whole segments of the norm and blocks of
-the formats."""
+"""Elements whose direction is computed at once, in the cache; a multiple of the norm's segments and
+of the formats' blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +70,23 @@ class LAMB(Adam):
         """See `UpdateRule.update`; each parameter of the layout is whole."""
         fields, end = format.fields(self.moments), 0
         measured = _Measured(self, format, state, min(_PIECE, grad.numel()))
-        given: dict[str, Any] = {"step": step, "grad_scale": grad_scale, "seed": seed}
+        step_args: dict[str, Any] = {"step": step, "grad_scale": grad_scale, "seed": seed}
         for offset, numel, id, _ in layout.rows():
             lo, hi = offset, offset + numel
-            own = kernels.cut(fields, state, lo, hi)
-            ratio = measured.trust_ratio(own, grad[lo:hi], id, group, given)
+            param_state = kernels.cut(fields, state, lo, hi)
+            ratio = measured.trust_ratio(param_state, grad[lo:hi], id, group, step_args)
             super(LAMB, self).update(
                 format,
-                own,
+                param_state,
                 grad[lo:hi],
                 None if working is None else working[lo:hi],
                 Layout.of_one(numel, id),
                 group={**group, "lr": group["lr"] * ratio},
                 out=None if out is None else kernels.cut(fields, out, lo, hi),
-                **given,
+                **step_args,
             )
             if working is not None:
-                working[end:lo].zero_()  # what is no parameter's
+                working[end:lo].zero_()  # padding between parameters
             end = hi
         if working is not None:
             working[end:].zero_()
@@ -109,20 +109,20 @@ class _Measured:
         grad: Tensor,
         id: int,
         group: Mapping[str, Any],
-        given: Mapping[str, Any],
+        step_args: Mapping[str, Any],
     ) -> float:
-        """Return that of one parameter, whose state stays.
+        """Return the trust ratio of one parameter. Its state does not change.
 
         Args:
-            given: step, grad_scale and seed, see `UpdateRule.update`.
+            step_args: step, grad_scale and seed, see `UpdateRule.update`.
         """
         squares = [0.0, 0.0]
         for lo, hi in kernels.pieces(grad.numel(), size=_PIECE):
             layout = Layout([0], [hi - lo], [id], [lo])
-            own = kernels.cut(self._fields, state, lo, hi)
+            piece = kernels.cut(self._fields, state, lo, hi)
             master, tried, direction = (row[: hi - lo] for row in self._values)
-            self._read(own, master)
-            self._read(self._try(own, grad[lo:hi], layout, group, given), tried)
+            self._read(piece, master)
+            self._read(self._try(piece, grad[lo:hi], layout, group, step_args), tried)
             torch.mul(master, group["weight_decay"], out=direction).sub_(tried)
             # On a GPU this waits for the update lane, whose thread launches nothing else meanwhile.
             for number, values in enumerate((master, direction)):
@@ -137,7 +137,7 @@ class _Measured:
         grad: Tensor,
         layout: Layout,
         group: Mapping[str, Any],
-        given: Mapping[str, Any],
+        step_args: Mapping[str, Any],
     ) -> tuple[Tensor, ...]:
         """Return state whose masters are Adam's direction, negative: AdamW at lr = 1 and without
         decay, of weights of zero."""
@@ -146,7 +146,9 @@ class _Measured:
         torch._foreach_zero_(tried[:masters])  # in every format memory of zeros is zero
         torch._foreach_copy_(tried[masters:], state[masters:])
         trial = {**group, "lr": 1.0, "weight_decay": 0.0}
-        KernelRule.update(self._rule, self._format, tried, grad, None, layout, group=trial, **given)
+        KernelRule.update(
+            self._rule, self._format, tried, grad, None, layout, group=trial, **step_args
+        )
         return tried
 
     def _read(self, state: tuple[Tensor, ...], target: Tensor) -> None:

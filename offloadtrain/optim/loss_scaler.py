@@ -4,8 +4,8 @@
 With update = "delayed" the loss scale of a step follows from the steps before the one before it, as
 the step's weights do. A pipeline without flushes could not do otherwise: microbatches of step t + 1
 are under way when step t is decided. So every division of a run has the same scales, to the bit.
-What a step says of a scale that is not in use any more is not counted: of two steps in a row that
-overflow at one scale, the first one halves it.
+The result of a step whose scale is no longer in use is ignored: if two consecutive steps overflow
+at the same scale, the first one halves it and the second one changes nothing.
 """
 
 from __future__ import annotations
@@ -96,17 +96,17 @@ class LossScaler:
             )
 
     def state_dict(self) -> dict[str, float]:
-        """Return what changes; `hysteresis` is an option of the run."""
-        found = {
+        """Return the state that changes between steps; `hysteresis` is an option of the run."""
+        state = {
             "scale": self.scale,
             "growth_interval": self.growth_interval,
             "good_steps": self.good_steps,
             "tolerated": self.tolerated,
         }
-        told = [(overflow, scale) for overflow, scale in self.waiting if overflow is not None]
-        for overflow, scale in told:  # between steps the last one, if any
-            found |= {"waiting_overflow": float(overflow), "waiting_scale": scale}
-        return found
+        known = [(overflow, scale) for overflow, scale in self.waiting if overflow is not None]
+        for overflow, scale in known:  # between steps the last one, if any
+            state |= {"waiting_overflow": float(overflow), "waiting_scale": scale}
+        return state
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         self.scale = float(state["scale"])

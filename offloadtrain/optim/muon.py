@@ -71,9 +71,9 @@ class Muon(KeywordsOnly, MatrixRule):
 
     def defaults(self) -> dict[str, Any]:
         """The hyperparameters of a group of matrices."""
-        own = super(Muon, self).defaults()
-        del own["rest"]
-        return own
+        options = super(Muon, self).defaults()
+        del options["rest"]
+        return options
 
     def check(self, group: Mapping[str, Any]) -> None:
         check_not_negative(group, ("lr", "weight_decay", "momentum", "eps"))
@@ -106,13 +106,13 @@ class Muon(KeywordsOnly, MatrixRule):
         seed: int,
     ) -> None:
         """See `MatrixRule.direction`: the momentum, and nesterov's sum, in bf16."""
-        given = dict(momentum=group["momentum"], nesterov=group["nesterov"], step=step, seed=seed)
+        common = dict(momentum=group["momentum"], nesterov=group["nesterov"], step=step, seed=seed)
         if format.name in kernels.STATES:
-            scalars = kernels.BlendScalars(**given, grad_scale=grad_scale)
+            scalars = kernels.BlendScalars(**common, grad_scale=grad_scale)
             kernels.blend(kernels.STATES[format.name](*state), grad, target, layout, scalars)
             return
-        # Its values are fp32 beside it, and their gradient is scaled.
-        fields, scaled = format.fields(self.moments), kernels.BlendScalars(**given)
+        # A codec decodes the state to fp32 buffers and scales the gradient.
+        fields, scaled = format.fields(self.moments), kernels.BlendScalars(**common)
         for part, id, first in _parts(layout):
 
             def change(
@@ -121,8 +121,8 @@ class Muon(KeywordsOnly, MatrixRule):
                 values = kernels.Fp32State(master, *moments)
                 kernels.blend(values, g, target[part], Layout.of_one(g.numel()), scaled)
 
-            # In ascending order: `target` lies in the front of the gradient's memory, so that what
-            # is written was read before.
+            # In ascending order: `target` is at the start of the gradient's memory, so every
+            # element is read before it is overwritten.
             kernels.update_by_codec(
                 format,
                 self.moments,
@@ -173,21 +173,26 @@ class Muon(KeywordsOnly, MatrixRule):
         decay = 1 - group["lr"] * group["weight_decay"]
         rates = [group["lr"] * _adjustment(group["adjust_lr_fn"], shape) for shape in shapes]
         if format.name in kernels.STATES:
-            kept = kernels.STATES[format.name](*state)
-            kernels.subtract(kept, update, working, layout, decay=decay, rates=rates)
+            kernel_state = kernels.STATES[format.name](*state)
+            kernels.subtract(kernel_state, update, working, layout, decay=decay, rates=rates)
             return
         rate_of = dict(zip((id for _, _, id, _ in layout.rows()), rates, strict=True))
         fields, end = format.fields(self.moments), update.numel()
         # Backwards, and each part of `update` is copied first: larger elements of `working` that
         # begin in the same place then overwrite only what was read before.
         for part, id, _ in reversed(_parts(layout)):
-            own, taken = kernels.cut(fields, state, part.start, part.stop), update[part].clone()
-            master = torch.empty(taken.numel(), device=taken.device)
+            part_state, part_update = (
+                kernels.cut(fields, state, part.start, part.stop),
+                update[part].clone(),
+            )
+            master = torch.empty(part_update.numel(), device=part_update.device)
             values = kernels.Fp32State(master, torch.empty_like(master))
-            kernels.read_master(format, self.moments, own, master)
-            whole = Layout.of_one(taken.numel())
-            kernels.subtract(values, taken, None, whole, decay=decay, rates=[rate_of[id]])
-            self.set_master(format, own, master)
+            kernels.read_master(format, self.moments, part_state, master)
+            part_layout = Layout.of_one(part_update.numel())
+            kernels.subtract(
+                values, part_update, None, part_layout, decay=decay, rates=[rate_of[id]]
+            )
+            self.set_master(format, part_state, master)
             if working is not None:
                 working[part.stop : end].zero_()
                 working[part] = master

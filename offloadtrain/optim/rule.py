@@ -39,7 +39,7 @@ class Rule(Protocol):
     def convert(
         self,
         source: StateFormat,
-        given: tuple[Tensor, ...],
+        source_state: tuple[Tensor, ...],
         format: StateFormat,
         state: tuple[Tensor, ...],
     ) -> None:
@@ -102,20 +102,20 @@ class CodecRule:
     def convert(
         self,
         source: StateFormat,
-        given: tuple[Tensor, ...],
+        source_state: tuple[Tensor, ...],
         format: StateFormat,
         state: tuple[Tensor, ...],
     ) -> None:
         """See `Rule.convert`."""
-        kernels.convert_by_codec(source, given, format, state)
+        kernels.convert_by_codec(source, source_state, format, state)
 
 
 class MatrixRule(CodecRule, ABC):
-    """A rule for hidden matrices that needs each of them whole, on the device, for a part of its
-    update; all other parameters have another rule.
+    """A rule for hidden matrices. A part of its update needs each full matrix on the device. All
+    other parameters have another rule.
 
-    Parameter groups say which is whose: see `group_key`. A bucket of matrices is
-    updated by three operations ([Note: Matrices] in `step/program/updates.py`).
+    Parameter groups decide which parameters have which rule: see `group_key`. Three operations
+    update a bucket of matrices ([Note: Matrices] in `step/program/updates.py`).
 
     Attributes:
         group_key: the key of a group that is True for matrices of this rule.
@@ -188,7 +188,7 @@ class MatrixRule(CodecRule, ABC):
         Args:
             state, working, layout, group: see `UpdateRule.update`; moments stay.
             update: (numel,) bf16. May begin where `working` does, whose elements may be larger.
-            shapes: that of each parameter of the layout.
+            shapes: shape of each parameter of the layout.
         """
 
 
@@ -209,8 +209,8 @@ def keeps_whole(rule: AnyRule | None) -> bool:
 
 
 class ElementwiseRule(CodecRule, ABC):
-    """A rule in plain torch: what a frozen dataclass of hyperparameters needs beside `moments` and
-    `update_fp32`. Any state format.
+    """Base of a rule in plain torch: a frozen dataclass of hyperparameters with `moments` and
+    `update_fp32`. Works with any state format.
 
     Elementwise, since a bucket may be cut between any two multiples of 128 elements, for staging
     and among ranks: no element's update may depend on another's. A norm over a matrix, or its

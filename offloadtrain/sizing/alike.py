@@ -1,15 +1,14 @@
-"""Which layers of a model are alike, so that a trace of a few tells what all of them do.
+"""Find identical layers of a model, so that a trace of a few of them stands for all.
 
 [Note: Layers that are alike]
-Two layers are alike if nothing that they own tells them apart: classes, shapes and dtypes of their
-tensors, and every plain attribute. Objects that they refer to are the same object. Two things may
-differ. A whole number that counts the layers is a layer's index. What the model or its
-configuration lists, one entry per layer, belongs to the layer's description: a layer with a sliding
-window is not like one without.
+Two layers are alike if they have equal classes, equal shapes and dtypes of their tensors, and equal
+plain attributes, and refer to the same other objects. A whole number that counts the layers is a
+layer's index and may differ. A list of the model or its configuration with an entry per layer
+belongs to the layers' descriptions: a layer with a sliding window is not like a layer without.
 
 A run is a pattern of layers (one, or an attention layer and a Mamba layer) that comes several times
-in a row. The first four and the last three of them are traced. What a forward does with the index
-is not seen here: `extend` compares them, and believes only what is the same in those at the gap.
+in a row. The first four and the last three of them are traced. This module cannot tell whether a
+forward depends on the index: `extend` compares the traces of the layers next to the gap.
 """
 
 from __future__ import annotations
@@ -59,17 +58,19 @@ class Run:
 
 
 def runs_of(model: nn.Module, recomputed: Collection[nn.Module] = ()) -> tuple[Run, ...]:
-    """Return the longest run of each list of layers, where it is worth a shorter trace; in order.
-    Of a list whose first layers are recomputed and the others not, that of either part."""
-    found: list[Run] = []
+    """Return the longest run of each list of layers, if it makes the trace shorter; in order.
+
+    A list whose first layers are recomputed is treated as two lists: recomputed and other layers.
+    """
+    runs: list[Run] = []
     for container, layers in _lists(model):
         names = tuple(f"{container}.{at}" if container else str(at) for at in range(len(layers)))
         kinds = _kinds(model, layers)
         again = sum(layer in recomputed for layer in layers)
         for first, end in ((0, again), (again, len(layers))):
             run = _longest(Run(container, names, first, 1, 0), kinds[:end])
-            found += [run] if run.units > TRACED else []
-    return tuple(found)
+            runs += [run] if run.units > TRACED else []
+    return tuple(runs)
 
 
 def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
@@ -110,17 +111,17 @@ def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
     for key, entries in _listed(model, len(layers)):
         for signature, entry in zip(signatures, entries, strict=True):
             signature[key] = _plain(entry)
-    seen: list[Signature] = []
+    distinct: list[Signature] = []
     for signature in signatures:
-        if signature not in seen:
-            seen.append(signature)
-    return [seen.index(signature) for signature in signatures]
+        if signature not in distinct:
+            distinct.append(signature)
+    return [distinct.index(signature) for signature in signatures]
 
 
 def _owned(
     model: nn.Module, layers: Sequence[nn.Module]
 ) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield every layer, and everything beside the layers, with each of its parameters."""
+    """Yield every layer, and every module outside the layers, with each of its parameters."""
     inside = {module for layer in layers for module in layer.modules()}
     for layer in layers:
         yield from ((layer, param) for param in layer.parameters())
@@ -138,7 +139,7 @@ def _attributes(layer: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _plain(value: Any) -> object:
-    """Return what of a value is compared: of an object that is not plain, which object it is."""
+    """Return a key for comparing values; objects that are not plain are compared by identity."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | type):
         return value
     if isinstance(value, Tensor):
@@ -149,27 +150,31 @@ def _plain(value: Any) -> object:
         return value.func, _plain(value.args), _plain(value.keywords)
     if isinstance(value, Mapping):  # a hook's key is a number that is never given again
         named = all(isinstance(key, str) for key in value)
-        return tuple((key if named else "", _plain(one)) for key, one in value.items())
+        return tuple((key if named else "", _plain(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return tuple(_plain(one) for one in value)
+        return tuple(_plain(item) for item in value)
     if isinstance(value, set | frozenset):
-        return frozenset(_plain(one) for one in value)
+        return frozenset(_plain(item) for item in value)
     return id(value)
 
 
 def _leave_out_indices(signatures: Sequence[Signature]) -> None:
     """Drop the whole numbers that count the layers, of all that have them."""
     for key in set().union(*signatures):
-        found = [(at, one[key]) for at, one in enumerate(signatures) if key in one]
-        numbers = [(at, value) for at, value in found if type(value) is int]
-        if len(numbers) == len(found) > 1 and len({value - at for at, value in numbers}) == 1:
-            for at, _ in found:
+        entries = [
+            (at, signature[key]) for at, signature in enumerate(signatures) if key in signature
+        ]
+        numbers = [(at, value) for at, value in entries if type(value) is int]
+        if len(numbers) == len(entries) > 1 and len({value - at for at, value in numbers}) == 1:
+            for at, _ in entries:
                 del signatures[at][key]
 
 
 def _listed(model: nn.Module, count: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Yield what modules and their configurations list with as many entries as there are layers."""
-    owners = {id(one): one for module in model.modules() for one in (module, *_configs(module))}
+    """Yield the lists in modules and their configurations that have one entry per layer."""
+    owners = {
+        id(owner): owner for module in model.modules() for owner in (module, *_configs(module))
+    }
     for number, owner in enumerate(owners.values()):
         for key, value in vars(owner).items():
             if isinstance(value, list | tuple) and len(value) == count:
@@ -180,4 +185,6 @@ def _configs(module: nn.Module) -> Iterator[Any]:
     config = vars(module).get("config")
     if hasattr(config, "__dict__"):
         yield config
-        yield from (one for one in vars(config).values() if type(one).__name__.endswith("Config"))
+        yield from (
+            value for value in vars(config).values() if type(value).__name__.endswith("Config")
+        )

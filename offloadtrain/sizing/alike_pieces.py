@@ -1,9 +1,10 @@
 """Pieces of a loss that do the same: a few are traced.
 
 [Note: Pieces that are alike]
-The first, the last of its size, and the last one run. The first one's work is counted once more for
-each that is left out. A piece meets what the one before it has left; of those that run, the second
-meets what the first left, as any other would. So no moment holds more than one that is traced.
+Three pieces run: the first, the last of the same size, and the last. The work of the first piece is
+counted again for each skipped piece. Each piece starts with the memory that the previous piece left
+allocated. The second traced piece starts with the memory of the first, as a skipped piece would, so
+no skipped piece has a higher peak than a traced one.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ class AlikePieces:
     def made(self, pieces: Sequence[Piece], make: Callable[[Piece], Tensor]) -> list[Tensor]:
         left_out = len(pieces) - _BOTH_ENDS
         if left_out < 1:
-            return [make(one) for one in pieces]
+            return [make(piece) for piece in pieces]
         before = self._next_segment()
         first = make(pieces[0])
         self._repeat(before, left_out)
         # Each of them holds its memory, and is made without work.
         middle = [torch.empty_like(first) for _ in range(left_out)]
-        return [first, *middle, *(make(one) for one in pieces[1 + left_out :])]
+        return [first, *middle, *(make(piece) for piece in pieces[1 + left_out :])]
 
     def _next_segment(self) -> int:
         """Start a segment at the same place, and return its number."""

@@ -16,9 +16,9 @@ CTC_BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor
 def ctc_loss(
     log_probs_TBC: Tensor, targets: Tensor, inputs: Tensor, lengths: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses, (B,), and what backward needs: of each state of the alignment, of which a
-    target has one more than twice its length. Without values of `lengths` all targets count as
-    long as the longest can be.
+    """Return the losses, (B,), and the tensor that backward needs: a value per state of the
+    alignment; a target of length L has 2 · L + 1 states. If the values of `lengths` are unknown,
+    all targets have the largest possible length.
 
     Args:
         targets: (B, S), or all of them in a row.

@@ -1,14 +1,15 @@
-"""From the trace of a model with fewer layers to that of the whole one.
+"""Extend the trace of a model with fewer layers to the full model.
 
 [Note: Extending a trace]
-Seven units of a run were traced (see `alike`): A B C D, a gap, X Y Z. The stretch of a unit is what
-runs from its start to the next one's. In forward and in backward, the stretches of D, X and Y must
-have the same operations, FLOPs, bytes and block inputs, and what is held must differ by the same
-amount from each to the next: what one unit saves. Two equal differences are three points on a line,
-and the line fills the gap. All that happens between the gap's forward and its backward holds more
-by what the units in it save. No moment is left out, so the peak is the whole model's. The others
-may differ: they meet what is around the layers, and block inputs on their way to the host and back.
-Where D, X and Y differ, nothing is extended, and the caller traces the whole model.
+Seven units of a run were traced (see `alike`): A B C D, a gap, X Y Z. The stretch of a unit lasts
+from its start to the start of the next unit. In forward and in backward, the stretches of D, X and
+Y must have the same operations, FLOPs, bytes and block inputs, and the memory in use must grow by
+the same amount from each to the next: the memory that one unit saves for backward. Two equal
+differences are three points on a line, and the line fills the gap. Between the forward and the
+backward of the gap, the memory that its units save is added to every moment. No moment is left out,
+so the peak is that of the full model. The other units may differ, because they overlap with the
+modules around the layers and with block inputs on their way to the host and back. If D, X and Y
+differ, nothing is extended, and the caller traces the full model.
 """
 
 from __future__ import annotations
@@ -21,29 +22,31 @@ from offloadtrain.sizing.alike import BEFORE, TRACED, Run
 from offloadtrain.sizing.meter import GRADIENTS, Place, Segment
 from offloadtrain.sizing.operation_work import Count
 
-Held = tuple[int, int, int, int]
+PeakBytes = tuple[int, int, int, int]
 """Bytes saved in the forward of layers, made in backward, outside of layers, and of gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A segment of a trace; `held` at its peak, None if it made no tensor."""
+    """A segment of a trace; `peak_bytes` is None if it made no tensor."""
 
     place: Place
     work: Count
     input_sizes: tuple[int, ...]
-    held: Held | None
+    peak_bytes: PeakBytes | None
 
 
 def moments_of(segments: Sequence[Segment], repeated: set[str]) -> list[Moment]:
     """`repeated`: names of the blocks that are layers."""
     return [
-        Moment(one.place, one.work, tuple(one.input_sizes), _held(one, repeated))
-        for one in segments
+        Moment(
+            segment.place, segment.work, tuple(segment.input_sizes), _peak_bytes(segment, repeated)
+        )
+        for segment in segments
     ]
 
 
-def _held(segment: Segment, repeated: set[str]) -> Held | None:
+def _peak_bytes(segment: Segment, repeated: set[str]) -> PeakBytes | None:
     if not segment.peak:
         return None
     peak = segment.at_peak
@@ -81,52 +84,54 @@ def _cuts(moments: Sequence[Moment], run: Run) -> list[int] | None:
     return cuts if in_order and cuts[0] >= 0 else None
 
 
-def _difference(stretches: Sequence[Sequence[Moment]], run: Run) -> Held | None:
-    """Return what each stretch holds more than the one before; None if that is not one number, or
-    the stretches differ in anything else."""
-    found: set[Held] = set()
+def _difference(stretches: Sequence[Sequence[Moment]], run: Run) -> PeakBytes | None:
+    """Return by how much the peak grows from each stretch to the next; None if it does not grow by
+    the same amount everywhere, or the stretches differ in anything else."""
+    differences: set[PeakBytes] = set()
     for earlier, later in pairwise(stretches):
         if len(earlier) != len(later):
             return None
-        for one, two in zip(earlier, later, strict=True):
-            if not _same(_later(one, run, 1), two):
+        for first, second in zip(earlier, later, strict=True):
+            if not _same(_later(first, run, 1), second):
                 return None
-            if one.held is not None and two.held is not None:
-                found.add(_plus(two.held, one.held, -1))
-    return found.pop() if len(found) == 1 else None
+            if first.peak_bytes is not None and second.peak_bytes is not None:
+                differences.add(_plus(second.peak_bytes, first.peak_bytes, -1))
+    return differences.pop() if len(differences) == 1 else None
 
 
-def _same(one: Moment, two: Moment) -> bool:
-    """Whether two moments are equal but for how much is held."""
-    either = (one.held is None) == (two.held is None)
-    return either and replace(one, held=None) == replace(two, held=None)
+def _same(first: Moment, second: Moment) -> bool:
+    """Return whether two moments are equal except for their peaks."""
+    either = (first.peak_bytes is None) == (second.peak_bytes is None)
+    return either and replace(first, peak_bytes=None) == replace(second, peak_bytes=None)
 
 
-def _filled(moments: Sequence[Moment], cuts: Sequence[int], run: Run, saved: Held) -> list[Moment]:
-    """`saved`: by one unit."""
+def _filled(
+    moments: Sequence[Moment], cuts: Sequence[int], run: Run, saved: PeakBytes
+) -> list[Moment]:
+    """`saved`: bytes that one unit saves."""
     skipped, back = run.units - TRACED, 2 * TRACED - BEFORE
     forward = moments[cuts[BEFORE - 1] : cuts[BEFORE]]
     between = moments[cuts[BEFORE] : cuts[back]]
     backward = moments[cuts[back - 1] : cuts[back]]
-    found = list(moments[: cuts[BEFORE]])
+    filled = list(moments[: cuts[BEFORE]])
     for units in range(1, skipped + 1):
-        found += [_later(one, run, units, saved) for one in forward]
-    found += [_later(one, run, skipped, saved) for one in between]
+        filled += [_later(moment, run, units, saved) for moment in forward]
+    filled += [_later(moment, run, skipped, saved) for moment in between]
     for units in reversed(range(skipped)):
-        found += [_later(one, run, units, saved) for one in backward]
-    return found + list(moments[cuts[back] :])
+        filled += [_later(moment, run, units, saved) for moment in backward]
+    return filled + list(moments[cuts[back] :])
 
 
-def _later(moment: Moment, run: Run, units: int, saved: Held = (0, 0, 0, 0)) -> Moment:
-    """Return a moment as it is so many units later in the model, where each has saved more."""
-    place, held = moment.place, moment.held
+def _later(moment: Moment, run: Run, units: int, saved: PeakBytes = (0, 0, 0, 0)) -> Moment:
+    """Return the moment of a layer `units` units later, when each of these units has saved more."""
+    place, peak_bytes = moment.place, moment.peak_bytes
     if place.block in run.names and (at := run.names.index(place.block)) >= run.start:
         place = replace(place, block=run.names[at + units * run.period])
-    if held is not None:
-        held = _plus(held, saved, units)
-    return replace(moment, place=place, held=held)
+    if peak_bytes is not None:
+        peak_bytes = _plus(peak_bytes, saved, units)
+    return replace(moment, place=place, peak_bytes=peak_bytes)
 
 
-def _plus(held: Held, more: Held, times: int) -> Held:
-    most = [size + times * each for size, each in zip(held, more, strict=True)]
+def _plus(base: PeakBytes, more: PeakBytes, times: int) -> PeakBytes:
+    most = [size + times * each for size, each in zip(base, more, strict=True)]
     return most[0], most[1], most[2], most[3]

@@ -16,18 +16,23 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 _LINK = "_lru_list_elem"
-"""Type of what a bounded cache keeps its values in."""
+"""Type name of the entries of a bounded cache."""
 
 
 def empty_caches_of(mode: FakeTensorMode) -> None:
     """Empty every cache of a function that holds a fake tensor of this mode."""
-    # A copy: modules that are looked at may import others.
+    # A copy: reading attributes of a module may import other modules.
     for module in list(sys.modules.values()):
         for value in list(getattr(module, "__dict__", {}).values()):
-            # By type: to ask an object of a stranger for its class may run code of the stranger.
+            # `type(value)` and not `__class__`, which may run code of a foreign object.
             methods = list(vars(value).values()) if issubclass(type(value), type) else []
-            for cache in (cache for one in (value, *methods) for cache in _caches_of(one)):
-                if any(type(one) is FakeTensor and one.fake_mode is mode for one in _kept(cache)):
+            for cache in (
+                cache for candidate in (value, *methods) for cache in _caches_of(candidate)
+            ):
+                if any(
+                    type(item) is FakeTensor and item.fake_mode is mode
+                    for item in _contents_of(cache)
+                ):
                     cache.cache_clear()
 
 
@@ -47,15 +52,15 @@ def _caches_of(value: Any) -> Iterator[Any]:
                 yield closed
 
 
-def _kept(cache: Any) -> Iterator[Any]:
-    """Yield what a cache keeps, out of containers."""
-    todo, seen = [cache], {id(cache)}
+def _contents_of(cache: Any) -> Iterator[Any]:
+    """Yield the objects in a cache; containers are unpacked."""
+    todo, visited = [cache], {id(cache)}
     # The list grows while it is walked.
-    for one in todo:
-        for inner in gc.get_referents(one):
-            if id(inner) in seen:
+    for container in todo:
+        for inner in gc.get_referents(container):
+            if id(inner) in visited:
                 continue
-            seen.add(id(inner))
+            visited.add(id(inner))
             if isinstance(inner, dict | list | tuple | set) or type(inner).__name__ == _LINK:
                 todo.append(inner)
             else:

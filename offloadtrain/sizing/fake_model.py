@@ -28,17 +28,17 @@ def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ())
             stands_for[id(tensor)] = fake
         for name in {run.container for run in runs}:
             container = model.get_submodule(name)
-            # The list without the layers that are left out; those it has are the same.
+            # The list without the skipped layers; the remaining ones are the same objects.
             short = copy.copy(container)
-            kept = [layer for layer in container.children() if layer not in left_out]
-            short._modules = {str(at): layer for at, layer in enumerate(kept)}
+            remaining = [layer for layer in container.children() if layer not in left_out]
+            short._modules = {str(at): layer for at, layer in enumerate(remaining)}
             stands_for[id(container)] = copy.deepcopy(short, stands_for)
         return copy.deepcopy(model, stands_for)
 
 
 def _tensors(model: nn.Module, left_out: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield parameters and buffers of all modules but these, and what is inside of them."""
-    outside = {one for layer in left_out for one in layer.modules()}
+    """Yield parameters and buffers of all modules except these and their submodules."""
+    outside = {inner for layer in left_out for inner in layer.modules()}
     for module in model.modules():
         if module not in outside:
             yield from module.parameters(recurse=False)

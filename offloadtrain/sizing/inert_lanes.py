@@ -15,8 +15,8 @@ FORWARD, BACKWARD = "forward ", "backward "
 class InertLanes(SequentialLanes):
     """Counts the bytes of copies, and tells the meter whose forward or backward is running.
 
-    What a launch would run is dropped, and with it what only the launch owns: gradients are freed
-    where a real gather would free them.
+    The function of a launch is dropped without a call, and with it the tensors that only the launch
+    refers to: gradients are freed where a real gather would free them.
     """
 
     def __init__(self, meter: Meter) -> None:

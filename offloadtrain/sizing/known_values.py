@@ -2,11 +2,11 @@
 
 [Note: Known values]
 Forwards ask for values: is a label beyond the vocabulary, is a token padding, is any of a mask set?
-A trace has none. But what is asked about is computed from the whole numbers of the batch alone, and
-those are given and few. So they are carried along: an operation whose tensors all have values is
-computed on these, too. What depends on a weight has none, and whoever asks for it cannot be traced.
-A number that is drawn to skip a layer (layer drop) is in the middle of its range: most layers run,
-and the plan is for a step in which all do.
+Fake tensors have none. But these questions usually depend only on the integers of the batch, which
+are known and few. The trace therefore carries known values along: an operation whose inputs all
+have values is also computed on them. A tensor that depends on a weight has no values, and a model
+that reads its values cannot be traced. A random number that skips a layer (layer drop) is set to
+the middle of its range: the plan is for a step in which all layers run.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def has_values(tensor: Tensor) -> bool:
 def with_values(
     compute: Callable[[], Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Return what `compute`, the operation on fake tensors, returns; with values where those of all
-    its tensors are known."""
+    """Return the result of `compute`, the operation on fake tensors; with values if the values of
+    all its inputs are known."""
     if func._overloadpacket is torch.ops.aten.rand and math.prod(args[0]) == 1:
         with _disable_current_modes():
             middle = torch.full(args[0], 0.5)
@@ -59,15 +59,15 @@ def with_values(
     try:
         out = compute()
     except (DataDependentOutputException, DynamicOutputShapeException):
-        if func is torch.ops.aten.index.Tensor:  # by a mask, whose values alone are asked for
+        if func is torch.ops.aten.index.Tensor:  # by a mask: only the mask's values are needed
             return func(args[0], _places(args[1]))
         if not is_known:
             raise
         return tree_map_only(Tensor, _faked, _computed(func, args, kwargs))
     if not is_known:
         return out
-    made = [one for one in tree_leaves(out) if isinstance(one, FakeTensor)]
-    if made and all(one.numel() <= _MOST for one in made):
+    made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
+    if made and all(leaf.numel() <= _MOST for leaf in made):
         real = tree_leaves(_computed(func, args, kwargs))
         for fake, value in zip(tree_leaves(out), real, strict=True):
             if isinstance(fake, FakeTensor):
@@ -82,8 +82,8 @@ def _is_known(leaf: Any) -> bool:
 def value_of(tensor: Tensor) -> Tensor | None:
     """Return a real tensor with the values of a fake one, None where they are not known."""
     if isinstance(tensor, FakeTensor):
-        found: Tensor | None = getattr(tensor, _VALUES, None)
-        return found
+        values: Tensor | None = getattr(tensor, _VALUES, None)
+        return values
     return tensor if has_values(tensor) else None
 
 
@@ -93,8 +93,8 @@ def numbers_of(tensor: Tensor) -> list[int] | None:
     if known is None:
         return None
     with _disable_current_modes():
-        found: list[int] = known.tolist()
-    return found
+        values: list[int] = known.tolist()
+    return values
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,13 +109,13 @@ def _faked(real: Tensor) -> Tensor:
 
 def _places(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the indices with the places of marks where masks are known."""
-    found: list[Tensor | None] = []
+    resolved: list[Tensor | None] = []
     for index in indices:
         mask = None if index is None or index.dtype is not torch.bool else value_of(index)
         if mask is None:
-            found.append(index)
+            resolved.append(index)
         else:
             with _disable_current_modes():
                 places = mask.nonzero(as_tuple=True)
-            found += map(_faked, places)
-    return found
+            resolved += map(_faked, places)
+    return resolved

@@ -1,9 +1,9 @@
-"""Counts what operations on fake tensors hold and compute, by the block that they are a part of.
+"""Count the memory and the work of operations on fake tensors, by block.
 
 [Note: Sums in place]
-Where a tensor is used twice, autograd adds its gradients: in place, if nobody else holds the first
-one. Of fake tensors Python always does, so the trace gets an addition that makes a third tensor,
-and the first one dies behind it. What is held is therefore looked at only then.
+If a tensor is used twice, autograd adds its gradients, in place if nothing else refers to the first
+gradient. Python always refers to fake tensors, so the trace contains an addition that makes a third
+tensor, and the first one is freed after it. The memory in use is therefore measured only then.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Place:
     """Where an operation runs.
 
     Attributes:
-        block: the block whose forward or backward is running; empty outside of all.
-        backward: in a backward; the forward that a recompute runs again is a part of it.
+        block: the block whose forward or backward is running; empty outside of all blocks.
+        backward: True in backward, including the forward that recompute runs again.
     """
 
     block: str = ""
@@ -47,18 +47,18 @@ class Place:
 
 
 GRADIENTS = Place("gradients of weights", backward=True)
-"""Stands for the place of gradients from their delivery until the engine takes them."""
+"""The place of gradients from their delivery until the engine takes them."""
 
 
 @dataclass(slots=True)
 class Segment:
-    """What happens between two changes of the place.
+    """The operations between two changes of the place.
 
     Attributes:
-        work: what its operations computed and moved.
-        input_sizes: bytes of each block input that would go to the host.
-        peak: the most that all tensors held when one was made; 0: none was.
-        at_peak: that moment's place → bytes of its tensors.
+        work: FLOPs and bytes of its operations.
+        input_sizes: bytes of each block input that would be copied to the host.
+        peak: peak bytes of all tensors after an operation that made one; 0: no operation did.
+        at_peak: place → bytes of its tensors at the peak.
     """
 
     place: Place
@@ -69,7 +69,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class _Held:
+class _LiveStorage:
     """A storage that is alive."""
 
     nbytes: int
@@ -85,7 +85,7 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         segments: of all that ran, in order.
-        weights: storages of the weights; those who set them keep them alive.
+        weights: storages of the weights; the caller keeps them alive.
     """
 
     def __init__(self) -> None:
@@ -93,14 +93,14 @@ class Meter(TorchDispatchMode):
         self.segments = [Segment(Place())]
         self.weights: frozenset[int] = frozenset()
         self._live = 0
-        self._held: dict[int, _Held] = {}
+        self._live_storages: dict[int, _LiveStorage] = {}
         self._by_place: Counter[Place] = Counter()
         self._added = False
         """The last operation was an addition in backward; see [Note: Sums in place]."""
 
     @property
     def place(self) -> Place:
-        """Where the next operations run; set by whoever knows."""
+        """The place of the next operations; set by `InertLanes`."""
         return self.segments[-1].place
 
     @place.setter
@@ -111,15 +111,15 @@ class Meter(TorchDispatchMode):
     @property
     def holds_something(self) -> bool:
         """A tensor that was made is alive."""
-        return bool(self._held)
+        return bool(self._live_storages)
 
     def moved_to(self, tensor: Tensor, place: Place) -> None:
         """Count a tensor that is alive at another place from here on."""
-        held = self._held.get(tensor.untyped_storage()._cdata)
-        if held is not None:
-            self._by_place[held.place] -= held.nbytes
-            self._by_place[place] += held.nbytes
-            held.place = place
+        storage = self._live_storages.get(tensor.untyped_storage()._cdata)
+        if storage is not None:
+            self._by_place[storage.place] -= storage.nbytes
+            self._by_place[place] += storage.nbytes
+            storage.place = place
 
     def __torch_dispatch__(
         self,
@@ -136,12 +136,12 @@ class Meter(TorchDispatchMode):
         # Most operations are these; each takes as long as all that follows.
         if func.is_view or func.namespace == "prim":
             return out
-        given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
-        known = {one.untyped_storage()._cdata for one in given}
-        made = list(_tensors(out))
-        new = [one for one in made if one.untyped_storage()._cdata not in known]
-        for one in new:
-            self._hold(one)
+        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        outputs = list(_tensors(out))
+        new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+        for tensor in new:
+            self._hold(tensor)
         # Backward runs without gradients, a forward that it runs again with them.
         differentiates = not torch.is_grad_enabled() and in_backward()
         self._added = differentiates and func is torch.ops.aten.add.Tensor
@@ -149,33 +149,35 @@ class Meter(TorchDispatchMode):
             self._look()
         if new or func._schema.is_mutable:
             again = self.place.backward and torch.is_grad_enabled()
-            op = Operation(func, args, given, made, again)
+            op = Operation(func, args, inputs, outputs, again)
             count_operation(self.segments[-1].work, op, self.weights)
         return out
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._held or not nbytes or tensor.device.type == "meta":
+        if key in self._live_storages or not nbytes or tensor.device.type == "meta":
             return
-        self._held[key] = _Held(nbytes, self.place, weakref.ref(storage, partial(self._free, key)))
+        self._live_storages[key] = _LiveStorage(
+            nbytes, self.place, weakref.ref(storage, partial(self._free, key))
+        )
         self._by_place[self.place] += nbytes
         self._live += nbytes
 
     def _look(self) -> None:
-        """Note what is held now, if it is the most so far."""
+        """Update the peak of the segment."""
         self._added, segment = False, self.segments[-1]
         if self._live > segment.peak:
             segment.peak, segment.at_peak = self._live, dict(self._by_place)
 
     def _free(self, key: int, _: weakref.ref[Any]) -> None:
-        held = self._held.pop(key)
-        self._by_place[held.place] -= held.nbytes
-        self._live -= held.nbytes
+        storage = self._live_storages.pop(key)
+        self._by_place[storage.place] -= storage.nbytes
+        self._live -= storage.nbytes
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the tensors among an operation's values, which are flat but for lists of tensors."""
+    """Yield the tensors among the values of an operation, also those in lists."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):

@@ -1,4 +1,4 @@
-"""What one operation computes and moves: FLOPs of products by the sides of their weights, FLOPs of
+"""The work of one operation: FLOPs of matrix products by the sides of their weights, FLOPs of
 attention, and bytes of everything else."""
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ class Operation:
 
     Attributes:
         args: positional ones.
-        given, made: its tensors.
+        inputs, outputs: its tensors.
         again: a forward that a recompute runs again.
     """
 
     func: Any
     args: tuple[Any, ...]
-    given: Sequence[Tensor]
-    made: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
     again: bool = False
 
 
@@ -116,14 +116,14 @@ def _count_product(work: Count, op: Operation, kind: Any, weights: Set[int]) -> 
     first = _PRODUCTS[kind]
     a, b = op.args[first], op.args[first + 1]
     batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
-    weight = next((one for one in (b, a) if one.untyped_storage()._cdata in weights), None)
+    weight = next((tensor for tensor in (b, a) if tensor.untyped_storage()._cdata in weights), None)
     if weight is not None:
         sides = weight.shape[-2:]
-    elif kind in _BATCHED:  # attention with scores: what it reads and writes counts, too
+    elif kind in _BATCHED:  # attention with explicit scores: its reads and writes count, too
         sides = sorted((*a.shape[-2:], b.shape[-1]))[:2]
-        work.nbytes += sum(map(_nbytes, (*op.given, *op.made)))
+        work.nbytes += sum(map(_nbytes, (*op.inputs, *op.outputs)))
     else:  # the gradient of a weight
-        sides = op.made[0].shape[-2:]
+        sides = op.outputs[0].shape[-2:]
     flops = 2.0 * batch * a.shape[-2] * a.shape[-1] * b.shape[-1]
     work.products[sqrt(prod(sides))] += flops
     work.recomputed += op.again * flops
@@ -133,7 +133,7 @@ def _count_convolution(work: Count, op: Operation, kind: Any) -> None:
     weight = op.args[_CONVOLUTIONS[kind]]
     backward = kind is _ATEN.convolution_backward
     inputs = op.args[1] if backward else op.args[0]
-    outputs = op.args[0] if backward else op.made[0]
+    outputs = op.args[0] if backward else op.outputs[0]
     transposed = op.args[7 if backward else 6]
     places = inputs if transposed else outputs
     times = sum(op.args[10][:2]) if backward else 1  # gradients of inputs and of weights
@@ -141,8 +141,8 @@ def _count_convolution(work: Count, op: Operation, kind: Any) -> None:
     outward, inward = weight.shape[0], prod(weight.shape[1:])
     work.products[sqrt(outward * inward)] += flops
     work.recomputed += op.again * flops
-    if inward * 2 <= inputs.shape[1]:  # in groups, of which each channel has little to compute
-        work.nbytes += sum(map(_nbytes, (*op.given, *op.made)))
+    if inward * 2 <= inputs.shape[1]:  # a grouped convolution: few FLOPs per channel
+        work.nbytes += sum(map(_nbytes, (*op.inputs, *op.outputs)))
 
 
 def _count_attention(work: Count, op: Operation, kind: Any) -> None:
@@ -161,15 +161,15 @@ def _count_attention(work: Count, op: Operation, kind: Any) -> None:
 def _moved(op: Operation, kind: Any) -> int:
     """Return the bytes that an operation reads and writes."""
     if kind in _TOUCHES:
-        return 3 * sum(map(_nbytes, op.given[1:]))
+        return 3 * sum(map(_nbytes, op.inputs[1:]))
     if kind in _OVERWRITES:
-        return sum(map(_nbytes, op.given))
-    made = sum(map(_nbytes, op.made))
+        return sum(map(_nbytes, op.inputs))
+    made = sum(map(_nbytes, op.outputs))
     if (share := _READS.get(kind)) is not None:
         return made + share * made
-    return made + sum(map(_nbytes, op.given))
+    return made + sum(map(_nbytes, op.inputs))
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Return the bytes of its elements; of an expanded one, those that are there."""
+    """Return the bytes of a tensor's elements, at most those of its storage (expanded tensors)."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -22,19 +22,19 @@ def parts_of_module(
         divided: name of a parameter → the dimension that parts of it divide.
     """
     dims = divided or {}
-    found: list[PartShape] = []
-    seen: set[nn.Parameter] = set()
-    hidden, kept = hidden_matrices(model), keeps_fp32(model)
+    shapes: list[PartShape] = []
+    listed: set[nn.Parameter] = set()
+    hidden, fp32 = hidden_matrices(model), keeps_fp32(model)
     for part in partition(model):
-        own = [(name, param) for name, param in part.parameters if param not in seen]
-        seen.update(param for _, param in own)
+        new = [(name, param) for name, param in part.parameters if param not in listed]
+        listed.update(param for _, param in new)
         params = (
             ParamShape(
-                *(name, tuple(p.shape), p.requires_grad, p in hidden, p in kept),
+                *(name, tuple(p.shape), p.requires_grad, p in hidden, p in fp32),
                 divided=dims.get(name),
             )
-            for name, p in own
+            for name, p in new
         )
         tied = tuple(name or "root" for name in part.tied)
-        found.append(PartShape(part.name or "root", tuple(params), part.repeated, part.leaf, tied))
-    return tuple(found)
+        shapes.append(PartShape(part.name or "root", tuple(params), part.repeated, part.leaf, tied))
+    return tuple(shapes)

@@ -101,9 +101,9 @@ def plan_model(
     packed = isinstance(batch, Mapping) and "position_ids" in batch
     size = job.train.micro_batch // ranks
     trace = Tracer(made, loss_of, size, on_cpu=target.on_cpu, packed=packed)
-    found = make(job, name, target, ranks, trace)
-    changes = [] if found.fits else suggest.nearest(job, name, target, ranks, trace=trace)
-    return ModelPlan(found, tuple(changes))
+    plan = make(job, name, target, ranks, trace)
+    changes = [] if plan.fits else suggest.nearest(job, name, target, ranks, trace=trace)
+    return ModelPlan(plan, tuple(changes))
 
 
 def _machine(machine: str | Machine) -> tuple[str, Machine]:
@@ -120,16 +120,16 @@ def _made(factory: Callable[[], nn.Module]) -> nn.Module:
 def _job(
     model: nn.Module, batch: Any, config: OffloadConfig, ranks: int, *, loaded: bool
 ) -> Config:
-    """Describe the model as a job, of which a plan reads the sizes. `loaded`: the whole model is on
-    the host before the engine has its weights."""
+    """Describe the model as a job from which `make` plans. `loaded`: the host holds the full model
+    before the engine has its weights."""
     parts = parts_of_module(model)
-    whole = loaded and not any(param.is_meta for param in model.parameters())
+    in_memory = loaded and not any(param.is_meta for param in model.parameters())
     kind = type(model).__name__
     samples, length = _sizes(batch)
     return Config(
         name=kind,
         model=ModelShape(vocab_size=1, num_layers=1, d_model=1, num_heads=1),
-        hf=HfModel(hf=kind, init="random" if whole else "weights", parts=parts),
+        hf=HfModel(hf=kind, init="random" if in_memory else "weights", parts=parts),
         data=DataConfig(train="-", seq_len=length),
         optim=OptimConfig(decay="all"),
         offload=config,
@@ -157,16 +157,16 @@ def _sizes(batch: Any) -> tuple[int, int]:
 def _resized(batch: Any, samples: int) -> Any:
     """Return the batch as fake tensors, with this number of samples where it has samples; whole
     numbers keep their values."""
-    held = _sizes(batch)[0]
+    num_samples = _sizes(batch)[0]
 
     def fake(tensor: Tensor) -> Tensor:
-        with_samples = tensor.dim() and tensor.shape[0] == held
+        with_samples = tensor.dim() and tensor.shape[0] == num_samples
         shape = (samples, *tensor.shape[1:]) if with_samples else tensor.shape
         made = torch.empty(shape, dtype=tensor.dtype, device="cpu")
         if not has_values(tensor):
             return made
         with _disable_current_modes():
-            again = torch.arange(samples) % held
+            again = torch.arange(samples) % num_samples
             return give_values(made, tensor[again] if with_samples else tensor)
 
     return tree_map_only(Tensor, fake, batch)
@@ -181,10 +181,10 @@ def _called(model: nn.Module, batch: Any) -> Any:
 def _loss(out: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if loss is not None:
         return loss(out)
-    found = out if isinstance(out, Tensor) else getattr(out, "loss", None)
-    if not isinstance(found, Tensor) or found.numel() != 1:
+    scalar = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if not isinstance(scalar, Tensor) or scalar.numel() != 1:
         raise TraceError(
             f"the model returns {type(out).__name__} without a scalar loss: give loss=, a function "
             "from its output to a scalar"
         )
-    return found
+    return scalar

@@ -7,8 +7,8 @@ weights and the batch, lanes that launch nothing, and an arena that maps nothing
 is therefore the one of training, and tensors die when they die in training. Weights stay on the
 device in the trace: where they are has no influence on what torch allocates.
 
-Fake tensors are the CPU's, whose kernels save what they save there. A model whose forward asks for
-a tensor's value (`if mask.all()`) cannot be traced.
+Fake tensors are on the CPU, so CPU kernels decide which tensors are saved for backward. A model
+whose forward reads a tensor's value (`if mask.all()`) cannot be traced.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def trace_step(
     on_cpu: bool,
     packed: bool = False,
 ) -> TracedStep:
-    """Return what one microbatch of a model takes. Of layers that are alike, a few are traced:
-    [Note: Layers that are alike].
+    """Return the memory and the work of one microbatch of a model. Only a few of the layers that
+    are alike are traced: [Note: Layers that are alike].
 
     Args:
         model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
@@ -94,21 +94,21 @@ def trace_step(
     again = config.activations.recomputed_of([part.module for part in parts if part.repeated])
     with cpu_stands_for(on_cpu=on_cpu), fused_norms(on_cpu=on_cpu):
         moments = _extended(traced, runs_of(model, again)) or traced()
-    return _found(moments, [part.name or "root" for part in parts])
+    return _as_step(moments, [part.name or "root" for part in parts])
 
 
 def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Run]) -> list[Moment]:
     """Return the moments of the whole model from a trace of fewer layers; empty if there are no
     such runs, or their layers turn out to differ: [Note: Extending a trace]."""
     try:
-        found: list[Moment] | None = traced(runs) if runs else None
+        moments: list[Moment] | None = traced(runs) if runs else None
     except TraceError:
         raise
     except (IndexError, ValueError, RuntimeError):  # it counts its layers: the whole model can run
         return []
     for run in runs:
-        found = extended(found, run) if found else None
-    return found or []
+        moments = extended(moments, run) if moments else None
+    return moments or []
 
 
 def _moments(
@@ -123,7 +123,7 @@ def _moments(
     try:
         return _metered(model, loss_of, config, packed, runs, mode, meter)
     finally:
-        # Some functions of models cache what depends on sizes only.
+        # Some models cache tensors that depend on sizes only.
         if meter.holds_something:
             empty_caches_of(mode)
 
@@ -140,12 +140,12 @@ def _metered(
     copied = fake_model(model, mode, runs)
     with mode, _without_addresses():
         traced = _offloaded(copied, _as_traced(config, model, runs), meter)
-        held = [param.untyped_storage() for param in copied.parameters()]
-        meter.weights = frozenset(one._cdata for one in held)
+        storages = [param.untyped_storage() for param in copied.parameters()]
+        meter.weights = frozenset(storage._cdata for storage in storages)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
             with few_stand_for_all(AlikePieces(meter)):
                 _run(traced, loss_of)
-    return moments_of(meter.segments, {one.name for one in traced.blocks if one.repeated})
+    return moments_of(meter.segments, {block.name for block in traced.blocks if block.repeated})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +166,13 @@ class _HostMemory(MetaArena):
         self._meter, self._owner = meter, owner
 
     def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
-        sizes = (one.nbytes for one in requests if one.owner == self._owner)
+        sizes = (request.nbytes for request in requests if request.owner == self._owner)
         self._meter.segments[-1].input_sizes += sizes
         return super().map(requests)
 
 
 def _as_traced(config: OffloadConfig, model: nn.Module, runs: Sequence[Run]) -> OffloadConfig:
-    """Return the options that decide what torch allocates, the others at their defaults."""
+    """Return the options that affect torch's allocations, the others at their defaults."""
     left_out = {run.names[at] for run in runs for at in run.skipped}
     layers = [part.name for part in partition(model) if part.repeated]
     again = [name for name in config.activations.recomputed_of(layers) if name not in left_out]
@@ -241,7 +241,7 @@ def _without_addresses() -> Iterator[None]:
 
 @contextmanager
 def _no_values(name: str) -> Iterator[None]:
-    """Raises TraceError, saying what the model did, for a forward that needs values."""
+    """Raise TraceError if a forward needs values; the message names the operation."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -253,19 +253,21 @@ def _no_values(name: str) -> Iterator[None]:
         ) from error
 
 
-def _found(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
+def _as_step(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
     """`names`: of the blocks, in order."""
     works: dict[Place, Count] = {}
     for moment in moments:
         block = moment.place.block if moment.place.block in names else names[-1]
         works.setdefault(replace(moment.place, block=block), Count()).add(moment.work)
     # Saved in the forward of layers or outside of them, made in backward, or gradients.
-    saved, working, outside, gradients = max((one.held for one in moments if one.held), key=sum)
+    saved, working, outside, gradients = max(
+        (moment.peak_bytes for moment in moments if moment.peak_bytes), key=sum
+    )
     at = "backward" if working else "loss"
     return TracedStep(
         {name: _cost(works, name) for name in names},
         Activations(saved, working, outside, gradients, 0, at),
-        tuple(size for one in moments for size in one.input_sizes),
+        tuple(size for moment in moments for size in moment.input_sizes),
     )
 
 

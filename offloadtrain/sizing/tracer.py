@@ -29,7 +29,7 @@ class Tracer:
     A trace takes seconds, and a search tries many sizes of microbatches. Only the size that was
     asked for and the smallest ones are traced; between them bytes and FLOPs are interpolated. Each
     moment of a step needs a constant and a part per sample, and the peak is the largest of them:
-    it is convex, so what is interpolated is never too small.
+    it is convex, so an interpolated peak is never too small.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Tracer:
         on_cpu: bool,
         packed: bool = False,
     ) -> None:
-        """`micro_batch`: samples, the size that was asked for. Others: see `trace_step`."""
+        """`micro_batch`: the planned size, in samples. Other arguments: see `trace_step`."""
         self._on_cpu, self._packed = on_cpu, packed
         self._model = model
         self._loss_of = loss_of
-        self._asked = micro_batch
-        self._found: dict[tuple[object, ...], TracedStep] = {}
+        self._micro_batch = micro_batch
+        self._traces: dict[tuple[object, ...], TracedStep] = {}
 
     def __call__(self, config: Config) -> TracedStep:
-        """Return what a microbatch of this job takes; raises as `trace_step`."""
+        """Return the trace of a microbatch of this job; raises as `trace_step`."""
         size = config.train.micro_batch
         if (
             config.offload.activations.mode == "offload_saved"
         ):  # which tensors move depends on the size
             return self._traced(config, size)
-        if not _FEW < size < self._asked:
+        if not _FEW < size < self._micro_batch:
             return self._traced(config, size)
-        small, large = self._traced(config, _FEW), self._traced(config, self._asked)
-        return between(small, large, (size - _FEW) / (self._asked - _FEW))
+        small, large = self._traced(config, _FEW), self._traced(config, self._micro_batch)
+        return between(small, large, (size - _FEW) / (self._micro_batch - _FEW))
 
     def _traced(self, config: Config, size: int) -> TracedStep:
         train, offload = config.train, config.offload
@@ -73,11 +73,11 @@ class Tracer:
                 offload.activations.cast_inputs,
             ),
         )
-        if key not in self._found:
-            self._found[key] = self._new(
+        if key not in self._traces:
+            self._traces[key] = self._new(
                 replace(config, train=replace(config.train, micro_batch=size))
             )
-        return self._found[key]
+        return self._traces[key]
 
     def _new(self, config: Config) -> TracedStep:
         """Raises PlanError for a smaller microbatch than was asked for, which the model refuses;
@@ -91,7 +91,7 @@ class Tracer:
                 packed=self._packed,
             )
         except (ValueError, RuntimeError) as error:
-            if (size := config.train.micro_batch) < self._asked:
+            if (size := config.train.micro_batch) < self._micro_batch:
                 raise PlanError(f"a microbatch of {size} cannot be traced: {error}") from error
             if not isinstance(error, RuntimeError):
                 raise  # the model's own
@@ -105,37 +105,37 @@ class Tracer:
 def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
     """Interpolate: `share` 0 is the small one, 1 the large one."""
 
-    def mixed(one: float, other: float) -> float:
-        return one + share * (other - one)
+    def mixed(a: float, b: float) -> float:
+        return a + share * (b - a)
 
-    def whole(one: int, other: int) -> int:
-        return -int(-mixed(one, other) // 1)
+    def rounded_up(a: int, b: int) -> int:
+        return -int(-mixed(a, b) // 1)
 
-    found, other = small.activations, large.activations
+    of_small, of_large = small.activations, large.activations
     sizes = {
-        key: whole(getattr(found, key), getattr(other, key))
+        key: rounded_up(getattr(of_small, key), getattr(of_large, key))
         for key in ("saved", "layer", "logits", "gradients", "documents")
     }
     return TracedStep(
         {name: _mixed_cost(small.blocks[name], cost, mixed) for name, cost in large.blocks.items()},
-        Activations(**sizes, moment=other.moment),
-        tuple(map(whole, small.block_inputs, large.block_inputs)),
+        Activations(**sizes, moment=of_large.moment),
+        tuple(map(rounded_up, small.block_inputs, large.block_inputs)),
     )
 
 
 def _mixed_cost(
     small: BlockCost, large: BlockCost, mixed: Callable[[float, float], float]
 ) -> BlockCost:
-    def each(one: Mapping[Kind, float], other: Mapping[Kind, float]) -> dict[Kind, float]:
-        return {key: mixed(one.get(key, 0.0), other.get(key, 0.0)) for key in {**one, **other}}
+    def each(a: Mapping[Kind, float], b: Mapping[Kind, float]) -> dict[Kind, float]:
+        return {key: mixed(a.get(key, 0.0), b.get(key, 0.0)) for key in {**a, **b}}
 
-    def work(one: Work, other: Work) -> Work:
+    def work(a: Work, b: Work) -> Work:
         return Work(
-            each(one.products, other.products),
-            each(one.attention, other.attention),
-            mixed(one.nbytes, other.nbytes),
-            mixed(one.launches, other.launches),
-            mixed(one.recomputed, other.recomputed),
+            each(a.products, b.products),
+            each(a.attention, b.attention),
+            mixed(a.nbytes, b.nbytes),
+            mixed(a.launches, b.launches),
+            mixed(a.recomputed, b.recomputed),
         )
 
     return BlockCost(work(small.forward, large.forward), work(small.backward, large.backward))

@@ -1,8 +1,8 @@
-"""What the masks of transformers look like where nothing can be read from tensors.
+"""Masks of transformers while tensors have no values.
 
 Without a cache, transformers reads the positions of tokens: where they begin anew, sequences are
-packed with several documents, which get a mask. Of fake tensors it cannot read them, and makes the
-mask. Positions that the caller does not give are those of whole sequences, which have none.
+packed with several documents, which get a mask. It cannot read fake tensors, and makes the mask.
+Without positions from the caller, each sequence is one document and needs no mask.
 """
 
 from __future__ import annotations

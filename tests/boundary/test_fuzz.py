@@ -28,7 +28,7 @@ from offloadtrain.config.hf_model import identity_of, shape_of
 from offloadtrain.data import records, tokens
 from offloadtrain.data.tokens import DataError, TokenHeader
 from offloadtrain.events import log_lines, oom_kills
-from offloadtrain.events.control import _understood
+from offloadtrain.events.control import _parsed
 from offloadtrain.hardware import machine
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, STATE, CheckpointError
@@ -108,7 +108,7 @@ def _header(content: bytes) -> None:
 
 
 def _requests(content: bytes) -> None:
-    _understood("id", json.loads(content))
+    _parsed("id", json.loads(content))
     oom_kills.risen(json.loads(content))
 
 

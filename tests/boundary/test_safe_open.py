@@ -114,14 +114,14 @@ def test_another_users_file_is_refused_where_it_must_be_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("{}")
-    assert read_json(tmp_path / "file", max_bytes=100, own=True) == {}
+    assert read_json(tmp_path / "file", max_bytes=100, trusted_owner=True) == {}
     owner = (tmp_path / "file").stat().st_uid
     if owner == 0:
         os.chown(tmp_path / "file", 12345, -1)
         owner = 12345
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(UnsafeFileError, match=f"it belongs to user {owner}"):
-        read_json(tmp_path / "file", max_bytes=100, own=True)
+        read_json(tmp_path / "file", max_bytes=100, trusted_owner=True)
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:

@@ -309,10 +309,10 @@ def test_runs_are_opened_and_drawn_beside(tmp_path: Path) -> None:
     async def test() -> None:
         async with watching(second) as (app, press):
             await press("9", "down", "o")
-            while len(app._snapshots) < 2 or not app.shown.others:
+            while len(app._snapshots) < 2 or not app.shown.other_runs:
                 await press()
                 app.settle()
-            assert [other.name for other in app.shown.others] == ["20260101-000000-first"]
+            assert [other.name for other in app.shown.other_runs] == ["20260101-000000-first"]
             await press("5")
             labels = [c.label for c in app.query_one("#plots-loss", Chart).plot.curves]
             assert "000000-first" in labels

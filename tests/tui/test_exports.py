@@ -44,7 +44,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
         async with watching(ours, theirs) as (app, press):
             await press("8")
             assert "differences" not in text(app)
-            app._beside = {theirs}
+            app._overlaid = {theirs}
             app._show()
             await press("8")
             shown = " ".join(text(app).split())
@@ -143,7 +143,7 @@ def test_smoothing_has_a_factor(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with watching(folder, overlaid) as (app, press):
-            app._beside = {overlaid}
+            app._overlaid = {overlaid}
             app._show()
             seen = {}
             for _ in range(4):

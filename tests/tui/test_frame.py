@@ -83,11 +83,11 @@ def test_one_frame_of_a_long_log_shows_the_newest_step_of_every_rank(
 def test_the_app_that_has_caught_up_shows_the_newest_step_of_every_rank(
     generated: Callable[[str], Path],
 ) -> None:
-    """Caught up by its own notion: `Snapshot.whole`."""
+    """Caught up by its own notion: `Snapshot.is_complete`."""
 
     async def test() -> None:
         async with watching(generated("gpus"), size="120x40") as (app, press):
-            assert app.shown.snapshot.whole
+            assert app.shown.snapshot.is_complete
             await press("6")
             shown = text(app)
             assert "reading" not in shown and steps_of_ranks(shown) == NEWEST

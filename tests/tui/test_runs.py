@@ -279,11 +279,11 @@ def test_a_long_log_is_shown_by_its_end_while_it_is_read(tmp_path: Path) -> None
     reader = RunReader(runs.open_run(folder))
     assert reader.read(most_lines=500)
     early = reader.snapshot(time.time())
-    assert not early.whole and early.first.step == 16_000
-    while reader.read() or not reader.whole:
+    assert not early.is_complete and early.first.step == 16_000
+    while reader.read() or not reader.is_complete:
         pass
     late = reader.snapshot(time.time())
-    assert late.whole and late.first.length == 16_000
+    assert late.is_complete and late.first.length == 16_000
     reader.close()
 
 
@@ -295,7 +295,7 @@ def test_a_log_of_long_lines_is_read_to_its_end(tmp_path: Path) -> None:
         log.write(sample * (3 * (1 << 20) // len(sample)))
         log.write(lines([(BEGIN_S + 9, recordings.step(77, recordings.random.Random(0)))])[0])
     reader = RunReader(runs.open_run(folder))
-    while not reader.whole:
+    while not reader.is_complete:
         reader.read()
     assert reader.snapshot(BEGIN_S + 9).first.step == 77
     reader.close()

@@ -74,7 +74,7 @@ class Monitor(RunActions):
 
     def __init__(
         self,
-        found: list[RunPath],
+        run_paths: list[RunPath],
         *,
         runs_dir: Path = Path("runs"),
         clock: Clock | None = None,
@@ -89,10 +89,10 @@ class Monitor(RunActions):
         self.clock: Clock = clock or LiveClock()
         self._listing = Listing(runs_dir)
         self.reader = Reader(
-            found, self.clock, lambda: self.post_message(self.News()), news_s=news_s
+            run_paths, self.clock, lambda: self.post_message(self.News()), news_s=news_s
         )
         self._selected = 0
-        self._beside: set[Path] = set()
+        self._overlaid: set[Path] = set()
         self._snapshots: list[Snapshot] = []
         self._machine = MachineSampler(lambda system: self.post_message(self.Sampled(system)))
         self._watch_machine = watch_machine and not isinstance(self.clock, ReplayClock)
@@ -101,7 +101,7 @@ class Monitor(RunActions):
         self._sanitized = Sanitized(ascii_only=not is_unicode(output))
         self.first_panel = "overview"
         self._listed = False
-        name, state = (found[0].name, "opening") if found else ("no run: this machine", "")
+        name, state = (run_paths[0].name, "opening") if run_paths else ("no run: this machine", "")
         empty = Snapshot(name, None, (View.at(History()),), state)
         self.shown = ViewState(empty, self.clock.now_s(), readonly=readonly)
 
@@ -142,7 +142,7 @@ class Monitor(RunActions):
     def on_monitor_news(self) -> None:
         self._snapshots = self.reader.take()
         self._show()
-        self._quiet.reset()  # what time alone changes has been drawn: the next tick is put off
+        self._quiet.reset()  # clocks and ages have been drawn: the next tick is put off
 
     def on_monitor_sampled(self, message: Monitor.Sampled) -> None:
         self.shown = replace(self.shown, machine=message.system)  # shown at the next tick
@@ -154,14 +154,14 @@ class Monitor(RunActions):
         self.query_one(RunsPanel).list_runs(message.rows)
         living = [row.folder for row in message.rows if row.state in runs.ALIVE]
         if not self.reader.readers and living:  # started after a monitor that had none to show
-            self._open(living[0], beside=False)
+            self._open(living[0], overlay=False)
 
     @property
     def is_settled(self) -> bool:
         """True if everything present at the start has been read, and the screen is complete."""
         sampled = self.shown.machine is not None or not self._watch_machine
         logs = not self.reader.readers or (
-            bool(self._snapshots) and all(one.whole for one in self._snapshots)
+            bool(self._snapshots) and all(snapshot.is_complete for snapshot in self._snapshots)
         )
         footed = bool(self.query("FooterKey"))  # the footer creates its keys late
         return self._listed and sampled and logs and footed
@@ -222,12 +222,13 @@ class Monitor(RunActions):
         if self._snapshots:
             self._selected = min(self._selected, len(self._snapshots) - 1)
             chosen = self._snapshots[self._selected]
-            others = tuple(
-                one
-                for one in self._snapshots
-                if one is not chosen and (one.folder is None or one.folder in self._beside)
+            other_runs = tuple(
+                snapshot
+                for snapshot in self._snapshots
+                if snapshot is not chosen
+                and (snapshot.folder is None or snapshot.folder in self._overlaid)
             )
-            self.shown = replace(self.shown, snapshot=chosen, others=others)
+            self.shown = replace(self.shown, snapshot=chosen, other_runs=other_runs)
         now_s = self.clock.now_s()
         at_s = now_s if isinstance(self.clock, ReplayClock) else None
         self.shown = replace(self.shown, now_s=now_s, at_s=at_s)
@@ -295,14 +296,14 @@ class Monitor(RunActions):
         else:
             self.push_screen(Raw(message.moment))
 
-    def on_runs_panel_asked(self, message: RunsPanel.Asked) -> None:
-        self._open(message.folder, beside=message.beside)
+    def on_runs_panel_chosen(self, message: RunsPanel.Chosen) -> None:
+        self._open(message.folder, overlay=message.overlay)
 
-    def _open(self, folder: Path, *, beside: bool) -> None:
-        if beside:
-            self._beside ^= {folder}
+    def _open(self, folder: Path, *, overlay: bool) -> None:
+        if overlay:
+            self._overlaid ^= {folder}
         self.reader.add(runs.open_run(folder))
-        if not beside:
+        if not overlay:
             folders = [reader.run.folder for reader in self.reader.readers]
             self._selected = folders.index(folder)
             self._snapshots = self.reader.read_newest()

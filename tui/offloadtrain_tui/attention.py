@@ -1,4 +1,4 @@
-"""What is worth a bell: an alert that is raised, a run that ends. Each is told once."""
+"""Notifications: an alert is raised, a run ends. Each is reported once."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ _ENDS = ("done", "stopped", "failed", "killed")
 
 @dataclass(slots=True)
 class Watched:
-    """What is known of each run; what it is like when it is first seen whole is no news."""
+    """The last known state of each run. The state at the first complete reading is no news."""
 
-    _seen: dict[Path | None, tuple[str, frozenset[str]]] = field(default_factory=dict)
+    _previous: dict[Path | None, tuple[str, frozenset[str]]] = field(default_factory=dict)
 
     def news(self, snapshots: Sequence[Snapshot]) -> Iterator[tuple[str, str]]:
         """Yield (title, text) of what has happened since the last call."""
-        for one in (snapshot for snapshot in snapshots if snapshot.whole):
-            alerts = {alert.code: alert.message for alert in one.first.active_alerts()}
-            before = self._seen.get(one.folder)
-            self._seen[one.folder] = one.state, frozenset(alerts)
+        for snapshot in snapshots:
+            if not snapshot.is_complete:
+                continue
+            alerts = {alert.code: alert.message for alert in snapshot.first.active_alerts()}
+            before = self._previous.get(snapshot.folder)
+            self._previous[snapshot.folder] = snapshot.state, frozenset(alerts)
             if before is None:
                 continue
             state, codes = before
             for code in alerts.keys() - codes:
-                yield f"{clean(one.name)}: {clean(code)}", clean(alerts[code], 200)
-            if state in runs.ALIVE and one.state in _ENDS:
-                yield f"{clean(one.name)}: {one.state}", f"at step {one.first.step}"
+                yield f"{clean(snapshot.name)}: {clean(code)}", clean(alerts[code], 200)
+            if state in runs.ALIVE and snapshot.state in _ENDS:
+                yield f"{clean(snapshot.name)}: {snapshot.state}", f"at step {snapshot.first.step}"
 
 
 def desktop(title: str, text: str) -> None:

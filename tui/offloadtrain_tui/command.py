@@ -86,10 +86,10 @@ def tui(
     if screen not in PANELS:
         return _refuse(f"--screen {screen}: choose one of {', '.join(PANELS)}")
     try:
-        found = runs.find(run or [], runs_dir)
+        run_paths = runs.find(run or [], runs_dir)
     except runs.RunError as error:
         return _refuse(str(error))
-    if replay and not found:
+    if replay and not run_paths:
         return _refuse("--replay: there is no run to replay")
     if allow_requests and not web:
         return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
@@ -101,11 +101,11 @@ def tui(
             "--runs-dir": runs_dir.resolve(),
         }
         flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
-        return _in_browser(found if run else [], host, port, options, flags)
-    clock = _replay_clock(found[0], speed) if replay else LiveClock()
+        return _in_browser(run_paths if run else [], host, port, options, flags)
+    clock = _replay_clock(run_paths[0], speed) if replay else LiveClock()
     news_s = NEWS_OVER_SSH_S if os.environ.get("SSH_CONNECTION") else NEWS_S
     app = Monitor(
-        found,
+        run_paths,
         runs_dir=runs_dir,
         clock=clock,
         readonly=readonly,
@@ -144,7 +144,7 @@ def _set_theme(app: Monitor, theme: str) -> str:
 
 
 def _in_browser(
-    found: Sequence[runs.RunPath],
+    run_paths: Sequence[runs.RunPath],
     host: str,
     port: int,
     options: Mapping[str, object],
@@ -152,7 +152,9 @@ def _in_browser(
 ) -> int:
     from offloadtrain_tui.web import serve
 
-    return serve(host, port, [str(one.folder or one.logs[0]) for one in found], options, flags)
+    return serve(
+        host, port, [str(path.folder or path.logs[0]) for path in run_paths], options, flags
+    )
 
 
 def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:
@@ -176,7 +178,7 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
 def _in_terminal(app: Monitor, screen: str) -> int:
     drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual-serve, in a browser
     terminals = (unfiltered(sys.stdout), unfiltered(sys.stderr))  # Textual draws to stderr
-    if not drawn_elsewhere and not all(one.isatty() for one in terminals):
+    if not drawn_elsewhere and not all(terminal.isatty() for terminal in terminals):
         return _refuse(
             "stdout or stderr is not a terminal: use --once, --screenshot, or `offloadtrain status`"
         )

@@ -1,4 +1,4 @@
-"""The monitor's screen: what it is composed of, and how one `ViewState` determines it."""
+"""The monitor's screen: its widgets, and how one `ViewState` determines it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
 
 
 class Display(App[None]):
-    """Draws the `ViewState` for the `Monitor`, and changes what of it is only the user's choice."""
+    """Draws the `ViewState` for the `Monitor`, and changes the parts that the user chooses."""
 
     CSS_PATH = "monitor.tcss"
     shown: ViewState

@@ -18,30 +18,30 @@ from offloadtrain_tui.view_state import ViewState
 _WIDTH, _HEIGHT, _LEFT, _TOP = 800, 400, 80, 40
 _SCALE, _FONT, _INK = 2, 13, "#222"
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Of Okabe and Ito (2008), readable on white."""
+"""Colors of Okabe and Ito (2008), readable on white."""
 
 Column = tuple[str, dict[int, float]]
-"""A curve's label, and its finite values by step; of a step tried twice the last."""
+"""A curve's label, and its finite values by step; the last value of a step tried twice."""
 
 
 def columns(name: str, shown: ViewState) -> list[Column]:
     """Return every curve of a chart, whole; `name` is one of `KINDS`."""
     fields = [field for field, *_ in KINDS[name].fields]
-    found = [(field, _by_step(shown.newest, field)) for field in fields]
-    for other in shown.others:
+    curves = [(field, _by_step(shown.newest, field)) for field in fields]
+    for other in shown.other_runs:
         label = f"{fields[0]} of {clean(other.name)}"
-        found.append((label, _by_step(other.first, fields[0])))
-    return found
+        curves.append((label, _by_step(other.first, fields[0])))
+    return curves
 
 
 def as_csv(name: str, shown: ViewState) -> str:
     """Return a line per step; a value that a run does not have is empty."""
-    found = columns(name, shown)
+    curves = columns(name, shown)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["step", *(label for label, _ in found)])
-    for step in sorted({step for _, values in found for step in values}):
-        writer.writerow([step, *(values.get(step, "") for _, values in found)])
+    writer.writerow(["step", *(label for label, _ in curves)])
+    for step in sorted({step for _, values in curves for step in values}):
+        writer.writerow([step, *(values.get(step, "") for _, values in curves)])
     return out.getvalue()
 
 
@@ -65,11 +65,11 @@ class Line:
 
 
 def drawing(name: str, shown: ViewState) -> Iterator[Label | Line]:
-    """Yield the curves of a chart and what stands beside them; with a logarithmic axis where the
-    screen has one."""
-    kind, found = KINDS[name], columns(name, shown)
+    """Yield the curves and the labels of a chart; with a logarithmic axis where the screen has
+    one."""
+    kind, unscaled = KINDS[name], columns(name, shown)
     log = shown.log and kind.log
-    curves = [(label, _scaled(values, log=log)) for label, values in found]
+    curves = [(label, _scaled(values, log=log)) for label, values in unscaled]
     points = [point for _, curve in curves for point in curve]
     yield Label(_LEFT, 20, f"{kind.title}{' (log)' if log else ''}", bold=True)
     if not points:
@@ -146,6 +146,6 @@ def _scaled(values: dict[int, float], *, log: bool) -> Sequence[tuple[int, float
 
 def _ends(values: Iterable[float]) -> tuple[float, float]:
     """Return the least and the greatest, at least a little apart."""
-    found = list(values)
-    low, high = min(found), max(found)
+    numbers = list(values)
+    low, high = min(numbers), max(numbers)
     return low, high if high > low else low + max(abs(low), 1.0) * 1e-3

@@ -1,4 +1,4 @@
-"""The last thing before the terminal: what is drawn, whoever drew it, is printable text."""
+"""The last filter before the terminal: everything that is drawn is printable text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ASCII = str.maketrans(
 
 
 class Sanitized(LineFilter):
-    """Replaces what is unprintable in every line of every widget.
+    """Replaces unprintable characters in every line of every widget.
 
     Textual sends the text of a widget as it is, so an escape sequence in a name would reach the
     terminal. Panels clean their texts as well, to keep columns straight; this one forgets none.
@@ -37,10 +37,11 @@ class Sanitized(LineFilter):
         self._ascii_only = ascii_only
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
-        if all(one.text.isprintable() for one in segments) and not self._ascii_only:
+        if all(segment.text.isprintable() for segment in segments) and not self._ascii_only:
             return segments
         return [
-            one if one.control else Segment(self._shown(one.text), one.style) for one in segments
+            segment if segment.control else Segment(self._shown(segment.text), segment.style)
+            for segment in segments
         ]
 
     def _shown(self, text: str) -> str:

@@ -20,8 +20,8 @@ async def frame(app: Monitor, screen: str, width: int, height: int) -> tuple[str
 
 
 async def settled(app: Monitor, pilot: Pilot[None]) -> None:
-    """Wait until what was there at the start is read and drawn: as long as the logs are being read,
-    and for at most ten seconds in which nothing of them is."""
+    """Wait until everything present at the start has been read and drawn. Gives up after ten
+    seconds without a byte read."""
     read_bytes, waited_s = 0, 0.0
     while not app.is_settled and waited_s < _MOST_S:
         await asyncio.sleep(_SETTLE_S)

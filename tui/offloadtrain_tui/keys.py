@@ -12,8 +12,8 @@ from offloadtrain_tui.display import PANELS
 
 
 def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
-    """(key, panel): 1 to 9 and 0 in their order; those behind the tenth have none, and are found by
-    name with Ctrl+P."""
+    """(key, panel): 1 to 9 and 0 in their order. Panels after the tenth have no key; Ctrl+P lists
+    them by name."""
     return list(zip_longest("1234567890"[: len(panels)], panels, fillvalue=""))
 
 
@@ -69,4 +69,4 @@ COMMANDS = (
     ("Bell and notifications", "attention"),
     ("Save the settings", "save_settings"),
 )
-"""(title, action) of the command palette, beside the panels."""
+"""(title, action) of the command palette, in addition to the panels."""

@@ -1,4 +1,4 @@
-"""What a user says of a run: tags, a note, a pin, in `labels.json` beside its log.
+"""The user's labels of a run: tags, a note, a pin, in `labels.json` next to its log.
 
 The trainer never reads it, and a run that trains may be labelled too.
 """
@@ -44,7 +44,7 @@ NONE = Labels()
 
 
 def read(folder: Path) -> Labels:
-    """Return the labels of a run. The folder is untrusted: what is no label counts as none."""
+    """Return the labels of a run. The folder is untrusted: invalid labels are ignored."""
     values = None
     with suppress(OSError):
         values = read_json(folder / "labels.json", max_bytes=_MOST_BYTES)
@@ -92,35 +92,35 @@ def tag(
         List the run before others.
     """
     try:
-        (found,) = runs.find([run])
-        if found.folder is None:
+        (run_path,) = runs.find([run])
+        if run_path.folder is None:
             raise runs.RunError(f"{run} is an event file: give its run folder")
-        labels = _labelled(read(found.folder), tags, note, pin, remove=remove)
-        if labels != read(found.folder):
-            write(found.folder, labels)
+        labels = _labelled(read(run_path.folder), tags, note, pin, remove=remove)
+        if labels != read(run_path.folder):
+            write(run_path.folder, labels)
     except (runs.RunError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{clean(found.name)}  {labels.text or 'no labels'}")
+    print(f"{clean(run_path.name)}  {labels.text or 'no labels'}")
     return 0
 
 
 def _labelled(
     before: Labels, tags: tuple[str, ...], note: str | None, pin: bool | None, *, remove: bool
 ) -> Labels:
-    """Raises RunError for tags that would not be kept as they are."""
-    for one in tags:
-        if not one.strip() or one != clean(one, LONGEST_TAG):
-            raise runs.RunError(f"tag {one!r}: give at most {LONGEST_TAG} printable characters")
-    kept = tuple(one for one in before.tags if one not in tags)
-    whole = kept if remove else tuple(dict.fromkeys((*before.tags, *tags)))
-    if len(whole) > MOST_TAGS:
-        raise runs.RunError(f"{len(whole)} tags: a run has at most {MOST_TAGS}")
+    """Raises RunError for tags that would not be saved unchanged."""
+    for tag in tags:
+        if not tag.strip() or tag != clean(tag, LONGEST_TAG):
+            raise runs.RunError(f"tag {tag!r}: give at most {LONGEST_TAG} printable characters")
+    remaining = tuple(tag for tag in before.tags if tag not in tags)
+    new_tags = remaining if remove else tuple(dict.fromkeys((*before.tags, *tags)))
+    if len(new_tags) > MOST_TAGS:
+        raise runs.RunError(f"{len(new_tags)} tags: a run has at most {MOST_TAGS}")
     if note is not None and note != clean(note, LONGEST_NOTE):
         raise runs.RunError(f"--note: give at most {LONGEST_NOTE} printable characters")
     return replace(
         before,
-        tags=whole,
+        tags=new_tags,
         note=before.note if note is None else note,
         pinned=before.pinned if pin is None else pin,
     )

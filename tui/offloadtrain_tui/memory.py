@@ -28,7 +28,7 @@ WORDS = {
 """Words for people; records keep those of the code."""
 
 OLD_S = 15.0
-"""What was logged longer ago than this says so; samples of the machine come every 5 s."""
+"""Age from which a figure is shown with its age; samples of the machine come every 5 s."""
 
 _COLUMNS = 96
 _BANDS = 5
@@ -55,20 +55,20 @@ class Row:
 def rows(view: View) -> list[Row]:
     """Return owners by tier, the largest first, including planned ones without memory yet."""
     plan = planned(view)
-    found = [
+    owner_rows = [
         Row(row.tier, row.owner, row.num_bytes, row.peak_bytes, plan.get((row.tier, row.owner)))
         for row in _owners(view)
     ]
-    there = {(row.tier, row.owner) for row in found}
-    found += [Row(*key, 0, 0, size) for key, size in plan.items() if key not in there]
-    return sorted(found, key=lambda row: (row.tier, -row.nbytes, row.owner))
+    there = {(row.tier, row.owner) for row in owner_rows}
+    owner_rows += [Row(*key, 0, 0, size) for key, size in plan.items() if key not in there]
+    return sorted(owner_rows, key=lambda row: (row.tier, -row.nbytes, row.owner))
 
 
 def planned(view: View) -> dict[tuple[str, str], int]:
     """Return (tier, owner) → bytes of the run's initial plan."""
     plan: Any = view.start.plan if view.start else {}
     memory = plan.get("memory")
-    found = {
+    sizes = {
         (tier, owner): size
         for tier, owners in (memory.items() if isinstance(memory, dict) else ())
         if isinstance(owners, dict)
@@ -76,24 +76,24 @@ def planned(view: View) -> dict[tuple[str, str], int]:
         if isinstance(size, int)
     }
     moving = plan.get("activations")
-    if found and isinstance(moving, dict) and not is_on_cpu(view):
-        found["device", ACTIVATIONS] = sum(s for s in moving.values() if isinstance(s, int))
-    return found
+    if sizes and isinstance(moving, dict) and not is_on_cpu(view):
+        sizes["device", ACTIVATIONS] = sum(s for s in moving.values() if isinstance(s, int))
+    return sizes
 
 
 def _owners(view: View) -> list[schema.MemoryRow]:
-    """Return the Ledger's rows; the moving ones as the sampler saw them last."""
+    """Return the Ledger's rows; those of moving tensors as last sampled."""
     live, known = view.live, list(view.memory)
     allocated = live.now("allocated") if live else None
     if allocated is None:
         return known
     fixed = [row for row in known if (row.owner, row.tier) != (ACTIVATIONS, "device")]
-    held = sum(row.num_bytes for row in fixed if row.tier == "device")
+    fixed_bytes = sum(row.num_bytes for row in fixed if row.tier == "device")
     moving = schema.MemoryRow(
         owner=ACTIVATIONS,
         tier="device",
-        num_bytes=max(allocated - held, 0),
-        peak_bytes=max(_peak([view], "device") - held, 0),
+        num_bytes=max(allocated - fixed_bytes, 0),
+        peak_bytes=max(_peak([view], "device") - fixed_bytes, 0),
     )
     return [*fixed, moving]
 
@@ -102,8 +102,8 @@ def _owners(view: View) -> list[schema.MemoryRow]:
 
 
 def local(shown: ViewState) -> schema.System | None:
-    """Return the monitor's own sample of this machine if it is the run's: it lives here, and on one
-    of these GPUs. Without a run it is what is shown."""
+    """Return the monitor's own sample of this machine, if the run lives on this machine and uses
+    its GPUs, or if no run is shown; else None."""
     machine = shown.machine if shown.is_live else None
     start = shown.view.start
     if machine is None or start is None:
@@ -114,14 +114,14 @@ def local(shown: ViewState) -> schema.System | None:
 
 
 def devices(shown: ViewState) -> list[Tier]:
-    """Return a bar for the GPU of each rank; those of this machine without a run, and none for a
-    run on CPUs, whose tensors are in the bar of the host."""
-    start, own = shown.view.start, local(shown)
+    """Return a bar for the GPU of each rank; without a run, for each GPU of this machine. A run on
+    CPUs has none: its tensors are in the bar of the host."""
+    start, local_system = shown.view.start, local(shown)
     if start is None:
-        return [_of_machine(gpu) for gpu in own.gpus] if own else []
+        return [_of_machine(gpu) for gpu in local_system.gpus] if local_system else []
     if is_on_cpu(shown.view):
         return []
-    return [_of_rank(view, own, shown) for view in shown.views]
+    return [_of_rank(view, local_system, shown) for view in shown.views]
 
 
 def bars(shown: ViewState) -> tuple[Tier, ...]:
@@ -134,20 +134,20 @@ def _of_machine(gpu: schema.GpuSample) -> Tier:
     return Tier(f"GPU {gpu.index}", (), total, other=used, note=_load(gpu))
 
 
-def _of_rank(view: View, own: schema.System | None, shown: ViewState) -> Tier:
+def _of_rank(view: View, local_system: schema.System | None, shown: ViewState) -> Tier:
     live = view.live
-    gpu, age = _gpu(view, own), ""
-    if own is None and gpu is not None:
+    gpu, age = _gpu(view, local_system), ""
+    if local_system is None and gpu is not None:
         age = _age(view.system_time_s, shown)
     parts = _device_parts(view.memory, live)
     total = (gpu.memory_total_bytes if gpu else None) or 0
-    cache, others = _beside(parts, live, gpu, total)
+    cache, other_bytes = _cache_and_other_bytes(parts, live, gpu, total)
     return Tier(
         f"GPU {gpu.index}" if gpu else f"GPU of rank {view.history.rank}",
         parts,
         total,
         cache,
-        others,
+        other_bytes,
         note="  ".join(filter(None, (_load(gpu) if gpu else _why_no_gpu(view), age))),
         peak=_peak([view], "device"),
         planned=sum(size for (tier, _), size in planned(view).items() if tier == "device"),
@@ -155,7 +155,7 @@ def _of_rank(view: View, own: schema.System | None, shown: ViewState) -> Tier:
 
 
 def _device_parts(rows_: Sequence[schema.MemoryRow], live: Live | None) -> tuple[Part, ...]:
-    """Return the Ledger's owners, and what else of torch is allocated."""
+    """Return the Ledger's owners, and the other allocations of torch."""
     owned = [row for row in rows_ if row.tier == "device"]
     allocated = live.now("allocated") if live else None
     if allocated is None:
@@ -165,30 +165,30 @@ def _device_parts(rows_: Sequence[schema.MemoryRow], live: Live | None) -> tuple
     return (*parts, Part(ACTIVATIONS, moving)) if moving else parts
 
 
-def _beside(
+def _cache_and_other_bytes(
     parts: Sequence[Part], live: Live | None, gpu: schema.GpuSample | None, total: int
 ) -> tuple[int, int]:
     """Return the bytes of the allocator's cache, and of others on the device."""
     used = sum(part.nbytes for part in parts)
     cache = max((live.now("reserved") or 0) - used, 0) if live else 0
     free = live.now("free") if live else None
-    taken = (gpu.memory_used_bytes if gpu else None) or 0
-    taken = total - free if free is not None and total else taken
-    return cache, max(taken - used - cache, 0)
+    in_use = (gpu.memory_used_bytes if gpu else None) or 0
+    in_use = total - free if free is not None and total else in_use
+    return cache, max(in_use - used - cache, 0)
 
 
 def host(shown: ViewState) -> Tier:
     """Return the bar of the host: all ranks there by owner, others, free."""
-    views, own = _neighbours(shown.views), local(shown)
-    system = shown.view.system or own
+    views, local_system = _neighbours(shown.views), local(shown)
+    system = shown.view.system or local_system
     lives = [view.live for view in views]
     rss = sum(_resident(view, live) for view, live in zip(views, lives, strict=True))
     parts = _host_parts(views, rss)
     if system is None:
         return Tier("HOST", parts)
     if shown.view.start is None and not parts:
-        held = system.host_total_bytes - system.host_available_bytes
-        return Tier("HOST", (Part("all programs", held),), system.host_total_bytes)
+        in_use = system.host_total_bytes - system.host_available_bytes
+        return Tier("HOST", (Part("all programs", in_use),), system.host_total_bytes)
     used = sum(part.nbytes for part in parts)
     newest = max((live for live in lives if live), key=lambda live: live.time_s, default=None)
     available = newest.now("available") if newest else None
@@ -214,16 +214,16 @@ def _host_parts(views: Sequence[View], rss: int) -> tuple[Part, ...]:
     parts = _parts(row for view in views for row in view.memory if row.tier in tiers)
     rest = max(rss - sum(part.nbytes for part in parts), 0)
     name = f"{PROCESS}, activations" if "device" in tiers else PROCESS
-    whole = (*parts, Part(name, rest)) if rest else parts
-    return tuple(sorted(whole, key=lambda part: -part.nbytes))
+    all_parts = (*parts, Part(name, rest)) if rest else parts
+    return tuple(sorted(all_parts, key=lambda part: -part.nbytes))
 
 
 def _planned_host(views: Sequence[View]) -> int:
-    """Return the planned bytes of these ranks, their processes' own included."""
+    """Return the planned bytes of these ranks, including those of their processes."""
     tiers = ("host", "device") if views and is_on_cpu(views[0]) else ("host",)
     sizes = [size for view in views for (tier, _), size in planned(view).items() if tier in tiers]
-    own = [view.start.plan.get("process_bytes") for view in views if view.start]
-    return sum(sizes) + sum(size for size in own if isinstance(size, int)) if sizes else 0
+    process_sizes = [view.start.plan.get("process_bytes") for view in views if view.start]
+    return sum(sizes) + sum(size for size in process_sizes if isinstance(size, int)) if sizes else 0
 
 
 def _neighbours(views: Sequence[View]) -> list[View]:
@@ -242,19 +242,19 @@ def _resident(view: View, live: Live | None) -> int:
 
 
 def _peak(views: Sequence[View], tier: str) -> int:
-    """Return the most of any step until now, of all these ranks; 0: not known."""
-    found = [v.history.series[f"{tier}_peak_bytes"].extent(0, v.length)[1] for v in views]
+    """Return the sum over these ranks of the peak of any step until now; 0: not known."""
+    logged = [v.history.series[f"{tier}_peak_bytes"].extent(0, v.length)[1] for v in views]
     newest = [
         (view.live.most("allocated" if tier == "device" else "rss") or 0) if view.live else 0
         for view in views
     ]
-    most = (max(a if math.isfinite(a) else 0.0, b) for a, b in zip(found, newest, strict=True))
+    most = (max(a if math.isfinite(a) else 0.0, b) for a, b in zip(logged, newest, strict=True))
     return round(sum(most))
 
 
-def _gpu(view: View, own: schema.System | None) -> schema.GpuSample | None:
+def _gpu(view: View, local_system: schema.System | None) -> schema.GpuSample | None:
     """Return the newest sample of the rank's GPU; the only one of a log without UUIDs."""
-    system = own or view.system
+    system = local_system or view.system
     gpus = system.gpus if system else ()
     named = [gpu for gpu in gpus if gpu.uuid == _uuid(view)]
     return named[0] if named else gpus[0] if len(gpus) == 1 else None
@@ -304,40 +304,43 @@ _Stretch = tuple[tuple[Part, ...], int, int]
 
 
 def device_history(view: View, tier: Tier) -> Area:
-    """Return a GPU's memory over time: owners, the most of what moves, others, and the limit."""
-    found: list[_Stretch | None] = []
+    """Return a GPU's memory over time: owners, peak of moving tensors, others, and the limit."""
+    stretches: list[_Stretch | None] = []
     for live in view.history.live.stretches(view.time_s, _COLUMNS):
         if live is None:
-            found.append(None)
+            stretches.append(None)
             continue
         peak = live.at_peak("allocated", "reserved")
         parts = _device_parts(View.at(view.history, live.time_s).memory or view.memory, peak)
-        found.append((parts, *_beside(parts, peak, None, tier.total)))
-    return _area(tier.title, found, view, tier)
+        stretches.append((parts, *_cache_and_other_bytes(parts, peak, None, tier.total)))
+    return _area(tier.title, stretches, view, tier)
 
 
 def host_history(views: Sequence[View], tier: Tier) -> Area:
     """Return the host's memory over time; times are those of the first rank's records."""
     there = _neighbours(views)
-    found: list[_Stretch | None] = []
+    stretches: list[_Stretch | None] = []
     for live in there[0].history.live.stretches(there[0].time_s, _COLUMNS):
         if live is None:
-            found.append(None)
+            stretches.append(None)
             continue
         then = [View.at(view.history, live.time_s) for view in there]
-        seen = [(view.live or live).most("rss") or 0 for view in then[1:]]
-        parts = _host_parts(then, sum(seen, live.most("rss") or 0))
+        rss_bytes = [(view.live or live).most("rss") or 0 for view in then[1:]]
+        parts = _host_parts(then, sum(rss_bytes, live.most("rss") or 0))
         available = live.now("available")
         used = sum(part.nbytes for part in parts)
-        others = 0 if available is None else max(tier.total - available - used, 0)
-        found.append((parts, 0, others))
-    return _area(tier.title, found, there[0], tier)
+        other_bytes = 0 if available is None else max(tier.total - available - used, 0)
+        stretches.append((parts, 0, other_bytes))
+    return _area(tier.title, stretches, there[0], tier)
 
 
-def _area(title: str, found: Sequence[_Stretch | None], view: View, tier: Tier) -> Area:
+def _area(title: str, stretches: Sequence[_Stretch | None], view: View, tier: Tier) -> Area:
     """Return bands in the order of the bar: its largest owners, the rest of them, cache, others."""
     names = [part.owner for part in tier.parts]
-    columns = [None if one is None else (*_bands(one[0], names), *one[1:]) for one in found]
+    columns = [
+        None if stretch is None else (*_bands(stretch[0], names), *stretch[1:])
+        for stretch in stretches
+    ]
     extent = view.history.live.extent_s(view.time_s)
     ago = f"{units.format_duration(extent[1] - extent[0])} ago" if extent else ""
     return Area(title, tuple(columns), tier.total, tier.planned, (ago, "now"))

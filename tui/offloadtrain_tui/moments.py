@@ -1,4 +1,4 @@
-"""The event list: what a record says, in a line."""
+"""The event list: each record as a line of text."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Moment:
 
 def moment_of(record: Record, line: bytes) -> Moment | None:
     """Return the line of the event list for a record, if any."""
-    tell = _TOLD.get(type(record.event))
-    if tell is None:
+    describe = _DESCRIBE.get(type(record.event))
+    if describe is None:
         return None
-    level, text = tell(record.event)
+    level, text = describe(record.event)
     if not text:
         return None
     step = getattr(record.event, "step", None)
@@ -44,7 +44,7 @@ def moment_of(record: Record, line: bytes) -> Moment | None:
     return Moment(record.time_s, step, kind, level, clean(text), record.rank, line)
 
 
-def _told_start(event: schema.RunStarted) -> tuple[str, str]:
+def _describe_start(event: schema.RunStarted) -> tuple[str, str]:
     what = "started" if not event.start_step else f"resumes after step {event.start_step}"
     return "good", f"{event.name} {what}, pid {event.pid}"
 
@@ -53,8 +53,8 @@ def set_up_words(event: schema.SetUp) -> str:
     """Return, for example, "set up in 1m32s (reading weights 40 s, page-locking memory 22 s)"."""
     longest = sorted(event.parts_s.items(), key=lambda item: -item[1])[:3]
     parts = ", ".join(f"{clean(what, 60)} {units.format_seconds(s)}" for what, s in longest)
-    told = f"set up in {units.format_duration(event.duration_s)}"
-    return f"{told} ({parts})" if parts else told
+    text = f"set up in {units.format_duration(event.duration_s)}"
+    return f"{text} ({parts})" if parts else text
 
 
 def set_up_line(now: SetUpNow, now_s: float, *, is_over: bool) -> str:
@@ -65,11 +65,11 @@ def set_up_line(now: SetUpNow, now_s: float, *, is_over: bool) -> str:
     """
     until_s = now.time_s if is_over else now_s
     spent = units.format_duration(max(until_s - now.since_s, 1.0))
-    told = _set_up_now(now)
+    progress = _set_up_now(now)
     return (
-        f"set-up, last seen after {spent}: {told}"
+        f"set-up, last seen after {spent}: {progress}"
         if is_over
-        else (f"setting up: {told}, {spent} so far")
+        else (f"setting up: {progress}, {spent} so far")
     )
 
 
@@ -82,35 +82,35 @@ def _set_up_now(now: SetUpNow) -> str:
     return f"{clean(now.part, 60)} {share}% ({done} of {total})"
 
 
-def _told_end(event: schema.RunEnded) -> tuple[str, str]:
+def _describe_end(event: schema.RunEnded) -> tuple[str, str]:
     level = {"done": "good", "stopped": "warning"}.get(event.status, "error")
     return level, f"{event.status} at step {event.step}" + (
         f": {event.message}" if event.message else ""
     )
 
 
-def _told_checkpoint(event: schema.Checkpoint) -> tuple[str, str]:
+def _describe_checkpoint(event: schema.Checkpoint) -> tuple[str, str]:
     return "error" if event.state == "failed" else "good", f"{event.state} {event.path}"
 
 
-def _told_alert(event: schema.Alert) -> tuple[str, str]:
+def _describe_alert(event: schema.Alert) -> tuple[str, str]:
     if event.state == "cleared":
         return "good", f"{event.code} is over: {event.message}"
     return event.level, f"{event.code}: {event.message}"
 
 
-def _told_control(event: schema.Control) -> tuple[str, str]:
+def _describe_control(event: schema.Control) -> tuple[str, str]:
     level = {"done": "good", "refused": "error"}.get(event.state, "info")
     return level, f"{event.action} {event.state}" + (f": {event.message}" if event.message else "")
 
 
-_TOLD: dict[type, Callable[[Any], tuple[str, str]]] = {
-    schema.RunStarted: _told_start,
+_DESCRIBE: dict[type, Callable[[Any], tuple[str, str]]] = {
+    schema.RunStarted: _describe_start,
     schema.SetUp: lambda event: ("info", set_up_words(event)),
-    schema.RunEnded: _told_end,
-    schema.Checkpoint: _told_checkpoint,
-    schema.Alert: _told_alert,
-    schema.Control: _told_control,
+    schema.RunEnded: _describe_end,
+    schema.Checkpoint: _describe_checkpoint,
+    schema.Alert: _describe_alert,
+    schema.Control: _describe_control,
     schema.Warning_: lambda event: ("warning", f"{event.code}: {event.message}"),
     schema.Eval: lambda event: ("info", f"validation loss {event.val_loss:.4f}"),
     schema.PlanCompared: lambda event: ("info", event.message),

@@ -47,10 +47,10 @@ def watch(
     if screen not in PANELS:
         raise ValueError(f"screen = {screen!r}: choose one of {', '.join(PANELS)}")
     try:
-        (found,) = runs.find([Path(run)])
+        (run_path,) = runs.find([Path(run)])
     except RunError as error:
         raise ValueError(str(error)) from None
-    return Watch(found, screen, size, every_s)
+    return Watch(run_path, screen, size, every_s)
 
 
 class Watch:
@@ -65,13 +65,13 @@ class Watch:
         """Return the screen as it is now; takes about a second.
 
         Raises:
-            RuntimeError: it cannot be drawn, with what the drawing process said.
+            RuntimeError: it cannot be drawn; the message has the drawing process's error.
         """
         process = self._draw(most=1)
-        told, problem = process.communicate()
+        output, problem = process.communicate()
         if process.returncode:
             raise RuntimeError(f"the picture of {self._run.name} was not drawn: {problem}")
-        return str(json.loads(told))
+        return str(json.loads(output))
 
     def stop(self) -> None:
         """Leave the last picture as it is."""
@@ -111,10 +111,10 @@ class Watch:
     def _draw(self, most: int) -> subprocess.Popen[str]:
         width, height = self._size
         path = self._run.folder or self._run.logs[0]
-        told = (path, self._screen, width, height, self._every_s, most)
-        # Of endless pictures nobody reads why they end: the first one, alone, has said it.
+        arguments = (path, self._screen, width, height, self._every_s, most)
+        # Nobody reads the stderr of an endless series; `svg` has reported errors before.
         return subprocess.Popen(
-            [sys.executable, "-m", "offloadtrain_tui.pictures", *map(str, told)],
+            [sys.executable, "-m", "offloadtrain_tui.pictures", *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if most else subprocess.DEVNULL,

@@ -35,7 +35,7 @@ class Kind:
 
 
 STEADY = 0.2
-"""Of its value: a range in which one percent of noise is flat."""
+"""Least range of the axis, as a share of the value: noise of one percent looks flat."""
 
 
 def _percent(value: float | None) -> str:
@@ -46,7 +46,7 @@ def _bytes(value: float | None) -> str:
     return "-" if value is None else units.format_bytes(value)
 
 
-def _one(field: str, color: str = "primary") -> tuple[tuple[str, str, str, bool], ...]:
+def _single_curve(field: str, color: str = "primary") -> tuple[tuple[str, str, str, bool], ...]:
     return ((field, "", color, False),)
 
 
@@ -58,14 +58,14 @@ KINDS: dict[str, Kind] = {
         smoothed=True,
         least_range=0.02,
     ),
-    "grad_norm": Kind("gradient norm", _one("grad_norm", "accent"), log=True),
-    "lr": Kind("learning rate", _one("lr", "secondary"), log=True),
-    "loss_scale": Kind("loss scale", _one("loss_scale", "warning"), log=True),
+    "grad_norm": Kind("gradient norm", _single_curve("grad_norm", "accent"), log=True),
+    "lr": Kind("learning rate", _single_curve("lr", "secondary"), log=True),
+    "loss_scale": Kind("loss scale", _single_curve("loss_scale", "warning"), log=True),
     "tokens_per_s": Kind(
-        "tokens/s", _one("tokens_per_s", "success"), smoothed=True, least_range=STEADY
+        "tokens/s", _single_curve("tokens_per_s", "success"), smoothed=True, least_range=STEADY
     ),
-    "mfu": Kind("MFU", _one("mfu", "success"), form=_percent, least_range=STEADY),
-    "step_ms": Kind("step", _one("step_ms"), form=milliseconds, least_range=STEADY),
+    "mfu": Kind("MFU", _single_curve("mfu", "success"), form=_percent, least_range=STEADY),
+    "step_ms": Kind("step", _single_curve("step_ms"), form=milliseconds, least_range=STEADY),
     "phases": Kind(
         "forward, backward, optimizer",
         (
@@ -88,10 +88,16 @@ KINDS: dict[str, Kind] = {
         form=_bytes,
     ),
     "host_ms": Kind(
-        "CPU Adam and norms", _one("host_ms", "accent"), form=milliseconds, least_range=STEADY
+        "CPU Adam and norms",
+        _single_curve("host_ms", "accent"),
+        form=milliseconds,
+        least_range=STEADY,
     ),
     "exposed": Kind(
-        "waits, share of a step", _one("exposed_share", "error"), form=_percent, from_zero=True
+        "waits, share of a step",
+        _single_curve("exposed_share", "error"),
+        form=_percent,
+        from_zero=True,
     ),
 }
 
@@ -129,11 +135,11 @@ def plot(name: str, shown: ViewState) -> Plot:
 
 def _of_others(kind: Kind, shown: ViewState) -> list[Curve]:
     """Return the same series of the other runs, by position; averages where this run has one."""
-    field, found = kind.fields[0][0], []
+    field, curves = kind.fields[0][0], []
     span = shown.span if kind.smoothed else 0
-    for number, other in enumerate(shown.others):
+    for number, other in enumerate(shown.other_runs):
         view = other.first
         color = _RUN_COLORS[number % len(_RUN_COLORS)]
         series = view.history.smoothed(field, span) if span else view.history.series[field]
-        found.append(Curve(other.name[-12:], series, view.length, color))
-    return found
+        curves.append(Curve(other.name[-12:], series, view.length, color))
+    return curves

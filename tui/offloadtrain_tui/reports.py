@@ -61,13 +61,13 @@ def status(
     json_
         Print JSON; with --live or --watch one line each time.
     """
-    found = _find(run, runs_dir)
-    if found is None:
+    run_path = _find(run, runs_dir)
+    if run_path is None:
         return USAGE
-    reader, told = RunReader(found), None
+    reader, printed = RunReader(run_path), None
     while True:
         snapshot = reader.read_to_end(time.time())
-        if not watch or told != (told := _watched(snapshot)):
+        if not watch or printed != (printed := _watched(snapshot)):
             print(_printed(snapshot, json_=json_, one_line=live or watch), flush=True)
         if not (live or watch) or snapshot.state not in runs.ALIVE:
             _tell_problem(snapshot)
@@ -98,8 +98,8 @@ def list_all(
     if rows and not json_:
         print(_HEADER)
     for row in rows:
-        told = sanitize_json(json.dumps(asdict(row), default=str)) if json_ else _row(row, now_s)
-        print(told)
+        text = sanitize_json(json.dumps(asdict(row), default=str)) if json_ else _row(row, now_s)
+        print(text)
     return DONE
 
 
@@ -124,10 +124,10 @@ def show_events(
     json_
         Print the raw records of the log, including steps and samples.
     """
-    found = _find(run, runs_dir)
-    if found is None:
+    run_path = _find(run, runs_dir)
+    if run_path is None:
         return USAGE
-    for text in _told(RunReader(found), follow=follow, raw=json_):
+    for text in _event_lines(RunReader(run_path), follow=follow, raw=json_):
         print(text, flush=follow)
     return DONE
 
@@ -155,19 +155,19 @@ def ctl(
     wait
         Seconds to wait for the answer; 0: do not wait.
     """
-    found = _find(run, Path("runs"))
-    if found is None or found.folder is None:
+    run_path = _find(run, Path("runs"))
+    if run_path is None or run_path.folder is None:
         return USAGE
-    snapshot = RunReader(found).read_to_end(time.time())
+    snapshot = RunReader(run_path).read_to_end(time.time())
     if snapshot.state not in runs.ALIVE:
-        print(f"{found.folder} is not running: it is {snapshot.state}", file=sys.stderr)
+        print(f"{run_path.folder} is not running: it is {snapshot.state}", file=sys.stderr)
         return FAILED
     try:
-        asked = requests.write(found.folder, action, message)
+        request_id = requests.write(run_path.folder, action, message)
     except requests.RequestError as error:
         print(error, file=sys.stderr)
         return USAGE
-    return _answer(found, asked, wait)
+    return _answer(run_path, request_id, wait)
 
 
 # ---- what is printed
@@ -238,8 +238,8 @@ def report(snapshot: Snapshot) -> str:
     """Return a snapshot as a few lines."""
     view = snapshot.first
     lines = [clean(snapshot.name), line(snapshot)]
-    if told := ", ".join(filter(None, (against_plan(view), bound_by(view)))):
-        lines.append(told)
+    if summary := ", ".join(filter(None, (against_plan(view), bound_by(view)))):
+        lines.append(summary)
     if snapshot.out_of_memory:
         lines.append(_death(view))
     if snapshot.set_up is not None:
@@ -247,12 +247,12 @@ def report(snapshot: Snapshot) -> str:
     if view.val_loss is not None:
         lines.append(f"validation loss {view.val_loss:.4f}")
     for tier in ("device", "host"):
-        held = [row for row in view.memory if row.tier == tier]
-        total = units.format_bytes(sum(row.num_bytes for row in held))
+        rows = [row for row in view.memory if row.tier == tier]
+        total = units.format_bytes(sum(row.num_bytes for row in rows))
         largest = ", ".join(
-            f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in held[:4]
+            f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in rows[:4]
         )
-        lines.append(f"{tier}: {total} ({largest})" if held else f"{tier}: not known yet")
+        lines.append(f"{tier}: {total} ({largest})" if rows else f"{tier}: not known yet")
     lines += [
         f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in view.active_alerts()
     ]
@@ -269,11 +269,11 @@ def _death(view: View) -> str:
     free, total = (
         units.format_bytes(size) for size in (last.host_available_bytes, last.host_total_bytes)
     )
-    own = units.format_bytes(last.rss_bytes)
-    return f"{text}; last logged: {free} of {total} available, {own} held by rank 0"
+    rss = units.format_bytes(last.rss_bytes)
+    return f"{text}; last logged: {free} of {total} available, {rss} held by rank 0"
 
 
-def told(moment: Moment) -> str:
+def moment_line(moment: Moment) -> str:
     """Return an event as one line."""
     try:
         time_text = datetime.fromtimestamp(moment.time_s).strftime("%Y-%m-%d %H:%M:%S")
@@ -296,8 +296,8 @@ def _row(row: RunRow, now_s: float) -> str:
     )
     age_s = None if row.last_s is None else max(now_s - row.last_s, 0.0)
     ago = "-" if age_s is None else f"{units.format_duration(age_s)} ago"
-    told = f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago:<11}"
-    return f"{told}  {row.labels.text}".rstrip()
+    text = f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago:<11}"
+    return f"{text}  {row.labels.text}".rstrip()
 
 
 # ---- reading
@@ -317,17 +317,17 @@ def _tell_refused(refused: Sequence[str]) -> None:
 
 def _find(run: Path | None, runs_dir: Path) -> RunPath | None:
     try:
-        found = runs.find([run] if run is not None else [], runs_dir)
+        run_paths = runs.find([run] if run is not None else [], runs_dir)
     except runs.RunError as error:
         print(error, file=sys.stderr)
         return None
-    if not found:
+    if not run_paths:
         print(f"no runs in {runs_dir}: give a run folder", file=sys.stderr)
         return None
-    return found[0]
+    return run_paths[0]
 
 
-def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
+def _event_lines(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
     """Yield every moment once, the oldest first; `raw`: every record."""
     if raw:
         yield from _raw(reader.run, follow=follow)
@@ -340,7 +340,9 @@ def _told(reader: RunReader, *, follow: bool, raw: bool) -> Iterator[str]:
             rank = view.history.rank
             fresh += view.moments[shown.get(rank, 0) :]
             shown[rank] = len(view.moments)
-        yield from (told(moment) for moment in sorted(fresh, key=lambda one: one.time_s))
+        yield from (
+            moment_line(moment) for moment in sorted(fresh, key=lambda moment: moment.time_s)
+        )
         if not follow or snapshot.state not in runs.ALIVE:
             _tell_problem(snapshot)
             return
@@ -351,27 +353,27 @@ def _raw(run: RunPath, *, follow: bool) -> Iterator[str]:
     tails = [Tail(path) for path in run.logs]
     while True:
         alive = runs.is_alive(run.folder)
-        found = False
+        any_lines = False
         for tail in tails:
             for text in tail.poll():
-                found = True
+                any_lines = True
                 if log_lines.from_line(text) is not None:
                     yield sanitize_json(text.decode(errors="replace"))
-        if not found and (not follow or not alive):
+        if not any_lines and (not follow or not alive):
             _tell_refused([tail.refused for tail in tails if tail.refused])
             return
-        if not found:
+        if not any_lines:
             time.sleep(_FOLLOW_EVERY_S)
 
 
-def _answer(run: RunPath, asked: str, wait_s: float) -> int:
+def _answer(run: RunPath, request_id: str, wait_s: float) -> int:
     """Print the states of a request until it is done or refused."""
     reader, shown = RunReader(run), 0
     until = time.monotonic() + wait_s
     while time.monotonic() < until:
         snapshot = reader.read_to_end(time.time())
         history: History = snapshot.first.history
-        answers = [answer for answer in history.controls.values if answer.id == asked]
+        answers = [answer for answer in history.controls.values if answer.id == request_id]
         for answer in answers[shown:]:
             text = f": {clean(answer.message)}" if answer.message else ""
             print(f"{answer.action} {answer.state}{text}")

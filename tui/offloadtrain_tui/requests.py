@@ -26,10 +26,10 @@ def write(folder: Path, action: str, message: str = "") -> str:
     if action not in ACTIONS:
         raise RequestError(f"'{action}' is not one of {', '.join(ACTIONS)}")
     name = f"{time.time_ns()}-{secrets.token_hex(4)}"
-    asked = {"action": action, "message": message[:LONGEST_NOTE], "time_s": time.time()}
+    request = {"action": action, "message": message[:LONGEST_NOTE], "time_s": time.time()}
     control = folder / "control"
     try:
-        replace_file(own_folder(control) / f"{name}.json", json.dumps(asked))
+        replace_file(own_folder(control) / f"{name}.json", json.dumps(request))
     except OSError as error:
         raise RequestError(f"{control} cannot be written: {error.strerror}") from error
     return name

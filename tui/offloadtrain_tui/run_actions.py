@@ -1,4 +1,4 @@
-"""What the monitor writes when it is told to: requests to a run, and files for the user."""
+"""Files that the monitor writes for the user: requests to a run, and exports."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Setti
         OSError: it cannot be read, or belongs to another user.
     """
     try:
-        text = read_text(file, max_bytes=_MOST_BYTES, follow_link=True, own=True)
+        text = read_text(file, max_bytes=_MOST_BYTES, follow_link=True, trusted_owner=True)
     except FileNotFoundError:
         return DEFAULTS
     kinds = toml.field_kinds(Settings)

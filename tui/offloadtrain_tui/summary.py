@@ -30,7 +30,7 @@ SIGNS = {
 }
 ColorOf = dict[str, str]
 WIDE_HEADLINE = 100
-_BESIDE_NAME = 46
+_WIDTH_WITHOUT_NAME = 46
 """Columns of state, step and progress."""
 SHOWN_ALERTS = 2
 TREND_STEPS = 20
@@ -40,7 +40,7 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     """Return name, state, progress and end, in so many columns."""
     view, state = shown.view, shown.state
     text = Text(no_wrap=True, overflow="ellipsis")
-    name, room = clean(shown.snapshot.name), max(width - _BESIDE_NAME, 12)
+    name, room = clean(shown.snapshot.name), max(width - _WIDTH_WITHOUT_NAME, 12)
     text.append(f" {name if len(name) <= room else f'{name[: room - 1]}…'} ", "bold")
     text.append(f"{SIGNS.get(state, '')} {state}", colors.get(state, ""))
     if shown.snapshot.out_of_memory:
@@ -56,7 +56,7 @@ def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     elif view.step:
         text.append(f"  step {view.step}")
     text.append(_end(shown, state))
-    if not shown.snapshot.whole and state != "opening":
+    if not shown.snapshot.is_complete and state != "opening":
         text.append("  reading…", "dim")
     return text
 
@@ -108,7 +108,7 @@ def numbers(shown: ViewState, width: int = 120) -> Text:
 
 
 def before_first_step(shown: ViewState) -> str:
-    """Say what a run does that has no step yet."""
+    """Return the activity of a run that has no step yet."""
     view, state = shown.view, shown.state
     start = view.start
     if shown.is_live and (now := shown.snapshot.set_up):

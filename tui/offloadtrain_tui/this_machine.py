@@ -68,7 +68,7 @@ def _named(gpu: GpuSample) -> GpuSample:
 def _with_owner(process: GpuProcess) -> GpuProcess:
     """Add user and command; they stay empty for a process of another container."""
     try:
-        found = psutil.Process(process.pid)
-        return replace(process, user=found.username(), command=" ".join(found.cmdline()))
+        details = psutil.Process(process.pid)
+        return replace(process, user=details.username(), command=" ".join(details.cmdline()))
     except (psutil.Error, OSError, ValueError):
         return process

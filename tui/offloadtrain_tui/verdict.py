@@ -1,4 +1,4 @@
-"""What bounds a step, how fast it is against the plan, and when the run ends."""
+"""The bound of a step, its speed against the plan, and the end of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offloadtrain_tui.words import lane_word, percent
 
 RECENT_STEPS = 20
 _LEAST_SHARE = 0.3
-"""Of a step: what takes less does not bound it."""
+"""A cause with a smaller share of the step does not bound it."""
 
 
 def newest_loss(view: View) -> str:
@@ -32,27 +32,27 @@ def bound_by(view: View) -> str:
     first = max(parts, key=lambda lane: parts[lane])
     if parts[first] < _LEAST_SHARE:
         return ""
-    told = f"bound by {lane_word(first, rule).upper()} {percent(parts[first])}"
+    text = f"bound by {lane_word(first, rule).upper()} {percent(parts[first])}"
     waits = {lane: share for lane, share in parts.items() if lane not in ("compute", "data")}
     if first in waits:
-        return f"{told}: compute waits, and works {percent(parts['compute'])}"
+        return f"{text}: compute waits, and works {percent(parts['compute'])}"
     waited = sum(waits.values())
     longest = max(waits, key=lambda lane: waits[lane], default="")
-    return f"{told}, waits {percent(waited)}" + (
+    return f"{text}, waits {percent(waited)}" + (
         f" ({lane_word(longest, rule)})" if longest and waited >= 0.0005 else ""
     )
 
 
 def shares(view: View) -> dict[str, float]:
-    """Return the recent steps' time by what it went to: compute, data, each lane waited for."""
+    """Return the shares of the recent steps' time: compute, data, each lane waited for."""
     step_ms = _recent(view, view.history.series["step_ms"].values)
     compute_ms = _recent(view, view.history.busy["compute"].values)
     if not step_ms or not compute_ms:
         return {}
     waited = _recent(view, view.history.series["exposed_ms"].values) / step_ms
     data = _recent(view, view.history.series["data_ms"].values) / step_ms
-    found = {"compute": min(compute_ms / step_ms, 1.0), "data": data}
-    return found | {lane: waited * part for lane, part in waited_for(view).items()}
+    by_cause = {"compute": min(compute_ms / step_ms, 1.0), "data": data}
+    return by_cause | {lane: waited * part for lane, part in waited_for(view).items()}
 
 
 def waited_for(view: View) -> dict[str, float]:
@@ -97,11 +97,11 @@ def _pauses(view: View) -> tuple[Pause, Pause]:
         view.setting("train", "checkpoint_every"),
     )
     both = bool(eval_every and save_every and save_every % eval_every == 0)
-    stalled_s = _held_up_s(view, save_every) - (evaluation_s if both else 0.0)
+    stalled_s = _checkpoint_stall_s(view, save_every) - (evaluation_s if both else 0.0)
     return Pause(eval_every, evaluation_s), Pause(save_every, max(stalled_s, 0.0))
 
 
-def _held_up_s(view: View, every: int) -> float:
+def _checkpoint_stall_s(view: View, every: int) -> float:
     """Return the time between the newest checkpoint's step and the next, beyond its own time."""
     steps, series = view.history.steps, view.history.series["step_ms"]
     if not every:

@@ -24,7 +24,7 @@ class ViewState:
 
     Attributes:
         snapshot: newest snapshot of the displayed run.
-        others: runs whose curves are overlaid.
+        other_runs: runs whose curves are overlaid.
         now_s: the clock.
         cursor: selected position in the steps of rank 0; None: the newest.
         at_s: in a replay, its current time.
@@ -36,7 +36,7 @@ class ViewState:
 
     snapshot: Snapshot
     now_s: float
-    others: tuple[Snapshot, ...] = ()
+    other_runs: tuple[Snapshot, ...] = ()
     cursor: int | None = None
     at_s: float | None = None
     zoom: int = 0
@@ -108,13 +108,13 @@ class ViewState:
 
     def jumped(self, direction: int) -> ViewState:
         """Move the cursor to the next or the previous mark."""
-        found = sorted({position for position, _, _ in marks(self.newest)})
+        positions = sorted({position for position, _, _ in marks(self.newest)})
         here = self.newest.length - 1 if self.cursor is None else self.cursor
         if direction < 0:
-            index = bisect_left(found, here) - 1
-            return replace(self, cursor=found[index]) if index >= 0 else self
-        index = bisect_right(found, here)
-        return replace(self, cursor=found[index] if index < len(found) else None)
+            index = bisect_left(positions, here) - 1
+            return replace(self, cursor=positions[index]) if index >= 0 else self
+        index = bisect_right(positions, here)
+        return replace(self, cursor=positions[index] if index < len(positions) else None)
 
     def to_time(self, time_s: float) -> ViewState:
         """Move the cursor to the newest step at a time."""
@@ -135,7 +135,7 @@ def marks(view: View, window: Window | None = None) -> list[tuple[int, str, str]
     if not view.length or window.lo >= window.hi:
         return []
     lo, hi = bisect_left(history.skipped, window.lo), bisect_left(history.skipped, window.hi)
-    found = [(position, "✗", "error") for position in _thinned(history.skipped, lo, hi)]
+    placed = [(position, "✗", "error") for position in _thinned(history.skipped, lo, hi)]
     begin_s = times[window.lo] if window.lo else -math.inf
     end_s = times[window.hi] if window.hi < view.length else view.time_s
     for timed, sign, color in (
@@ -148,8 +148,8 @@ def marks(view: View, window: Window | None = None) -> list[tuple[int, str, str]
             continue
         for time_s in _thinned(timed.times, lo, hi):
             position = max(bisect_right(times, time_s, hi=view.length) - 1, 0)
-            found.append((position, sign, color))
-    return found
+            placed.append((position, sign, color))
+    return placed
 
 
 def _thinned(values: list[Any], lo: int, hi: int) -> list[Any]:

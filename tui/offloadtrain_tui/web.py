@@ -59,18 +59,18 @@ def command(
     runs: Sequence[str], options: Mapping[str, object], flags: Mapping[str, bool]
 ) -> list[str]:
     """Return the command line of one tab."""
-    given = [word for key, value in options.items() if value for word in (key, str(value))]
+    arguments = [word for key, value in options.items() if value for word in (key, str(value))]
     raised = [key for key, is_set in flags.items() if is_set]
-    return [sys.executable, "-m", "offloadtrain", "tui", *runs, *given, *raised]
+    return [sys.executable, "-m", "offloadtrain", "tui", *runs, *arguments, *raised]
 
 
 def end_without_server() -> None:
-    """End this tab's process if its server is gone, which holds the other end of its stdin: nobody
-    reads what it draws, and textual would go on drawing."""
+    """End this tab's process if its server, which has the other end of its stdin, is gone:
+    textual would go on drawing for no reader."""
     stdin = select.poll()
-    stdin.register(sys.__stdin__ or 0, 0)  # no events asked for: a hang-up is told in any case
+    stdin.register(sys.__stdin__ or 0, 0)  # without events: POLLHUP is always reported
     if stdin.poll(0):
-        os._exit(0)  # an orderly end would write to nobody
+        os._exit(0)  # an orderly end would write to a closed pipe
 
 
 def is_from_here(host: str, origin: str | None, served: str) -> bool:
@@ -105,8 +105,8 @@ def _is_address(name: str) -> bool:
 
 
 def with_policy(response: web.StreamResponse, url: str) -> web.StreamResponse:
-    """Return the response, whose page loads nothing from elsewhere: textual-serve's names a font of
-    Google's, for which a machine without the internet would wait."""
+    """Return the response with a policy that loads nothing from other hosts: textual-serve's page
+    names a font of Google's, for which a machine without the internet would wait."""
     if not response.prepared:
         socket_url = url.replace("http", "ws", 1)
         policy = f"default-src 'self' {url} {socket_url} data: 'unsafe-inline'"

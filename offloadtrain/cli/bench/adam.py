@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offloadtrain.cli.bench.peers import (
     BYTES_PER_PARAM,
-    WHOLE_PATH_BYTES,
+    FULL_PATH_BYTES,
     deepspeed_cases,
     torch_cases,
 )
@@ -100,8 +100,8 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
     }
     requests = [
         BufferSpec(f"{name} {field.name}", field.numel(numel), field.dtype or "bfloat16")
-        for name, kept in fields.items()
-        for field in kept
+        for name, state_fields in fields.items()
+        for field in state_fields
     ]
     requests += [BufferSpec("out", numel, "float32")] * 3
     requests += [
@@ -110,7 +110,10 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
     ]
     requests.append(BufferSpec("wide", numel, "float32"))
     tensors = iter(Arena(Ledger(), pin=False).map(requests))
-    made = {name: _TYPES[name](*(next(tensors) for _ in kept)) for name, kept in fields.items()}
+    made = {
+        name: _TYPES[name](*(next(tensors) for _ in state_fields))
+        for name, state_fields in fields.items()
+    }
     out = Fp32State(*(next(tensors) for _ in range(3)))
     squares, layout = torch.zeros(1, dtype=torch.float64), Layout.of_one(numel)
     buffers = Buffers(made, out, next(tensors), next(tensors), next(tensors), layout, squares)
@@ -124,7 +127,7 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
 
 def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
     """Return cases: every format in every backend, then those of the preferred backend only."""
-    b, found = buffers, dict[Label, Case]()
+    b, cases = buffers, dict[Label, Case]()
     for backend in backends:
         name = f"{backend.name} {backend.isa}".removesuffix(" -")
         for format, state in b.states.items():
@@ -133,14 +136,14 @@ def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case
             traffic = float(FORMATS[format].traffic_per_param(ADAM_MOMENTS, 2, 2))
             working = b.working if format == "fp32" else None
             step = partial(kernels.update, state, b.grad, SCALARS, working=working, layout=b.layout)
-            found[Label(ONE_PASS, name, format, traffic)] = _under(backend, step)
-    return found | _rule_cases(buffers, backends[0]) | _other_cases(buffers, backends[0])
+            cases[Label(ONE_PASS, name, format, traffic)] = _under(backend, step)
+    return cases | _rule_cases(buffers, backends[0]) | _other_cases(buffers, backends[0])
 
 
 def _rule_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
     """Return every other rule in every format that keeps its moments, over Adam's memory."""
     name = f"{backend.name} {backend.isa}".removesuffix(" -")
-    found: dict[Label, Case] = {}
+    cases: dict[Label, Case] = {}
     for rule, scalars in RULES.items():
         for format, state in b.states.items():
             declared = FORMATS[format]
@@ -157,16 +160,16 @@ def _rule_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
                 layout=b.layout,
             )
             traffic = float(declared.traffic_per_param(scalars.moments, 2, 2))
-            found[Label(f"{ONE_PASS}, {rule}", name, format, traffic)] = _under(backend, step)
-    return found
+            cases[Label(f"{ONE_PASS}, {rule}", name, format, traffic)] = _under(backend, step)
+    return cases
 
 
 def _of_rule(state: State, scalars: Scalars) -> State:
     """Adam's state, without the moments that another rule does not have."""
     # A sum of squares is positive: Adam's second moment, in the formats that keep it alike.
-    kept = ADAM_MOMENTS[::-1] if scalars.moments == ("sum",) else ADAM_MOMENTS
+    moments = ADAM_MOMENTS[::-1] if scalars.moments == ("sum",) else ADAM_MOMENTS
     by_name = dict(zip(state.names(), state, strict=True))
-    fields = state.format.fields(kept[: len(scalars.moments)])
+    fields = state.format.fields(moments[: len(scalars.moments)])
     return type(state)(*(by_name[field.name] for field in fields))
 
 
@@ -201,12 +204,12 @@ def _under(backend: Backend, run: Callable[[], object]) -> Case:
 def peer_cases(b: Buffers) -> dict[Label, Case]:
     """Return the cases of torch and DeepSpeed."""
     arguments = (b.fp32, b.grad, b.working, b.wide, SCALARS)
-    found: dict[Label, Case] = {}
+    by_label: dict[Label, Case] = {}
     for backend, cases in (("torch", torch_cases), ("deepspeed", deepspeed_cases)):
         for name, run in cases(*arguments).items():
-            size = BYTES_PER_PARAM.get(name, WHOLE_PATH_BYTES)
-            found[Label(name, backend, "fp32", float(size))] = run
-    return found
+            size = BYTES_PER_PARAM.get(name, FULL_PATH_BYTES)
+            by_label[Label(name, backend, "fp32", float(size))] = run
+    return by_label
 
 
 def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
@@ -220,9 +223,9 @@ def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
 def backends_measured() -> list[Backend]:
     """Return the backends without plain torch, the oracle, and without baseline if there is a
     better one."""
-    found = [backend for backend in kernels.available() if backend.name != "torch"]
-    native = [backend for backend in found if backend.name == "native"]
-    return [b for b in found if b.isa != "baseline" or len(native) == 1]
+    backends = [backend for backend in kernels.available() if backend.name != "torch"]
+    native = [backend for backend in backends if backend.name == "native"]
+    return [b for b in backends if b.isa != "baseline" or len(native) == 1]
 
 
 def run(
@@ -239,8 +242,8 @@ def run(
     for count in threads:
         backends = [replace(backend, threads=count) for backend in backends_measured()]
         ours = our_cases(buffers, backends)
-        asked = {label: case for label, case in ours.items() if label.state in {"-", *states}}
-        cases = limit_case(buffers, backends) | asked | peers
+        selected = {label: case for label, case in ours.items() if label.state in {"-", *states}}
+        cases = limit_case(buffers, backends) | selected | peers
         by_key = {label.key: case for label, case in cases.items()}
         # Of one thread the processor's time, which other work on the machine lengthens less.
         clock = time.process_time if count == 1 else time.perf_counter

@@ -1,9 +1,8 @@
-"""State on the disk against what the drive reads and writes at once.
+"""Compare the update of state on the disk with the drive's rate of concurrent reads and writes.
 
-The bound of an update is what sequential O_DIRECT reads and writes of the same bytes take when
-both run at once and nothing else does (`drive_cases`). The engine reads, updates and writes as
-many bytes in the `step()` of a model, whose gradients were there before. All cases run in turn,
-once per round.
+The bound of an update is the time of concurrent sequential O_DIRECT reads and writes of the same
+bytes, with nothing else running (`drive_cases`). The engine reads, updates and writes as many bytes
+in the `step()` of a model whose gradients are ready. The cases alternate, each once per round.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class DiskRow:
     Attributes:
         num_bytes: read and written.
         gb_per_s: their median rate.
-        x_bound: median over the rounds of bound over time; None for what is no update.
+        x_bound: median over the rounds of bound over time; None: the case is not an update.
     """
 
     case: str
@@ -82,7 +81,7 @@ def _row(case: str, num_bytes: int, seconds: Seconds) -> DiskRow:
 
 @contextmanager
 def _engine(folder: str, width: int) -> Iterator[_Update]:
-    """Run what `step()` does once all gradients are on the host."""
+    """Run the part of `step()` after all gradients are on the host."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(BUCKETS)))
     lanes = ThreadLanes()
     with on_lanes(lanes):
@@ -131,7 +130,7 @@ def table(rows: Sequence[DiskRow]) -> str:
 
 
 def machine_keys(rows: Sequence[DiskRow]) -> str:
-    """Return what a machine file says of this drive; `doctor` measures less of it."""
+    """Return the rates of this drive for a machine file; `doctor` measures fewer bytes."""
     rates = {row.case: row.gb_per_s for row in rows}
     return (
         f"for a machine file: disk_read_gbps = {rates[READ]:.2f}, disk_write_gbps = "
@@ -141,6 +140,6 @@ def machine_keys(rows: Sequence[DiskRow]) -> str:
 
 def verdict(rows: Sequence[DiskRow]) -> str:
     """Compare the engine's update with the goal."""
-    found = next(row.x_bound for row in rows if row.x_bound is not None)
-    word = "reached" if found >= GOAL else "missed"
-    return f"goal: the engine's update at {GOAL} of the bound or more: {found:.2f}, {word}"
+    x_bound = next(row.x_bound for row in rows if row.x_bound is not None)
+    word = "reached" if x_bound >= GOAL else "missed"
+    return f"goal: the engine's update at {GOAL} of the bound or more: {x_bound:.2f}, {word}"

@@ -41,8 +41,8 @@ def drive_cases(folder: str, num_bytes: int) -> Iterator[Mapping[str, Case]]:
 
     def both() -> None:
         with ThreadPoolExecutor(2) as pool:
-            for one in (pool.submit(read), pool.submit(write, BUCKETS // 2)):
-                one.result()
+            for future in (pool.submit(read), pool.submit(write, BUCKETS // 2)):
+                future.result()
 
     try:
         yield {READ: read, WRITE: write, BOTH: both}

@@ -24,9 +24,9 @@ TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"
 DEEPSPEED_STEP, DEEPSPEED_PATH = "DeepSpeed, step alone", "DeepSpeed, whole path"
 DEEPSPEED_ZERO2 = "DeepSpeed, ZeRO-2's path"
 BYTES_PER_PARAM = {TORCH_STEP: 28, DEEPSPEED_STEP: 28, DEEPSPEED_ZERO2: 42}
-"""Memory traffic per parameter; a whole path has WHOLE_PATH_BYTES."""
+"""Memory traffic per parameter; a whole path has FULL_PATH_BYTES."""
 
-WHOLE_PATH_BYTES = 48
+FULL_PATH_BYTES = 48
 
 
 def torch_cases(
@@ -130,11 +130,11 @@ def _deepspeed_adam(param: torch.nn.Parameter, scalars: AdamScalars) -> Any:
 def _quietly(make: Callable[[], Any]) -> Any:
     """Redirect stdout, which is for data: its import and its compiler print there."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     try:
         os.dup2(2, 1)
         with contextlib.redirect_stdout(sys.stderr):
             return make()
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)

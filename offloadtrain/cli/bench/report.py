@@ -68,20 +68,20 @@ def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> 
     by_case = {label.case: seconds[label.key] for label in labels}
 
     def row(label: Label) -> Row:
-        own = seconds[label.key]
+        times = seconds[label.key]
         return Row(
             case=label.case,
             backend=label.backend,
             state=label.state,
             n=n,
             threads=threads,
-            ns_per_param=statistics.median(own) / n * 1e9,
+            ns_per_param=statistics.median(times) / n * 1e9,
             bytes_per_param=label.bytes_per_param,
-            x_limit=ratio(own, by_case.get(LIMIT)),
-            x_deepspeed_zero2=ratio(by_case.get(DEEPSPEED_ZERO2), own),
-            x_deepspeed_path=ratio(by_case.get(DEEPSPEED_PATH), own),
-            x_deepspeed_step=ratio(by_case.get(DEEPSPEED_STEP), own),
-            x_torch_path=ratio(by_case.get(TORCH_PATH), own),
+            x_limit=ratio(times, by_case.get(LIMIT)),
+            x_deepspeed_zero2=ratio(by_case.get(DEEPSPEED_ZERO2), times),
+            x_deepspeed_path=ratio(by_case.get(DEEPSPEED_PATH), times),
+            x_deepspeed_step=ratio(by_case.get(DEEPSPEED_STEP), times),
+            x_torch_path=ratio(by_case.get(TORCH_PATH), times),
         )
 
     return [row(label) for label in labels]
@@ -100,54 +100,58 @@ def _line(row: Row) -> str:
     size = "-" if row.bytes_per_param is None else f"{row.bytes_per_param:.2f}"
     return (
         f"{row.case:30} {row.backend:14} {row.state:8} {row.threads:3} {row.ns_per_param:8.3f} "
-        f"{size:>7} {_told(row.gb_per_s):>6} {_told(row.x_limit):>8} "
-        f"{_told(row.x_deepspeed_zero2):>9} {_told(row.x_deepspeed_path):>10} "
-        f"{_told(row.x_deepspeed_step):>10} {_told(row.x_torch_path):>13}"
+        f"{size:>7} {_figure(row.gb_per_s):>6} {_figure(row.x_limit):>8} "
+        f"{_figure(row.x_deepspeed_zero2):>9} {_figure(row.x_deepspeed_path):>10} "
+        f"{_figure(row.x_deepspeed_step):>10} {_figure(row.x_torch_path):>13}"
     )
 
 
-def _told(value: float | None) -> str:
+def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal: `found` at most or at least `bound`; None: not measured."""
+    """A goal: `measured` is at most or at least `bound`; None: not measured."""
 
     what: str
-    found: float | None
+    measured: float | None
     bound: float
     at_most: bool
 
     def __str__(self) -> str:
         sign = "<=" if self.at_most else ">="
-        if self.found is None:
+        if self.measured is None:
             return f"{self.what:48} {sign} {self.bound:5.2f}      -  not measured"
-        reached = self.found <= self.bound if self.at_most else self.found >= self.bound
+        reached = self.measured <= self.bound if self.at_most else self.measured >= self.bound
         verdict = "reached" if reached else "not reached"
-        return f"{self.what:48} {sign} {self.bound:5.2f} {self.found:6.2f}  {verdict}"
+        return f"{self.what:48} {sign} {self.bound:5.2f} {self.measured:6.2f}  {verdict}"
 
 
 def goals(rows: Sequence[Row], dispatch_us: float) -> list[Goal]:
     """Return the goals of the kernels, for every measured number of threads."""
-    found: list[Goal] = []
+    result: list[Goal] = []
     counts = sorted({row.threads for row in rows})
     for threads in counts:
         fp32 = _best(rows, "fp32", threads)
         suffix = f", {threads} thread{'s' if threads > 1 else ''}"
         if fp32 is not None:
-            found += [
+            result += [
                 Goal(f"fp32 against the traffic limit{suffix}", fp32.x_limit, 1.1, True),
                 Goal(f"fp32, times ZeRO-2's path{suffix}", fp32.x_deepspeed_zero2, 1.7, False),
                 Goal(f"fp32, times torch's path{suffix}", fp32.x_torch_path, 1.8, False),
             ]
-        found.append(Goal(f"Numba against native, fp32{suffix}", _twin(rows, threads), 1.3, True))
+        result.append(
+            Goal(
+                f"Numba against native, fp32{suffix}", _numba_over_native(rows, threads), 1.3, True
+            )
+        )
     for state, bound in (("split16", 2.2), ("int8", 2.0)):
         best = _best(rows, state, counts[-1])
         if best is not None:
             what = f"{state}, times ZeRO-2's path, {counts[-1]} threads"
-            found.append(Goal(what, best.x_deepspeed_zero2, bound, False))
-    return [*found, Goal("dispatch of one bucket, us", dispatch_us, 10.0, True)]
+            result.append(Goal(what, best.x_deepspeed_zero2, bound, False))
+    return [*result, Goal("dispatch of one bucket, us", dispatch_us, 10.0, True)]
 
 
 def _best(rows: Sequence[Row], state: str, threads: int, backend: str = "native") -> Row | None:
@@ -159,7 +163,7 @@ def _best(rows: Sequence[Row], state: str, threads: int, backend: str = "native"
     return None
 
 
-def _twin(rows: Sequence[Row], threads: int) -> float | None:
+def _numba_over_native(rows: Sequence[Row], threads: int) -> float | None:
     native, numba = (_best(rows, "fp32", threads, name) for name in ("native", "numba"))
     if native is None or numba is None or native.x_limit is None or numba.x_limit is None:
         return None

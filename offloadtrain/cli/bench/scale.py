@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "demo": {"clip_norm": 1.0},
 }
 HOST_NORM_MS = 1.0
-"""Of a block's gradient, which a single rank measures on the device."""
+"""Time of the norm of a block's gradient on the host; a single rank measures it on the device."""
 
 SHARED = (Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD, Kind.ADAM, Kind.NORM, Kind.PUBLISH)
 """Operations divided by the number of ranks."""
@@ -69,13 +69,13 @@ def run(
     counts: Sequence[int], *, layers: int, steps: int, rounds: int, say: Callable[[str], None]
 ) -> list[ScaleRow]:
     """Run every case on every number of ranks, alternating; `counts` begins with 1."""
-    found: dict[tuple[str, int], list[float]] = {}
+    step_times: dict[tuple[str, int], list[float]] = {}
     for number in range(rounds):
         for count in counts:
             say(f"round {number + 1} of {rounds}, {count} ranks")
             for case, step_ms in _measured(count, layers, steps).items():
-                found.setdefault((case, count), []).append(step_ms)
-    return [_row(case, count, found, layers) for case in CASES for count in counts]
+                step_times.setdefault((case, count), []).append(step_ms)
+    return [_row(case, count, step_times, layers) for case in CASES for count in counts]
 
 
 def table(rows: Sequence[ScaleRow]) -> str:
@@ -110,9 +110,11 @@ def _pace(kind: Kind, count: int) -> float:
     return MILLISECONDS.get(kind, 0.0) / (count if kind in SHARED else 1)
 
 
-def _row(case: str, count: int, found: dict[tuple[str, int], list[float]], layers: int) -> ScaleRow:
-    alone, here = found[case, 1], found[case, count]
-    ratios = [one / other for one, other in zip(alone, here, strict=True)]
+def _row(
+    case: str, count: int, step_times: dict[tuple[str, int], list[float]], layers: int
+) -> ScaleRow:
+    alone, here = step_times[case, 1], step_times[case, count]
+    ratios = [single / scaled for single, scaled in zip(alone, here, strict=True)]
     return ScaleRow(
         case=case,
         ranks=count,
@@ -127,8 +129,8 @@ def _measured(count: int, layers: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (count, folder, layers, steps)
         multiprocessing.spawn(_rank, args=arguments, nprocs=count)  # type: ignore
-        of_ranks = [torch.load(path, weights_only=True) for path in Path(folder).glob("told*")]
-    return {case: max(told[case] for told in of_ranks) for case in CASES}
+        of_ranks = [torch.load(path, weights_only=True) for path in Path(folder).glob("medians*")]
+    return {case: max(medians[case] for medians in of_ranks) for case in CASES}
 
 
 def _rank(rank: int, count: int, folder: str, layers: int, steps: int) -> None:
@@ -137,13 +139,13 @@ def _rank(rank: int, count: int, folder: str, layers: int, steps: int) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
     join_through(Path(folder, "store"), rank, count, on_gpu=on_gpu)
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    told = {
+    medians = {
         case: _demo(options, device, steps)
         if case == "demo"
         else _paced(options, count, layers, steps)
         for case, options in CASES.items()
     }
-    torch.save(told, Path(folder, f"told{rank}"))
+    torch.save(medians, Path(folder, f"medians{rank}"))
 
 
 def _paced(options: dict[str, Any], count: int, layers: int, steps: int) -> float:

@@ -105,8 +105,8 @@ class PacedLayer(nn.Module):
 
 
 def _paced(x: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = _Paced.apply(x, weight)  # type: ignore[no-untyped-call]
-    return found
+    out: Tensor = _Paced.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
 
 
 def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
@@ -151,10 +151,11 @@ def _ms(kind: Kind) -> float:
 
 def spec_of_layers(layers: int, ranks: int = 1, **options: Any) -> StepSpec:
     """Return the scheduled step of a number of paced layers with these options."""
-    kept, numel = format_for("fp32", "float32"), padded([WIDTH], ranks)
+    state_format, numel = format_for("fp32", "float32"), padded([WIDTH], ranks)
     moments = AdamW().moments
     buckets = (
-        BucketSpec(f"{n}", numel, WIDTH, "float32", kept, ranks, moments) for n in range(layers)
+        BucketSpec(f"{n}", numel, WIDTH, "float32", state_format, ranks, moments)
+        for n in range(layers)
     )
     return lay_out(
         [BlockSpec(bucket.name, (bucket,), repeated=True) for bucket in buckets],

@@ -1,11 +1,11 @@
 """Measure the engine's cost on the training thread, with steps that wait for nothing else.
 
 [Note: Idle lanes]
-After a few steps that are real the lanes do nothing: an operation is decided, waited for and
-launched, and not done. A small model on such lanes is bound by its launches, and what its steps
-take of the training thread's CPU time beyond the same model's forward and backward in plain torch
-is the engine: hooks, saved tensors, the program, its interpreter. Times of other threads and other
-processes are not in it.
+After a few real steps the lanes do nothing: the engine decides, waits for and launches operations,
+but their functions are not called. A small model on such lanes is bound by its launches. The CPU
+time of the training thread, less that of the same model's forward and backward in plain torch, is
+the cost of the engine: hooks, saved tensors, the program, its interpreter. Other threads and other
+processes are not counted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ThreadRow:
 
     Attributes:
         plain_ms: median of forward and backward in plain torch, nothing recomputed.
-        engine_ms: median of what the offloaded step took beyond the plain one of its round.
+        engine_ms: median over the rounds of the offloaded step's time less the plain step's.
     """
 
     case: str

@@ -99,16 +99,16 @@ def step(
     from offloadtrain.cli.bench import step as paced
 
     rows = paced.run(layers, steps, _say)
-    beside = resident.run(rounds, _say)
+    demo = resident.run(rounds, _say)
     print(file=sys.stderr)
     if as_json:
-        told = {"paced": list(map(asdict, rows)), "demo": list(map(asdict, beside))}
-        print(json.dumps(_machine() | told))
+        tables = {"paced": list(map(asdict, rows)), "demo": list(map(asdict, demo))}
+        print(json.dumps(_machine() | tables))
     else:
         print(f"{layers} paced blocks on threads, medians of {steps} steps\n")
         print(paced.table(rows))
         print("\nthe demo model, medians of ratios within a round\n")
-        print(resident.table(beside))
+        print(resident.table(demo))
 
 
 def _thread(steps: int, as_json: bool) -> None:
@@ -228,14 +228,14 @@ def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
 def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
     from offloadtrain.cli.bench.peers import deepspeed_version
 
-    found = _machine() | {
+    summary = _machine() | {
         "deepspeed": deepspeed_version(),
         "n": rows[0].n,
         "rounds": rounds,
         "dispatch_us": dispatch,
         "rows": [row.as_json() for row in rows],
     }
-    print(json.dumps(found))
+    print(json.dumps(summary))
 
 
 def _machine() -> dict[str, Any]:

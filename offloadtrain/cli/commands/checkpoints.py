@@ -13,8 +13,8 @@ from cyclopts import Parameter
 from offloadtrain.cli.exit_codes import DONE, FAILED
 from offloadtrain.config.errors import ConfigError
 
-MOST_TOLD = 20
-"""Problems that stderr tells one by one; `--json` has those of all checkpoints."""
+MOST_PRINTED = 20
+"""Most problems that are printed to stderr; `--json` has those of all checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +65,10 @@ def checkpoints(
         damaged = damaged or row.state == "damaged"
         print(json.dumps(asdict(row)) if as_json else _line(row), flush=True)
         problems += bool(row.problem)
-        if row.problem and problems <= MOST_TOLD:
+        if row.problem and problems <= MOST_PRINTED:
             print(row.problem, file=sys.stderr)
-    if problems > MOST_TOLD:
-        print(f"{problems - MOST_TOLD} more problems: --json has them all", file=sys.stderr)
+    if problems > MOST_PRINTED:
+        print(f"{problems - MOST_PRINTED} more problems: --json has them all", file=sys.stderr)
     return FAILED if damaged else DONE
 
 
@@ -77,12 +77,12 @@ def _row(path: Path, *, verify: bool) -> _Row:
     from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 
     try:
-        found = (checkpoint.verify if verify else checkpoint.open_checkpoint)(path)
+        opened = (checkpoint.verify if verify else checkpoint.open_checkpoint)(path)
     except DamagedCheckpointError as damage:
         return _Row(path.name, "damaged", problem=str(damage))
     except CheckpointError as error:
         return _Row(path.name, "newer", problem=str(error))
-    manifest, state = found.manifest, "verified" if verify else "listed"
+    manifest, state = opened.manifest, "verified" if verify else "listed"
     return _Row(path.name, state, manifest.num_bytes, len(manifest.sizes))
 
 

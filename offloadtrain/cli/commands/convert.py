@@ -53,11 +53,11 @@ def convert(
     run_dir
         Folder of the run. Default: runs/<UTC time>-<name>.
     """
-    given = {"--job": job, "--set": overrides, "--optimizer": optimizer, "--run-dir": run_dir}
-    asked = [key for key, value in given.items() if value]
+    options = {"--job": job, "--set": overrides, "--optimizer": optimizer, "--run-dir": run_dir}
+    used = [key for key, value in options.items() if value]
     if to != "run":
-        if asked:
-            raise ConfigError(f"--to {to} takes no {asked[0]}: a run has its own job")
+        if used:
+            raise ConfigError(f"--to {to} takes no {used[0]}: a run has its own job")
         if out is None:
             raise ConfigError(f"--to {to} needs the path to write: convert RUN OUT --to {to}")
         with ends_as_interrupted():

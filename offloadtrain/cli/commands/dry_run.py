@@ -52,7 +52,7 @@ def _formats(plan: Plan, trace: Trace | None) -> str:
     for state, precisions in STATE_PRECISIONS.items():
         if precision in precisions:
             other = replace(job, offload=job.offload.replace(state=state))
-            found = make(other, plan.name, plan.machine, plan.ranks, trace)
-            needs[state] = max(found.host_peaks.values())
-    told = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
-    return f"a host needs, by state format: {told}"
+            other_plan = make(other, plan.name, plan.machine, plan.ranks, trace)
+            needs[state] = max(other_plan.host_peaks.values())
+    text = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
+    return f"a host needs, by state format: {text}"

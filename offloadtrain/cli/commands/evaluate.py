@@ -50,7 +50,7 @@ def evaluate(
 
     trained = trained_model.open_model(source, resolve_device(device))
     with ProgressBar("evaluating") as bar:
-        found = trained_model.evaluate(
+        result = trained_model.evaluate(
             trained,
             data,
             seq_len=seq_len or trained.seq_len,
@@ -59,9 +59,9 @@ def evaluate(
             progress=bar.show,
         )
     if as_json:
-        facts = {"loss": found.loss, "perplexity": found.perplexity, "tokens": found.tokens}
+        facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
         print(json.dumps(facts))
     else:
-        print(f"loss {found.loss:.6f}, perplexity {found.perplexity:.6g}, {found.tokens} tokens")
-    if found.left_out:
-        print(f"left out: the last {found.left_out} tokens fill no sequence", file=sys.stderr)
+        print(f"loss {result.loss:.6f}, perplexity {result.perplexity:.6g}, {result.tokens} tokens")
+    if result.left_out:
+        print(f"left out: the last {result.left_out} tokens fill no sequence", file=sys.stderr)

@@ -32,8 +32,8 @@ def import_deepspeed(
     """
     from offloadtrain.integrations import deepspeed
 
-    found = deepspeed.load(config, trainer_args)
-    text = found.job() if to == "job" else found.mixin()
+    loaded = deepspeed.load(config, trainer_args)
+    text = loaded.job() if to == "job" else loaded.mixin()
     if out is None:
         print(text, end="")
     else:
@@ -43,6 +43,6 @@ def import_deepspeed(
         except OSError as error:
             raise OffloadTrainError(f"{out} cannot be written: {error.strerror}") from error
         print(out)
-    undecided = found.undecided_in_a_job() if to == "job" else {}
-    for key, why in {**found.unmapped, **undecided}.items():
+    undecided = loaded.undecided_in_a_job() if to == "job" else {}
+    for key, why in {**loaded.unmapped, **undecided}.items():
         print(f"not mapped: {key}: {why}", file=sys.stderr)

@@ -24,7 +24,7 @@ def launch(
     Args:
         opening: arguments that choose the run folder; restarted ranks go on in the one that began.
         least_limit_s: `train.hang_timeout_s` of the job.
-        roles: what each rank is in a pipeline, for messages.
+        roles: description of each rank in a pipeline, for messages.
     """
 
     def command(run: str) -> list[str]:

@@ -47,7 +47,7 @@ SMALLEST = 1 << 20
 """Bytes of any memory."""
 
 STAND_IN = "rtx4090"
-"""Machine with the rates for a GPU of which only the memory is given."""
+"""The machine whose rates are used if only the memory of a GPU is given."""
 
 
 def plan(
@@ -123,7 +123,7 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain.config.batch_split import parse_ranks
-    from offloadtrain.plan.search import compare as beside
+    from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import suggest
     from offloadtrain.plan.search.why import why as explain
 
@@ -151,18 +151,18 @@ def plan(
     if saved or config.hf is not None:  # those need torch, and parameters transformers
         config, trace = _described(config, target, gpus)
     counts = _counts(sweep) if sweep else [gpus]
-    found = suggest.planned(config, name, target, _fewest(counts, config), trace)
+    planned = suggest.planned(config, name, target, _fewest(counts, config), trace)
     if sweep:
-        return _sweep(found.job, name, target, counts, plot, as_json=as_json)
-    rows = beside.compare(found, trace) if compare else []
-    other = [] if found.fits else suggest.nearest(found.job, name, target, gpus, trace=trace)
-    reasons = explain(found, trace) if why and found.fits else None
-    _print(found, other, rows, reasons, as_json=as_json)
-    return 0 if found.fits else DOES_NOT_FIT
+        return _sweep(planned.job, name, target, counts, plot, as_json=as_json)
+    rows = comparison.compare(planned, trace) if compare else []
+    other = [] if planned.fits else suggest.nearest(planned.job, name, target, gpus, trace=trace)
+    reasons = explain(planned, trace) if why and planned.fits else None
+    _print(planned, other, rows, reasons, as_json=as_json)
+    return 0 if planned.fits else DOES_NOT_FIT
 
 
 def _print(
-    found: Plan,
+    planned: Plan,
     other: Sequence[Change],
     rows: Sequence[Row],
     reasons: Why | None,
@@ -171,27 +171,27 @@ def _print(
 ) -> None:
     """`rows`: of --compare; empty without it. `reasons`: of --why."""
     from offloadtrain.plan import report
-    from offloadtrain.plan.search import compare as beside
+    from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import why as answers
 
     if as_json:
-        told = report.as_json(found, other)
-        told |= {"compare": beside.as_json(rows)} if rows else {}
-        told |= {} if reasons is None else {"why": answers.as_json(reasons)}
-        print(json.dumps(told))
+        result = report.as_json(planned, other)
+        result |= {"compare": comparison.as_json(rows)} if rows else {}
+        result |= {} if reasons is None else {"why": answers.as_json(reasons)}
+        print(json.dumps(result))
         return
-    print(report.text(found, other))
+    print(report.text(planned, other))
     if rows:
-        print(f"\n{beside.table(rows, found)}")
+        print(f"\n{comparison.table(rows, planned)}")
     if reasons is not None:
         print(f"\n{answers.text(reasons)}")
 
 
 def _check_alone(
-    what: str, asked: bool, model: str, sweep: str, overrides: tuple[str, ...]
+    what: str, requested: bool, model: str, sweep: str, overrides: tuple[str, ...]
 ) -> None:
-    """Raises ConfigError for a search beside a model, or what changes one."""
-    if asked and (model or sweep or overrides):
+    """Raises ConfigError if a search is combined with a model or with changes to one."""
+    if requested and (model or sweep or overrides):
         raise ConfigError(f"{what}: leave out {model or '--sweep, --set'}")
 
 
@@ -212,7 +212,7 @@ def _job(job: str, hf: str, overrides: tuple[str, ...]) -> Config:
 
 def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
     """Return the job with every parameter of its model known, and the trace of a microbatch. A
-    model that cannot be traced is planned by its shape, which is said once."""
+    model that cannot be traced is planned by its shape, with one message on stderr."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import of_stage, shared
     from offloadtrain.plan.resolve import resolved
@@ -226,8 +226,8 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     # Whether stages can be traced does not depend on their numbers of layers.
     of_rank = replace(of_rank, ranks=replace(of_rank.ranks, layers_per_stage=()))
     try:
-        for one in [of_stage(of_rank, number) for number in stages] or [of_rank]:
-            trace(one)
+        for stage_job in [of_stage(of_rank, number) for number in stages] or [of_rank]:
+            trace(stage_job)
     except TraceError as error:
         if config.offload.activations.mode == "offload_saved":
             raise  # its shape does not tell what moves
@@ -237,25 +237,25 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
 
 
 def _fine_tune(
-    asked: str, name: str, machine: Machine, ranks: int, *, compare: bool, as_json: bool
+    size_text: str, name: str, machine: Machine, ranks: int, *, compare: bool, as_json: bool
 ) -> int:
     from offloadtrain.config.model_shape import SIZES
     from offloadtrain.plan import report
     from offloadtrain.plan.plan import make
-    from offloadtrain.plan.search import compare as beside
+    from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import question, suggest
 
-    size = question.sized(asked)
+    size = question.sized(size_text)
     job = question.job_of(size, SIZES[size], ranks)
-    found = suggest.of_each_placement(job, name, machine, ranks)
-    plan = found[0].plan if found else make(job, name, machine, ranks)
-    other = found[1:6] if found else suggest.nearest(job, name, machine, ranks)
+    placements = suggest.of_each_placement(job, name, machine, ranks)
+    plan = placements[0].plan if placements else make(job, name, machine, ranks)
+    other = placements[1:6] if placements else suggest.nearest(job, name, machine, ranks)
     if not as_json:
-        print(question.verdict(job, size, found, asked))
-    _print(plan, other, beside.compare(plan) if compare else [], None, as_json=as_json)
-    if other and found and not as_json:
+        print(question.verdict(job, size, placements, size_text))
+    _print(plan, other, comparison.compare(plan) if compare else [], None, as_json=as_json)
+    if other and placements and not as_json:
         print(f"\n{report.alternatives(other)}")
-    return 0 if found else DOES_NOT_FIT
+    return 0 if placements else DOES_NOT_FIT
 
 
 def _folder(name: str) -> str:
@@ -270,20 +270,20 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
 
     rows = []
 
-    def kept() -> Iterator[LargestRow]:
+    def collected() -> Iterator[LargestRow]:
         for row in largest.largest(name, machine, gpus):
             rows.append(row)
             yield row
 
-    lines = largest.table(kept(), machine, gpus)
+    lines = largest.table(collected(), machine, gpus)
     if as_json:
         list(lines)
-        found = [
+        entries = [
             {"weights": row.working, "state": row.state, "model": row.model, "params": row.params}
             | ({"plan": report.as_json(row.plan)} if row.plan else {})
             for row in rows
         ]
-        print(json.dumps({"machine": name, "ranks": gpus, "rows": found}))
+        print(json.dumps({"machine": name, "ranks": gpus, "rows": entries}))
     else:
         print(f"{name}:")
         for line in lines:  # each as soon as it is known
@@ -305,15 +305,15 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
     job = resolved(config, machine)
     if reason := pipeline_search.undivided(job):
         print(f"Replicas only: {reason}", file=sys.stderr)
-    found = pipeline_search.search(job, name, machine, gpus)
+    divisions = pipeline_search.search(job, name, machine, gpus)
     if as_json:
-        rows = pipeline_search.as_json(found)
+        rows = pipeline_search.as_json(divisions)
         print(json.dumps({"machine": name, "job": job.name, "ranks": gpus, "rows": rows}))
-    elif found:
-        print(f"{job.name} on {gpus} x {name}:", *pipeline_search.table(found), sep="\n")
+    elif divisions:
+        print(f"{job.name} on {gpus} x {name}:", *pipeline_search.table(divisions), sep="\n")
     else:
         print(f"No division of {job.name} among {gpus} ranks fits {name}.")
-    return 0 if found else DOES_NOT_FIT
+    return 0 if divisions else DOES_NOT_FIT
 
 
 def _sweep(
@@ -353,30 +353,30 @@ def chosen_machine(name: str, gpu_memory: str, host_memory: str) -> tuple[str, M
     from offloadtrain.hardware.machine import find
 
     if name:
-        title, found = find(name)
+        title, machine = find(name)
     else:
         import torch
 
         from offloadtrain.runtime.detect_machine import here
 
-        title, found = here(on_gpu=torch.cuda.is_available())
-        if gpu_memory and found.on_cpu:
-            title, found = f"{STAND_IN}, since this machine has no GPU", find(STAND_IN)[1]
+        title, machine = here(on_gpu=torch.cuda.is_available())
+        if gpu_memory and machine.on_cpu:
+            title, machine = f"{STAND_IN}, since this machine has no GPU", find(STAND_IN)[1]
     if gpu_memory:
-        if found.on_cpu:
+        if machine.on_cpu:
             raise ConfigError(f"--gpu-memory {gpu_memory}: {title} has no GPU: choose a --machine")
-        found = replace(found, gpu_memory=_size("--gpu-memory", gpu_memory))
+        machine = replace(machine, gpu_memory=_size("--gpu-memory", gpu_memory))
     if host_memory:
-        found = replace(found, host_memory=_size("--host-memory", host_memory))
-    return title, found
+        machine = replace(machine, host_memory=_size("--host-memory", host_memory))
+    return title, machine
 
 
 def _size(flag: str, text: str) -> str:
     """Raises ConfigError for no size, or one that no memory has: a number without its unit."""
     try:
-        found = parse_bytes(text)
+        size = parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    if found < SMALLEST:
+    if size < SMALLEST:
         raise ConfigError(f"{flag} {text}: give a size with its unit, such as 24GiB")
     return text

@@ -62,35 +62,37 @@ class Check:
 
 def check_versions(versions: Mapping[str, str]) -> Check:
     """Check package → version; torch must be included."""
-    found = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
+    finding = ", ".join(
+        f"{name} {version or 'not installed'}" for name, version in versions.items()
+    )
     if _numbers(versions["torch"])[:2] < LEAST_TORCH:
         least = ".".join(map(str, LEAST_TORCH))
-        return Check("versions", Status.FAIL, found, f"Install torch {least} or newer.")
-    return Check("versions", Status.PASS, found)
+        return Check("versions", Status.FAIL, finding, f"Install torch {least} or newer.")
+    return Check("versions", Status.PASS, finding)
 
 
 def check_gpu(
-    names: Sequence[str], seen: Sequence[str], *, cuda: str | None, reason: str, hidden: bool
+    names: Sequence[str], nvml_names: Sequence[str], *, cuda: str | None, reason: str, hidden: bool
 ) -> Check:
     """Check whether torch can use the installed GPUs.
 
     Args:
         names: descriptions of the GPUs that torch sees.
-        seen: names of the GPUs that NVML sees.
+        nvml_names: names of the GPUs that NVML sees.
         cuda: CUDA version of this torch build.
         reason: why torch or NVML sees none.
         hidden: GPUs are hidden by CUDA_VISIBLE_DEVICES.
     """
     if names:
         return Check("gpu", Status.PASS, "; ".join(names))
-    there = ", ".join(seen)
-    if seen and hidden:
+    there = ", ".join(nvml_names)
+    if nvml_names and hidden:
         advice = "Training will use the CPU. Unset CUDA_VISIBLE_DEVICES to train on a GPU."
         return Check("gpu", Status.WARN, "hidden by CUDA_VISIBLE_DEVICES", advice)
-    if not seen and cuda is None:
+    if not nvml_names and cuda is None:
         advice = "Training will use the CPU. A GPU needs NVIDIA's driver and a CUDA build of torch."
         return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
-    if not seen:
+    if not nvml_names:
         advice = "Training will use the CPU. A GPU needs NVIDIA's driver."
         return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
     if cuda is None:
@@ -108,14 +110,14 @@ def check_arch(
     if any(_runs_on(arch, capability) for arch in arch_list):
         return Check("torch kernels", Status.PASS, f"{name}: torch {torch_version} has {card}")
     listed = ", ".join(arch_list) or "none"
-    found = f"{name} is {card}; torch {torch_version} has kernels for {listed}"
+    finding = f"{name} is {card}; torch {torch_version} has kernels for {listed}"
     if capability >= _LAST_OF_DEFAULT:
-        return Check("torch kernels", Status.FAIL, found, f"Install a torch build with {card}.")
+        return Check("torch kernels", Status.FAIL, finding, f"Install a torch build with {card}.")
     advice = (
         f"Install a torch build with {card} kernels, such as the CUDA 12.6 build of torch 2.9: "
         "builds of torch 2.11 and newer for later CUDA versions have none."
     )
-    return Check("torch kernels", Status.FAIL, found, advice)
+    return Check("torch kernels", Status.FAIL, finding, advice)
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
@@ -151,8 +153,10 @@ def check_driver(driver: str, cuda: str | None) -> Check:
         return Check("driver", Status.WARN, "no NVIDIA driver answers")
     least = _LEAST_DRIVER.get(_numbers(cuda or "")[0], 0)
     if _numbers(driver)[0] < least:
-        found = f"{driver}; CUDA {cuda}, which torch is built for, needs {least}"
-        return Check("driver", Status.FAIL, found, "Update the driver, or install an older build.")
+        finding = f"{driver}; CUDA {cuda}, which torch is built for, needs {least}"
+        return Check(
+            "driver", Status.FAIL, finding, "Update the driver, or install an older build."
+        )
     return Check("driver", Status.PASS, f"{driver}, torch is built for CUDA {cuda or '-'}")
 
 
@@ -178,50 +182,50 @@ def check_pcie(
     if generation[0] is None or width[0] is None:
         return Check("PCIe", Status.PASS, f"GPU {index}: NVML does not report it")
     most = (generation[1] or generation[0], width[1] or width[0])
-    found = f"GPU {index}: gen {generation[0]} x{width[0]} of gen {most[0]} x{most[1]}"
+    finding = f"GPU {index}: gen {generation[0]} x{width[0]} of gen {most[0]} x{most[1]}"
     if width[0] < most[1]:
         advice = "Use a slot with all lanes, and reseat the card and its riser."
-        return Check("PCIe", Status.WARN, found, advice)
+        return Check("PCIe", Status.WARN, finding, advice)
     if generation[0] >= most[0]:
-        return Check("PCIe", Status.PASS, found)
+        return Check("PCIe", Status.PASS, finding)
     if not busy:
-        return Check("PCIe", Status.PASS, f"{found} (an idle link slows down)")
+        return Check("PCIe", Status.PASS, f"{finding} (an idle link slows down)")
     advice = "The link is slow under load: check the firmware's PCIe generation and the riser."
-    return Check("PCIe", Status.WARN, found, advice)
+    return Check("PCIe", Status.WARN, finding, advice)
 
 
 def check_gpu_memory(index: int, used: int | None, total: int | None) -> Check:
     """Check GPU memory before this process uses any."""
     if used is None or not total:
         return Check("gpu memory", Status.PASS, f"GPU {index}: NVML does not report it")
-    found = f"GPU {index}: {format_bytes(total - used)} of {format_bytes(total)} free"
+    finding = f"GPU {index}: {format_bytes(total - used)} of {format_bytes(total)} free"
     if used > total // 10:
-        return Check("gpu memory", Status.WARN, found, "Other processes use it: see nvidia-smi.")
-    return Check("gpu memory", Status.PASS, found)
+        return Check("gpu memory", Status.WARN, finding, "Other processes use it: see nvidia-smi.")
+    return Check("gpu memory", Status.PASS, finding)
 
 
 def check_memlock(limit: int | None, needed: int) -> Check:
     """Check `ulimit -l`; None: unlimited. `needed`: bytes a run may page-lock, 0 without a GPU."""
-    found = "unlimited" if limit is None else format_bytes(limit)
+    finding = "unlimited" if limit is None else format_bytes(limit)
     if not needed:
-        return Check("ulimit -l", Status.PASS, f"{found}; without a GPU nothing is page-locked")
+        return Check("ulimit -l", Status.PASS, f"{finding}; without a GPU nothing is page-locked")
     if limit is None or limit >= needed:
-        return Check("ulimit -l", Status.PASS, found)
+        return Check("ulimit -l", Status.PASS, finding)
     advice = (
         "NVIDIA's driver usually pins outside this limit. If pinning is refused: ulimit -l "
         "unlimited (docker run --ulimit memlock=-1)."
     )
     return Check(
-        "ulimit -l", Status.WARN, f"{found}, a run may lock {format_bytes(needed)}", advice
+        "ulimit -l", Status.WARN, f"{finding}, a run may lock {format_bytes(needed)}", advice
     )
 
 
-def check_pinning(asked: int, locked: bool) -> Check:
+def check_pinning(num_bytes: int, locked: bool) -> Check:
     """Check whether the driver could page-lock memory."""
     if locked:
-        return Check("pinning", Status.PASS, f"{format_bytes(asked)} page-locked at once")
+        return Check("pinning", Status.PASS, f"{format_bytes(num_bytes)} page-locked at once")
     advice = "Transfers will be slow and will not overlap: check ulimit -l and the memory limit."
-    return Check("pinning", Status.WARN, f"the driver refused {format_bytes(asked)}", advice)
+    return Check("pinning", Status.WARN, f"the driver refused {format_bytes(num_bytes)}", advice)
 
 
 def check_host_memory(total: int, available: int) -> Check:
@@ -229,10 +233,10 @@ def check_host_memory(total: int, available: int) -> Check:
     rooms = ", ".join(
         f"{format_count(available / size)} in {state}" for state, size in STATE_BYTES.items()
     )
-    found = f"{format_bytes(available)} of {format_bytes(total)} available: parameters {rooms}"
+    finding = f"{format_bytes(available)} of {format_bytes(total)} available: parameters {rooms}"
     if available < total // 2:
-        return Check("host memory", Status.WARN, found, "Free some: other processes use half.")
-    return Check("host memory", Status.PASS, found)
+        return Check("host memory", Status.WARN, finding, "Free some: other processes use half.")
+    return Check("host memory", Status.PASS, finding)
 
 
 def check_cgroup(limit: int | None, total: int) -> Check:
@@ -240,19 +244,21 @@ def check_cgroup(limit: int | None, total: int) -> Check:
     memory."""
     if limit is None or limit >= total:
         return Check("cgroup memory", Status.PASS, f"no limit below {format_bytes(total)}")
-    found = f"limit {format_bytes(limit)} of {format_bytes(total)}"
+    finding = f"limit {format_bytes(limit)} of {format_bytes(total)}"
     advice = "Page-locked memory counts too: raise the container's limit to use the rest."
-    return Check("cgroup memory", Status.WARN, found, advice)
+    return Check("cgroup memory", Status.WARN, finding, advice)
 
 
 def check_cores(physical: int, logical: int, usable: int, threads: int, where: str) -> Check:
     """Check cores; `usable`: logical CPUs, by affinity and quota; `where`: the reason for
     `threads`."""
-    found = f"{physical} physical, {logical} logical, {usable} usable; {threads} for Adam ({where})"
+    finding = (
+        f"{physical} physical, {logical} logical, {usable} usable; {threads} for Adam ({where})"
+    )
     if usable < physical:
         advice = "CPU Adam could use all cores: widen the affinity, or the container's CPU quota."
-        return Check("cores", Status.WARN, found, advice)
-    return Check("cores", Status.PASS, found)
+        return Check("cores", Status.WARN, finding, advice)
+    return Check("cores", Status.PASS, finding)
 
 
 def check_numa(
@@ -272,28 +278,28 @@ def check_numa(
         return Check("NUMA", Status.PASS, "one node")
     if not gpus:
         return Check("NUMA", Status.PASS, f"{len(nodes)} nodes, no GPU")
-    told = ", ".join(f"GPU {i} {'?' if n is None else n}" for i, n in enumerate(gpus))
-    found = f"{len(nodes)} nodes; {told}"
+    locations = ", ".join(f"GPU {i} {'?' if n is None else n}" for i, n in enumerate(gpus))
+    finding = f"{len(nodes)} nodes; {locations}"
     if None in gpus:
         advice = "The system does not report the node of a GPU: threads are not bound near it."
-        return Check("NUMA", Status.WARN, found, advice)
+        return Check("NUMA", Status.WARN, finding, advice)
     for node in sorted({node for node in gpus if node is not None}):
         if not set(nodes.get(node, ())) & set(cpus) or node not in memories:
-            found += f"; this process may not use cores and memory of node {node}"
+            finding += f"; this process may not use cores and memory of node {node}"
             advice = f"Start it on that node: numactl --cpunodebind={node} --membind={node}."
-            return Check("NUMA", Status.WARN, found, advice)
-    return Check("NUMA", Status.PASS, found)
+            return Check("NUMA", Status.WARN, finding, advice)
+    return Check("NUMA", Status.PASS, finding)
 
 
 def check_kernels(name: str, isa: str, why: str) -> Check:
     """Check the active CPU kernels."""
-    found = f"{name} {isa}".removesuffix(" -") + f": {why}"
+    finding = f"{name} {isa}".removesuffix(" -") + f": {why}"
     if name != "native":
-        return Check("CPU kernels", Status.WARN, found, "Reinstall with a C++17 compiler.")
+        return Check("CPU kernels", Status.WARN, finding, "Reinstall with a C++17 compiler.")
     if isa == "baseline":
         advice = "This CPU has no AVX2 or NEON: its Adam is several times slower."
-        return Check("CPU kernels", Status.WARN, found, advice)
-    return Check("CPU kernels", Status.PASS, found)
+        return Check("CPU kernels", Status.WARN, finding, advice)
+    return Check("CPU kernels", Status.PASS, finding)
 
 
 def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
@@ -302,27 +308,29 @@ def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
     Args:
         drive: its rates, the error of a failed write, or None: not measured.
     """
-    found = f"{folder}: {format_bytes(free)} free"
+    finding = f"{folder}: {format_bytes(free)} free"
     if isinstance(drive, DriveRates):
-        found += f", written at {drive.disk_gbps:.2g} GB/s"
+        finding += f", written at {drive.disk_gbps:.2g} GB/s"
         if drive.disk_read_gbps:
-            found += (
+            finding += (
                 f"; state on it: read at {drive.disk_read_gbps:.2g}, written at "
                 f"{drive.disk_write_gbps:.2g}, both at once at {drive.disk_both_gbps:.2g} GB/s"
             )
     if free < LEAST_FREE_BYTES:
-        return Check("disk", Status.FAIL, found, "It is full: free some, or give another --folder.")
+        return Check(
+            "disk", Status.FAIL, finding, "It is full: free some, or give another --folder."
+        )
     if isinstance(drive, str):
         advice = "Give a writable --folder, and set runs_dir to it."
         return Check("disk", Status.FAIL, f"{folder}: {drive}", advice)
     if free < LITTLE_FREE_BYTES:
         advice = "A checkpoint takes 12 bytes per parameter (fp32), twice while it is replaced."
-        return Check("disk", Status.WARN, found, advice)
+        return Check("disk", Status.WARN, finding, advice)
     if drive is not None and drive.disk_gbps < SLOW_DISK_GBPS:
         seconds = 12 / max(drive.disk_gbps, 1e-3)
         advice = f"A checkpoint of 1B parameters (12 GB) takes {seconds:.0f} s."
-        return Check("disk", Status.WARN, found, advice)
-    return Check("disk", Status.PASS, found)
+        return Check("disk", Status.WARN, finding, advice)
+    return Check("disk", Status.PASS, finding)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

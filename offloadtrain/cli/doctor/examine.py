@@ -101,17 +101,17 @@ class _Visit:
         yield self._disk()
 
     def _software(self) -> Iterator[Check]:
-        told = self.probe
+        probe = self.probe
         yield checks.check_versions(_versions())
         yield checks.check_gpu(
-            [gpu.told for gpu in self.gpus],
-            [gpu.name for gpu in told.gpus] or ["a GPU"] * torch.cuda.device_count(),
+            [gpu.description for gpu in self.gpus],
+            [gpu.name for gpu in probe.gpus] or ["a GPU"] * torch.cuda.device_count(),
             cuda=torch.version.cuda,
-            reason=self.reason or told.gpu_state or "this torch is built without CUDA",
+            reason=self.reason or probe.gpu_state or "this torch is built without CUDA",
             hidden=os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"),
         )
-        yield checks.check_driver(told.driver, torch.version.cuda)
-        yield checks.check_nvml(told.gpu_state, len(told.gpus))
+        yield checks.check_driver(probe.driver, torch.version.cuda)
+        yield checks.check_nvml(probe.gpu_state, len(probe.gpus))
 
     def _gpus(self) -> Iterator[Check]:
         listed = torch.cuda.get_arch_list()
@@ -147,15 +147,15 @@ class _Visit:
         needed = available if self.gpus else 0
         yield checks.check_memlock(facts.memlock_limit(), needed)
         if self.gpus:
-            asked = min(facts.PIN_BYTES, available // 8)
-            yield checks.check_pinning(asked, facts.can_pin(asked))
+            num_bytes = min(facts.PIN_BYTES, available // 8)
+            yield checks.check_pinning(num_bytes, facts.can_pin(num_bytes))
 
     def _cores(self) -> Iterator[Check]:
-        told, backend = self.probe, kernels.backend()
+        probe, backend = self.probe, kernels.backend()
         yield checks.check_cores(
-            told.cores_physical,
-            told.cores_logical,
-            told.cores_usable,
+            probe.cores_physical,
+            probe.cores_logical,
+            probe.cores_usable,
             backend.threads,
             backend.where,
         )
@@ -176,12 +176,12 @@ class _Visit:
 
     def measure(self) -> Machine:
         """Measure for seconds; with `quick` less than one each."""
-        told = self.probe
+        probe = self.probe
         return measure(
             self.device,
             bf16=self._has_bf16,
             host_memory=self.host_memory_bytes,
-            cores=min(told.cores_physical, told.cores_usable),
+            cores=min(probe.cores_physical, probe.cores_usable),
             drive=self.drive if isinstance(self.drive, DriveRates) else None,
             quick=self.quick,
             say=self.say,

@@ -34,7 +34,7 @@ class TorchGpu:
     node: int | None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         major, minor = self.capability
         return (
             f"{self.name}, compute capability {major}.{minor}, {self.memory_bytes / 2**30:.1f} GiB"
@@ -46,11 +46,11 @@ def torch_gpus() -> tuple[tuple[TorchGpu, ...], str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            found = tuple(_torch_gpu(i) for i in range(torch.cuda.device_count()))
+            gpus = tuple(_torch_gpu(i) for i in range(torch.cuda.device_count()))
             reason = "; ".join(_first_line(warning.message) for warning in caught)
         except RuntimeError as error:  # no context can be made: exclusive mode, a lost GPU
             return (), _first_line(error)
-    return found, reason
+    return gpus, reason
 
 
 def _torch_gpu(index: int) -> TorchGpu:
@@ -81,8 +81,8 @@ def gpu_node(address: str | None, sysfs: Path) -> int | None:
 
 def numa_nodes(sysfs: Path) -> dict[int, list[int]]:
     """Return node → its CPUs; empty if the system has no nodes."""
-    found = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
-    return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in found}
+    files = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
+    return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in files}
 
 
 def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:

@@ -162,8 +162,8 @@ def flash_flops(
 
 def launch_us(device: torch.device, seconds: float) -> float:
     """Measure the microseconds in which the host launches an operation on one element."""
-    one = torch.zeros(1, device=device)
-    return 1e6 * _seconds(device, lambda: one.add_(1.0), seconds)
+    element = torch.zeros(1, device=device)
+    return 1e6 * _seconds(device, lambda: element.add_(1.0), seconds)
 
 
 def device_memory_gbps(device: torch.device) -> float:
@@ -186,8 +186,8 @@ def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
     buffers = allocate(numel, states)
     cases = {} if quick else _adam_cases(buffers) | _gradient_cases(buffers)
     limit, nbytes = _stream(buffers, native)
-    found = measure_rounds({"limit": limit, **cases}, QUICK_ROUNDS if quick else ROUNDS, _silent)
-    medians = {name: statistics.median(times) for name, times in found.items()}
+    measured = measure_rounds({"limit": limit, **cases}, QUICK_ROUNDS if quick else ROUNDS, _silent)
+    medians = {name: statistics.median(times) for name, times in measured.items()}
     dram = nbytes * numel / medians.pop("limit") / 1e9
     return dram, {f"{kernel}_gparams": numel / took / 1e9 for kernel, took in medians.items()}
 
@@ -228,12 +228,12 @@ def _device_memory(device: torch.device) -> dict[str, Any]:
     """Return name, size and reserved memory of the GPU, after context and libraries are loaded."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    held = total - free - torch.cuda.memory_reserved(device)
+    in_use = total - free - torch.cuda.memory_reserved(device)
     name = torch.cuda.get_device_name(device)
     return {
         "gpu": name,
         "gpu_memory": _gib(total),
-        "gpu_reserved": _gib(held + FRAGMENT_BYTES),
+        "gpu_reserved": _gib(in_use + FRAGMENT_BYTES),
         "peak_tflops": (peak_flops(name, "fp16") or 0.0) / 1e12,
     }
 

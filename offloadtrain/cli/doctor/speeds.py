@@ -37,40 +37,40 @@ def link_gbps(generation: int | None, width: int | None) -> float | None:
 
 
 def check_bandwidth(h2d: float, d2h: float, on_cpu: bool, link: float | None) -> Check:
-    """Check the bandwidth of page-locked copies; on a CPU that of copies in memory."""
-    found = f"{h2d:.3g} GB/s to the device, {d2h:.3g} back"
+    """Check the bandwidth of page-locked copies; on a CPU the bandwidth of copies in memory."""
+    finding = f"{h2d:.3g} GB/s to the device, {d2h:.3g} back"
     if on_cpu:
-        return Check("H2D, D2H", Status.PASS, f"{found} (copies in host memory: no GPU)")
+        return Check("H2D, D2H", Status.PASS, f"{finding} (copies in host memory: no GPU)")
     if link is not None and min(h2d, d2h) < LEAST_OF_LINK * link:
         advice = "Look for other traffic, another NUMA node, a switch, or an IOMMU in between."
-        found += f", and the link allows {link:.3g}"
-        return Check("H2D, D2H", Status.WARN, found, advice)
-    return Check("H2D, D2H", Status.PASS, f"{found}, page-locked")
+        finding += f", and the link allows {link:.3g}"
+        return Check("H2D, D2H", Status.WARN, finding, advice)
+    return Check("H2D, D2H", Status.PASS, f"{finding}, page-locked")
 
 
 KERNELS = ("fp32", "split16", "int8", "norm", "accumulate")
 
 
 def check_adam(machine: Machine) -> Check:
-    """Check CPU Adam per format, and what is done with gradients, in time per parameter."""
+    """Check the time per parameter of CPU Adam, per format, and of norm and sum of gradients."""
     rates = {kernel: getattr(machine, f"{kernel}_gparams") for kernel in KERNELS}
-    told = [f"{kernel} {1 / rate:.3g}" for kernel, rate in rates.items() if rate]
-    if not told:
+    times = [f"{kernel} {1 / rate:.3g}" for kernel, rate in rates.items() if rate]
+    if not times:
         return Check("Adam", Status.PASS, "not measured with --quick")
     reached = machine.fp32_gparams * FP32_TRAFFIC_BYTES / machine.dram_gbps
-    found = ", ".join(told) + f" ns/param; fp32 at {reached:.0%} of the DRAM limit"
+    finding = ", ".join(times) + f" ns/param; fp32 at {reached:.0%} of the DRAM limit"
     if reached < LEAST_OF_DRAM:
         advice = "The cores or the kernels are the limit, not the memory: see CPU kernels, cores."
-        return Check("Adam", Status.WARN, found, advice)
-    return Check("Adam", Status.PASS, found)
+        return Check("Adam", Status.WARN, finding, advice)
+    return Check("Adam", Status.PASS, finding)
 
 
 def check_compute(machine: Machine, bf16: bool) -> Check:
     """Check matrix multiplications per precision; `bf16`: training selects it by default."""
     rates = ", ".join(f"{p} {getattr(machine, f'{p}_tflops'):.3g}" for p in machine.precisions)
-    found = f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}"
-    found += f"; device memory {machine.hbm_gbps:.3g} GB/s"
+    finding = f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}"
+    finding += f"; device memory {machine.hbm_gbps:.3g} GB/s"
     if bf16 and machine.bf16_tflops <= machine.fp32_tflops:
         advice = 'Training would take bf16, which is slower here: set offload.precision = "fp32".'
-        return Check("compute", Status.WARN, found, advice)
-    return Check("compute", Status.PASS, found)
+        return Check("compute", Status.WARN, finding, advice)
+    return Check("compute", Status.PASS, finding)

@@ -31,10 +31,10 @@ class Goal:
 
     def worst(self, file: ResultsFile) -> float | None:
         """Return the worst figure; None: not measured."""
-        found = list(self.measured(file))
-        if not found:
+        figures = list(self.measured(file))
+        if not figures:
             return None
-        return max(found) if self.at_most else min(found)
+        return max(figures) if self.at_most else min(figures)
 
     def is_met(self, value: float) -> bool:
         """Compare in the printed digits."""
@@ -46,17 +46,17 @@ def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -
     """Return our step over the resident one, 3B, for tokens per step in a range."""
     for ours in _ours(file):
         share = file.rate_over_resident(ours)
-        is_asked = ours.spec["size"] == "llama-3b" and dict(ours.spec["options"]) == options
-        if share and is_asked and least <= ours.tokens <= most:
+        is_this_case = ours.spec["size"] == "llama-3b" and dict(ours.spec["options"]) == options
+        if share and is_this_case and least <= ours.tokens <= most:
             yield 1 / share
 
 
 def _times_deepspeed(file: ResultsFile) -> Iterator[float]:
     for ours in _ours(file):
-        for theirs in file.steps:
-            if theirs.system == "deepspeed" and theirs.work == ours.work:
+        for deepspeed in file.steps:
+            if deepspeed.system == "deepspeed" and deepspeed.work == ours.work:
                 if not ours.spec["options"]:
-                    yield theirs.figures["step_s"] / ours.figures["step_s"]
+                    yield deepspeed.figures["step_s"] / ours.figures["step_s"]
 
 
 def _times_exact(file: ResultsFile) -> Iterator[float]:
@@ -75,33 +75,33 @@ def _state(steps: Steps) -> tuple[str, str]:
 
 
 def _mfu_of_13b(file: ResultsFile) -> Iterator[float]:
-    for one in _ours(file):
-        is_capped = one.spec["gpu_memory"] == 32 * _GIB
-        if one.spec["size"] == "gpt-13b" and is_capped and one.tokens >= 64 * _K:
-            yield from [one.figures["mfu_6p"]] if one.figures["mfu_6p"] else []
+    for result in _ours(file):
+        is_capped = result.spec["gpu_memory"] == 32 * _GIB
+        if result.spec["size"] == "gpt-13b" and is_capped and result.tokens >= 64 * _K:
+            yield from [result.figures["mfu_6p"]] if result.figures["mfu_6p"] else []
 
 
 def _bus_bytes(file: ResultsFile) -> Iterator[float]:
-    for one in _one_microbatch(file):
-        if one.option("working", "device") == "device":
-            yield one.figures["bus_bytes_per_param"]
+    for result in _one_microbatch(file):
+        if result.option("working", "device") == "device":
+            yield result.figures["bus_bytes_per_param"]
 
 
 def _host_bytes(file: ResultsFile, state: str) -> Iterator[float]:
-    for one in _one_microbatch(file):
-        chosen = one.option("state", "fp32"), one.option("update", "exact")
-        if chosen == (state, "exact") and one.option("activation", "recompute") != "offload":
-            yield one.figures["host_bytes_per_param"]
+    for result in _one_microbatch(file):
+        chosen = result.option("state", "fp32"), result.option("update", "exact")
+        if chosen == (state, "exact") and result.option("activation", "recompute") != "offload":
+            yield result.figures["host_bytes_per_param"]
 
 
 def _one_microbatch(file: ResultsFile) -> Iterator[Steps]:
-    for one in _ours(file):
-        if one.spec["grad_accum_steps"] == 1 and one.option("state_on", "host") == "host":
-            yield one
+    for result in _ours(file):
+        if result.spec["grad_accum_steps"] == 1 and result.option("state_on", "host") == "host":
+            yield result
 
 
 def _ours(file: ResultsFile) -> Iterator[Steps]:
-    return (one for one in file.steps if one.system == "offloadtrain")
+    return (result for result in file.steps if result.system == "offloadtrain")
 
 
 GOALS = (

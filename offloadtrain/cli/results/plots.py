@@ -36,12 +36,12 @@ def plot(files: Sequence[ResultsFile], folder: Path) -> list[Path]:
 
 
 def _ratios(files: Sequence[ResultsFile], folder: Path) -> Path | None:
-    """Plot bars of each system's rate over that of the resident run."""
+    """Plot bars of each system's rate over the rate of the resident run."""
     bars = [
-        (f"{file.device}\n{one.name}", ratio)
+        (f"{file.device}\n{result.name}", ratio)
         for file in files
-        for one in file.steps
-        if (ratio := file.rate_over_resident(one)) is not None
+        for result in file.steps
+        if (ratio := file.rate_over_resident(result)) is not None
     ]
 
     def draw(axes: Axes) -> None:
@@ -61,11 +61,15 @@ def _ratios(files: Sequence[ResultsFile], folder: Path) -> Path | None:
 def _rates(files: Sequence[ResultsFile], folder: Path) -> Path | None:
     """Plot tokens per second over tokens per step, by model, length, format and mode."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    for file, one in _offloaded(files):
-        key = [str(one.spec["size"]), f"seq {one.spec['seq_len']}", one.option("state", "fp32")]
-        key += [one.option("update", "exact"), one.option("working", "device")]
+    for file, result in _offloaded(files):
+        key = [
+            str(result.spec["size"]),
+            f"seq {result.spec['seq_len']}",
+            result.option("state", "fp32"),
+        ]
+        key += [result.option("update", "exact"), result.option("working", "device")]
         name = " ".join([file.device, *key])
-        lines.setdefault(name, []).append((one.tokens, one.figures["tokens_per_s"]))
+        lines.setdefault(name, []).append((result.tokens, result.figures["tokens_per_s"]))
 
     def draw(axes: Axes) -> None:
         for name, points in lines.items():
@@ -81,19 +85,25 @@ def _rates(files: Sequence[ResultsFile], folder: Path) -> Path | None:
 
 def _exposed(files: Sequence[ResultsFile], folder: Path) -> Path | None:
     """Plot stacked bars of the exposed share of a step, by lane."""
-    steps = [(file, one) for file, one in _offloaded(files) if "exposed_by_lane" in one.figures]
-    lanes = list(dict.fromkeys(lane for _, one in steps for lane in one.figures["exposed_by_lane"]))
+    steps = [
+        (file, result) for file, result in _offloaded(files) if "exposed_by_lane" in result.figures
+    ]
+    lanes = list(
+        dict.fromkeys(lane for _, result in steps for lane in result.figures["exposed_by_lane"])
+    )
 
     def draw(axes: Axes) -> None:
         below = [0.0] * len(steps)
         for lane in lanes:
             shares = [
-                one.figures["exposed_by_lane"].get(lane, 0.0) / one.figures["step_s"] / 10
-                for _, one in steps
+                result.figures["exposed_by_lane"].get(lane, 0.0) / result.figures["step_s"] / 10
+                for _, result in steps
             ]
             axes.barh(range(len(steps)), shares, left=below, label=lane)
             below = [left + share for left, share in zip(below, shares, strict=True)]
-        names = [f"{file.device}: {one.name.removeprefix('offloadtrain ')}" for file, one in steps]
+        names = [
+            f"{file.device}: {result.name.removeprefix('offloadtrain ')}" for file, result in steps
+        ]
         axes.set_yticks(range(len(steps)), names, fontsize=7)
         axes.invert_yaxis()
         axes.set_xlabel("percent of the step in which compute waited")
@@ -103,7 +113,9 @@ def _exposed(files: Sequence[ResultsFile], folder: Path) -> Path | None:
 
 
 def _offloaded(files: Sequence[ResultsFile]) -> Iterable[tuple[ResultsFile, Steps]]:
-    return ((file, one) for file in files for one in file.steps if one.system == "offloadtrain")
+    return (
+        (file, result) for file in files for result in file.steps if result.system == "offloadtrain"
+    )
 
 
 def _write(

@@ -46,7 +46,7 @@ class Steps:
 
     @property
     def work(self) -> tuple[object, ...]:
-        """What a step computes: the same for all systems that are compared."""
+        """The work of a step: the same for all systems that are compared."""
         keys = ("size", "micro_batch", "seq_len", "grad_accum_steps", "precision")
         return tuple(self.spec[key] for key in keys)
 
@@ -96,16 +96,16 @@ def read(folder: Path) -> list[ResultsFile]:
     Raises:
         ResultsError: a file is not JSON, or not in the format of `benchmarks.gpu`.
     """
-    found = []
+    files = []
     for path in sorted(folder.glob("*.json")):
         values = _load(path)
         if values.get("schema") != SCHEMA or not values.get("machine", {}).get("gpu"):
             continue
         try:
-            found.append(_file(path, values))
+            files.append(_file(path, values))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ResultsError(f"{path}: not as make gpu writes it: {error!r}") from None
-    return found
+    return files
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -122,15 +122,25 @@ def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
         path=path,
         device=values["device"],
         note=str(values.get("note", "")),
-        steps=tuple(_steps(name, one) for name, one in measured.items() if "spec" in one),
+        steps=tuple(
+            _steps(name, measurement)
+            for name, measurement in measured.items()
+            if "spec" in measurement
+        ),
         machine=measured.get("machine", {}),
         missing={
             name: str(why)
-            for name, one in measured.items()
-            if (why := one.get("missing") or one.get("error"))
+            for name, measurement in measured.items()
+            if (why := measurement.get("missing") or measurement.get("error"))
         },
     )
 
 
-def _steps(name: str, one: Mapping[str, Any]) -> Steps:
-    return Steps(name, one["group"], one["spec"], one["figures"], one.get("planned", {}))
+def _steps(name: str, measurement: Mapping[str, Any]) -> Steps:
+    return Steps(
+        name,
+        measurement["group"],
+        measurement["spec"],
+        measurement["figures"],
+        measurement.get("planned", {}),
+    )

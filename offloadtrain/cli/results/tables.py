@@ -29,14 +29,14 @@ Section = tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]
 
 def _sections(files: Sequence[ResultsFile], *sections: Section) -> str:
     """Return each file's note and non-empty tables."""
-    found = []
+    paragraphs = []
     for file in files:
-        found.append(f"`{file.name}`: {file.note or file.device}")
+        paragraphs.append(f"`{file.name}`: {file.note or file.device}")
         for title, head, rows_of in sections:
             rows = list(rows_of(file))
             if rows:
-                found.append(f"**{title}**\n\n" + _table(head, rows))
-    return "\n\n".join(found) or NOTHING
+                paragraphs.append(f"**{title}**\n\n" + _table(head, rows))
+    return "\n\n".join(paragraphs) or NOTHING
 
 
 def _table(head: Sequence[str], rows: Rows) -> str:
@@ -63,14 +63,14 @@ def _of_goal(goal: Goal, value: float) -> str:
 
 
 def _step_rows(file: ResultsFile) -> Rows:
-    for one in file.steps:
-        figures = one.figures
+    for result in file.steps:
+        figures = result.figures
         yield (
-            one.name,
-            f"`{one.group}`",
+            result.name,
+            f"`{result.group}`",
             _seconds(figures["step_s"]),
             format_count(figures["tokens_per_s"]),
-            _percent(file.rate_over_resident(one)),
+            _percent(file.rate_over_resident(result)),
             _percent(figures.get("mfu")),
             _bytes(figures, "device_peak_bytes"),
             _bytes(figures, "host_bytes"),
@@ -78,21 +78,21 @@ def _step_rows(file: ResultsFile) -> Rows:
 
 
 def _plan_rows(file: ResultsFile) -> Rows:
-    for one in file.steps:
-        if one.planned:
-            planned_s, measured_s = one.planned["step_s"], one.figures["step_s"]
+    for result in file.steps:
+        if result.planned:
+            planned_s, measured_s = result.planned["step_s"], result.figures["step_s"]
             ratio = f"{measured_s / planned_s:.2f}"
-            exposed = _exposed(one.figures)
-            right = _percent(one.figures.get("right_guesses"))
-            yield one.name, _seconds(planned_s), _seconds(measured_s), ratio, exposed, right
+            exposed = _exposed(result.figures)
+            right = _percent(result.figures.get("right_guesses"))
+            yield result.name, _seconds(planned_s), _seconds(measured_s), ratio, exposed, right
 
 
 def _host_rows(file: ResultsFile) -> Rows:
-    for one in file.steps:
-        if "anonymous_bytes" in one.figures:
-            ledger, process = one.figures["host_bytes"], one.figures["anonymous_bytes"]
+    for result in file.steps:
+        if "anonymous_bytes" in result.figures:
+            ledger, process = result.figures["host_bytes"], result.figures["anonymous_bytes"]
             sizes = format_bytes(ledger), format_bytes(process)
-            yield one.name, *sizes, f"{process / ledger:.2f}"
+            yield result.name, *sizes, f"{process / ledger:.2f}"
 
 
 def _machine_rows(file: ResultsFile) -> Rows:
@@ -104,8 +104,8 @@ def _machine_rows(file: ResultsFile) -> Rows:
     if rates:
         yield "DRAM, streamed by all cores", f"{rates['dram_gbps']:.1f} GB/s"
     for threads, by_state in file.machine.get("adam_gparams", {}).items():
-        told = ", ".join(f"{state} {rate:.2f}" for state, rate in by_state.items())
-        yield f"Adam, threads: {threads}", f"{told} Gparam/s"
+        text = ", ".join(f"{state} {rate:.2f}" for state, rate in by_state.items())
+        yield f"Adam, threads: {threads}", f"{text} Gparam/s"
 
 
 def _missing_rows(file: ResultsFile) -> Rows:

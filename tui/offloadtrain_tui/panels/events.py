@@ -49,9 +49,9 @@ class EventsPanel(Panel):
     def show(self, shown: ViewState) -> None:
         self._shown = shown
         words = self.query_one(Input).value.lower().split()
-        found = [moment for view in shown.views for moment in view.moments]
-        found.sort(key=lambda moment: -moment.time_s)
-        self._moments = [moment for moment in found if matches(moment, words)][:MOST]
+        moments = [moment for view in shown.views for moment in view.moments]
+        moments.sort(key=lambda moment: -moment.time_s)
+        self._moments = [moment for moment in moments if matches(moment, words)][:MOST]
         inks = {level: self.ink(color) for level, color in _COLORS.items()}
         rows = [_cells(moment, inks.get(moment.level, "")) for moment in self._moments]
         fill(self.query_one(DataTable), COLUMNS, rows)

@@ -94,12 +94,12 @@ class Gpus(Panel):
 
     def show(self, shown: ViewState) -> None:
         self._shown = shown
-        own = memory.local(shown)
+        local_system = memory.local(shown)
         # This machine's while the run lives here, otherwise the logged ones.
-        system = own or shown.view.system
+        system = local_system or shown.view.system
         gpus = system.gpus if system and not memory.is_on_cpu(shown.view) else ()
         view = shown.views[self._rank % len(shown.views)]
-        tell(self.query_one("#gpus-text", Static), _about(shown, own, gpus, view))
+        tell(self.query_one("#gpus-text", Static), _about(shown, local_system, gpus, view))
         # A narrow terminal has no room for the links.
         count = len(COLUMNS) - (self.app.size.width < NARROW)
         rows = tuple(_row(gpu)[:count] for gpu in gpus)
@@ -144,18 +144,21 @@ def _is_known(view: View, kind: Kind) -> bool:
 
 
 def _about(
-    shown: ViewState, own: schema.System | None, gpus: tuple[schema.GpuSample, ...], view: View
+    shown: ViewState,
+    local_system: schema.System | None,
+    gpus: tuple[schema.GpuSample, ...],
+    view: View,
 ) -> str:
     if memory.is_on_cpu(shown.view):
         return " this run uses no GPU"
     if not gpus:
-        system = own or shown.view.system
+        system = local_system or shown.view.system
         return f" no GPU to show: {clean(system.gpu_state) if system else ''}".rstrip(": ")
-    told = f" GPUs, {'live' if own is not None else 'as logged'}"
+    title = f" GPUs, {'live' if local_system is not None else 'as logged'}"
     if not view.history.gpu.times:
-        return f"{told}; over time: only with a run that has logged it"
+        return f"{title}; over time: only with a run that has logged it"
     more = " (v: the next)" if len(shown.views) > 1 else ""
-    return f"{told}; below: that of rank {view.history.rank} over time{more}"
+    return f"{title}; below: that of rank {view.history.rank} over time{more}"
 
 
 def _row(gpu: schema.GpuSample) -> tuple[str, ...]:
@@ -167,12 +170,12 @@ def _row(gpu: schema.GpuSample) -> tuple[str, ...]:
         _of(gpu.power_w, " W"),
         _of(gpu.temperature_c, " °C"),
         _of(gpu.clock_mhz, f"{most} MHz"),
-        _held(gpu.memory_used_bytes, gpu.memory_total_bytes),
+        _used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes),
         "  ".join(filter(None, (_pcie(gpu), _nvlink(gpu), clean(gpu.throttle)))),
     )
 
 
-def _held(used: int | None, total: int | None) -> str:
+def _used_of_total(used: int | None, total: int | None) -> str:
     if used is None or not total:
         return "-" if used is None else units.format_bytes(used)
     return f"{used / 2**30:.1f}/{total / 2**30:.1f} GiB"

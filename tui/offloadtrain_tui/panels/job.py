@@ -21,7 +21,7 @@ from offloadtrain_tui.widgets.tell import tell
 class JobPanel(Panel):
     """The facts of the run's start."""
 
-    _told: tuple[object, ...] | None = None
+    _shown_jobs: tuple[object, ...] | None = None
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(id="job-scroll"):
@@ -29,22 +29,22 @@ class JobPanel(Panel):
 
     def show(self, shown: ViewState) -> None:
         start = shown.view.start
-        others = [(other.name, other.first.start) for other in shown.others]
-        told = (start, *others)
-        if told != self._told:
-            self._told = told
-            apart = [_apart(start, *other) for other in others] if start else []
+        other_jobs = [(other.name, other.first.start) for other in shown.other_runs]
+        jobs = (start, *other_jobs)
+        if jobs != self._shown_jobs:
+            self._shown_jobs = jobs
+            apart = [_apart(start, *other) for other in other_jobs] if start else []
             text = Text("\n").join([*apart, _about(start)])
             tell(self.query_one("#job-text", Static), text)
 
 
 def differences(
-    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+    config: Mapping[str, Any], other_config: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, ours, theirs) wherever two jobs differ; "-": not there."""
-    mine, other = dict(flat(ours)), dict(flat(theirs))
-    for key in [*mine, *(key for key in other if key not in mine)]:
-        if (values := (mine.get(key, "-"), other.get(key, "-")))[0] != values[1]:
+    """Yield (dotted key, value, other value) for each difference of two jobs; "-": no value."""
+    settings, other_settings = dict(flat(config)), dict(flat(other_config))
+    for key in [*settings, *(key for key in other_settings if key not in settings)]:
+        if (values := (settings.get(key, "-"), other_settings.get(key, "-")))[0] != values[1]:
             yield key, *values
 
 
@@ -52,12 +52,12 @@ def _apart(start: schema.RunStarted, name: str, other: schema.RunStarted | None)
     """Return the difference of two jobs."""
     text = Text()
     text.append(f" differences to {clean(name)}\n", "bold")
-    found = list(differences(start.config, other.config)) if other is not None else None
-    if not found:
-        text.append("   its log has no job yet\n" if found is None else "   none\n", "dim")
-    for key, mine, theirs in found or ():
+    changes = list(differences(start.config, other.config)) if other is not None else None
+    if not changes:
+        text.append("   its log has no job yet\n" if changes is None else "   none\n", "dim")
+    for key, value, other_value in changes or ():
         text.append(f"   {clean(key, 60):<36} ")
-        text.append(mine, "bold").append(" here, ", "dim").append(theirs, "bold")
+        text.append(value, "bold").append(" here, ", "dim").append(other_value, "bold")
         text.append(" there\n", "dim")
     return text
 

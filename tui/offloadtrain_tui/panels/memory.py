@@ -67,30 +67,33 @@ class MemoryPanel(Panel):
         self._show_processes(shown)
 
     def _show_processes(self, shown: ViewState) -> None:
-        own, text = memory.local(shown), self.query_one("#memory-processes-text", Static)
-        gpus = own.gpus if own else ()
-        rows = [_process(gpu, one) for gpu in gpus for one in gpu.processes]
+        local_system, text = memory.local(shown), self.query_one("#memory-processes-text", Static)
+        gpus = local_system.gpus if local_system else ()
+        rows = [_process(gpu, process) for gpu in gpus for process in gpu.processes]
         table = self.query_one("#memory-processes", DataTable)
         table.display = bool(rows)
         fill(table, PROCESSES, rows)
-        tell(text, _about_processes(shown, own))
+        tell(text, _about_processes(shown, local_system))
 
 
-def _about_processes(shown: ViewState, own: schema.System | None) -> str:
-    """Say whose processes are listed, or why none are."""
+def _about_processes(shown: ViewState, local_system: schema.System | None) -> str:
+    """Return a title of the list of processes, or the reason why it is empty."""
     if memory.is_on_cpu(shown.view):
         return " this run uses no GPU"
-    if own is None:
+    if local_system is None:
         return " processes on the GPU: seen only on the run's own host, while it lives"
-    if not own.gpus:
-        return f" processes on the GPU: {clean(own.gpu_state)}"
+    if not local_system.gpus:
+        return f" processes on the GPU: {clean(local_system.gpu_state)}"
     return " processes on each GPU"
 
 
-def _process(gpu: schema.GpuSample, one: schema.GpuProcess) -> tuple[str, ...]:
-    size = "-" if one.num_bytes is None else f"{one.num_bytes >> 20} MiB"
-    user, command = clean(one.user, 20) or "-", clean(one.command, 60) or "not of this container"
-    return str(gpu.index), str(one.pid), user, size, command
+def _process(gpu: schema.GpuSample, process: schema.GpuProcess) -> tuple[str, ...]:
+    size = "-" if process.num_bytes is None else f"{process.num_bytes >> 20} MiB"
+    user, command = (
+        clean(process.user, 20) or "-",
+        clean(process.command, 60) or "not of this container",
+    )
+    return str(gpu.index), str(process.pid), user, size, command
 
 
 def _cells(row: memory.Row, on_device: str) -> tuple[str, ...]:

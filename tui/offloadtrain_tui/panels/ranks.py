@@ -53,49 +53,49 @@ class Ranks(Panel):
         views = shown.views
         tell(self.query_one("#ranks-text", Static), slow_stage(views) or skew(views))
         self.query_one("#ranks-rows", Rows).show(rank_table(views))
-        own = memory.local(shown)
-        system = own or shown.view.system
+        local_system = memory.local(shown)
+        system = local_system or shown.view.system
         gpus = system.gpus if system and not memory.is_on_cpu(shown.view) else ()
         state = clean(system.gpu_state) if system and not gpus else ""
         state = "this run uses none" if memory.is_on_cpu(shown.view) else state
-        where = "live" if own is not None else "as logged"
+        where = "live" if local_system is not None else "as logged"
         text = f" GPUs, {where}" if gpus else f" no GPU to show: {state or 'none was sampled'}"
         tell(self.query_one("#ranks-gpu-text", Static), text)
         self.query_one("#ranks-gpus", Rows).show(Table(GPUS, tuple(map(_gpu, gpus))))
 
 
 def rank_table(views: Sequence[View]) -> Table:
-    """Return a row per rank; the ranks of a pipeline say which stage is theirs, and its bubble;
-    those of hybrid sharding with which group they share the state; those of tensor parallel which
-    part of every matrix they hold, and those of expert parallel which experts."""
+    """Return a row per rank. Divisions of the ranks add columns: with a pipeline stage and bubble,
+    with hybrid sharding the group that shares the state, with tensor parallelism the part of every
+    matrix, with expert parallelism the experts."""
     heads: tuple[str, ...] = RANKS
     rows = rank_rows(views)
-    for names, told in _COLUMNS:
-        found = [told(view) for view in views]
-        if any(one[-1] for one in found):
+    for names, cells_of in _COLUMNS:
+        added = [cells_of(view) for view in views]
+        if any(cells[-1] for cells in added):
             heads += names
-            rows = [(*row, *one) for row, one in zip(rows, found, strict=True)]
+            rows = [(*row, *cells) for row, cells in zip(rows, added, strict=True)]
     return Table(heads, tuple(rows))
 
 
 def stage_of(view: View) -> str:
     """Return, for example, "stage 1 of 2 (embedding, layers 0 to 1)"; "" without a pipeline."""
-    found = view.start.plan.get("stage") if view.start else None
-    return clean(found, 60) if isinstance(found, str) else ""
+    stage = view.start.plan.get("stage") if view.start else None
+    return clean(stage, 60) if isinstance(stage, str) else ""
 
 
 def part_of(view: View) -> str:
-    """Return, for example, "part 1 of 2": what the rank holds of every matrix; or "experts 0 to 3";
-    or both; "" of all of it."""
-    found = view.start.plan.get("part") if view.start else None
-    return clean(found, 40) if isinstance(found, str) else ""
+    """Return, for example, "part 1 of 2", the rank's part of every matrix, or "experts 0 to 3", or
+    both; "" if the rank has all parts."""
+    part = view.start.plan.get("part") if view.start else None
+    return clean(part, 40) if isinstance(part, str) else ""
 
 
 def group_of(view: View) -> str:
-    """Return, for example, "group 1 of 2": the ranks that share a copy of the state with it; "" if
-    all do."""
-    found = view.start.plan.get("group") if view.start else None
-    return clean(found, 30) if isinstance(found, str) else ""
+    """Return, for example, "group 1 of 2", the rank's group that shares a copy of the state; "" if
+    all ranks share one."""
+    group = view.start.plan.get("group") if view.start else None
+    return clean(group, 30) if isinstance(group, str) else ""
 
 
 def bubble(view: View) -> float | None:
@@ -104,8 +104,8 @@ def bubble(view: View) -> float | None:
     series, length = view.history.series, view.length
     recent = slice(max(length - RECENT_STEPS, 0), length)
     step_ms = math.fsum(series["step_ms"].values[recent])
-    own = (view.history.busy["compute"], series["exposed_ms"], series["data_ms"])
-    own_ms = math.fsum(x for one in own for x in one.values[recent] if math.isfinite(x))
+    columns = (view.history.busy["compute"], series["exposed_ms"], series["data_ms"])
+    own_ms = math.fsum(x for column in columns for x in column.values[recent] if math.isfinite(x))
     known = math.isfinite(step_ms) and step_ms > 0 and own_ms > 0
     return max(1.0 - own_ms / step_ms, 0.0) if known else None
 
@@ -117,10 +117,10 @@ def slow_stage(views: Sequence[View]) -> str:
     ]
     if len(known) < 2:
         return ""
-    share, view = min(known, key=lambda one: one[0])
+    share, view = min(known, key=lambda pair: pair[0])
     most = max(share for share, _ in known)
-    told = f"rank {view.history.rank}, {stage_of(view)}, sets the pace: bubble {percent(share)}"
-    return f" {len(views)} ranks in a pipeline; {told}, of others up to {percent(most)}"
+    slowest = f"rank {view.history.rank}, {stage_of(view)}, sets the pace: bubble {percent(share)}"
+    return f" {len(views)} ranks in a pipeline; {slowest}, of others up to {percent(most)}"
 
 
 def _bubble(view: View) -> str:
@@ -133,8 +133,8 @@ _COLUMNS: tuple[tuple[tuple[str, ...], Callable[[View], tuple[str, ...]]], ...] 
     (("group",), lambda view: (group_of(view),)),
     (("holds",), lambda view: (part_of(view),)),
 )
-"""Columns that a division of the ranks adds: their heads, and what a rank shows there; the last one
-is "" of all ranks without it."""
+"""Columns that a division of the ranks adds: their heads, and the cells of a rank. The last cell of
+every rank is "" without that division."""
 
 
 def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
@@ -142,21 +142,21 @@ def rank_rows(views: Sequence[View]) -> list[tuple[str, ...]]:
     middle = _middle(views)
     rows: list[tuple[str, ...]] = []
     for view in views:
-        own = view.median_own_ms()
-        apart = f"{100 * (own / middle - 1):+.1f} %" if own and middle else "-"
-        behind = newest - view.step
-        held = sum(row.num_bytes for row in view.memory if row.tier == "device")
+        own_ms = view.median_own_ms()
+        apart = f"{100 * (own_ms / middle - 1):+.1f} %" if own_ms and middle else "-"
+        lag = newest - view.step
+        device_bytes = sum(row.num_bytes for row in view.memory if row.tier == "device")
         rows.append(
             (
                 str(view.history.rank),
                 str(view.step),
-                f"{behind} steps" if behind else "",
+                f"{lag} steps" if lag else "",
                 milliseconds(view.median_step_ms()),
-                milliseconds(own),
+                milliseconds(own_ms),
                 apart,
                 milliseconds(view.last("exposed_ms")),
                 milliseconds(view.busy_ms("host")),
-                units.format_bytes(held),
+                units.format_bytes(device_bytes),
                 short(view.last("loss")),
             )
         )
@@ -176,17 +176,17 @@ def skew(views: Sequence[View]) -> str:
 
 
 def _middle(views: Sequence[View]) -> float:
-    known = [found for view in views if (found := view.median_own_ms()) is not None]
+    known = [own_ms for view in views if (own_ms := view.median_own_ms()) is not None]
     return statistics.median(known) if known else 0.0
 
 
 def _gpu(gpu: schema.GpuSample) -> tuple[str, ...]:
     used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
-    held = "-" if used is None else units.format_bytes(used)
+    used_text = "-" if used is None else units.format_bytes(used)
     return (
         str(gpu.index),
         clean(gpu.name),
-        f"{held} of {units.format_bytes(total)}" if total else held,
+        f"{used_text} of {units.format_bytes(total)}" if total else used_text,
         "-" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
         "-" if gpu.power_w is None else f"{gpu.power_w:.0f} W",
         "-" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C",

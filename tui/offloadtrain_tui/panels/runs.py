@@ -28,13 +28,13 @@ LABELS = "labels"
 class RunsPanel(Panel):
     """The list of runs; Enter opens one, `o` overlays it, `p` pins it."""
 
-    class Asked(Message):
-        """`beside`: overlay its curves; otherwise open it."""
+    class Chosen(Message):
+        """`overlay`: draw its curves over those of the open run; otherwise open it."""
 
-        def __init__(self, folder: Path, *, beside: bool) -> None:
+        def __init__(self, folder: Path, *, overlay: bool) -> None:
             super().__init__()
             self.folder = folder
-            self.beside = beside
+            self.overlay = overlay
 
     class Pinned(Message):
         """The run is to be listed first, or no longer."""
@@ -44,7 +44,7 @@ class RunsPanel(Panel):
             self.row = row
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("o", "beside", "draw beside"),
+        Binding("o", "overlay", "draw beside"),
         Binding("p", "pin", "pin"),
     ]
 
@@ -64,7 +64,7 @@ class RunsPanel(Panel):
 
     def show(self, shown: ViewState) -> None:
         self._shown = shown
-        drawn = {other.folder for other in shown.others}
+        drawn = {other.folder for other in shown.other_runs}
         cells = [
             _cells(row, shown, row.folder in drawn, self.ink(STATE_COLORS[row.state]))
             for row in self._rows
@@ -76,19 +76,19 @@ class RunsPanel(Panel):
 
     def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
         event.stop()
-        self._ask(event.cursor_row, beside=False)
+        self._choose(event.cursor_row, overlay=False)
 
-    def action_beside(self) -> None:
-        self._ask(self.query_one(DataTable).cursor_row, beside=True)
+    def action_overlay(self) -> None:
+        self._choose(self.query_one(DataTable).cursor_row, overlay=True)
 
     def action_pin(self) -> None:
         row = self.query_one(DataTable).cursor_row
         if 0 <= row < len(self._rows):
             self.post_message(self.Pinned(self._rows[row]))
 
-    def _ask(self, row: int, *, beside: bool) -> None:
+    def _choose(self, row: int, *, overlay: bool) -> None:
         if 0 <= row < len(self._rows):
-            self.post_message(self.Asked(self._rows[row].folder, beside=beside))
+            self.post_message(self.Chosen(self._rows[row].folder, overlay=overlay))
 
 
 def _cells(row: RunRow, shown: ViewState, drawn: bool, color: str) -> tuple[Cell, ...]:

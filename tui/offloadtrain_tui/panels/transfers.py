@@ -37,12 +37,12 @@ class Transfers(Panel):
                 yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
 
     def show(self, shown: ViewState) -> None:
-        tell(self.query_one("#transfers-text", Static), _told(shown))
+        tell(self.query_one("#transfers-text", Static), _summary(shown))
         for name in CHARTS:
             self.query_one(f"#transfers-{name}", Chart).show(plot(name, shown))
 
 
-def _told(shown: ViewState) -> Text:
+def _summary(shown: ViewState) -> Text:
     view = shown.view
     text = Text()
     step_ms = view.last("step_ms") or 0.0
@@ -56,8 +56,8 @@ def _told(shown: ViewState) -> Text:
         )
     exposed = view.last("exposed_ms") or 0.0
     hidden = max(view.busy_ms("host") - exposed, 0.0)
-    told = f" compute waited {milliseconds(exposed)}; of the host's work {milliseconds(hidden)}"
-    text.append(f"{told} was hidden at least\n", "bold")
+    waits = f" compute waited {milliseconds(exposed)}; of the host's work {milliseconds(hidden)}"
+    text.append(f"{waits} was hidden at least\n", "bold")
     text.append(_links(shown), "dim")
     return text
 
@@ -91,10 +91,10 @@ def _moved(lane: str, view: View) -> str:
 
 def calibrated(view: View) -> dict[str, float]:
     """Return lane → GB/s of a copy alone on the bus, measured at the run's start."""
-    found = view.start.plan.get("calibrated_gbps") if view.start else None
-    if not isinstance(found, dict):
+    rates = view.start.plan.get("calibrated_gbps") if view.start else None
+    if not isinstance(rates, dict):
         return {}
-    return {lane: rate for lane, rate in found.items() if isinstance(rate, float) and rate > 0}
+    return {lane: rate for lane, rate in rates.items() if isinstance(rate, float) and rate > 0}
 
 
 def _adam(view: View) -> str:
@@ -131,13 +131,13 @@ def link(gpu: schema.GpuSample) -> str:
     """Describe PCIe generation and width, current and maximum, and NVML's counters."""
     if gpu.pcie_generation is None:
         return "the driver does not report its link"
-    found = f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}"
+    description = f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}"
     if gpu.pcie_generation_max is not None:
-        found += f" of {gpu.pcie_generation_max} x{gpu.pcie_width_max}"
+        description += f" of {gpu.pcie_generation_max} x{gpu.pcie_width_max}"
     most, rates = link_gbps(gpu), []
     for rate, label in ((gpu.pcie_rx_bytes_per_s, "up"), (gpu.pcie_tx_bytes_per_s, "down")):
         if rate is not None:
             share = f" ({100 * rate / 1e9 / most:.0f} % of it)" if most else ""
             rates.append(f"{label} {rate / 1e9:.1f} GB/s{share}")
-    told = f"{found}: {', '.join(rates)}" if rates else found
-    return f"{told}; throttled: {clean(gpu.throttle)}" if gpu.throttle else told
+    text = f"{description}: {', '.join(rates)}" if rates else description
+    return f"{text}; throttled: {clean(gpu.throttle)}" if gpu.throttle else text

@@ -26,11 +26,11 @@ class GpuHistory:
         """Add a parsed sample of the machine: of this GPU, or of the only one."""
         known = [gpu for gpu in gpus if isinstance(gpu, dict)]
         named = [gpu for gpu in known if gpu.get("uuid") == uuid]
-        found = named or (known if len(known) == 1 else [])
-        if not found:
+        samples = named or (known if len(known) == 1 else [])
+        if not samples:
             return
         for name, series in self.series.items():
-            series.append(_number(found[0].get(name)))
+            series.append(_number(samples[0].get(name)))
         self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
 
     def count(self, time_s: float) -> int:

@@ -88,8 +88,8 @@ class History(StepColumns):
         """Add a record other than a step."""
         self.last_time_s = max(self.last_time_s, record.time_s)
         if isinstance(record.event, schema.LaneSpan):
-            kept = line or log_lines.to_line(record.event, record.rank, record.time_s).strip()
-            self._span(record.event.step, record.time_s, kept)
+            stored = line or log_lines.to_line(record.event, record.rank, record.time_s).strip()
+            self._span(record.event.step, record.time_s, stored)
         fold = _FOLDS.get(type(record.event))
         if fold is not None:
             fold(self, record.event, record.time_s)
@@ -152,12 +152,12 @@ class History(StepColumns):
         count = self.systems.count(time_s)
         if not count:
             return None
-        known, found = self._shown_system
+        known, sample = self._shown_system
         if count != known:
             record = log_lines.from_line(self.systems[count - 1])
-            found = record.event if record and isinstance(record.event, schema.System) else None
-            self._shown_system = (count, found)
-        return found
+            sample = record.event if record and isinstance(record.event, schema.System) else None
+            self._shown_system = (count, sample)
+        return sample
 
 
 def _evaluated(history: History, event: schema.Eval, time_s: float) -> None:
@@ -165,7 +165,7 @@ def _evaluated(history: History, event: schema.Eval, time_s: float) -> None:
     history.val_loss.measure(max(history.step_count - 1, 0), event.val_loss)
 
 
-def _kept(name: str) -> Callable[[History, Any, float], None]:
+def _append_to(name: str) -> Callable[[History, Any, float], None]:
     def keep(history: History, event: Any, time_s: float) -> None:
         getattr(history, name).add(time_s, event)
 
@@ -173,15 +173,15 @@ def _kept(name: str) -> Callable[[History, Any, float], None]:
 
 
 _FOLDS: dict[type, Callable[[History, Any, float], None]] = {
-    schema.RunStarted: _kept("starts"),
-    schema.SetUp: _kept("set_ups"),
-    schema.RunEnded: _kept("ends"),
-    schema.Memory: _kept("memory"),
-    schema.StepMemory: _kept("curves"),
+    schema.RunStarted: _append_to("starts"),
+    schema.SetUp: _append_to("set_ups"),
+    schema.RunEnded: _append_to("ends"),
+    schema.Memory: _append_to("memory"),
+    schema.StepMemory: _append_to("curves"),
     schema.Eval: _evaluated,
-    schema.Checkpoint: _kept("checkpoints"),
-    schema.Alert: _kept("alerts"),
-    schema.Control: _kept("controls"),
+    schema.Checkpoint: _append_to("checkpoints"),
+    schema.Alert: _append_to("alerts"),
+    schema.Control: _append_to("controls"),
 }
 
 

@@ -41,7 +41,7 @@ class Listing:
         """Return the runs: pinned ones, then the newest, first."""
         folders = runs.all_runs(self.runs_dir)[:most]
         self._views = {folder: self._read(folder) for folder in folders}
-        found = [
+        rows = [
             RunRow(
                 folder=folder,
                 state=runs.life_of(folder, view, now_s).state,
@@ -55,15 +55,15 @@ class Listing:
             )
             for folder, (_, view) in self._views.items()
         ]
-        return sorted(found, key=lambda row: not row.labels.pinned)
+        return sorted(rows, key=lambda row: not row.labels.pinned)
 
     def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
         """Return the first and the last records of rank 0, with the log's size and time."""
         logs = runs.open_run(folder).logs
         stamp = (0, 0)
         with suppress(OSError):
-            found = os.lstat(logs[0]) if logs else None
-            stamp = (found.st_size, found.st_mtime_ns) if found else stamp
+            status = os.lstat(logs[0]) if logs else None
+            stamp = (status.st_size, status.st_mtime_ns) if status else stamp
         known = self._views.get(folder)
         if known is not None and known[0] == stamp:
             return known

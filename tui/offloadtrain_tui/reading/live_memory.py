@@ -28,7 +28,7 @@ Sizes = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What was seen in a stretch of time.
+    """The extremes of each quantity in a stretch of time.
 
     Attributes:
         time_s: of the newest sample.
@@ -90,11 +90,11 @@ class LiveMemory:
         self._columns.add(max(float(time_s), times[-1]) if times else float(time_s), sizes)
         if len(times) > MOST:
             # Each pair of records becomes one.
-            found = _Columns()
+            merged = _Columns()
             for lo in range(0, len(self._columns.times), 2):
-                one = self._columns.over(lo, min(lo + 2, len(self._columns.times)))
-                found.add(one.time_s, one.sizes)
-            self._columns = found
+                pair = self._columns.over(lo, min(lo + 2, len(self._columns.times)))
+                merged.add(pair.time_s, pair.sizes)
+            self._columns = merged
         return True
 
     def see(self, point: MemoryPoint) -> None:
@@ -105,9 +105,9 @@ class LiveMemory:
         """Return the newest record at a time, with the newest sample if that is later still."""
         columns, point = self._columns, self._point
         count = bisect_right(columns.times, time_s)
-        found = columns.over(count - 1, count) if count else None
-        if point is None or time_s != math.inf or (found and point.time_s <= found.time_s):
-            return found
+        newest = columns.over(count - 1, count) if count else None
+        if point is None or time_s != math.inf or (newest and point.time_s <= newest.time_s):
+            return newest
         known = ((name, getattr(point, name)) for name in QUANTITIES)
         sizes = {name: (size, size, size) for name, size in known if size is not None}
         return Live(point.time_s, sizes)

@@ -42,18 +42,18 @@ class Snapshot:
         name: name of its folder or file.
         views: views by rank; rank 0, or the lowest with a log, first.
         state: one word of `runs.STATES`.
-        whole: True if the logs have been read to their end.
+        is_complete: True if the logs have been read to their end.
         out_of_memory: the run was killed, probably by the kernel for memory.
         refused: why logs are not read: they are no regular files.
         lives_here: its process is alive, and on this host.
-        set_up: what it does before its log begins, or did when it was killed.
+        set_up: its progress before its log begins, or when it was killed; None: set-up is over.
     """
 
     name: str
     folder: Path | None
     views: tuple[View, ...]
     state: str
-    whole: bool = True
+    is_complete: bool = True
     refused: tuple[str, ...] = ()
     out_of_memory: bool = False
     lives_here: bool = False
@@ -69,22 +69,22 @@ class Snapshot:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the logs; "" if nothing is."""
+        """The problem with the logs; "" if there is none."""
         if self.refused:
             return f"not read: {self.refused[0]}"
         lines = sum(view.history.unreadable for view in self.views)
         unread = "1 line is no record" if lines == 1 else f"{lines} lines are no records"
-        told = unread if lines else ""
+        unreadable = unread if lines else ""
         if self.has_records:
-            return "; ".join(filter(None, (self._missing_ranks, told)))
+            return "; ".join(filter(None, (self._missing_ranks, unreadable)))
         # Without a run there is no state.
-        if not self.whole or not self.state or self.state in runs.ALIVE or self.set_up:
+        if not self.is_complete or not self.state or self.state in runs.ALIVE or self.set_up:
             return ""
-        return f"there is no record of a run in it{f': {told}' if told else ''}"
+        return f"there is no record of a run in it{f': {unreadable}' if unreadable else ''}"
 
     @property
     def _missing_ranks(self) -> str:
-        """Say that logs of ranks are not there; a rank's comes a moment late at the start."""
+        """A message if logs of ranks are missing; at the start, some appear a moment late."""
         start = self.first.start
         if self.folder is None or start is None or start.world_size <= len(self.views):
             return ""
@@ -97,7 +97,7 @@ class Snapshot:
         """A key that is equal until the logs change."""
         return (
             self.state,
-            self.whole,
+            self.is_complete,
             self.set_up,
             *((v.length, v.time_s, v.history.last_time_s) for v in self.views),
         )
@@ -109,7 +109,7 @@ class RunReader:
 
     run: RunPath
     histories: dict[Path, History] = field(default_factory=dict)
-    whole: bool = False
+    is_complete: bool = False
     _glances: dict[Path, History] = field(default_factory=dict)
     _tails: dict[Path, Tail] = field(default_factory=dict)
     _rings: dict[Path, RingReader] = field(default_factory=dict)
@@ -121,8 +121,8 @@ class RunReader:
     def read(self, most_lines: int = _LINES_AT_ONCE) -> bool:
         """Read new lines of every rank; return whether there were any."""
         self._find_ranks()
-        found, was_whole = False, self.whole
-        self.whole = True
+        any_lines, was_complete = False, self.is_complete
+        self.is_complete = True
         for path, tail in self._tails.items():
             before = tail.restarts
             lines = tail.poll(most=most_lines * 400)
@@ -136,16 +136,16 @@ class RunReader:
             with suppress(OSError):
                 for point in ring.poll()[-1:]:
                     self.histories[path].live.see(point)
-            found |= bool(lines)
-            self.whole &= not tail.is_behind
-        if self.whole:
+            any_lines |= bool(lines)
+            self.is_complete &= not tail.has_more
+        if self.is_complete:
             self._glances.clear()
-        self._grew |= found and was_whole
-        return found
+        self._grew |= any_lines and was_complete
+        return any_lines
 
     def read_to_end(self, now_s: float) -> Snapshot:
         """Read all that is there; return the newest snapshot."""
-        while self.read() or not self.whole:
+        while self.read() or not self.is_complete:
             pass
         return self.snapshot(now_s)
 
@@ -167,7 +167,7 @@ class RunReader:
             refused, state = (f"{folder / 'events'}: no permission", *refused), "unknown"
         killed = state == "killed" and runs.killed_for_memory(folder, life.set_up)
         return Snapshot(
-            *(self.run.name, folder, views, state, self.whole, refused, killed),
+            *(self.run.name, folder, views, state, self.is_complete, refused, killed),
             *(bool(life.alive), life.set_up),
         )
 
@@ -225,19 +225,19 @@ class Reader:
 
     def __init__(
         self,
-        found: Sequence[RunPath],
+        run_paths: Sequence[RunPath],
         clock: Clock,
         on_news: Callable[[], object],
         *,
         news_s: float = NEWS_S,
     ) -> None:
-        self.readers = [RunReader(run) for run in found]
+        self.readers = [RunReader(run) for run in run_paths]
         self._clock = clock
         self._on_news = on_news
         self._news_s = news_s
         self._lock = threading.Lock()
         self._snapshots: list[Snapshot] = []
-        self._told = False
+        self._notified = False
         self._ended = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="run-reader", daemon=True)
@@ -248,7 +248,7 @@ class Reader:
     def take(self) -> list[Snapshot]:
         """Return the newest snapshot of each run, and report later news again."""
         with self._lock:
-            self._told = False
+            self._notified = False
             return list(self._snapshots)
 
     def add(self, run: RunPath) -> None:
@@ -279,7 +279,7 @@ class Reader:
     def _run(self) -> None:
         published_s = 0.0
         while not self._ended.is_set():
-            busy = any([reader.read() and not reader.whole for reader in self.readers])
+            busy = any([reader.read() and not reader.is_complete for reader in self.readers])
             if time.monotonic() - published_s >= self._news_s and self._publish():
                 published_s = time.monotonic()
             (gc.disable if busy else gc.enable)()  # a long log creates many lists, but no cycles
@@ -294,10 +294,12 @@ class Reader:
         """Publish snapshots; return whether there was any news."""
         snapshots = self.read_newest()
         with self._lock:
-            news = [one.changed for one in snapshots] != [one.changed for one in self._snapshots]
+            news = [snapshot.changed for snapshot in snapshots] != [
+                snapshot.changed for snapshot in self._snapshots
+            ]
             self._snapshots = snapshots
-            tell = news and not self._told
-            self._told |= tell
-        if tell:
+            notify = news and not self._notified
+            self._notified |= notify
+        if notify:
             self._on_news()
         return news

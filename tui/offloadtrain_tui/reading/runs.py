@@ -64,8 +64,8 @@ def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:
 def all_runs(runs_dir: Path) -> list[Path]:
     """Return the run folders in a folder, the newest first."""
     with suppress(OSError):
-        found = [path for path in runs_dir.iterdir() if is_run(path) and not path.is_symlink()]
-        return sorted(found, key=lambda path: path.name, reverse=True)
+        folders = [path for path in runs_dir.iterdir() if is_run(path) and not path.is_symlink()]
+        return sorted(folders, key=lambda path: path.name, reverse=True)
     return []
 
 
@@ -104,11 +104,11 @@ def facts(folder: Path | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What is known of a run's process.
+    """The state of a run and of its process.
 
     Attributes:
         alive: None if unknown here.
-        set_up: what it does before its log begins, or did when it was killed; None: that is over.
+        set_up: its progress before its log begins, or when it was killed; None: set-up is over.
     """
 
     state: str
@@ -120,8 +120,8 @@ def life_of(folder: Path | None, view: View, now_s: float, silent_s: float | Non
     """Return the state of a run and of its process, from its files and its lock.
 
     Args:
-        silent_s: how long the reader has seen nothing new of a run on another host, whose clock may
-            be another; None: by the times in its log.
+        silent_s: seconds since the reader saw a new record of a run on another host, whose clock
+            may differ; None: use the times in its log.
     """
     set_up = None if folder is None else set_up_file.read(folder)
     alive = is_alive(folder) if set_up is None else _sets_up(folder, set_up)

@@ -82,10 +82,10 @@ class Series:
             self._grow(level, hi - 1)
             lows, highs = self._levels[level - 1]
             return min(lows[lo:hi]), max(highs[lo:hi])
-        found: Sequence[float] = self.values[lo:hi]
-        if not math.isfinite(sum(found)):  # one of them is not, or they are very large
-            found = [value for value in found if math.isfinite(value)]
-        return (min(found), max(found)) if found else NOTHING
+        values: Sequence[float] = self.values[lo:hi]
+        if not math.isfinite(sum(values)):  # one of them is not, or they are very large
+            values = [value for value in values if math.isfinite(value)]
+        return (min(values), max(values)) if values else NOTHING
 
     def _grow(self, level: int, index: int) -> None:
         while len(self._levels) < level:
@@ -102,15 +102,15 @@ class Measured(Series):
     """A column that was measured at some positions only: between two of them, `values` lie on the
     line that joins them, and none lie after the last."""
 
-    __slots__ = ("_found", "_positions")
+    __slots__ = ("_measured", "_positions")
 
     def __init__(self) -> None:
         super().__init__()
         self._positions = array("q")
-        self._found = array("d")
+        self._measured = array("d")
 
     def measure(self, position: int, value: float) -> None:
-        """Add what was measured at a position, which is none before the last."""
+        """Add a value measured at a position, which must not be before the last one."""
         begin = len(self.values)
         rise = (value - self.values[-1]) / (position - begin + 1) if position >= begin > 0 else 0.0
         self.values.extend(
@@ -119,7 +119,7 @@ class Measured(Series):
         )
         if position >= begin:
             self.values.append(value)
-        self._found.append(value)
+        self._measured.append(value)
         self._positions.append(position)  # last: another thread counts them
 
     def shown(self, length: int) -> int:
@@ -128,11 +128,11 @@ class Measured(Series):
 
     def last(self, length: int) -> float | None:
         count = bisect_left(self._positions, length)
-        return self._found[count - 1] if count else None
+        return self._measured[count - 1] if count else None
 
     def known(self, length: int) -> Iterable[tuple[int, float]]:
         count = bisect_left(self._positions, length)
-        return zip(self._positions[:count], self._found[:count], strict=True)
+        return zip(self._positions[:count], self._measured[:count], strict=True)
 
 
 class Smoothed(Series):
@@ -202,8 +202,8 @@ class Outline:
             self._columns = window.columns(count)
             self._ends = [end for _, end in self._columns]
         if length > self._length or not self._extents:
-            whole = bisect_right(self._ends, self._length) if self._extents else 0
-            fresh = (series.extent(lo, min(hi, length)) for lo, hi in self._columns[whole:])
-            self._extents[whole:] = fresh
+            complete = bisect_right(self._ends, self._length) if self._extents else 0
+            fresh = (series.extent(lo, min(hi, length)) for lo, hi in self._columns[complete:])
+            self._extents[complete:] = fresh
             self._length = length
         return self._extents

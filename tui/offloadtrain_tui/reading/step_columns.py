@@ -1,9 +1,9 @@
 """The columns of a log: a value of each of its steps, for each quantity and each lane.
 
 [Note: Columns]
-There may be 100,000 steps. Of each, the values of all columns are taken out of its JSON at
-once, in one call. They enter the columns when the current lines are read, one column at a
-time. The JSON itself is dropped at once: thousands of dicts would not stay in a cache.
+There may be 100,000 steps. One call takes the values of all columns out of the JSON of a step. They
+are appended after the current lines are read, one column at a time. The JSON is dropped at once:
+thousands of dicts would not stay in the CPU's caches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _DERIVED_FROM = ("h2d_bytes", "d2h_bytes", "exposed_ms", "step_ms")
 
 
 class StepColumns:
-    """What a log says of its steps, a column for each quantity."""
+    """The steps of a log, a column for each quantity."""
 
     def __init__(self) -> None:
         self.steps = Timed()
@@ -50,21 +50,21 @@ class StepColumns:
 
     @property
     def step_count(self) -> int:
-        """Steps that have been read, those that are not in the columns yet too."""
+        """Steps that have been read, including those that are not in the columns yet."""
         return len(self.steps.values) + len(self._pending)
 
     def smoothed(self, name: str, span: int) -> Smoothed:
         """Return a series' moving average over `span` steps; reading it extends it."""
-        found = self._smoothed.get((name, span))
-        if found is None:
-            found = self._smoothed[name, span] = Smoothed(self.series[name], float(span))
-        return found
+        smoothed = self._smoothed.get((name, span))
+        if smoothed is None:
+            smoothed = self._smoothed[name, span] = Smoothed(self.series[name], float(span))
+        return smoothed
 
     def add_step(self, number: int, time_s: float, values: Json) -> None:
-        """Take what the columns need of a step; they have it from `extend_columns` on."""
+        """Read the values of a step; `extend_columns` appends them to the columns."""
         busy = values.get("busy_ms")
         worked = map(busy.get, LANES) if isinstance(busy, dict) else _NO_LANES
-        self._pending.append((number, time_s, *_taken(values), *worked))
+        self._pending.append((number, time_s, *_step_values(values), *worked))
 
     def extend_columns(self) -> None:
         """Append the steps that have been taken."""
@@ -73,8 +73,8 @@ class StepColumns:
             return
         numbers, times, *columns = zip(*rows, strict=True)
         series = (*(self.series[name] for name in STEP_FIELDS), *self.busy.values())
-        for one, column in zip(series, columns, strict=True):
-            one.extend(_floats(column))
+        for target, column in zip(series, columns, strict=True):
+            target.extend(_floats(column))
         self._derive(len(rows))
         last_s = self.steps.times[-1] if self.steps.times else 0.0
         self.steps.values += numbers  # the length that others go by is that of the times
@@ -105,13 +105,13 @@ def number_of(value: Any) -> float | None:
     return float(value) if value in ("nan", "inf", "-inf") else None
 
 
-def _taken(values: Json) -> tuple[Any, ...]:
+def _step_values(values: Json) -> tuple[Any, ...]:
     """Return a step's value of each column; None for missing ones."""
     try:
-        found: tuple[Any, ...] = _ALL_COLUMNS(values)
+        row: tuple[Any, ...] = _ALL_COLUMNS(values)
     except KeyError:
         return tuple(map(values.get, STEP_FIELDS))
-    return found
+    return row
 
 
 def _floats(values: Sequence[Any]) -> array[float]:
@@ -128,9 +128,9 @@ def _floats(values: Sequence[Any]) -> array[float]:
 
 def _packed(values: Sequence[float]) -> array[float]:
     """Convert numbers; in a third of the time that array() takes."""
-    found = array("d")
-    found.frombytes(struct.pack(f"{len(values)}d", *values))
-    return found
+    packed = array("d")
+    packed.frombytes(struct.pack(f"{len(values)}d", *values))
+    return packed
 
 
 def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:

@@ -50,14 +50,14 @@ class Tail:
         if not self._ready():
             return []
         lines: list[bytes] = []
-        taken = 0
-        while taken < most and (data := os.pread(self._fd, _CHUNK, self._offset)):
+        num_read = 0
+        while num_read < most and (data := os.pread(self._fd, _CHUNK, self._offset)):
             self._offset += len(data)
-            taken += len(data)
+            num_read += len(data)
             self.read_bytes += len(data)
-            *whole, self._torn = (self._torn + data).split(b"\n")
-            lines += whole
-            self._endless = 0 if whole else self._endless + len(data)
+            *complete, self._torn = (self._torn + data).split(b"\n")
+            lines += complete
+            self._endless = 0 if complete else self._endless + len(data)
             if len(self._torn) > LONGEST_LINE:
                 self.dropped += len(self._torn)
                 self._torn = b""
@@ -67,7 +67,7 @@ class Tail:
         return lines
 
     @property
-    def is_behind(self) -> bool:
+    def has_more(self) -> bool:
         """True if there is more to read at once."""
         return self.left_bytes > 0 and not self.refused
 

@@ -35,8 +35,8 @@ class Spans(tuple[schema.LaneSpan, ...]):
 class Timelines:
     """Step → its spans. One thread adds, another one reads.
 
-    The lines of the newest steps are kept as they are while they are short; those before them are
-    compressed. Of small models, whose sampled steps come fast, none are.
+    The lines of the newest steps are stored as they are, up to a number of bytes; the lines of
+    older steps are compressed. Small models, whose sampled steps come fast, stay uncompressed.
     """
 
     def __init__(self) -> None:
@@ -73,23 +73,23 @@ class Timelines:
         while self._plain_bytes > PLAIN_BYTES:
             step, size = self._plain.popleft()
             self._plain_bytes -= size
-            if isinstance(kept := self._lines.get(step), list):
-                self._lines[step] = pack(kept)
+            if isinstance(lines := self._lines.get(step), list):
+                self._lines[step] = pack(lines)
 
     def of(self, step: int) -> Spans | None:
         """Return the timeline of a sampled step; None if it was not sampled, or is too old."""
-        kept = self._lines.get(step)
-        if kept is None:
+        stored = self._lines.get(step)
+        if stored is None:
             return None
-        if kept is not self._shown:
-            self._shown, self._count, self._spans = kept, 0, Spans()
-        if isinstance(kept, list) or not self._count:
-            lines = unpack(kept) if isinstance(kept, bytes) else kept
+        if stored is not self._shown:
+            self._shown, self._count, self._spans = stored, 0, Spans()
+        if isinstance(stored, list) or not self._count:
+            lines = unpack(stored) if isinstance(stored, bytes) else stored
             count = len(lines)  # another thread may append
             if count > self._count:
                 records = map(log_lines.from_line, lines[self._count : count])
                 fresh = (record.event for record in records if record is not None)
-                told = (one for one in fresh if isinstance(one, schema.LaneSpan))
-                self._spans = Spans((*self._spans, *told))
+                spans = (event for event in fresh if isinstance(event, schema.LaneSpan))
+                self._spans = Spans((*self._spans, *spans))
                 self._count = count
         return self._spans

@@ -1,4 +1,4 @@
-"""A rank at one moment: what had happened by then, of a log that may grow."""
+"""A rank at one moment: the records of a growing log up to then."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class View:
 
     @property
     def start(self) -> schema.RunStarted | None:
-        found: schema.RunStarted | None = self.history.starts.at(self.time_s, None)
-        return found
+        started: schema.RunStarted | None = self.history.starts.at(self.time_s, None)
+        return started
 
     @property
     def end(self) -> schema.RunEnded | None:
@@ -66,13 +66,13 @@ class View:
         ended, started = ends.count(self.time_s), starts.count(self.time_s)
         if not ended or (started and ends.times[ended - 1] < starts.times[started - 1]):
             return None
-        found: schema.RunEnded = ends.values[ended - 1]
-        return found
+        end: schema.RunEnded = ends.values[ended - 1]
+        return end
 
     @property
     def memory(self) -> tuple[schema.MemoryRow, ...]:
-        found: schema.Memory | None = self.history.memory.at(self.time_s, None)
-        return found.rows if found else ()
+        memory: schema.Memory | None = self.history.memory.at(self.time_s, None)
+        return memory.rows if memory else ()
 
     @property
     def system(self) -> schema.System | None:
@@ -80,9 +80,9 @@ class View:
 
     @property
     def system_time_s(self) -> float | None:
-        found = self.history.systems
-        count = found.count(self.time_s)
-        return found.times[count - 1] if count else None
+        systems = self.history.systems
+        count = systems.count(self.time_s)
+        return systems.times[count - 1] if count else None
 
     @property
     def live(self) -> Live | None:
@@ -92,13 +92,13 @@ class View:
     @property
     def curve(self) -> schema.StepMemory | None:
         """Memory within the newest sampled step."""
-        found: schema.StepMemory | None = self.history.curves.at(self.time_s, None)
-        return found
+        curve: schema.StepMemory | None = self.history.curves.at(self.time_s, None)
+        return curve
 
     @property
     def val_loss(self) -> float | None:
-        found: schema.Eval | None = self.history.evals.at(self.time_s, None)
-        return found.val_loss if found else None
+        newest: schema.Eval | None = self.history.evals.at(self.time_s, None)
+        return newest.val_loss if newest else None
 
     @property
     def total_steps(self) -> int | None:
@@ -106,10 +106,10 @@ class View:
 
     def setting(self, *keys: str) -> int:
         """Return a whole number of the job; 0 if it has none."""
-        found: Any = self.start.config if self.start else None
+        value: Any = self.start.config if self.start else None
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found if type(found) is int and found > 0 else 0
+            value = value.get(key) if isinstance(value, dict) else None
+        return value if type(value) is int and value > 0 else 0
 
     @property
     def spans(self) -> Spans:
@@ -117,8 +117,8 @@ class View:
         sampled = self.history.sampled
         count = sampled.count(self.time_s)
         for step in reversed(sampled.values[max(count - SAMPLED_STEPS, 0) : count]):
-            if (found := self.history.timelines.of(step)) is not None:
-                return found
+            if (spans := self.history.timelines.of(step)) is not None:
+                return spans
         return Spans()
 
     @property
@@ -148,12 +148,14 @@ class View:
         # Code of an alert → time of its last acknowledgement.
         controls = self.history.controls
         pairs = zip(controls.times, controls.values[: controls.count(self.time_s)], strict=False)
-        seen = {
-            one.message: time_s
-            for time_s, one in pairs
-            if one.action == "acknowledge" and one.state == "done"
+        acknowledged_s = {
+            control.message: time_s
+            for time_s, control in pairs
+            if control.action == "acknowledge" and control.state == "done"
         }
-        return [alert for code, (at_s, alert) in active.items() if seen.get(code, -1.0) < at_s]
+        return [
+            alert for code, (at_s, alert) in active.items() if acknowledged_s.get(code, -1.0) < at_s
+        ]
 
     def median_step_ms(self, of: int = 50) -> float | None:
         values = self.history.series["step_ms"].values[max(self.length - of, 0) : self.length]

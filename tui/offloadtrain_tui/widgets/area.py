@@ -38,9 +38,9 @@ class Area:
 
     @property
     def top(self) -> int:
-        """Bytes of the highest row: the limit, or all that was seen."""
-        seen = max((sum(column) for column in self.columns if column), default=0)
-        return max(self.limit, seen, 1)
+        """Bytes of the highest row: the limit, or the highest column if that is more."""
+        highest = max((sum(column) for column in self.columns if column), default=0)
+        return max(self.limit, highest, 1)
 
 
 class AreaChart(Drawn[Area]):
@@ -74,15 +74,15 @@ class AreaChart(Drawn[Area]):
         labelled = y in (0, rows - 1) or (rows > 5 and y == rows // 2)
         height = area.base + (high if y < rows - 1 else low)
         label = units.format_bytes(height) if labelled else ""
-        found = [Segment(f"{label:>{LABEL_WIDTH - 1}}│", self.style("foreground", dim=True))]
+        segments = [Segment(f"{label:>{LABEL_WIDTH - 1}}│", self.style("foreground", dim=True))]
         empty = Segment(" ")
         if area.limit and low < area.limit <= high:
             empty = Segment("─", self.style("error"))
         elif area.planned and low < area.planned <= high:
             empty = Segment("┄", self.style("foreground", dim=True))
         for x in range(max(inner, 0)):
-            found.append(self._cell(x, inner, low, high) or empty)
-        return found
+            segments.append(self._cell(x, inner, low, high) or empty)
+        return segments
 
     def _cell(self, x: int, inner: int, low: float, high: float) -> Segment | None:
         columns = self._content.columns

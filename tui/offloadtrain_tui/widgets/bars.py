@@ -34,11 +34,11 @@ class Tier:
 
     Attributes:
         parts: the largest first.
-        total: total memory; 0: unknown, the parts are the whole.
-        cache: what torch's allocator keeps for later tensors.
-        other: memory of others.
+        total: total memory; 0: unknown, the sum of the parts is used.
+        cache: cache of torch's allocator.
+        other: memory of other programs.
         note: text after the figures.
-        peak: the most of the parts that there was; 0: not known.
+        peak: peak of the parts; 0: not known.
         planned: bytes of the plan; 0: none.
     """
 
@@ -111,10 +111,10 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         if len(tiers) <= 2:
             return [line for number in range(len(tiers)) for line in self._lines(number)]
         order = sorted(range(len(tiers) - 1), key=lambda number: tiers[number].free)
-        kept = sorted(order[: max(self.app.size.height // 6, 2)])
-        lines = [(number, _ONE) for number in kept]
-        lines += [(kept[0], _REST)] * (len(kept) < len(order))
-        return [*lines, (kept[0], 2), *self._lines(len(tiers) - 1)]
+        visible = sorted(order[: max(self.app.size.height // 6, 2)])
+        lines = [(number, _ONE) for number in visible]
+        lines += [(visible[0], _REST)] * (len(visible) < len(order))
+        return [*lines, (visible[0], 2), *self._lines(len(tiers) - 1)]
 
     def _lines(self, number: int) -> list[tuple[int, int]]:
         """Return the lines of a bar with figures above and owners below it."""
@@ -129,27 +129,27 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         return [Segment(text, self.style("foreground", dim=True))]
 
     def _title(self, tier: Tier) -> list[Segment]:
-        held = _of(tier.used, tier.total) if tier.total else units.format_bytes(tier.used)
+        usage = _of(tier.used, tier.total) if tier.total else units.format_bytes(tier.used)
         return [
             Segment(f" {tier.title}", self.style("foreground", bold=True)),
-            Segment(f" {held}", self.style("primary")),
+            Segment(f" {usage}", self.style("primary")),
             *self._figures(tier),
             Segment(f"  {clean(tier.note)}", self.style("foreground", dim=True)),
         ]
 
     def _figures(self, tier: Tier) -> list[Segment]:
-        found = []
+        segments = []
         if tier.total:
             scarce = tier.free < 0.05 * tier.total
             text = f"  free {units.format_bytes(tier.free)}"
-            found.append(Segment(text, self.style("warning" if scarce else "success")))
+            segments.append(Segment(text, self.style("warning" if scarce else "success")))
         if tier.peak:
             text = f" {PEAK} peak {units.format_bytes(tier.peak)}"
-            found.append(Segment(text, self.style("foreground")))
+            segments.append(Segment(text, self.style("foreground")))
         if tier.planned:
             text = f"  plan {units.format_bytes(tier.planned)}"
-            found.append(Segment(text, self.style("foreground", dim=True)))
-        return found
+            segments.append(Segment(text, self.style("foreground", dim=True)))
+        return segments
 
     def _in_one_line(self, tier: Tier, width: int) -> list[Segment]:
         gib = 1 << 30
@@ -169,18 +169,18 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
 
     def _bar(self, tier: Tier, inner: int) -> list[Segment]:
         """Owners, others, free memory; the mark of the peak is drawn over them."""
-        whole = max(tier.total, tier.used + tier.cache + tier.other, 1)
+        capacity = max(tier.total, tier.used + tier.cache + tier.other, 1)
         cells: list[tuple[str, Style]] = []
         done = 0
         for number, part in enumerate(tier.parts):
             done += part.nbytes
-            cells += [self._cell(number)] * (inner * done // whole - len(cells))
-        for sign, size in ((CACHE, tier.cache), (OTHERS, tier.other), (FREE, whole)):
-            done = min(done + size, whole)
-            rest = inner * done // whole - len(cells)
+            cells += [self._cell(number)] * (inner * done // capacity - len(cells))
+        for sign, size in ((CACHE, tier.cache), (OTHERS, tier.other), (FREE, capacity)):
+            done = min(done + size, capacity)
+            rest = inner * done // capacity - len(cells)
             cells += [(sign, self.style("foreground", dim=True))] * rest
-        if 0 < tier.peak <= whole and cells:
-            cells[min(inner * tier.peak // whole, inner - 1)] = PEAK, self.style("error")
+        if 0 < tier.peak <= capacity and cells:
+            cells[min(inner * tier.peak // capacity, inner - 1)] = PEAK, self.style("error")
         return [Segment(text, style) for text, style in cells]
 
     def _cell(self, number: int) -> tuple[str, Style]:
@@ -206,8 +206,12 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
 
 def _of(used: int, total: int) -> str:
     """Return, for example, "26.9 of 32.0 GiB"."""
-    (number, unit), whole = units.format_bytes(used).split(" "), units.format_bytes(total)
-    return f"{number} of {whole}" if whole.endswith(f" {unit}") else f"{number} {unit} of {whole}"
+    (number, unit), total_text = units.format_bytes(used).split(" "), units.format_bytes(total)
+    return (
+        f"{number} of {total_text}"
+        if total_text.endswith(f" {unit}")
+        else f"{number} {unit} of {total_text}"
+    )
 
 
 def _named(part: Part, most: int) -> str:

@@ -134,11 +134,11 @@ class Chart(Drawn[Plot]):
     def draw(self, width: int, height: int) -> list[Strip]:
         rows = height - 2 - self._has_mark_row(height)
         columns = 2 * width if self.plot.log else 1  # a logarithm leaves out what is not positive
-        found = bounds(self._extents("range", columns))
-        if found is None or rows < 1 or width < 2 * _GUTTER:
+        extent = bounds(self._extents("range", columns))
+        if extent is None or rows < 1 or width < 2 * _GUTTER:
             empty = self.strip([Segment(" nothing yet", self.style("foreground", dim=True))])
-            return [self.strip(self._title()), *([] if found else [empty])]
-        low, high = self.plot.range_of(*found)
+            return [self.strip(self._title()), *([] if extent else [empty])]
+        low, high = self.plot.range_of(*extent)
         labels = self._labels(low, high, rows)
         self._gutter = max(_GUTTER, *(len(label) + 1 for label in labels))
         inner = width - self._gutter
@@ -151,12 +151,12 @@ class Chart(Drawn[Plot]):
         return [self.strip(self._title()), *top, *body, self.strip(self._axis(inner))]
 
     def _extents(self, what: str, columns: int) -> list[list[Extent]]:
-        """Return the extents of each curve in so many columns, by the outlines kept for `what`."""
-        found = []
+        """Return the extents of each curve in so many columns; outlines are cached by `what`."""
+        extents = []
         for number, curve in enumerate(self.plot.curves):
             outline = self._outlines.setdefault((what, number), Outline())
-            found.append(_extents(curve, self.plot, outline, columns))
-        return found
+            extents.append(_extents(curve, self.plot, outline, columns))
+        return extents
 
     def _has_mark_row(self, height: int) -> bool:
         """A low chart has its marks in the first row of the curve."""
@@ -176,15 +176,17 @@ class Chart(Drawn[Plot]):
 
     def _title(self) -> list[Segment]:
         plot = self.plot
-        found = [Segment(f" {plot.title}", self.style("foreground", bold=True))]
+        segments = [Segment(f" {plot.title}", self.style("foreground", bold=True))]
         at = plot.window.hi if plot.cursor is None else plot.cursor + 1
         for curve in plot.curves:
             value = curve.series.last(min(at, curve.length))
             label = f" {curve.label}" if curve.label else ""
-            found.append(Segment(f"{label} {plot.form(value)}{plot.unit}", self.style(curve.color)))
+            segments.append(
+                Segment(f"{label} {plot.form(value)}{plot.unit}", self.style(curve.color))
+            )
         if plot.log:
-            found.append(Segment(" log", self.style("foreground", dim=True)))
-        return found
+            segments.append(Segment(" log", self.style("foreground", dim=True)))
+        return segments
 
     def _body(self, canvas: Canvas, labels: Sequence[str]) -> list[Strip]:
         zero = canvas.height // 2 if self.plot.is_mirrored else None
@@ -224,7 +226,7 @@ class Chart(Drawn[Plot]):
         return self.line((inner, signs), lambda: self._with_signs([blank], signs))
 
     def _signs(self, inner: int, *, marks: bool) -> Signs:
-        """Return what is drawn over a row: marks, and the cursor, which goes through all rows."""
+        """Return the signs drawn over a row: marks, and the cursor, which goes through all rows."""
         signs: dict[int, tuple[str, Style]] = {}
         for mark in self.plot.marks if marks else ():
             if (column := self._column(mark.position, inner)) is not None:
@@ -257,7 +259,7 @@ class Chart(Drawn[Plot]):
 def _extents(curve: Curve, plot: Plot, outline: Outline, count: int) -> list[Extent]:
     if isinstance(curve.series, Smoothed):
         curve.series.catch_up(curve.length)
-    found = outline.of(curve.series, curve.length, plot.window, count)
+    extents = outline.of(curve.series, curve.length, plot.window, count)
     if curve.mirrored:
-        found = [(-high, -low) if low <= high else NOTHING for low, high in found]
-    return [logarithmic(extent) for extent in found] if plot.log else found
+        extents = [(-high, -low) if low <= high else NOTHING for low, high in extents]
+    return [logarithmic(extent) for extent in extents] if plot.log else extents

@@ -1,4 +1,4 @@
-"""Widgets whose lines are drawn all at once and kept: only lines that change go to the terminal."""
+"""Widgets that draw all lines at once and cache them: only changed lines go to the terminal."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Drawn(Widget, Generic[Content]):
         self._strips: list[Strip] = []
         self._drawn: object = None
         self._look: tuple[object, ...] = ()
-        self._kept: dict[Hashable, Strip] = {}
+        self._strip_cache: dict[Hashable, Strip] = {}
         self._fresh: dict[Hashable, Strip] = {}
         self._colors: dict[str, str] = {}
         self._base = PLAIN
-        self._width = self._height = 0  # of what is drawn: a widget computes its size anew
+        self._width = self._height = 0  # of the drawn strips: `size` is computed on each call
 
     def draw(self, width: int, height: int) -> list[Strip]:
         """Return the lines from the top; missing ones are empty."""
@@ -52,7 +52,7 @@ class Drawn(Widget, Generic[Content]):
         return self._strips[y] if y < len(self._strips) else self.strip(())
 
     def on_show(self) -> None:
-        """Draw every line: those that changed while the widget was hidden were not drawn then."""
+        """Draw every line: lines that changed while the widget was hidden have not been drawn."""
         self.refresh()
 
     def strip(self, segments: Iterable[Segment]) -> Strip:
@@ -61,7 +61,7 @@ class Drawn(Widget, Generic[Content]):
 
     def line(self, key: Hashable, make: Callable[[], Iterable[Segment]]) -> Strip:
         """Return a line of the widget; the one drawn last time if its key was the same."""
-        strip = self._kept.get(key)
+        strip = self._strip_cache.get(key)
         if strip is None:
             strip = self.strip(make())
         self._fresh[key] = strip
@@ -75,11 +75,11 @@ class Drawn(Widget, Generic[Content]):
         """Draw if necessary."""
         look = (self.size, self.app.size, self.app.theme)
         if look != self._look:
-            self._look, self._kept, self._drawn = look, {}, None
+            self._look, self._strip_cache, self._drawn = look, {}, None
             self._width, self._height = self.size
             self._colors, self._base = self.app.theme_variables, self.rich_style
         if self._drawn is not self._content:
             self._drawn, self._fresh = self._content, {}
             is_hidden = not (self._width and self._height)
             self._strips = [] if is_hidden else self.draw(self._width, self._height)
-            self._kept = self._fresh
+            self._strip_cache = self._fresh

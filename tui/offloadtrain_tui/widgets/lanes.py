@@ -56,13 +56,17 @@ class Lanes:
         return start, start + width
 
     def by_lane(self) -> dict[str, list[schema.LaneSpan]]:
-        """Return the lanes, top to bottom, with their spans in time; what is rare only if there is
+        """Return the lanes, top to bottom, with their spans in order; rare lanes only if they have
         any."""
-        found: dict[str, list[schema.LaneSpan]] = {}
+        spans_by_lane: dict[str, list[schema.LaneSpan]] = {}
         for span in sorted(self.spans, key=lambda span: span.start_ms):
-            found.setdefault(span.lane, []).append(span)
+            spans_by_lane.setdefault(span.lane, []).append(span)
         names = (LANES[0], schema.WAIT, *LANES[1:])
-        return {name: found.get(name, []) for name in names if name in _ALWAYS or name in found}
+        return {
+            name: spans_by_lane.get(name, [])
+            for name in names
+            if name in _ALWAYS or name in spans_by_lane
+        }
 
 
 class Timeline(Drawn[Lanes]):
@@ -168,10 +172,14 @@ def waits_of(spans: Iterable[schema.LaneSpan], least_ms: float = 0.05) -> list[W
     """Return each wait of compute with the last operation of another lane that ended in it; without
     logged waits, the gaps of the compute lane."""
     ordered = sorted(spans, key=lambda span: span.start_ms)
-    others = [span for span in ordered if span.lane not in ("compute", schema.WAIT)]
-    told = [(s.start_ms, s.start_ms + s.duration_ms) for s in ordered if s.lane == schema.WAIT]
-    stretches = told or _gaps(span for span in ordered if span.lane == "compute")
-    return [_wait_between(*one, others) for one in stretches if one[1] - one[0] >= least_ms]
+    operations = [span for span in ordered if span.lane not in ("compute", schema.WAIT)]
+    waits = [(s.start_ms, s.start_ms + s.duration_ms) for s in ordered if s.lane == schema.WAIT]
+    stretches = waits or _gaps(span for span in ordered if span.lane == "compute")
+    return [
+        _wait_between(*stretch, operations)
+        for stretch in stretches
+        if stretch[1] - stretch[0] >= least_ms
+    ]
 
 
 def _gaps(ordered: Iterable[schema.LaneSpan]) -> list[tuple[float, float]]:
@@ -184,10 +192,12 @@ def _gaps(ordered: Iterable[schema.LaneSpan]) -> list[tuple[float, float]]:
     return gaps
 
 
-def _wait_between(start_ms: float, end_ms: float, others: Sequence[schema.LaneSpan]) -> Wait:
+def _wait_between(start_ms: float, end_ms: float, operations: Sequence[schema.LaneSpan]) -> Wait:
     slack_ms = 0.1 + 0.05 * (end_ms - start_ms)
     ended = [
-        span for span in others if start_ms < span.start_ms + span.duration_ms <= end_ms + slack_ms
+        span
+        for span in operations
+        if start_ms < span.start_ms + span.duration_ms <= end_ms + slack_ms
     ]
     last = max(ended, key=lambda span: span.start_ms + span.duration_ms, default=None)
     lane, name = (last.lane, last.name) if last else ("", "")

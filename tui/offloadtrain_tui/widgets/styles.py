@@ -41,7 +41,7 @@ FILLS = "█▓▒░▚▞▤"
 """Their fill characters, so that they differ without color too."""
 
 CACHE, OTHERS = "=", "-"
-"""The fills of what torch's allocator keeps, and of what others hold."""
+"""The fills of the cache of torch's allocator, and of the memory of other programs."""
 
 
 PLAIN = Style.null()
@@ -54,11 +54,11 @@ def strip_of(segments: Iterable[Segment], width: int, base: Style = PLAIN) -> St
     Args:
         base: the widget's own colors; the theme's background may not be the terminal's.
     """
-    whole = [Segment(text, base if style is None else base + style) for text, style, _ in segments]
-    strip = Strip(Segment.simplify(whole))
+    styled = [Segment(text, base if style is None else base + style) for text, style, _ in segments]
+    strip = Strip(Segment.simplify(styled))
     if strip.cell_length > width > 1 and strip.text[width - 1 :].strip():
-        kept = list(strip.crop(0, width - 1))
-        strip = Strip([*kept, Segment("…", kept[-1].style)])
+        shortened = list(strip.crop(0, width - 1))
+        strip = Strip([*shortened, Segment("…", shortened[-1].style)])
     return strip.adjust_cell_length(width, base)
 
 

@@ -14,8 +14,8 @@ def tell(widget: Static, text: Text | str) -> None:
 
 
 def _same_lines(before: object, shown: Text, width: int) -> bool:
-    """Return whether both have as many lines, none of which is wrapped at this width. A layout of
-    the screen takes longer than all that it draws."""
+    """Return whether both texts have the same number of lines, and no line wraps at this width. A
+    layout of the screen takes longer than drawing it."""
     if not isinstance(before, Text) or before.plain.count("\n") != shown.plain.count("\n"):
         return False
     lines = (line for text in (before, shown) for line in text.split("\n", allow_blank=True))

@@ -15,6 +15,7 @@ A fault has
     old, new   the text, which occurs once in the file, and its replacement
     about      what goes wrong
     tests      the tests that find it: `file` or `file::test`, without parameters
+    level      "rest" where these are slow tests, see `tests/levels.py`; else "quick"
 
 The text of a native fault is a whole expression, or a whole statement with `switch = "statement"`.
 One build holds all of them: see `native_build.py`.
@@ -70,6 +71,7 @@ class Fault:
     new: str
     about: str
     tests: tuple[str, ...]
+    level: Literal["quick", "rest"] = "quick"
     switch: Literal["expression", "statement"] = "expression"
 
     @property

@@ -103,9 +103,9 @@ class Worker:
             text=True,
         )
 
-    def control(self, tests: Sequence[str]) -> str:
+    def control(self, tests: Sequence[str], level: str = "quick") -> str:
         """Run tests without a fault; returns the output if any fails."""
-        answer = self._pytest(tests, CONTROL_LIMIT_S, {})
+        answer = self._pytest(tests, level, CONTROL_LIMIT_S, {})
         return "" if answer["code"] == 0 else f"{answer['code']}: {self._tail()}"
 
     def plant(self, fault: Fault, switch: int, library: Path | None) -> Result:
@@ -127,7 +127,7 @@ class Worker:
                 environment["NUMBA_CACHE_DIR"] = stack.enter_context(
                     tempfile.TemporaryDirectory(dir=self._numba.parent)
                 )
-            answer = self._pytest(["-x", *fault.tests], LIMIT_S, environment)
+            answer = self._pytest(["-x", *fault.tests], fault.level, LIMIT_S, environment)
         text = self._output.read_text(errors="replace")
         failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+?)(?:\[| |$)", text, re.MULTILINE)
         by = failed[1] if failed else ""
@@ -154,9 +154,9 @@ class Worker:
             shutil.copy2(library, target)
 
     def _pytest(
-        self, arguments: Sequence[str], limit_s: float, environment: dict[str, str]
+        self, arguments: Sequence[str], level: str, limit_s: float, environment: dict[str, str]
     ) -> dict[str, Any]:
-        options = ["-q", "-p", "no:cacheprovider", "--level", "quick", "--seed", str(SEED)]
+        options = ["-q", "-p", "no:cacheprovider", "--level", level, "--seed", str(SEED)]
         # A plugin that the worker has imported before pytest asked for it: Hypothesis.
         options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
         job = {
@@ -256,21 +256,21 @@ def each(workers: Sequence[Worker], jobs: Sequence[Callable[[Worker], None]]) ->
 
 def run_controls(workers: Sequence[Worker], faults: Sequence[Fault]) -> list[str]:
     """Run every named test without a fault; returns what failed."""
-    files: dict[str, set[str]] = defaultdict(set)
+    files: dict[tuple[str, str], set[str]] = defaultdict(set)
     for fault in faults:
         for test in fault.tests:
-            files[test.partition("::")[0]].add(test)
+            files[test.partition("::")[0], fault.level].add(test)
     failures = []
 
-    def job(file: str, tests: set[str]) -> Callable[[Worker], None]:
+    def job(file: str, level: str, tests: set[str]) -> Callable[[Worker], None]:
         def run(on: Worker) -> None:
-            output = on.control([file] if file in tests else sorted(tests))
+            output = on.control([file] if file in tests else sorted(tests), level)
             if output:
                 failures.append(f"{file} fails without a fault: {output}")
 
         return run
 
-    each(workers, [job(file, tests) for file, tests in sorted(files.items())])
+    each(workers, [job(file, level, tests) for (file, level), tests in sorted(files.items())])
     return failures
 
 

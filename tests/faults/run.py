@@ -88,12 +88,11 @@ class Worker:
         for file in files:
             (self.tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / file, self.tree / file)
-        site = folder / "site"
-        site.mkdir()
-        (site / "sitecustomize.py").write_text(_SITE)
+        # In the root: tests that start commands set PYTHONPATH to it.
+        (self.tree / "sitecustomize.py").write_text(_SITE)
         self._use(extension)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["PYTHONPATH"] = os.pathsep.join(map(str, (site, self.tree, self.tree / "tui")))
+        environment["PYTHONPATH"] = os.pathsep.join(map(str, (self.tree, self.tree / "tui")))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.worker", *preloaded],
             cwd=self.tree,

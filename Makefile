@@ -14,7 +14,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 NATIVE := $(wildcard native/*.cpp native/*.h) native/CMakeLists.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-long lint docs bench gpu sanitize clean
+.PHONY: help demo test test-rest test-all test-long test-faults lint docs bench gpu sanitize clean
 .DELETE_ON_ERROR:
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test      install, then run the quick tests (5 minutes)"
 	@echo "make test-all  run these and the slow ones: faults, sanitizers, larger samples (40 minutes)"
 	@echo "make test-long run every case of every test (over an hour)"
+	@echo "make test-faults plant faults in copies of the source; the tests must find each (40 minutes)"
 	@echo "make lint      run ruff, format, strict mypy, import contracts"
 	@echo "make docs      build the documentation's pages in build/site; any warning is an error"
 	@echo "make bench     compare CPU Adam with the traffic limit and torch, in one process"
@@ -44,6 +45,10 @@ test-all: test test-rest
 
 test-long: .venv/.installed
 	$(PYTEST) --level full $(TEST_ARGS)
+
+# FAULTS: parts of names; all without it.
+test-faults: .venv/.installed
+	$(BIN)/python -m tests.faults.run $(FAULTS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -747,6 +747,12 @@ def test_no_other_type_passes_for_a_number(value: object) -> None:
         converted(float, value)
 
 
+@pytest.mark.parametrize("value", [True, False, "1", None, 1.0, [1], 2**63])
+def test_no_other_type_passes_for_a_whole_number(value: object) -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        converted(int, value)
+
+
 def test_the_ground_is_light() -> None:
     code = "import sys, offloadtrain.config.job; print('difflib' in sys.modules)"
     root = Path(jobs.__file__).parent.parent.parent

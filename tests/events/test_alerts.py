@@ -93,6 +93,18 @@ def test_a_spike_against_the_spread_of_the_losses() -> None:
     assert run.said[-1] == ("loss-spike", "cleared")
 
 
+def test_a_loss_that_falls_is_no_spike_and_no_number_no_measure_of_later_ones() -> None:
+    run = Watched()
+    run.steps(50)
+    run.steps(1, loss=0.1)
+    assert run.said == []
+    run.steps(40, loss=math.nan)
+    run.steps(3)
+    assert "loss-spike" not in [code for code, _ in run.said]
+    run.steps(1, loss=9.0)
+    assert run.said[-1] == ("loss-spike", "raised")
+
+
 def test_skips_in_a_row() -> None:
     run = Watched()
     run.steps(3, skipped=True)

@@ -366,6 +366,17 @@ def test_a_disk_full_for_a_moment_costs_no_record(log: Path, disk: Disk, room: i
     assert recovered == [0] and writer.error is None and writer.dropped == 0
 
 
+def test_a_record_that_is_written_in_parts(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    writer = EventWriter(log)
+    for number in range(3):
+        writer.emit(_step(number))
+    writer.close()
+    monkeypatch.undo()
+    assert _steps(log) == [0, 1, 2]
+
+
 def test_what_a_full_disk_has_cost_is_told_in_the_log(log: Path, disk: Disk) -> None:
     recovered: list[int] = []
     writer = EventWriter(log, capacity=5, on_recovery=recovered.append)

@@ -258,6 +258,19 @@ def test_bf16_with_a_nan_gradient_skips() -> None:
     assert all(torch.equal(s["master"], before[n]) for n, s in optimizer.named_state())
 
 
+def test_an_infinite_gradient_skips() -> None:
+    """Its norm is infinite and not NaN."""
+    _, optimizer, model = pair(make("chain"))
+    before = {n: s["master"].clone() for n, s in optimizer.named_state()}
+    hooked = next(iter(model.parameters()))
+    hooked.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+    optimizer.backward(loss_of(model, batches(1)[0]))
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.grad_norm == float("inf")
+    assert optimizer.last_step.skipped
+    assert all(torch.equal(s["master"], before[n]) for n, s in optimizer.named_state())
+
+
 def test_an_early_step_applies_what_was_accumulated() -> None:
     resident, optimizer, model = pair(make("chain"), accum=4)
     micro = batches(2)

@@ -36,6 +36,14 @@ def test_the_extent_of_any_stretch(values: list[float | None], data: st.DataObje
     assert series.extent(lo, hi) == expected
 
 
+def test_the_extent_of_rising_values_is_the_first_and_the_last() -> None:
+    series = Series()
+    series.extend(map(float, range(600)))
+    for lo in range(40):
+        for hi in range(lo + 1, 600, 3):
+            assert series.extent(lo, hi) == (lo, hi - 1)
+
+
 @given(
     measured=st.dictionaries(st.integers(0, 400), st.floats(-1e6, 1e6), min_size=1, max_size=9),
     data=st.data(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtrain_tui.reading.tail import Tail
@@ -22,15 +23,17 @@ def test_a_torn_line_waits_for_its_end(tmp_path: Path) -> None:
     tail.close()
 
 
-def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines", [1, 3])
+def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path, lines: int) -> None:
+    """Whether it is shorter or longer than the file before."""
     path = tmp_path / "log"
     path.write_bytes(b"old\nold\n")
     tail = Tail(path)
     assert len(tail.poll()) == 2
     fresh = tmp_path / "fresh"
-    fresh.write_bytes(b"new\n")
+    fresh.write_bytes(b"new\n" * lines)
     fresh.rename(path)
-    assert tail.poll() == [b"new"]
+    assert tail.poll() == [b"new"] * lines
     assert tail.restarts == 1
     path.write_bytes(b"cut\n")  # the same file, shorter than what was read? no: as long
     path.write_bytes(b"")

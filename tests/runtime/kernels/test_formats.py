@@ -110,6 +110,20 @@ def test_where_a_parameter_lies_changes_no_bit(name: str, dtype: torch.dtype) ->
         assert torch.equal(whole[start : start + piece.numel()], piece)
 
 
+@each_backend
+@each_state
+def test_a_parameter_may_go_on_beyond_2_to_the_32_elements(
+    name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    """The elements on both sides have another key: one shard has the bits of two."""
+    state, given = random_state(name, 384, dtype), gradient(384, dtype)
+    both = Layout([0], [384], [5], [2**32 - 128])
+    apart = Layout([0, 128], [128, 256], [5, 5], [2**32 - 128, 2**32])
+    expected = stepped(state, given, apart, PLAIN)
+    assert differing(stepped(state, given, both, backend), expected) == {}
+    assert differing(stepped(state, given, Layout([0], [384], [5]), backend), expected)
+
+
 @pytest.mark.cover(1, 2)
 @each_backend
 @pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), *NARROW])

@@ -68,8 +68,13 @@ def test_parameters_of_one_bucket(backend: Backend) -> None:
     flat = gradient(300_007, torch.bfloat16)
     numels = [1, 4096, 2049, 0, 100_003, 31, 150_000]
     offsets = [0, 128, 4992, 7168, 7168, 119_936, 130_048]
-    layout = kernels.Layout(offsets, numels, range(7))
-    expected = [reference(flat[o : o + n]) for o, n in zip(offsets, numels, strict=True)]
+    numbers = [3, 0, 6, 2, 5, 1, 4]  # the order of the model is not that of the bucket
+    layout = kernels.Layout(offsets, numels, numbers)
+    sums = {
+        number: reference(flat[offset : offset + numel])
+        for number, offset, numel in zip(numbers, offsets, numels, strict=True)
+    }
+    expected = [sums[number] for number in range(7)]
     for chosen in threaded(backend):
         with kernels.use(chosen):
             assert squares_of(flat, layout) == expected, chosen

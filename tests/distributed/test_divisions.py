@@ -206,7 +206,6 @@ TRANSFORMERS_TRAINED = [
     case("parts", HF_GPT2 | FP32),
     case("parts", {"hf": "Qwen2"} | FP32 | ISOLATED, level="long"),
     case("parts", {"hf": "Gemma2"} | FP32 | RECOMPUTE, level="long"),
-    case("parts", {"hf": "Mistral"} | FP32 | STREAMED, level="long"),
     case("parts", QWEN3_MOE | FP32, level="long"),
     *(
         case("parts", {"hf": kind} | FP32, level="long")
@@ -261,7 +260,8 @@ def test_a_divided_job_trains_the_model_of_its_reference(
         with capsys.disabled():
             print(f"\n{name}, {options}: the worst master differs by {difference:.2g}")
         assert 0 < difference < MASTERS_APART
-    if division.reference_ranks == 1 and "pipeline" in str(divided):
+    flushes = divided.get("ranks.schedule") != TWO_VERSIONS["ranks.schedule"]
+    if "ranks.pipeline" in divided and division.reference_ranks == 1 and flushes:
         # A rank reports the traffic of all its stages and of no other.
         traffic = zip(*(rank.d2h_bytes for rank in found), strict=True)
         assert [sum(step) for step in traffic] == first.d2h_bytes
@@ -343,11 +343,8 @@ def assert_allocated_and_sent_as_planned(
         case("parts, experts", RECOMPUTE | PARTITIONED),
         case("parts, experts", STREAMED | SPECULATIVE),
         case("parts, experts", SPLIT16 | ZERO_3 | {"model.num_layers": 1}),
-        case("parts", {"hf": "Llama"} | FP32 | RECOMPUTE | PARTITIONED),
         case("parts on 4", {"hf": "Qwen3"} | FP32 | ZERO_3),
         case("parts on 4", MIXTRAL | BF16 | ZERO_3),
-        case("parts", {"hf": "Qwen2"} | SPLIT16 | DELAYED, level="long"),
-        case("parts", {"hf": "Gemma2"} | BF16 | STREAMED | SPECULATIVE, level="long"),
     ],
 )
 def test_every_rank_allocates_and_sends_what_was_planned(
@@ -405,10 +402,8 @@ def test_every_rank_allocates_and_sends_what_was_planned(
         case("parts", "zero", HF_GPT2 | FP32),
         case("parts on 4", "zero on 4", MIXTRAL | BF16 | {"offload.zero_stage": 2}),
         case("stages, parts", "one rank", {"hf": "Llama"} | FP32),
-        case("parts on 4", "zero on 4", {"hf": "Qwen2"} | FP32, level="long"),
         case("parts", "zero", {"hf": "Gemma2"} | BF16 | STREAMED, level="long"),
         case("parts", "one rank", {"hf": "Phi3"} | FP32, level="long"),
-        case("one rank", "parts", MIXTRAL | FP32, level="long"),
         case("stages, parts", "stages", {"hf": "Qwen3"} | FP32, level="long"),
     ],
 )
@@ -493,7 +488,7 @@ def test_a_stopped_job_continues_to_the_bit(
     before = figures(run)
     (run / "checkpoints/step-00000012").rename(tmp_path / "last")
     ranks(division.ranks, train, run, data, resume=True, **chosen)
-    assert figures(run) == before + before[10:]
+    assert figures(run) == before + [figure for figure in before if figure[0] > 10]
 
 
 # 5. Moving
@@ -588,11 +583,9 @@ def is_reference(division: Division, divisions: list[Division]) -> bool:
         case("stages", 1, "backward:kill", {}, level="long"),
         case("stages", 1, "forward:stop", {}, level="long"),
         case("interleaved", 1, "backward:kill", {}, level="long"),
-        case("2bw", 0, "backward:kill", {}, level="long"),
         case("2bw", 1, "backward:kill", {}, level="long"),
         case("2bw", 0, "backward:kill", STREAMED, level="long"),
         case("stages", 1, "backward:kill", {"hf": "Llama"}, level="long"),
-        case("parts", 1, "backward:kill", {"hf": "Llama"} | FP32, level="long"),
     ],
 )
 def test_a_rank_that_fails_is_named_and_the_job_comes_back(

@@ -39,7 +39,7 @@ from offloadtrain.train.build import assemble
 from offloadtrain.train.losses import loss_of
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DIVISIONS, INTERLEAVED, STAGES, TWO_VERSIONS, ZERO_3
-from tests.distributed.rank_jobs import ANY_DEVICE, BF16, Options, job_of
+from tests.distributed.rank_jobs import ANY_DEVICE, BF16, Options, job_of, newest, train
 from tests.distributed.test_division_rules import divided_job
 from tests.distributed.test_divisions import GPT2, STREAMED
 from tests.sizing.measured import most_allocated
@@ -485,3 +485,17 @@ def test_the_layout_of_each_stage_is_the_planned_one(tmp_path: Path) -> None:
             assert "as planned" in dry_run.check(plan)
         whole = make(replace(job, ranks=RanksConfig()), name, machine, 1)
         assert plan.checkpoint_bytes == whole.checkpoint_bytes
+
+
+@pytest.mark.slow
+def test_parameters_that_parts_have_in_common_are_planned_once(
+    ranks: Run, tmp_path: Path, data: Path
+) -> None:
+    """A checkpoint has them once, too."""
+    division = DIVISIONS["parts, experts"]
+    ranks(4, train, tmp_path / "run", data, **division.model | division.options)
+    entries = newest(tmp_path / "run").manifest.entries
+    saved = sum(4 * (entry.hi - entry.lo) for entry in entries)
+    planned = make(divided_job("experts"), *find("cpu2"), 2).checkpoint_bytes
+    assert make(divided_job("parts, experts"), *find("cpu2"), 4).checkpoint_bytes == planned
+    assert saved <= planned < 1.02 * saved  # the ends of buffers

@@ -25,7 +25,6 @@ from offloadtrain.config.batch_split import explain, shared
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.train import dry_run
-from offloadtrain.train.checkpoint.restore import DTYPES
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import (
     DIVISIONS,
@@ -270,11 +269,9 @@ def test_a_divided_job_trains_the_model_of_its_reference(
     assert_plans_are_proved(division, data, divided)
     if division.stages and {"ranks.schedule", "hf.num_hidden_layers"}.isdisjoint(options):
         assert tuple(rank.parts["stage"] for rank in found) == division.stages
-    if "ranks.tensor" in divided:
-        parts = divided["ranks.tensor"]
-        labels = [f"part {rank % parts + 1} of {parts}" for rank in range(division.ranks)]
-        if "ranks.shard" not in divided:
-            assert [rank.parts["part"] for rank in found] == labels
+    if "ranks.tensor" in divided and division.roles and "ranks.shard" not in divided:
+        for rank, role in zip(found, division.roles, strict=True):
+            assert rank.parts["part"].startswith("part") and role.endswith(rank.parts["part"])
 
 
 def require_transformers(options: Options) -> None:
@@ -422,7 +419,7 @@ def test_a_checkpoint_is_the_same_in_every_division(
     few = options | {"train.steps": 3} | NO_EVAL
     chosen = few if "hf" in options else after.model | before.model | few
     run, other, back = (tmp_path / name for name in ("run", "other", "back"))
-    plan = plan_of(before, data, chosen | before.options)  # a model of transformers is saved once
+    job_of(data, **chosen | before.options)  # saves the model of transformers once
     ranks(before.ranks, train, run, data, **chosen | before.options)
     ranks(after.ranks, convert, run, other, data, **chosen | after.options)
     assert_same_state(run, other)
@@ -440,10 +437,6 @@ def test_a_checkpoint_is_the_same_in_every_division(
     if "hf" not in options:
         assert main(["generate", str(run), "--prompt", "a", "--max-tokens", "3"]) == 0
     capsys.readouterr()
-    if "offload.state" not in options and "offload.update" not in options:
-        entries = newest(run).manifest.entries
-        saved = sum(entry.count * DTYPES[entry.dtype].itemsize for entry in entries)
-        assert saved <= plan.checkpoint_bytes < 1.02 * saved  # the ends of buffers
     if "ranks.shard" in before.options:
         sizes = [file.stat().st_size for file in sorted(newest(run).path.glob("rank-*.bin"))]
         assert len(sizes) == before.ranks and all(sizes)  # every group writes a share

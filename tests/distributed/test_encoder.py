@@ -13,6 +13,7 @@ from tests.train.small_job import write_text
 
 ROWS = 8
 ENCODER = FP32 | {
+    "model.dropout": 0.0,
     "model.objective": '"mlm"',
     "model.vocab_size": 257,
     "data.packing": '"isolated"',

@@ -37,23 +37,20 @@ def data(tmp_path: Path) -> Path:
 
 
 def changes(data: Path, packing: Packing, micro_batch: int) -> dict[str, Any]:
-    return (
-        FP32
-        | {"model.dropout": 0.0}
-        | {
-            "data.source": '""',
-            "data.train": f'"{data}/train.bin"',
-            "data.val": f'"{data}/val.bin"',
-            "data.packing": f'"{packing}"',
-            "train.micro_batch": micro_batch,
-            "train.grad_accum_steps": ROWS // micro_batch,
-            "train.eval_batches": 16 // micro_batch,
-            "train.steps": STEPS,
-            "train.eval_every": 2,
-            "train.checkpoint_every": 0,
-            "offload.clip_norm": 0.5,
-        }
-    )
+    return FP32 | {
+        "model.dropout": 0.0,
+        "data.source": '""',
+        "data.train": f'"{data}/train.bin"',
+        "data.val": f'"{data}/val.bin"',
+        "data.packing": f'"{packing}"',
+        "train.micro_batch": micro_batch,
+        "train.grad_accum_steps": ROWS // micro_batch,
+        "train.eval_batches": 16 // micro_batch,
+        "train.steps": STEPS,
+        "train.eval_every": 2,
+        "train.checkpoint_every": 0,
+        "offload.clip_norm": 0.5,
+    }
 
 
 LATER = [pytest.param(one, marks=pytest.mark.slow) for one in ("stream", "padded")]

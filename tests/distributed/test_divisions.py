@@ -468,7 +468,7 @@ def test_a_checkpoint_is_the_same_in_every_division(
 def test_a_stopped_job_continues_to_the_bit(
     ranks: Run, tmp_path: Path, data: Path, name: str, options: Options
 ) -> None:
-    """Also with a checkpoint that was written during later steps."""
+    """Without flushes also from a checkpoint that was written during later steps."""
     require_transformers(options)
     division = DIVISIONS[name]
     chosen = keys(division, options) | CONSTANT | {"train.checkpoint_every": 5}
@@ -478,6 +478,8 @@ def test_a_stopped_job_continues_to_the_bit(
     ranks(division.ranks, train, run, data, **chosen | {"train.steps": 7})
     ranks(division.ranks, train, run, data, resume=True, **chosen)
     assert_same_run(complete, run, division.ranks)
+    if not name.startswith("2bw"):
+        return
     before = figures(run)
     (run / "checkpoints/step-00000012").rename(tmp_path / "last")
     ranks(division.ranks, train, run, data, resume=True, **chosen)

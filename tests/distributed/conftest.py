@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.pool import Pool, RankFailedError
+from tests.train.small_job import write_text
 
 Run = Callable[..., list[Any]]
 
@@ -52,6 +54,13 @@ def ranks(pools: dict[int, Pool]) -> Run:
         return found
 
     return run
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Write the text that small jobs train on."""
+    write_text(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

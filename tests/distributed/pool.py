@@ -30,7 +30,7 @@ PRELOADED = [
     "offloadtrain.cli.commands.launch",
     "tests.distributed.faulty_job",
     "tests.distributed.test_checkpoints",
-    "tests.distributed.test_jobs",
+    "tests.distributed.rank_jobs",
     "tests.distributed.test_sharded",
 ]
 

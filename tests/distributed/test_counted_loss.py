@@ -15,7 +15,7 @@ from offloadtrain.data.token_writer import TokenWriter
 from offloadtrain.data.tokens import TokenFile
 from offloadtrain.model.transformer import Transformer
 from tests.distributed.conftest import Run
-from tests.distributed.test_jobs import FP32, close, job_of, trained
+from tests.distributed.rank_jobs import FP32, job_of, losses_are_close, train
 
 ROWS = 8
 STEPS = 4
@@ -38,6 +38,7 @@ def data(tmp_path: Path) -> Path:
 
 def changes(data: Path, packing: Packing, micro_batch: int) -> dict[str, Any]:
     return FP32 | {
+        "model.dropout": 0.0,
         "data.source": '""',
         "data.train": f'"{data}/train.bin"',
         "data.val": f'"{data}/val.bin"',
@@ -59,15 +60,15 @@ LATER = [pytest.param(one, marks=pytest.mark.slow) for one in ("stream", "padded
 def test_microbatches_and_ranks_make_the_step_of_one_large_batch(
     ranks: Run, tmp_path: Path, data: Path, packing: Packing
 ) -> None:
-    (large,) = ranks(1, trained, tmp_path / "large", data, **changes(data, packing, ROWS))
+    (large,) = ranks(1, train, tmp_path / "large", data, **changes(data, packing, ROWS))
     others = [
-        *ranks(1, trained, tmp_path / "rows", data, **changes(data, packing, 1)),
-        *ranks(2, trained, tmp_path / "ranks", data, **changes(data, packing, 2)),
+        *ranks(1, train, tmp_path / "rows", data, **changes(data, packing, 1)),
+        *ranks(2, train, tmp_path / "ranks", data, **changes(data, packing, 2)),
     ]
     for other in others:
-        assert close(other["losses"], large["losses"], 2e-6)
-        assert other["val"] == pytest.approx(large["val"], rel=2e-6)
-    assert large["losses"][1] == pytest.approx(_plain(data, packing), rel=2e-6)
+        assert losses_are_close(other.losses, large.losses, 2e-6)
+        assert other.val_loss == pytest.approx(large.val_loss, rel=2e-6)
+    assert large.losses[1] == pytest.approx(_plain(data, packing), rel=2e-6)
 
 
 def _plain(data: Path, packing: Packing) -> float:
@@ -104,6 +105,6 @@ def test_documents_stay_apart_wherever_weights_and_activations_are(
     ranks: Run, tmp_path: Path, data: Path, offloaded: dict[str, Any]
 ) -> None:
     chosen = changes(data, "isolated", 2) | {"train.eval_every": 0}
-    (plain,) = ranks(1, trained, tmp_path / "plain", data, **chosen)
-    (other,) = ranks(1, trained, tmp_path / "other", data, **(chosen | offloaded))
-    assert other["losses"] == plain["losses"]
+    (plain,) = ranks(1, train, tmp_path / "plain", data, **chosen)
+    (other,) = ranks(1, train, tmp_path / "other", data, **(chosen | offloaded))
+    assert other.losses == plain.losses

@@ -15,18 +15,22 @@ from torch.distributed.device_mesh import init_device_mesh
 import offloadtrain as ot
 from offloadtrain.engine.experts import merged_steps
 from offloadtrain.integrations.tensor_plan import divide
-from offloadtrain.plan.plan import PROCESS
 from offloadtrain.runtime.tensor_parts import shares_of
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.tensor_parallel import divide_matrices
 from tests.distributed.conftest import Run
-from tests.distributed.test_expert_jobs import EXPERTS
+from tests.distributed.divisions import EXPERTS
+from tests.distributed.rank_jobs import (
+    assert_as_planned,
+    assert_same_state,
+    convert,
+    figures,
+    master_difference,
+    train,
+)
 from tests.distributed.test_expert_parallel import SHAPE, made, whole_masters
-from tests.distributed.test_jobs import data, trained  # noqa: F401
 from tests.distributed.test_pipeline import loss_of
-from tests.distributed.test_pipeline_jobs import figures
 from tests.distributed.test_pipeline_misuse import told
-from tests.distributed.test_tensor_jobs import assert_same_state, carried, worst
 from tests.distributed.test_tensor_parallel_of_transformers import assembled
 
 MANY = replace(SHAPE, num_layers=4, num_experts=8, experts_per_token=1, router_aux_loss_coef=0.0)
@@ -292,32 +296,23 @@ def told_steps(folder: Path) -> dict[str, list[int]]:
 def test_jobs(
     ranks: Run,
     tmp_path: Path,
-    data: Path,  # noqa: F811
+    data: Path,
     table: dict[str, Any],
 ) -> None:
     """Planned to the byte; a checkpoint has the steps of all experts, and goes on elsewhere."""
     alone = 1 if "ranks.pipeline" in table else 2
-    ranks(alone, trained, tmp_path / "whole", data, **JOB)
-    held_by_each = ranks(2, trained, tmp_path / "run", data, **JOB, **table)
-    torchs = {("device", owner) for owner in ("activations", "logits and loss", "gradients")}
-    for found in held_by_each:
-        planned = {
-            (tier, owner): value
-            for tier, owners in found["planned"].items()
-            for owner, value in owners.items()
-            if (tier, owner) not in torchs | {("host", PROCESS)} and value
-        }
-        # What a device takes beside the engine's memory is estimated.
-        engines = {key: value for key, value in planned.items() if key in found["held"]}
-        assert engines == {key: value for key, value in found["held"].items() if value}
+    ranks(alone, train, tmp_path / "whole", data, **JOB)
+    runs = ranks(2, train, tmp_path / "run", data, **JOB, **table)
+    for run in runs:
+        assert_as_planned(run)
     assert told_steps(tmp_path / "run") == told_steps(tmp_path / "whole")
     if "ranks.pipeline" in table:
         assert figures(tmp_path / "run") == figures(tmp_path / "whole")
         assert_same_state(tmp_path / "run", tmp_path / "whole")
     else:
-        assert worst(tmp_path / "run", tmp_path / "whole") < 1e-3
-    ranks(1, carried, tmp_path / "run", tmp_path / "other", data, **JOB)
-    ranks(2, carried, tmp_path / "other", tmp_path / "back", data, **JOB, **table)
+        assert master_difference(tmp_path / "run", tmp_path / "whole") < 1e-3
+    ranks(1, convert, tmp_path / "run", tmp_path / "other", data, **JOB)
+    ranks(2, convert, tmp_path / "other", tmp_path / "back", data, **JOB, **table)
     assert told_steps(tmp_path / "other") == told_steps(tmp_path / "run")
     assert_same_state(tmp_path / "run", tmp_path / "back")
 
@@ -327,15 +322,15 @@ def test_jobs(
 def test_a_job_that_was_stopped_goes_on(
     ranks: Run,
     tmp_path: Path,
-    data: Path,  # noqa: F811
+    data: Path,
     table: dict[str, Any],
 ) -> None:
     """To the bit: each expert has its own number of steps behind it."""
     steady = {"optim.schedule": '"constant"', "optim.warmup_steps": 0}
-    ranks(2, trained, tmp_path / "whole", data, **JOB | steady | table)
+    ranks(2, train, tmp_path / "whole", data, **JOB | steady | table)
     for steps in (3, 6):
         some = JOB | steady | table | {"train.steps": steps}
-        ranks(2, trained, tmp_path / "run", data, resume=steps > 3, **some)
+        ranks(2, train, tmp_path / "run", data, resume=steps > 3, **some)
     assert told_steps(tmp_path / "run") == told_steps(tmp_path / "whole")
     assert figures(tmp_path / "run") == figures(tmp_path / "whole")
     assert_same_state(tmp_path / "run", tmp_path / "whole")

@@ -15,12 +15,9 @@ from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.resolve import resolved
-from offloadtrain.train.build import described
 from offloadtrain.train.job_trace import needed_trace, tracer_of
 from tests.distributed.conftest import Run
-from tests.distributed.test_jobs import data  # noqa: F401
-from tests.distributed.test_pipeline_hf_jobs import hf_job, saved, trained_hf
-from tests.distributed.test_pipeline_jobs import figures
+from tests.distributed.rank_jobs import figures, job_of, save_hf_model, train
 from tests.train.small_job import write_text
 
 pytest.importorskip("transformers")
@@ -32,7 +29,7 @@ TENSOR, PIPELINE = {"ranks.tensor": 2}, {"ranks.pipeline": 2}
 def traced(folder: Path, kind: str, **changes: Any) -> list[TracedStep]:
     """Of each stage; of one process, or a part, of itself."""
     _, machine = find("cpu2")
-    job = described(hf_job(folder, kind, **changes))
+    job = job_of(folder, hf=kind, **changes)
     ranks = job.ranks.pipeline * job.ranks.tensor
     trace, of_rank = tracer_of(job, machine, ranks), shared(resolved(job, machine), ranks)
     if job.ranks.pipeline == 1:
@@ -45,7 +42,7 @@ def traced(folder: Path, kind: str, **changes: Any) -> list[TracedStep]:
 def test_stages_compute_what_the_whole_does(tmp_path: Path, more: dict[str, Any]) -> None:
     """The same blocks with the same work, and saved activations that add up."""
     write_text(tmp_path)
-    saved(tmp_path, "Qwen3")
+    save_hf_model(tmp_path, "Qwen3")
     (whole,) = traced(tmp_path, "Qwen3", **more)
     first, last = traced(tmp_path, "Qwen3", **PIPELINE, **more)
     assert [*first.blocks, *last.blocks] == [*whole.blocks]
@@ -65,7 +62,7 @@ def test_stages_compute_what_the_whole_does(tmp_path: Path, more: dict[str, Any]
 def test_a_part_computes_half_of_the_products(tmp_path: Path, kind: str) -> None:
     """Of the weights of layers; head and embedding are whole. What is gathered is kept whole."""
     write_text(tmp_path)
-    saved(tmp_path, kind)
+    save_hf_model(tmp_path, kind)
     (whole,), (part,) = traced(tmp_path, kind), traced(tmp_path, kind, **TENSOR)
 
     def flops(step: TracedStep, layer: bool) -> float:
@@ -88,9 +85,9 @@ def test_how_many_layers_run_again(
 ) -> None:
     """Of each number of layers with a device that just holds it; of a stage the layers of each."""
     write_text(tmp_path)
-    saved(tmp_path, kind)
+    save_hf_model(tmp_path, kind)
     changes = AGAIN | {"train.micro_batch": 8, "device.kind": '"auto"'} | ranks
-    open_ = described(hf_job(tmp_path, kind, **changes))
+    open_ = job_of(tmp_path, hf=kind, **changes)
     name, machine = find("rtx4090")
     trace = needed_trace(open_, machine, 2)
     assert trace is not None
@@ -111,12 +108,12 @@ def with_blocks(job: Config, count: int) -> Config:
 def test_a_job_that_leaves_it_to_the_plan(
     ranks: Run,
     tmp_path: Path,
-    data: Path,  # noqa: F811
+    data: Path,
     ranks_: dict[str, Any],
 ) -> None:
     """It trains, with the figures of a job that keeps everything, as this machine has room."""
-    saved(data, "Qwen3")
+    save_hf_model(data, "Qwen3")
     steps = {"train.steps": 3, "train.eval_every": 0, "optim.warmup_steps": 0}
-    ranks(2, trained_hf, tmp_path / "kept", data, "Qwen3", **steps, **ranks_)
-    ranks(2, trained_hf, tmp_path / "auto", data, "Qwen3", **AGAIN, **steps, **ranks_)
+    ranks(2, train, tmp_path / "kept", data, hf="Qwen3", **steps, **ranks_)
+    ranks(2, train, tmp_path / "auto", data, hf="Qwen3", **AGAIN, **steps, **ranks_)
     assert figures(tmp_path / "auto") == figures(tmp_path / "kept")

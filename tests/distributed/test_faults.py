@@ -39,7 +39,7 @@ from tests.distributed.rank_faults import (
     none_left,
     processes_of,
 )
-from tests.distributed.test_jobs import job_of
+from tests.distributed.rank_jobs import job_of
 from tests.train.small_job import events_of, tensor_hashes, write_text
 
 pytestmark = pytest.mark.usefixtures("pools")  # they are forked from where those are

@@ -1,207 +1,69 @@
-"""Whole jobs on ranks: the same batch on any number of them, evaluation, checkpoints, logs."""
+"""Ranks of one job: what they agree on, what each does alone, and when all of them stop."""
 
 from __future__ import annotations
 
-import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 
-from offloadtrain.config import job as jobs
-from offloadtrain.config.batch_split import shared
-from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.job import Config
-from offloadtrain.events import log_lines, schema
-from offloadtrain.events.control import Requests
+from offloadtrain.events import alerts
+from offloadtrain.model.own_draws import own_draws
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.runtime.tensor_parts import PartError, Range, is_distributed, share_of
 from offloadtrain.train import token_files
 from offloadtrain.train.build import assemble
 from offloadtrain.train.checkpoint.restore import restore
-from offloadtrain.train.log.console import Console
-from offloadtrain.train.log.run_log import RunLog
+from offloadtrain.train.losses import loss_of
+from offloadtrain.train.pipelined import PipelinedModel
 from offloadtrain.train.progress import StepStats
-from offloadtrain.train.resume import open_run
 from offloadtrain.train.saved.saved_run import open_saved
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer
-from offloadtrain.train.unflushed_trainer import trainer_of
 from tests.distributed.conftest import Run
-from tests.train.small_job import JOB, write_text
-
-FP32 = {"offload.precision": '"fp32"', "model.dropout": 0.0}
-CONSTANT = {"optim.schedule": '"constant"'}
+from tests.distributed.divisions import DEEP, DEEPER, INTERLEAVED, SMALL, STAGES, TENSOR
+from tests.distributed.rank_jobs import CONSTANT, FP32, RankRun, evaluations, figures, job_of, train
 
 
-def job_of(folder: Path, **changes: Any) -> Config:
-    """The small job, its data in `folder`."""
-    overrides = [f"{key}={value}" for key, value in changes.items()]
-    return jobs.loads(JOB.format(folder=folder), "small", overrides)
-
-
-def trained(folder: Path, data: Path, *, resume: bool = False, **changes: Any) -> dict[str, Any]:
-    """Run a small job in `folder` on this pool's ranks; what this rank has logged."""
-    ranks = Ranks.of(None, torch.device("cpu"))
-    job = job_of(data, **changes)
-    text = jobs.dump(job)
-    asks = str(folder) if resume else "never"
-    opened = open_run(job, run_dir=folder, resume=asks, say=print, ranks=ranks)
-    run = opened.run
-    with run, RunLog(run, job, Console(quiet=True), ranks.rank) as log:
-        context = assemble(job, ranks=ranks)
-        trainer = trainer_of(job, context, run, log)
-        if opened.found is not None:
-            trainer.resume(opened.found)
-        assert opened.begin(job=text, resolved=text, ranks=ranks) == []
-        log.started(context, trainer.progress)
-        outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())
-        log.ended(outcome.status)
-        context.optimizer.close()
-    told = [record.event for record in log_lines.read(run.events(ranks.rank))]
-    steps = [event for event in told if isinstance(event, schema.Step)]
-    (plan,) = [event.plan for event in told if isinstance(event, schema.RunStarted)][-1:]
-    rows = [event for event in told if isinstance(event, schema.Memory)][-1].rows
-    ranks.close()
-    return {
-        "status": outcome.status,
-        "losses": {step.step: step.loss for step in steps},
-        "val": outcome.val_loss,
-        "tokens": steps[-1].tokens,
-        "comm": steps[-1].comm_bytes,
-        "ranks_ms": steps[-1].ranks_ms,
-        "busy": steps[-1].busy_ms,
-        "planned": plan["memory"],
-        "held": {(row.tier, row.owner): row.num_bytes for row in rows},
-    }
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    write_text(tmp_path)
-    return tmp_path
-
-
-def close(one: dict[int, float], other: dict[int, float], rel: float) -> bool:
-    assert one.keys() == other.keys()
-    return all(math.isclose(one[step], other[step], rel_tol=rel) for step in one)
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_batch_does_not_depend_on_the_ranks(
-    ranks: Run, tmp_path: Path, data: Path, size: int
-) -> None:
-    chosen = FP32 | {"train.eval_every": 4, "train.eval_batches": 4, "log.to": '["jsonl"]'}
-    (alone,) = ranks(1, trained, tmp_path / "1", data, **chosen)
-    found = ranks(size, trained, tmp_path / str(size), data, **chosen)
-    assert all(one["losses"] == found[0]["losses"] for one in found)  # the mean of all
-    assert close(found[0]["losses"], alone["losses"], 1e-4)
-    assert found[0]["val"] == pytest.approx(alone["val"], rel=1e-4)
-    assert found[0]["tokens"] == alone["tokens"]
-    assert len(found[0]["ranks_ms"]) == size and found[0]["comm"] > 0
-    assert found[1]["ranks_ms"] == () and found[1]["busy"]["comm"] > 0
-    assert alone["comm"] == 0 and alone["ranks_ms"] == ()
-    rows = [
-        json.loads(row) for row in (tmp_path / f"{size}/metrics.jsonl").read_text().splitlines()
-    ]
-    assert {row["step"]: row["loss"] for row in rows if "loss" in row} == found[0]["losses"]
-    assert sum("loss" in row for row in rows) == len(found[0]["losses"]), "of rank 0 alone"
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_rank_holds_what_was_planned(
-    ranks: Run, tmp_path: Path, data: Path, stage: int
-) -> None:
-    """By owner; what alignment adds to this small model is below a sixth."""
-    wide = {"offload.zero_stage": stage, "model.d_model": 128, "train.steps": 2}
-    for found in ranks(2, trained, tmp_path / "run", data, **wide):
-        for tier, states in found["planned"].items():
-            for owner, planned in states.items():
-                held = found["held"][tier, owner]
-                assert planned <= held <= 1.17 * planned, (owner, planned, held)
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(1, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 4), (4, 2)))],
-)
-def test_another_number_of_ranks_goes_on(
-    ranks: Run, tmp_path: Path, data: Path, first: int, then: int
-) -> None:
-    """The same tokens in the same order: the losses are those of a run that was not stopped."""
-    chosen = FP32 | CONSTANT | {"train.steps": 8, "train.checkpoint_every": 4}
-    unbroken = ranks(1, trained, tmp_path / "whole", data, **chosen)[0]["losses"]
-    ranks(first, trained, tmp_path / "run", data, **chosen | {"train.steps": 4})
-    for found in ranks(then, trained, tmp_path / "run", data, resume=True, **chosen):
-        later = {step: found["losses"][step] for step in range(5, 9)}
-        assert close(later, {step: unbroken[step] for step in later}, 1e-4)
-
-
-def test_the_same_ranks_go_on_to_the_bit(ranks: Run, tmp_path: Path, data: Path) -> None:
-    chosen = CONSTANT | {"train.checkpoint_every": 3, "train.steps": 6}  # with dropout
-    whole = ranks(2, trained, tmp_path / "whole", data, **chosen)
-    ranks(2, trained, tmp_path / "run", data, **chosen | {"train.steps": 3})
-    again = ranks(2, trained, tmp_path / "run", data, resume=True, **chosen)
-    for one, other in zip(whole, again, strict=True):
-        assert {step: other["losses"][step] for step in (4, 5, 6)} == {
-            step: one["losses"][step] for step in (4, 5, 6)
-        }
-
-
-def asked_to_stop(folder: Path, data: Path, asked: int) -> dict[str, Any]:
-    """One rank gets the signal, in its second step."""
+def train_until_stopped(folder: Path, data: Path, stopped: int) -> RankRun:
+    """Train; rank `stopped` gets the signal in its second step."""
     ranks = Ranks.of(None, torch.device("cpu"))
     rank, count = ranks.rank, 0
     ranks.close()
     step = Trainer._step
 
-    def noted(trainer: Trainer, stop: StopRequests) -> Any:
+    def counted(trainer: Trainer, stop: StopRequests) -> Any:
         nonlocal count
         count += 1
-        if rank == asked and count == 2:
+        if rank == stopped and count == 2:
             stop.requested = "SIGTERM"
         return step(trainer, stop)
 
-    Trainer._step = noted  # type: ignore[method-assign]
-    try:
-        return trained(folder, data, **FP32)
-    finally:
-        Trainer._step = step  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_step", counted)
+        return train(folder, data, **FP32)
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_all_stop_at_the_same_step(ranks: Run, tmp_path: Path, data: Path, asked: int) -> None:
-    for found in ranks(2, asked_to_stop, tmp_path / "run", data, asked):
-        assert found["status"] == "stopped"
-        assert set(found["losses"]) == {1, 2}
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_all_ranks_stop_at_the_same_step(
+    ranks: Run, tmp_path: Path, data: Path, stopped: int
+) -> None:
+    for run in ranks(2, train_until_stopped, tmp_path / "run", data, stopped):
+        assert run.status == "stopped"
+        assert set(run.losses) == {1, 2}
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
-@pytest.mark.parametrize(
-    ("micro", "accum", "ranks", "becomes"),
-    [(8, 1, 2, (4, 1)), (8, 4, 2, (8, 2)), (8, 4, 8, (4, 1)), (6, 2, 4, (3, 1)), (4, 3, 2, (3, 2))],
-)
-def test_a_batch_is_shared(micro: int, accum: int, ranks: int, becomes: tuple[int, int]) -> None:
-    job = job_of(Path("x"), **{"train.micro_batch": micro, "train.grad_accum_steps": accum})
-    part = shared(job, ranks).train
-    assert (part.micro_batch, part.grad_accum_steps) == becomes
-    assert part.micro_batch * part.grad_accum_steps * ranks == micro * accum
-
-
-def test_a_batch_that_cannot_be_shared_is_refused() -> None:
-    job = job_of(Path("x"), **{"train.micro_batch": 4, "train.grad_accum_steps": 1})
-    with pytest.raises(ConfigError, match="take 2, or a batch that 3 divides"):
-        shared(job, 3)
-
-
-def another_job(data: Path) -> str:
-    """One rank was given another learning rate."""
+def refusal_of_other_jobs(data: Path) -> str:
+    """Each rank has another learning rate."""
     ranks = Ranks.of(None, torch.device("cpu"))
-    job = job_of(data, **{"optim.lr": 1e-3 * (1 + ranks.rank)})
     try:
-        assemble(job, ranks=ranks)
+        assemble(job_of(data, **{"optim.lr": 1e-3 * (1 + ranks.rank)}), ranks=ranks)
     except RankError as error:
         return str(error)
     finally:
@@ -210,12 +72,12 @@ def another_job(data: Path) -> str:
 
 
 def test_ranks_with_other_jobs_are_refused(ranks: Run, data: Path) -> None:
-    for said in ranks(2, another_job, data):
-        assert "rank 1 has another job than rank 0: optim differ" in said
+    for message in ranks(2, refusal_of_other_jobs, data):
+        assert "rank 1 has another job than rank 0: optim differ" in message
 
 
-def chosen_where_ranks_measure(data: Path, speedups: tuple[float, ...]) -> str:
-    """What "auto" becomes on a rank whose own measurement says otherwise than its neighbour's."""
+def resolved_precision(data: Path, speedups: tuple[float, ...]) -> str:
+    """Resolve "auto" on ranks that measure different speedups of bf16."""
     ranks = Ranks.of(None, torch.device("cpu"))
     job = job_of(data, **{"offload.precision": '"auto"'})
     try:
@@ -230,40 +92,31 @@ def chosen_where_ranks_measure(data: Path, speedups: tuple[float, ...]) -> str:
         ranks.close()
 
 
-@pytest.mark.parametrize(("speedups", "chosen"), [((4.0, 0.2), "bf16"), ((0.2, 4.0), "fp32")])
+@pytest.mark.parametrize(("speedups", "expected"), [((4.0, 0.2), "bf16"), ((0.2, 4.0), "fp32")])
 def test_ranks_compute_in_one_precision(
-    ranks: Run, data: Path, speedups: tuple[float, ...], chosen: str
+    ranks: Run, data: Path, speedups: tuple[float, ...], expected: str
 ) -> None:
-    assert ranks(2, chosen_where_ranks_measure, data, speedups) == [chosen] * 2
+    assert ranks(2, resolved_precision, data, speedups) == [expected] * 2
 
 
-def verified_here(data: Path) -> int:
-    """How many token files this rank reads through, all ranks being on one host."""
-    ranks, seen = Ranks.of(None, torch.device("cpu")), []
+def count_verified_files(data: Path) -> int:
+    """Return how many token files this rank verifies, if all ranks are on one host."""
+    ranks, verified = Ranks.of(None, torch.device("cpu")), []
     rank_info = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
-    real, token_files.verify = token_files.verify, lambda tokens, _: seen.append(tokens)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_files, "verify", lambda tokens, _: verified.append(tokens))
         assemble(job_of(data), ranks=ranks, rank_info=rank_info).optimizer.close()
-    finally:
-        token_files.verify = real
-        ranks.close()
-    return len(seen)
+    ranks.close()
+    return len(verified)
 
 
 def test_tokens_are_verified_once_on_each_host(ranks: Run, data: Path) -> None:
-    assert ranks(2, verified_here, data) == [2, 0]
+    assert ranks(2, count_verified_files, data) == [2, 0]
 
 
-def test_blocks_can_stay_where_shards_are_gathered(data: Path) -> None:
-    asked = {"offload.resident_blocks": 1}
-    assert job_of(data, **asked | {"offload.zero_stage": 3}).offload.weights.resident_blocks == 1
-    with pytest.raises(ConfigError, match=r"or zero_stage = 3: otherwise all blocks stay"):
-        job_of(data, **asked)
-
-
-def test_who_arrives_last_is_seen() -> None:
+def test_the_rank_that_arrives_last_is_visible() -> None:
     """Each took 100 ms; rank 2 came last and so waited least."""
-    told = StepStats.of(
+    stats = StepStats.of(
         [
             [1.0, 100.0, 40.0, 0, 0, 0, 1],
             [2.0, 100.0, 38.0, 0, 1, 0, 0],
@@ -271,8 +124,8 @@ def test_who_arrives_last_is_seen() -> None:
         ],
         replicas=3,
     )
-    assert told.loss == 2.0 and told.asks and told.saves and not told.written
-    assert told.own_ms == (65.0, 67.0, 100.0)
+    assert stats.loss == 2.0 and stats.asks and stats.saves and not stats.written
+    assert stats.own_ms == (65.0, 67.0, 100.0)
 
 
 @pytest.mark.slow
@@ -280,9 +133,9 @@ def test_who_arrives_last_is_seen() -> None:
 def test_weights_are_read_from_the_shards_of_a_checkpoint(
     ranks: Run, tmp_path: Path, data: Path, state: str
 ) -> None:
-    """As an engine of one rank has them that was restored from it."""
+    """The same weights as those of an engine of one rank that was restored from it."""
     small = {"train.steps": 2, "train.eval_every": 0, "offload.state": state}
-    ranks(2, trained, tmp_path / "run", data, **small)
+    ranks(2, train, tmp_path / "run", data, **small)
     saved = open_saved(tmp_path / "run")
     assert any(
         entry.hi - entry.lo < math.prod(entry.shape) for entry in saved.found.manifest.entries
@@ -290,9 +143,127 @@ def test_weights_are_read_from_the_shards_of_a_checkpoint(
     context = assemble(job_of(data, **small))
     delayed = restore(saved.found, context.model.module, context.optimizer)
     context.optimizer.finish_load(**saved.found.state["optimizer"], delayed=delayed)
-    found = dict(saved.weights())
+    weights = dict(saved.weights())
     masters = dict(context.optimizer.master_weights())
-    assert found.keys() == masters.keys()
+    assert weights.keys() == masters.keys()
     for name, master in masters.items():
-        assert torch.equal(found[name], master), name
+        assert torch.equal(weights[name], master), name
     context.optimizer.close()
+
+
+@dataclass(frozen=True)
+class PartRun:
+    """Three steps of one rank: its losses, and the masters of parameters that are not divided."""
+
+    losses: list[float]
+    shared_masters: dict[str, Any]
+
+
+def train_part(data: Path, **options: Any) -> PartRun:
+    ranks = Ranks.of(None, torch.device("cpu"))
+    place = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
+    context = assemble(job_of(data, **options), ranks=ranks, rank_info=place)
+    optimizer, losses = context.optimizer, []
+    for _ in range(3):
+        loss = loss_of(context.model, context.batches.next(), None)
+        optimizer.backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+    params = dict(context.model.module.named_parameters())
+    masters = dict(optimizer.master_weights())
+    shared = {name: x.tolist() for name, x in masters.items() if not is_distributed(params[name])}
+    parts = {block.attention.part for block in context.model.module.blocks}
+    assert parts == {ranks.rank % 2}, "attention draws its own dropout"
+    optimizer.close()
+    ranks.close()
+    return PartRun(losses, shared)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ['"keep"', '"recompute"'])
+def test_parts_do_not_drift_apart(ranks: Run, data: Path, activation: str) -> None:
+    """With dropout; replicas of the same part get different batches."""
+    options = SMALL | TENSOR | {"model.norm": '"layernorm"', "model.bias": "true"}
+    options |= {"model.mlp": '"gelu"', "model.positions": '"learned"'}
+    options |= {"model.dropout": 0.2, "offload.activation": activation}
+    runs: list[PartRun] = ranks(4, train_part, data, **options)
+    assert runs[0] == runs[1] and runs[2] == runs[3]
+    assert runs[0].losses != runs[2].losses and len(runs[0].shared_masters) > 8
+
+
+def test_parts_draw_their_own_random_numbers() -> None:
+    """And the same ones afterwards; in a recompute the same ones again."""
+    inside, afterwards = [], []
+    for part in (0, 1, 0, None):
+        torch.manual_seed(3)
+        with own_draws(part, torch.device("cpu")):
+            inside.append(torch.rand(4))
+        afterwards.append(torch.rand(4))
+    assert torch.equal(inside[0], inside[2]) and not torch.equal(inside[0], inside[1])
+    assert all(torch.equal(numbers, afterwards[0]) for numbers in afterwards[:3])
+    torch.manual_seed(3)
+    assert torch.equal(inside[3], torch.rand(4))
+
+
+class _Mesh:
+    def size(self) -> int:
+        return 2
+
+    def get_local_rank(self) -> int:
+        return 1
+
+
+class _Matrix:
+    """The part of a DTensor that `share_of` reads: a matrix, or a stack of two, over two ranks."""
+
+    def __init__(self, stride: tuple[int, ...], dim: int) -> None:
+        self.shape = (6, 4) if len(stride) == 2 else (2, 6, 4)
+        self.device_mesh, self.placements = _Mesh(), [Shard(dim)]
+        self.stride = lambda: stride
+
+
+def test_a_part_that_is_no_range_of_memory_is_refused() -> None:
+    """Such as the columns of a matrix that lies row by row. Only loops of a user make them."""
+    assert share_of("w", _Matrix((4, 1), 0)).ranges == (Range(0, 12, 12),)
+    assert share_of("w", _Matrix((1, 6), 1)).ranges == (Range(0, 12, 12),)
+    rows = share_of("w", _Matrix((4, 1), 0), (4, 2)).ranges
+    assert rows == (Range(0, 8, 8), Range(8, 20, 4))
+    experts = share_of("w", _Matrix((24, 4, 1), 1), (4, 2)).ranges
+    assert experts == (Range(0, 8, 8), Range(8, 20, 4), Range(12, 32, 8), Range(20, 44, 4))
+    assert share_of("w", _Matrix((24, 1, 6), -1)).ranges == (Range(0, 12, 12), Range(12, 36, 12))
+    for matrix in (_Matrix((4, 1), 1), _Matrix((1, 6), 0), _Matrix((24, 4, 1), 2)):
+        with pytest.raises(PartError, match="varies slowest in memory"):
+            share_of("w", matrix)
+
+
+@pytest.mark.slow
+def test_all_stages_of_a_rank_evaluate_without_dropout(
+    ranks: Run, tmp_path: Path, data: Path
+) -> None:
+    options = DEEPER | {"model.dropout": 0.5, "train.steps": 1, "train.eval_every": 1}
+    ranks(1, train, tmp_path / "expected", data, **options)
+    ranks(2, train, tmp_path / "run", data, **options | INTERLEAVED)
+    assert evaluations(tmp_path / "run")[0] == evaluations(tmp_path / "expected")[0]
+
+
+def train_with_spike(folder: Path, data: Path) -> None:
+    """Train in stages; the 11th batch has a loss far above the others."""
+    run, calls = PipelinedModel.run, 0
+
+    def spoilt(*args: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return run(*args) * (80.0 if calls == 11 else 1.0)
+
+    changes = {"train.on_spike": '"rollback"', "train.steps": 14, "train.checkpoint_every": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alerts, "SPIKE_AFTER", 6)
+        patch.setattr(PipelinedModel, "run", spoilt)
+        train(folder, data, **DEEP | STAGES | CONSTANT | changes)
+
+
+@pytest.mark.long
+def test_all_stages_go_back_from_a_spike(ranks: Run, tmp_path: Path, data: Path) -> None:
+    ranks(2, train_with_spike, tmp_path / "run", data)
+    steps = [[figure[0] for figure in figures(tmp_path / "run", rank)] for rank in range(2)]
+    assert steps[0] == steps[1] == [*range(1, 12), 10, 11, 12, 13, 14]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from offloadtrain.events import log_lines, schema
 from tests.distributed.conftest import Run
-from tests.distributed.test_jobs import CONSTANT, trained
+from tests.distributed.rank_jobs import CONSTANT, train
 from tests.train.small_job import tensor_hashes, write_text
 from tests.train.test_spikes import STEPS, plant
 
@@ -20,7 +20,7 @@ def spiking(folder: Path, data: Path, policy: str, steps: int, resume: bool = Fa
     changes: dict[str, Any] = {"train.on_spike": f'"{policy}"', "train.steps": steps}
     with pytest.MonkeyPatch.context() as patch:
         plant(patch, 11, times=80.0 if dist.get_rank() == 1 else 1.0)
-        trained(folder, data, resume=resume, **CONSTANT | changes | {"train.eval_every": 0})
+        train(folder, data, resume=resume, **CONSTANT | changes | {"train.eval_every": 0})
 
 
 def tried(run: Path, rank: int) -> list[tuple[int, bool]]:

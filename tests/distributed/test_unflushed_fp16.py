@@ -14,19 +14,19 @@ from offloadtrain.events import schema
 from offloadtrain.optim import LossScaleError, LossScaler
 from offloadtrain.train.saved.saved_run import open_saved
 from tests.distributed.conftest import Run
-from tests.distributed.test_jobs import CONSTANT, data, trained  # noqa: F401
-from tests.distributed.test_pipeline import Told, one_process
-from tests.distributed.test_pipeline_2bw import batches, made, unflushed
-from tests.distributed.test_pipeline_jobs import assert_same_run, figures
-from tests.distributed.test_unflushed_jobs import (
-    DELAYED,
-    EVAL,
-    STAGES,
+from tests.distributed.divisions import TWO_VERSIONS
+from tests.distributed.rank_jobs import (
+    CONSTANT,
+    assert_same_run,
     assert_same_state,
     evaluations,
-    events,
-    spoilt,
+    events_of_rank,
+    figures,
+    train,
 )
+from tests.distributed.test_pipeline import Told, one_process
+from tests.distributed.test_pipeline_2bw import batches, made, unflushed
+from tests.distributed.test_unflushed_jobs import DELAYED, EVAL, with_losses_not_finite
 
 SCALE = 2.0**24
 
@@ -87,16 +87,16 @@ def test_scales_are_those_of_one_process(
 def test_a_job_of_fp16(
     ranks: Run,
     tmp_path: Path,
-    data: Path,  # noqa: F811
+    data: Path,
     options: dict[str, Any],
 ) -> None:
     chosen = DELAYED | {"offload.precision": '"fp16"', "offload.clip_norm": 0.5} | options
-    ranks(1, fast, trained, tmp_path / "whole", data, **chosen)
-    ranks(2, fast, trained, tmp_path / "staged", data, **chosen | STAGES)
+    ranks(1, fast, train, tmp_path / "whole", data, **chosen)
+    ranks(2, fast, train, tmp_path / "staged", data, **chosen | TWO_VERSIONS)
     assert_same_run(tmp_path / "whole", tmp_path / "staged", 2)
     assert_same_state(tmp_path / "whole", tmp_path / "staged")
     assert evaluations(tmp_path / "staged") == evaluations(tmp_path / "whole")
-    scales = {event.loss_scale for event in events(tmp_path / "staged", schema.Step)}
+    scales = {event.loss_scale for event in events_of_rank(tmp_path / "staged", schema.Step)}
     assert len(scales) > 2, scales
 
 
@@ -106,16 +106,16 @@ def test_a_job_of_fp16(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (STAGES, {}),
-        ({}, STAGES),
-        pytest.param(STAGES, {"ranks.pipeline": 2}, marks=pytest.mark.long),
-        pytest.param(STAGES, STAGES | {"ranks.pipeline": 4}, marks=pytest.mark.long),
+        (TWO_VERSIONS, {}),
+        ({}, TWO_VERSIONS),
+        pytest.param(TWO_VERSIONS, {"ranks.pipeline": 2}, marks=pytest.mark.long),
+        pytest.param(TWO_VERSIONS, TWO_VERSIONS | {"ranks.pipeline": 4}, marks=pytest.mark.long),
     ],
 )
 def test_a_job_of_fp16_goes_on_in_other_stages(
     ranks: Run,
     tmp_path: Path,
-    data: Path,  # noqa: F811
+    data: Path,
     before: dict[str, Any],
     after: dict[str, Any],
     stop: int,
@@ -124,11 +124,11 @@ def test_a_job_of_fp16_goes_on_in_other_stages(
     yet."""
     chosen = DELAYED | CONSTANT | {"model.num_layers": 8, "train.checkpoint_every": 5}
     chosen |= {"offload.precision": '"fp16"'}
-    ranks(1, fast, trained, tmp_path / "whole", data, **chosen)
+    ranks(1, fast, train, tmp_path / "whole", data, **chosen)
     for stages, steps in ((before, stop), (after, 12)):
         more = stages | {"train.steps": steps}
         size = stages.get("ranks.pipeline", 1)
-        ranks(size, fast, trained, tmp_path / "run", data, resume=steps > stop, **chosen | more)
+        ranks(size, fast, train, tmp_path / "run", data, resume=steps > stop, **chosen | more)
     assert figures(tmp_path / "run") == figures(tmp_path / "whole")
     assert_same_state(tmp_path / "whole", tmp_path / "run")
 
@@ -158,11 +158,11 @@ def test_overflows_at_the_smallest_scale_are_told_on_all_stages(ranks: Run) -> N
     assert all("gradients overflow fp16" in text for _, text in told)
 
 
-def ended_by_overflow(folder: Path, data: Path, bad: set[int], **changes: Any) -> str:  # noqa: F811
+def ended_by_overflow(folder: Path, data: Path, bad: set[int], **changes: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("offloadtrain.optim.loss_scaler.SMALLEST", 2.0**16)
         with pytest.raises(LossScaleError) as told:
-            spoilt(lambda: trained(folder, data, **changes), bad)
+            with_losses_not_finite(lambda: train(folder, data, **changes), bad)
     return str(told.value)
 
 
@@ -173,12 +173,12 @@ def ended_by_overflow(folder: Path, data: Path, bad: set[int], **changes: Any) -
 def test_a_job_that_overflows_at_the_smallest_scale_ends_with_a_checkpoint(
     ranks: Run,
     tmp_path: Path,
-    data: Path,  # noqa: F811
+    data: Path,
     bad: set[int],
 ) -> None:
     chosen = DELAYED | {"offload.precision": '"fp16"'}
     (alone,) = ranks(1, ended_by_overflow, tmp_path / "whole", data, bad, **chosen)
-    told = ranks(2, ended_by_overflow, tmp_path / "staged", data, bad, **chosen | STAGES)
+    told = ranks(2, ended_by_overflow, tmp_path / "staged", data, bad, **chosen | TWO_VERSIONS)
     assert "smallest loss scale" in alone and "Not finite: the gradients of '" in alone
     assert told == [alone] * 2
     whole, staged = (open_saved(tmp_path / name).found for name in ("whole", "staged"))

@@ -1,0 +1,501 @@
+"""Plans of divided jobs: traffic by hand, hosts, memory limits, and searches.
+
+Planned and allocated bytes of each division are compared in `test_divisions.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from offloadtrain.cli.main import main
+from offloadtrain.config import job as jobs
+from offloadtrain.config.job import problems_of_ranks
+from offloadtrain.config.model_shape import flops_per_token
+from offloadtrain.config.ranks_options import RanksConfig
+from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.plan.automatic import FULL
+from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
+from offloadtrain.plan.plan import make
+from offloadtrain.plan.report import as_json, text
+from offloadtrain.plan.search.choices import choices_of
+from offloadtrain.plan.search.compare import compare
+from offloadtrain.plan.search.suggest import applied, nearest, single_changes
+from offloadtrain.plan.search.why import why
+from offloadtrain.runtime import token_exchange
+from offloadtrain.runtime.failure_detector import RankInfo
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.process_group import Ranks, all_to_all_single
+from offloadtrain.step.spec.memory import device_bytes
+from offloadtrain.train import dry_run
+from offloadtrain.train.build import assemble
+from offloadtrain.train.losses import loss_of
+from tests.distributed.conftest import Run
+from tests.distributed.divisions import DIVISIONS, INTERLEAVED, STAGES, TWO_VERSIONS, ZERO_3
+from tests.distributed.rank_jobs import ANY_DEVICE, BF16, Options, job_of, newest, train
+from tests.distributed.test_division_rules import divided_job
+from tests.distributed.test_divisions import GPT2, STREAMED
+from tests.sizing.measured import most_allocated
+from tests.train.small_job import write_text
+
+DEEP_INTERLEAVED: Options = INTERLEAVED | {"model.num_layers": 8}
+OFFLOADED: Options = {"offload.activation": '"offload"', "offload.recompute_blocks": 1}
+
+
+def test_traffic_among_copies_by_hand() -> None:
+    """A shard is summed over R copies: 2 (R - 1) / R of it leave a rank in each microbatch; within
+    the group, traffic is that of a single group."""
+    job = divided_job("groups", **{"train.grad_accum_steps": 8})
+    grouped = make(job, *find("cpu2"), 4)
+    alone = make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2)
+    shard = sum(bucket.shard_numel for bucket in grouped.placed.spec.buckets)
+    traffic = grouped.prediction
+    micro_steps = grouped.placed.config.train.grad_accum_steps
+    assert micro_steps == 2 and traffic.copies_bytes == micro_steps * 4 * shard * 2 // 2
+    halves = alone.placed.config.train.grad_accum_steps // micro_steps
+    of_gathers = sum(bucket.shard_numel * 4 for bucket in alone.placed.spec.buckets)
+    within = (alone.prediction.comm_bytes - of_gathers) // halves + of_gathers
+    assert traffic.comm_bytes == within + traffic.copies_bytes
+    assert traffic.copies_s == pytest.approx(
+        traffic.copies_bytes / (grouped.machine.gpu_link_gbps * 1e9)
+    )
+    assert "2 copies of the state, each in 2 shards" in text(grouped)
+    assert as_json(grouped)["state_copies"] == 2 and as_json(alone)["state_copies"] == 1
+    assert alone.prediction.copies_bytes == 0
+
+
+def two_gpus(machine: Machine) -> Machine:
+    return replace(machine, gpus=2, gpu_link_gbps=100.0, node_link_gbps=5.0)
+
+
+def test_groups_of_a_host_gather_inside_of_it() -> None:
+    """On 2 hosts of 2 GPUs, what leaves a host is each shard of a gradient, and no weight."""
+    deep = {"offload.zero_stage": 3, "model.num_layers": 16}
+    job = divided_job("groups", **BF16 | ANY_DEVICE | deep)
+    name, machine = find("rtx4090")
+    hybrid, plain = (
+        make(config, name, two_gpus(machine), 4)
+        for config in (job, replace(job, ranks=RanksConfig()))
+    )
+    assert hybrid.hosts == plain.hosts == 2
+    among = AmongCopies(hybrid.placed.spec, hybrid.machine, 1)
+    # Both GPUs of a host send the halves of their shards to the other host, and again the sums.
+    assert among.hosts == 2 and among.sum_s(1e9) == pytest.approx(2 * 2 * 0.5 / 5.0)
+    assert "between 2 hosts" in text(hybrid)
+    # Twice a gradient between hosts; without groups once, and a layer's weights twice.
+    assert hybrid.prediction.busy_s["comm"] < 0.8 * plain.prediction.busy_s["comm"]
+    # The price: each host holds all the state.
+    assert sum(hybrid.host.values()) > sum(plain.host.values())
+    states = [plan.host["master weights"] for plan in (hybrid, plain)]
+    assert states[0] == pytest.approx(2 * states[1], rel=0.1)
+    rows, plain_rows = ({row.system: row for row in compare(plan)} for plan in (hybrid, plain))
+    assert {system for system in rows if rows[system] != plain_rows[system]} == {"offloadtrain"}
+
+
+@pytest.mark.parametrize(
+    ("width", "groups", "gpus", "hosts"),
+    [(4, 1, 4, 1), (4, 2, 4, 1), (8, 2, 4, 2), (6, 1, 8, 1), (6, 2, 8, 2), (2, 8, 8, 1)],
+)
+def test_hosts_of_a_group(width: int, groups: int, gpus: int, hosts: int) -> None:
+    assert most_hosts(width, groups, gpus) == hosts
+
+
+def test_state_that_does_not_fit_in_every_host_is_divided_among_all() -> None:
+    """The plan suggests to give up the copies."""
+    job = divided_job("groups", **BF16 | ANY_DEVICE)
+    name, machine = find("rtx4090")
+    whole = make(job, name, two_gpus(machine), 4)
+    short = replace(two_gpus(machine), host_memory=f"{max(whole.host_peaks.values()) - 1} B")
+    changes = nearest(job, name, short, 4)
+    assert not make(job, name, short, 4).fits
+    assert any(change.keys == {"ranks.shard": 0} and change.plan.fits for change in changes)
+
+
+@pytest.mark.slow
+def test_a_search_of_pipelines_makes_no_groups(
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = data / "job.toml"
+    path.write_text(jobs.dump(divided_job("groups", data)))
+    assert main(["plan", str(path), "--gpus", "4", "--machine", "cpu2", "--search"]) == 2
+    assert "one copy of their state. Set ranks.shard = 0" in capsys.readouterr().err
+
+
+def test_why_plans_with_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not with those of one group, whose changes would be those of a smaller job."""
+    sizes: list[int] = []
+
+    def changes(job: object, name: str, machine: Machine, ranks: int, trace: object) -> list[Any]:
+        sizes.append(ranks)
+        return []
+
+    monkeypatch.setattr("offloadtrain.plan.search.why.single_changes", changes)
+    why(make(divided_job("groups"), *find("cpu2"), 4))
+    assert sizes == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_experts_count_in_a_limit_of_the_device(size: int) -> None:
+    """Stage 3, every 2 ranks with all experts: blocks that fit in addition stay, and no others."""
+    options = ZERO_3 | {"model.num_layers": 8, "model.d_ff": 512}
+    free = make(divided_job("experts", **options), *find("cpu2"), size)
+    least, resident = sum(free.engine_device.values()), []
+    for more in range(0, 12 << 20, 512 << 10):
+        limit = {"offload.device_memory_limit": f'"{least + more} B"'}
+        spec = make(divided_job("experts", **options | limit), *find("cpu2"), size).placed.spec
+        assert device_bytes(spec) <= least + more
+        resident.append(8 - len([name for name in spec.streamed if name.startswith("blocks")]))
+    assert resident == sorted(resident) and resident[0] == 0 and resident[-1] == 8
+
+
+def test_tokens_on_their_way_by_hand() -> None:
+    """Two all-to-alls forward and two backward in each of 2 layers, and two when forward runs
+    again; half of a microbatch's tokens leave, once for each of the 2 experts that they chose."""
+    job = divided_job("experts")
+    for activation, exchanges in (("keep", 8), ("recompute", 12)):
+        policy = {"offload.activation": f'"{activation}"'}
+        plan = make(divided_job("experts", **policy), *find("cpu2"), 2)
+        part = plan.placed.config.train
+        rows = part.micro_batch * 32 * 2
+        sent = exchanges * rows * 32 * 4 // 2 * part.grad_accum_steps  # d_model, fp32
+        assert plan.prediction.experts_bytes == sent
+        assert plan.prediction.experts_s == pytest.approx(sent / (plan.machine.gpu_link_gbps * 1e9))
+        assert "each rank holds 2 of 4 experts of a layer" in text(plan)
+        assert as_json(plan)["expert_parts"] == 2
+    plain = make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2)
+    assert plain.prediction.experts_bytes == 0 and "expert parallel" not in text(plain)
+    # Both hold all experts once: a rank in the one, both ranks in the other.
+    assert make(job, *find("cpu2"), 2).checkpoint_bytes == pytest.approx(
+        plain.checkpoint_bytes, rel=0.01
+    )
+
+
+def test_between_hosts_tokens_wait_for_the_link_of_the_host() -> None:
+    job = divided_job("four experts", **BF16 | ANY_DEVICE)
+    name, machine = find("rtx4090")
+    times = {}
+    for gpus in (4, 2):
+        hosts: Machine = replace(machine, gpus=gpus, gpu_link_gbps=100.0, node_link_gbps=5.0)
+        plan = make(job, name, hosts, 4)
+        among = AmongExperts(plan.placed, hosts)
+        times[among.hosts] = among.exchange_s, among.row_bytes
+    assert times[1][0] == pytest.approx(times[1][1] * 3 / 4 / 100e9)
+    # 2 ranks of a host, each of which sends half of its rows to the other host.
+    assert times[2][0] == pytest.approx(2 * times[2][1] / 2 / 5e9)
+
+
+def test_a_job_that_does_not_fit_should_divide_its_experts() -> None:
+    """A job that fits gets no suggestion that the table [ranks] refuses."""
+    large = {"model.d_model": 512, "model.d_ff": 2048, "model.num_experts": 16}
+    name, machine = find("rtx4090")
+    small = replace(machine, gpus=4, gpu_memory="1500 MiB", gpu_reserved="1 GiB")
+    job = divided_job(
+        "experts", **BF16 | ANY_DEVICE | large | {"ranks.expert": 1, "train.grad_accum_steps": 8}
+    )
+    assert not make(job, name, small, 4).fits
+    changes = nearest(job, name, small, 4)
+    assert {"ranks.expert": 4} in [change.keys for change in changes]
+    divided = applied(job, {"ranks.expert": 4})
+    tiny = replace(small, gpu_memory="1200 MiB")
+    tried = [*nearest(divided, name, tiny, 4), *single_changes(divided, name, machine, 4)]
+    assert tried and all(
+        not [*problems_of_ranks(applied(divided, change.keys))] for change in tried
+    )
+    plain = divided_job("one rank", **ANY_DEVICE)
+    assert choices_of(plain, 4)["ranks.expert"] == (1,)
+
+
+@pytest.mark.slow
+def test_state_that_fills_a_device_leaves_room_for_more_tokens() -> None:
+    job = jobs.load(Path(__file__).parents[2] / "examples/mixtral_8x7b.toml")
+    plan = make(job, *find("h100"), 8)
+    used, room = sum(plan.device.values()), plan.device_room * FULL
+    assert used + plan.activations.total <= room  # those of twice as many
+    assert used + plan.activations.total > 0.9 * room  # and state fills the rest
+    assert plan.host_peaks["step"] < plan.host_room
+
+
+@pytest.mark.slow
+def test_a_search_divides_the_experts_of_each_stage(
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A stage has at least as many ranks as hold all experts."""
+    path = data / "job.toml"
+    deep = {"model.num_layers": 8, "model.router_aux_loss_coef": 0.0, "train.grad_accum_steps": 8}
+    untied = {"model.tie_embeddings": "false", "offload.activation": '"keep"'}
+    job = divided_job("experts", data, **deep | untied)
+    path.write_text(jobs.dump(job))
+    command = ["plan", str(path), "--gpus", "4", "--machine", "cpu2", "--search"]
+    assert main([*command, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 4), (2, 2)}
+    for row in rows:
+        keys = dict(pair.split("=") for pair in row["keys"].split())
+        plan = make(divided_job("experts", **deep | untied | keys), *find("cpu2"), 4)
+        assert sum(plan.device.values()) == row["device_bytes"]
+        assert {bucket.ranks for bucket in plan.placed.spec.buckets} == {
+            row["replicas"],
+            row["replicas"] // 2,
+        }
+
+
+def in_turn(logits_ND: torch.Tensor, experts: int) -> torch.Tensor:
+    """Let each token choose two experts, and each expert get the same number of tokens."""
+    first = torch.arange(len(logits_ND))
+    chosen = torch.stack([first, first + 1], 1) % experts
+    return logits_ND + 9.0 * torch.zeros_like(logits_ND).scatter_(1, chosen, 1.0)
+
+
+def slow_exchange(*args: Any, **options: Any) -> None:
+    all_to_all_single(*args, **options)
+    time.sleep(0.003)
+
+
+def planned_share(data: Path, **changes: Any) -> float:
+    """Return the planned bytes of torch in a step, as a multiple of what it allocates."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    place = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
+    with on_lanes(SequentialLanes()):
+        context = assemble(job_of(data, **changes), ranks=ranks, rank_info=place)
+    experts = context.plan.job.model.num_experts
+    for block in context.model.module.blocks:
+        block.mlp.router.register_forward_hook(lambda _, inputs, logits: in_turn(logits, experts))
+
+    def step() -> None:
+        for _ in range(context.local.train.grad_accum_steps):
+            context.optimizer.backward(loss_of(context.model, context.batches.next(), None))
+        context.optimizer.step()
+
+    # Gloo's threads let go of a tensor later than we do: wait for them, and take the least.
+    with patch.object(token_exchange, "all_to_all_single", slow_exchange):
+        allocated = min(most_allocated(step) for _ in range(6))
+    context.optimizer.close()
+    ranks.close()
+    return context.plan.activations.total / allocated
+
+
+@pytest.mark.slow
+@pytest.mark.draws(0.5)
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("name", ["experts", "four experts", "parts, experts"])
+def test_activations_are_near_the_plan(ranks: Run, data: Path, name: str, policy: str) -> None:
+    """If all experts get the same number of tokens, as the plan assumes."""
+    division = DIVISIONS[name]
+    options = division.model | division.options | GPT2 | {"offload.activation": f'"{policy}"'}
+    options |= {"model.d_model": 64, "model.num_layers": 6, "model.d_ff": 256}
+    options |= {"model.max_seq_len": 64, "data.seq_len": 64}
+    options |= {"train.micro_batch": 4, "train.grad_accum_steps": division.ranks}
+    ratios = ranks(division.ranks, planned_share, data, **options)
+    assert ratios == pytest.approx([1.0] * division.ranks, abs=0.05)
+
+
+def test_traffic_among_parts_by_hand() -> None:
+    """Two sums forward and two backward in each of 2 layers, and one in each recompute; each sends
+    its tensor once round a ring of two, in fp32."""
+    job = divided_job("parts")
+    again = divided_job("parts", **{"offload.activation": '"recompute"'})
+    tensor = 4 * 4 * 32 * 32  # fp32, sequences, tokens, d_model
+    for policy, sums in ((job, 8), (again, 10)):
+        plan = make(policy, *find("cpu2"), 2)
+        assert plan.prediction.parts_bytes == sums * tensor * 2  # microbatches
+        assert 0 < plan.prediction.parts_s < plan.prediction.busy_s["compute"]
+        assert "tensor parallel: each rank holds 1/2" in text(plan)
+    assert make(replace(job, ranks=RanksConfig()), *find("cpu2"), 2).prediction.parts_bytes == 0
+
+
+@pytest.mark.slow
+def test_traffic_of_parts_with_experts_by_hand() -> None:
+    """A sum of attention forward and one backward in each layer, and one where it runs again."""
+    for activation, sums in (("keep", 4), ("recompute", 6)):
+        job = divided_job("parts, experts", **{"offload.activation": f'"{activation}"'})
+        plan = make(job, *find("cpu2"), 4)
+        part = plan.placed.config.train
+        rows = part.micro_batch * 32
+        assert AmongParts(plan.placed, plan.machine).sums == sums
+        assert plan.prediction.parts_bytes == sums * rows * 32 * 4 * part.grad_accum_steps
+        exchanges = 8 if activation == "keep" else 12
+        sent = exchanges * rows * 2 * 32 * 4 // 2 * part.grad_accum_steps
+        assert plan.prediction.experts_bytes == sent
+        assert "each rank holds 1/2 of attention's matrices" in text(plan)
+        assert "each rank holds 2 of 4 experts of a layer" in text(plan)
+        # Each part computes all experts of its tokens: so many FLOPs are none of the model's.
+        model, layers = job.model, job.model.num_layers
+        chosen = 2.0 * model.d_model * (4 + model.experts_per_token * 3 * model.ff_width)
+        layer = flops_per_token(replace(model, vocab_size=0), 32) / layers / 3
+        again = 3 * chosen / 2 + (0 if activation == "keep" else (layer - chosen) / 2 + chosen)
+        useful = flops_per_token(replace(model, vocab_size=0), 32) / 2 + 6 * 256 * model.d_model
+        ratio = plan.prediction.hardware_tflops / plan.prediction.tflops
+        assert ratio == pytest.approx(1 + layers * again / useful)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, DEEP_INTERLEAVED, TWO_VERSIONS], ids=("1f1b", "x2", "2bw"))
+def test_traffic_of_parts_of_a_stage_by_hand(options: Options) -> None:
+    """Each part sends its whole activations to the next stage, and two sums forward and two
+    backward of every layer that it holds to the other part; every stage is proved."""
+    job = divided_job("stages, parts", **options)
+    plan = make(job, *find("cpu2"), 4)
+    part = plan.placed.config.train
+    tensor = part.micro_batch * 32 * 32 * 4  # tokens, d_model, fp32
+    of_step = 4 * (job.model.num_layers // 2) * tensor * part.grad_accum_steps
+    assert plan.prediction.parts_bytes == of_step
+    assert plan.pipeline is not None and plan.ranks == 4
+    assert {link.nbytes for link in plan.pipeline.links} == {tensor}
+    assert "tensor parallel: each rank holds 1/2 of the layers' matrices" in text(plan)
+    for stage in (0, 1):
+        assert "as planned" in dry_run.check(make(job, *find("cpu2"), 4, stage=stage))
+
+
+@pytest.mark.slow
+def test_parts_of_a_stage_fill_hosts_one_by_one() -> None:
+    """Stages of 2 replicas in 2 parts, on hosts of 2 and of 4: where each link lies."""
+    job = divided_job("stages, parts", **BF16 | ANY_DEVICE)
+    name, machine = find("h100")
+    for gpus, between, sharing in ((8, False, 0), (4, True, 4), (2, True, 2)):
+        hosts = replace(machine, gpus=gpus, node_link_gbps=1.0)
+        plan = make(job, name, hosts, 8)
+        assert plan.pipeline is not None
+        (link,) = plan.pipeline.links
+        assert link.between_hosts is between
+        if between:
+            assert link.seconds == pytest.approx(link.nbytes * sharing / 1e9)
+
+
+@pytest.mark.slow
+def test_a_search_keeps_the_parts(
+    data: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = data / "job.toml"
+    path.write_text(jobs.dump(divided_job("stages, parts", data)))
+    command = ["plan", str(path), "--machine", "cpu2", "--search", "--json"]
+    assert main([*command, "--gpus", "4"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 2), (2, 1)}
+    assert main([*command, "--gpus", "3"]) == 2
+    assert "ranks.tensor = 2 and 3 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, DEEP_INTERLEAVED, TWO_VERSIONS])
+def test_tokens_of_a_rank_are_those_of_its_stages(
+    options: Options,
+) -> None:
+    """Two all-to-alls forward and two backward in each of its layers, half of the rows leave."""
+    job = divided_job("stages, experts", **options)
+    plan = make(job, *find("cpu2"), 4)
+    part = plan.placed.config.train
+    rows = part.micro_batch * part.grad_accum_steps * 32 * 2
+    sent = 4 * (job.model.num_layers // 2) * rows * 32 * 4 // 2
+    assert plan.prediction.experts_bytes == sent
+    assert "each rank holds 2 of 4 experts of a layer" in text(plan)
+    assert "as planned" in dry_run.check(plan)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload.zero_stage": 1, "offload.state": '"split16"'}])
+def test_the_dry_run_of_a_rank_is_the_sum_of_its_stages(
+    options: Options,
+) -> None:
+    job = divided_job("interleaved", **{"train.micro_batch": 4} | options)
+    plans = [make(job, *find("cpu2"), 4, stage=place) for place in range(2)]
+    for place, plan in enumerate(plans):
+        report = dry_run.check(plan)
+        assert "laid out 4 blocks" in report and "free of races" in report
+        four = replace(job, ranks=RanksConfig(pipeline=4))
+        alone = [make(four, *find("cpu2"), 8, stage=number) for number in (place, place + 2)]
+        for owner in ("master weights", "exp_avg", "gradient sums", "norms"):
+            assert plan.host.get(owner, 0) == sum(stage.host.get(owner, 0) for stage in alone), (
+                owner
+            )
+        weights = sum(stage.engine_device["working weights"] for stage in alone)
+        assert plan.engine_device["working weights"] == weights
+    assert "stages 1 and 3 of 4 (embedding, layers 0 to 1; layers 4 to 5)" in text(plans[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"offload.zero_stage": 1, "offload.state": '"split16"', **OFFLOADED}]
+)
+def test_the_dry_run_of_each_stage_is_its_plan(options: Options) -> None:
+    """Bytes are the Ledger's, and two steps at once have no race; the step has no bubble."""
+    job = divided_job("2bw", **{"train.micro_batch": 4} | options)
+    plans = [make(job, *find("cpu2"), 4, stage=stage) for stage in range(2)]
+    for plan in plans:
+        assert "free of races" in dry_run.check(plan)
+        assert "2bw: no flush" in text(plan)
+    flushed = replace(job, ranks=replace(job.ranks, schedule="1f1b"))
+    before = [make(flushed, *find("cpu2"), 4, stage=stage) for stage in range(2)]
+    first, last = (plan.placed.device()["working weights"] for plan in before)
+    assert [plan.placed.device()["working weights"] for plan in plans] == [2 * first, last]
+    first, last = (plan.placed.host()["gradient sums"] for plan in before)
+    assert [plan.placed.host()["gradient sums"] for plan in plans] == [first, 2 * last]
+    assert plans[0].prediction.seconds < before[0].prediction.seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_dry_run_of_streamed_stages_is_their_plan(ranks: int) -> None:
+    """Both versions are on the host; the device has one of them."""
+    job = divided_job("2bw", **STREAMED | {"train.micro_batch": 4} | OFFLOADED)
+    plans = [make(job, *find("cpu2"), ranks, stage=stage) for stage in range(2)]
+    for plan in plans:
+        assert "free of races" in dry_run.check(plan)
+    spec, host = plans[0].placed.spec, plans[0].placed.host()
+    streamed = [bucket.shard_bytes for bucket in spec.buckets if spec.loads_in_turn(bucket)]
+    assert streamed and host["weights snapshot"] == host["pending weights"] == sum(streamed)
+
+
+@pytest.mark.slow
+def test_the_plan_is_of_a_part(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The model is traced with half of each matrix."""
+    write_text(tmp_path)
+    path, busy = tmp_path / "job.toml", []
+    for parts in (1, 2):
+        path.write_text(jobs.dump(job_of(tmp_path, hf="Llama", **{"ranks.tensor": parts})))
+        command = ["plan", str(path), "--gpus", str(parts), "--machine", "cpu2", "--json"]
+        assert main(command) == 0
+        busy.append(json.loads(capsys.readouterr().out)["step"])
+    assert 0.0 < busy[1]["busy_s"]["compute"] < busy[0]["busy_s"]["compute"]
+    assert busy[1]["parts_bytes"] == 4 * 4 * (2 * 32 * 32 * 2) * 4  # bf16, 4 sums of 4 layers
+
+
+@pytest.mark.slow
+def test_the_layout_of_each_stage_is_the_planned_one(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    name, machine = find("cpu2")
+    for kind, each in (("Llama", "[2,3]"), ("Gemma2", '"auto"'), ("GPT2", "[3,2]")):
+        uneven = STAGES | {"hf.num_hidden_layers": 5, "ranks.layers_per_stage": each}
+        job = job_of(tmp_path, hf=kind, **uneven)
+        for stage in range(2):
+            plan = make(job, name, machine, 2, stage=stage)
+            assert "as planned" in dry_run.check(plan)
+        whole = make(replace(job, ranks=RanksConfig()), name, machine, 1)
+        assert plan.checkpoint_bytes == whole.checkpoint_bytes
+
+
+@pytest.mark.slow
+def test_parameters_that_parts_have_in_common_are_planned_once(
+    ranks: Run, tmp_path: Path, data: Path
+) -> None:
+    """A checkpoint has them once, too."""
+    division = DIVISIONS["parts, experts"]
+    ranks(4, train, tmp_path / "run", data, **division.model | division.options)
+    entries = newest(tmp_path / "run").manifest.entries
+    saved = sum(4 * (entry.hi - entry.lo) for entry in entries)
+    planned = make(divided_job("experts"), *find("cpu2"), 2).checkpoint_bytes
+    assert make(divided_job("parts, experts"), *find("cpu2"), 4).checkpoint_bytes == planned
+    assert saved <= planned < 1.02 * saved  # the ends of buffers

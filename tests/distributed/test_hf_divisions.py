@@ -1,0 +1,122 @@
+"""Models of transformers that are divided among ranks: what each rank reads, divides and draws.
+
+Their bits, plans, checkpoints and restarts are in `test_divisions.py`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offloadtrain.integrations.deferred import DeferredWeights
+from offloadtrain.runtime.failure_detector import RankInfo
+from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.train.build import assemble
+from tests.distributed.conftest import Run
+from tests.distributed.divisions import STAGES, TENSOR
+from tests.distributed.rank_jobs import FP32, Options, job_of, saved_tensors, train
+from tests.distributed.test_divisions import HF_GPT2, MIXTRAL
+
+pytest.importorskip("transformers")
+
+
+def next_random_number(data: Path, **options: Any) -> float:
+    """Return what dropout would draw first on this rank, once its model is built."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    place = RankInfo(rank=ranks.rank, size=ranks.size)
+    context = assemble(job_of(data, **options), ranks=ranks, rank_info=place)
+    number = float(torch.rand(()))
+    context.optimizer.close()
+    ranks.close()
+    return number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("init", ["random", "weights"])
+def test_ranks_with_other_batches_draw_other_numbers(ranks: Run, data: Path, init: str) -> None:
+    """All ranks draw the same first weights; only parts of one replica draw the same dropout."""
+    options = HF_GPT2 | FP32 | {"model.init": f'"{init}"'}
+    job_of(data, **options)  # saves the model once
+    first, second = ranks(2, next_random_number, data, **options)
+    assert first != second
+    first, second = ranks(2, next_random_number, data, **options, **TENSOR)
+    assert first == second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"hf": "Gemma3Text"},
+        MIXTRAL,
+        *(pytest.param({"hf": kind}, marks=pytest.mark.long) for kind in ("Qwen3", "Olmo2")),
+    ],
+    ids=lambda model: str(model["hf"]),
+)
+def test_gradients_of_the_first_step_agree(
+    ranks: Run, tmp_path: Path, data: Path, model: Options
+) -> None:
+    """Of every parameter, before Adam divides those that are nearly zero by themselves."""
+    options = model | FP32 | {"train.steps": 1, "optim.warmup_steps": 0, "train.eval_every": 0}
+    job_of(data, **options)
+    ranks(1, train, tmp_path / "one", data, **options)
+    ranks(2, train, tmp_path / "two", data, **options, **TENSOR)
+    expected, parts = saved_tensors(tmp_path / "one"), saved_tensors(tmp_path / "two")
+    assert expected.keys() == parts.keys()
+    averages = [key for key in expected if key[1] == "exp_avg"]
+    assert averages
+    for key in averages:
+        difference = (expected[key] - parts[key]).norm() / expected[key].norm()
+        assert difference < 1e-5, key
+
+
+def count_divided(data: Path, **options: Any) -> tuple[int, int]:
+    """Return how many parameters this rank holds a part of, and how many there are."""
+    ranks = Ranks.of(None, torch.device("cpu"))
+    context = assemble(job_of(data, **options), ranks=ranks)
+    params = [parameter for _, parameter in context.model.module.named_parameters()]
+    divided = sum(is_distributed(param) and not is_replicated(param) for param in params)
+    context.optimizer.close()
+    ranks.close()
+    return divided, len(params)
+
+
+def is_replicated(param: Any) -> bool:
+    return all(placement.is_replicate() for placement in param.placements)
+
+
+@pytest.mark.slow
+def test_matrices_and_their_biases_are_divided(ranks: Run, data: Path) -> None:
+    """Seven matrices of every layer, and the biases of Qwen2's queries, keys and values."""
+    for kind, in_layer, norms in (("Llama", 7, 2), ("Qwen2", 10, 2)):
+        options = {"hf": kind} | FP32 | TENSOR
+        job_of(data, **options)
+        expected = (4 * in_layer, 4 * (in_layer + norms) + 3)
+        assert ranks(2, count_divided, data, **options) == [expected] * 2
+
+
+def names_read(folder: Path, data: Path) -> set[str]:
+    """Return the names of the weights in the folder that this rank reads."""
+    names: set[str] = set()
+    take = DeferredWeights._take
+
+    def noted(weights: DeferredWeights, name: str) -> torch.Tensor:
+        names.add(name)
+        return take(weights, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeferredWeights, "_take", noted)
+        train(folder, data, hf="Llama", **STAGES, **{"train.steps": 2, "optim.warmup_steps": 0})
+    return names
+
+
+@pytest.mark.slow
+def test_a_rank_reads_only_its_stage(ranks: Run, tmp_path: Path, data: Path) -> None:
+    job_of(data, hf="Llama")
+    first, last = ranks(2, names_read, tmp_path / "run", data)
+    assert not first & last and len(first | last) == 4 * 9 + 3
+    assert "model.embed_tokens.weight" in first and "lm_head.weight" in last

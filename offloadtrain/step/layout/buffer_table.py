@@ -35,8 +35,8 @@ def buffer_table(spec: StepSpec) -> BufferTable:
     rows = {**dict(disk_rows(spec)), **dict(host_rows(spec)), **dict(device_rows(spec))}
     # Parts of slots come last: they are of buffers above.
     rows.update(_parts_of_slots(spec))
-    held = [bucket for block in spec.blocks for bucket in block.held]
-    streamed = [bucket for bucket in held if spec.is_streamed(bucket)]
+    buckets = (bucket for block in spec.blocks for bucket in block.held)
+    streamed = [bucket for bucket in buckets if spec.is_streamed(bucket)]
     return BufferTable(
         rows,
         pools(spec),
@@ -153,11 +153,11 @@ def _shard(
 
 def second_copy_bytes(spec: StepSpec, bucket: BucketSpec) -> int:
     """Count the bytes that it adds, with pending weights that exist only because of it."""
-    with_it, without = (
-        span_bytes(row for _, row in _bucket_rows(spec, bucket, copied=both))
-        for both in (True, False)
+    with_copy, without_copy = (
+        span_bytes(row for _, row in _bucket_rows(spec, bucket, copied=copied))
+        for copied in (True, False)
     )
-    return with_it - without
+    return with_copy - without_copy
 
 
 # The disk, and the slots of the host for what is there.
@@ -180,12 +180,12 @@ def disk_rows(spec: StepSpec) -> Iterator[Row]:
 def _disk_slots(spec: StepSpec) -> Iterator[Row]:
     """Yield the host slots for what is on the disk, each of the size of the largest bucket's: for
     state, gradients, weights on their way to the device, and new ones on their way back."""
-    held = [bucket for block in spec.blocks for bucket in block.held]
+    buckets = [bucket for block in spec.blocks for bucket in block.held]
     on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]
     with_gradient = [bucket for bucket in spec.buckets if bucket.gradient_on_disk]
     state = [span_bytes(_fields(bucket, Tier.HOST)) for bucket in on_disk]
     gradients = [_gradient(spec, bucket, Tier.HOST).nbytes for bucket in with_gradient]
-    loaded = [bucket.shard_bytes for bucket in held if spec.loads_from_disk(bucket)]
+    loaded = [bucket.shard_bytes for bucket in buckets if spec.loads_from_disk(bucket)]
     new = [bucket.shard_bytes for bucket in spec.buckets if spec.has_new_weight_slot(bucket)]
     for kind, owner, count, sizes in (
         (Memory.STATE, "state slots", spec.state_slots, state),
@@ -243,7 +243,7 @@ def _gradient_staging(spec: StepSpec) -> Iterator[Row]:
     else:
         for slot in range(spec.staging_slots):
             yield _staging_slot("gradient staging", Memory.STAGING, slot, spec.staging_bytes)
-    wide = [one.ranks for one in spec.buckets if spec.reduced_bytes(one) > one.weight_bytes]
+    wide = [b.ranks for b in spec.buckets if spec.reduced_bytes(b) > b.weight_bytes]
     if wide:
         rounded = -(-spec.staging_bytes // min(wide) // 512) * 256  # half, and any dtype fits
         for slot in range(spec.staging_slots):

@@ -178,10 +178,10 @@ class BufferTable:
     @cached_property
     def of_bucket(self) -> dict[str | int, dict[BufferKey, BufferSpec]]:
         """Bucket, or slot → its rows."""
-        found: dict[str | int, dict[BufferKey, BufferSpec]] = {}
+        grouped: dict[str | int, dict[BufferKey, BufferSpec]] = {}
         for key, row in self.rows.items():
-            found.setdefault(key.bucket, {})[key] = row
-        return found
+            grouped.setdefault(key.bucket, {})[key] = row
+        return grouped
 
     def slots(self, kind: Memory) -> int:
         """Return the number of slots of a kind that buckets share."""

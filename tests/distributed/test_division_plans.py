@@ -33,7 +33,7 @@ from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.process_group import Ranks, all_to_all_single
-from offloadtrain.step.spec.memory import device_bytes
+from offloadtrain.step.layout.buffer_table import device_bytes
 from offloadtrain.train import dry_run
 from offloadtrain.train.build import assemble
 from offloadtrain.train.losses import loss_of

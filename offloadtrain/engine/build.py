@@ -69,12 +69,10 @@ def build(
     spec = lay_out(model, blocks, config, ranks, available_bytes(), *where)
     program = Program(spec, ranks.rank, place.parts.rank)
     memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
-    for bucket in (bucket for block in blocks for bucket in block.held):
-        bucket.memory = memory
-    ranges = Ranges(memory, BlockInputs(device))
     shared = blocks, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.state.seed, parts=place.parts)
     residency = Residency(blocks, program, memory)
+    ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
     sources = blocks, program, interpreter, functions, ranks, memory
     gradients = Gradients(*sources, in_order=place.in_order)

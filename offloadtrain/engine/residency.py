@@ -57,6 +57,8 @@ class Residency:
         for block in blocks:
             block.source = self
             block.reads = self.reads if block.streamed else None
+            for bucket in block.held:
+                bucket.memory = memory
         for bucket in (bucket for block in self.streamed for bucket in block.held):
             bucket.place = program.spec.first_slot(bucket.spec)
 

@@ -43,7 +43,13 @@ class BucketRefs:
     def __init__(self, spec: BucketSpec, step: StepSpec, table: BufferTable, rank: int) -> None:
         self.spec = spec
         rows = table.of_bucket.get(spec.name, {})
+        fields = len(spec.format.fields(spec.moments))
         self._refs = {key[1:]: ref_of(key, row) for key, row in rows.items()}
+        self._state_refs: dict[tuple[Memory, int], tuple[Ref, ...]] = {
+            (kind, version): tuple(self._refs[kind, version, number] for number in range(fields))
+            for kind, version, number in self._refs
+            if number == 0 and kind in (Memory.STATE, Memory.STATE_FILE)
+        }
         self._sources = [self._refs[key[1:]] for key in table.sources.get(spec.name, ())]
         self.staging = table.staging.get(spec.name)
         # [Note: Sharers] in `step.layout.step_spec`.
@@ -73,8 +79,7 @@ class BucketRefs:
         return self._refs[kind, version, 0]
 
     def _fields(self, kind: Memory, version: int = 0) -> tuple[Ref, ...]:
-        count = len(self.spec.format.fields(self.spec.moments))
-        return tuple(self._refs[kind, version, field] for field in range(count))
+        return self._state_refs[kind, version]
 
     # The state.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from offloadtrain.step.layout.block_spec import BucketSpec
 from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, BufferTable, Memory
@@ -66,7 +67,7 @@ class BucketRefs:
         self.beside = self.touched = self.normed = self.arrived = False
         self.measured_on = self.sum_tier
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.spec.name
 
@@ -83,22 +84,22 @@ class BucketRefs:
 
     # The state.
 
-    @property
+    @cached_property
     def on_device(self) -> bool:
         """Its gradient and state are on the device."""
         return self.spec.state_tier is Tier.DEVICE
 
-    @property
+    @cached_property
     def lane(self) -> Lane:
         """The lane that updates its state."""
         return Lane.UPDATE if self.on_device else Lane.HOST
 
-    @property
+    @cached_property
     def waits_for_step(self) -> bool:
         """It is updated in step() in every update mode, never inside backward."""
         return bool(self.spec.matrices or self.spec.experts)
 
-    @property
+    @cached_property
     def has_second_copy(self) -> bool:
         """The state has a second copy, which speculative updates are written to."""
         return not self.spec.is_on_disk and self.has(Memory.STATE, 1)
@@ -144,7 +145,7 @@ class BucketRefs:
         """Of matrices, what takes the place of `decided`; None for other buckets."""
         return self.decided._replace(dtype=MATRIX_DTYPE) if self.spec.matrices else None
 
-    @property
+    @cached_property
     def sums_on_device(self) -> bool:
         """Its microbatches are summed on the device, and its state is on the host."""
         return self.has(Memory.SUM)
@@ -154,12 +155,12 @@ class BucketRefs:
         """The memory in which its gradient of the step is complete first, and is measured."""
         return self.ref(Memory.SUM) if self.sums_on_device else self.gradient
 
-    @property
+    @cached_property
     def sum_tier(self) -> Tier:
         """The tier of `summed`."""
         return Tier.DEVICE if self.sums_on_device else self.spec.update_tier
 
-    @property
+    @cached_property
     def sums_lane(self) -> Lane:
         """The lane that adds microbatches and measures the gradient."""
         return Lane.UPDATE if self.sum_tier is Tier.DEVICE else Lane.HOST
@@ -192,7 +193,7 @@ class BucketRefs:
 
     # The weights on the device.
 
-    @property
+    @cached_property
     def is_streamed(self) -> bool:
         """Its weights are loaded for their use."""
         return bool(self._sources)
@@ -233,7 +234,7 @@ class BucketRefs:
 
     # The weights that loads of a streamed bucket read.
 
-    @property
+    @cached_property
     def source_tier(self) -> Tier | None:
         """The tier that the weights of a streamed bucket are loaded from; None for a bucket that
         stays on the device."""
@@ -244,7 +245,7 @@ class BucketRefs:
             return Tier.DEVICE
         return Tier.DISK if memory in (Memory.WEIGHT_FILE, Memory.STATE_FILE) else Tier.HOST
 
-    @property
+    @cached_property
     def loads_in_turn(self) -> bool:
         """Two versions of its weights are kept, on the host or the device, which loads read in
         turn."""
@@ -290,7 +291,7 @@ class BucketRefs:
         self.turn()
         return True
 
-    @property
+    @cached_property
     def loads_from_state_file(self) -> bool:
         """Its weights on the disk are those in its state."""
         return self.is_streamed and self._sources[0].memory is Memory.STATE_FILE

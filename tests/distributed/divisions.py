@@ -153,6 +153,7 @@ DIVISIONS: dict[str, Division] = {
         *(1, {}, "same"),
     ),
     "2bw": Division(2, TWO_VERSIONS, DEEP, 1, {}, "same", roles=_STAGE_ROLES),
+    "2bw, streamed": Division(2, TWO_VERSIONS | {"offload.working": '"host"'}, DEEP, 1, {}, "same"),
     "2bw on 4": Division(4, TWO_VERSIONS, DEEP, 2, {}, "same"),
     "2bw, 4 stages": Division(4, TWO_VERSIONS | FOUR_STAGES, DEEPER, 1, {}, "same"),
     "2bw, groups": Division(8, TWO_VERSIONS | SHARD, DEEP, 4, {}, "same"),

@@ -505,6 +505,8 @@ def test_a_stopped_job_continues_to_the_bit(
         case(("2bw", "stages"), DELAYED | EIGHT_LAYERS, level="long"),
         case(("2bw", "2bw, 4 stages"), SPLIT16 | STREAMED | EIGHT_LAYERS),
         case(("2bw", "2bw, 4 stages"), EIGHT_LAYERS, level="long"),
+        case(("2bw", "2bw, streamed"), {}, level="long"),
+        case(("2bw, streamed", "2bw"), {}, level="long"),
         case(("interleaved", "one rank"), DELAYED | EIGHT_LAYERS),
         case(("one rank", "interleaved"), DELAYED | EIGHT_LAYERS),
         case(("interleaved", "stages"), DELAYED | EIGHT_LAYERS),

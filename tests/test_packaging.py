@@ -67,6 +67,7 @@ def test_help_names_every_target() -> None:
         "test",
         "test-all",
         "test-long",
+        "test-faults",
         "lint",
         "docs",
         "bench",

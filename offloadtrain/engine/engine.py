@@ -52,7 +52,7 @@ class Engine:
         self.counter = StepCounter(program.spec.config)
         self.last_step: StepReport | None = None
         self.program = program
-        self._behind = program.behind
+        self._delayed_blocks = program.behind
         self._interpreter, self._run = interpreter, interpreter.run
         self.functions = functions
         self._gradients = gradients
@@ -87,8 +87,8 @@ class Engine:
             return self._forward_hooks.forward_order
         if self._forward_order is None:
             number = {block: i for i, block in enumerate(self._blocks)}
-            seen = [number[block] for block in self._forward_hooks.forward_order]
-            agreed = self._ranks.everyone.all_gather_host(seen)[0].tolist()
+            numbers = [number[block] for block in self._forward_hooks.forward_order]
+            agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
             self._forward_order = [self._blocks[int(i)] for i in agreed]
         return self._forward_order
 
@@ -118,12 +118,12 @@ class Engine:
             early = self._decision()
             # Modes that update early launch Adam here, beside the rest of backward. Not in the
             # first step, whose backward shows which blocks deliver twice.
-            for one in complete:
-                self._run(self.program.grads_complete(one.name, early))
+            for completed in complete:
+                self._run(self.program.grads_complete(completed.name, early))
         # Mode "delayed": a block's new weights go up, beside backward, once no graph holds its old
         # ones. Earlier they would overwrite what this backward still reads.
-        if self._behind:
-            for name in tuple(self._behind):
+        if self._delayed_blocks:
+            for name in tuple(self._delayed_blocks):
                 if self._by_name[name].quiet:
                     self._run(self.program.graph_freed(name), updates=True)
 

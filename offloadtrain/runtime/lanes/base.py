@@ -54,15 +54,15 @@ class Buffer:
     ) -> Tensor:
         """View elements from `offset` on. Views are kept: backward asks for the same ones in every
         step."""
-        found = self._strided.get((shape, stride, offset))
-        if found is None:
+        view = self._strided.get((shape, stride, offset))
+        if view is None:
             # A user may save other parts of a weight each time, embeddings of every length.
             if len(self._strided) >= _STRIDED_KEPT:
                 self._strided.clear()
             start = self.flat.storage_offset() + offset
-            found = torch.as_strided(self.flat, shape, stride, start)
-            self._strided[shape, stride, offset] = found
-        return found
+            view = torch.as_strided(self.flat, shape, stride, start)
+            self._strided[shape, stride, offset] = view
+        return view
 
     @property
     def whole(self) -> Range:

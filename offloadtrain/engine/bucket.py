@@ -239,8 +239,8 @@ def pack(
     rule: AnyRule | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> Bucket:
-    """Lay parameters out one after the other, each aligned, and divide the whole into shards;
-    those that the rule needs whole, so that none is divided.
+    """Lay parameters out one after the other, each aligned, and divide the buffer into shards. A
+    rule that needs full tensors gets a layout in which no parameter is divided.
 
     Args:
         state: the format of 16-bit buckets.

@@ -74,7 +74,7 @@ class Engine:
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._sent: tuple[Callable[[], Norm], int] | None = None
-        """Of a step whose squares are on their way: what waits for its norm; its micro-steps."""
+        """While squares are exchanged: a function that waits for the norm, and the micro-steps."""
         self.salvaged = self.delay_goes_on = False
         """`delay_goes_on`: nothing is in flight, and the next step's forwards use older weights."""
         self.warns_of_skips = True
@@ -116,12 +116,12 @@ class Engine:
             self.program.grads_again(block.name)
         elif arrival is GradStatus.COMPLETE and self.last_step is not None:
             early = self._decision()
-            # Modes that update early launch Adam here, beside the rest of backward. Not in the
-            # first step, whose backward shows which blocks deliver twice.
+            # Modes that update early launch Adam here, concurrently with the rest of backward. Not
+            # in the first step, whose backward shows which blocks deliver twice.
             for completed in complete:
                 self._run(self.program.grads_complete(completed.name, early))
-        # Mode "delayed": a block's new weights go up, beside backward, once no graph holds its old
-        # ones. Earlier they would overwrite what this backward still reads.
+        # Mode "delayed": a block's new weights go up, concurrently with backward, once no graph
+        # holds its old ones. Earlier they would overwrite what this backward still reads.
         if self._delayed_blocks:
             for name in tuple(self._delayed_blocks):
                 if self._by_name[name].quiet:

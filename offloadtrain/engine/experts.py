@@ -126,7 +126,7 @@ class Experts:
                 used[first : first + count].logical_or_(marks)
 
     def note(self, delivered: Sequence[tuple[Slot, Tensor]], *, first: bool) -> None:
-        """Note which parameters of their own have got a gradient: this thread knows it."""
+        """Record which unstacked experts have received a gradient: only this thread knows."""
         if first:
             self.delivered.clear()
         here = {slot for slot, _ in delivered}

@@ -30,7 +30,7 @@ class Targets(NamedTuple):
 
 
 def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Targets:
-    """Make the views for gradients of `slots`, each rank's part behind the other.
+    """Make the views for gradients of `slots`, one rank's part after another.
 
     Args:
         flat: (ranks · n,) on the device, working dtype, or fp32 where ranks sum in fp32.

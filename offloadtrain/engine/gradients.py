@@ -177,8 +177,8 @@ class Gradients:
             self._check_twice(block)
             delivery.leaves_late = True
             return GradStatus.AGAIN, []
-        # Sent as soon as it is complete, so that gather, copy and norm run beside the rest of
-        # backward.
+        # Sent as soon as it is complete, so that gather, copy and norm run concurrently with the
+        # rest of backward.
         if delivery.arrived < block.expected or delivery.leaves_late:
             return GradStatus.PART, []
         due = [self._trained[number] for number in self._turns.ready(self._number[block])]
@@ -202,8 +202,8 @@ class Gradients:
         clock = clock if again is None else self._in_flight.clocks(again)[1]
         while (number := self._turns.awaited) is not None:
             block = self._trained[number]
-            # One that no forward of this rank has entered stays on the device: others are gathered
-            # by every rank.
+            # A block that no forward of this rank has entered stays on the device: every rank
+            # gathers the others.
             first, _ = self._in_flight.clocks(block)
             over = first > clock or not (first or block.streamed)
             if not over or (again is not None and not self._deliveries[block].arrived):
@@ -279,8 +279,8 @@ class Gradients:
             beside: numbers that every rank sends to the others in the same exchange.
             parts: the ranks that hold the other parts of DTensors.
         """
-        # The only wait of the training thread in a step. The norms of early blocks ran beside
-        # backward; what is exposed is the way down of the last one.
+        # The only wait of the training thread in a step. The norms of early blocks ran during
+        # backward; only the copy down of the last block is exposed.
         self._interpreter.run(self._program.norm())
         for ranks, of_experts in self._of_experts.items():
             agree_on_used(of_experts, (ranks.everyone, parts))
@@ -365,7 +365,7 @@ class Gradients:
         for bucket in block.buckets:
             pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.gradient()) is not None]
             # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
-            # the allocator reuses their memory behind it, for the next block's gradients.
+            # the allocator reuses their memory after it, for the next block's gradients.
             for slot, _ in pairs:
                 slot.param.grad = None
             if pairs:

@@ -169,7 +169,7 @@ class Stages:
             for row, names in zip(of_stages, self._names, strict=True)
         ]
         all_squares = [value for of_stage in squares for value in of_stage]
-        # Those that are not finite, and the ranks in whose shards; of own stages only.
+        # Non-finite parameters → ranks whose shards have them; known for own stages only.
         known = {
             name: ranks for measured in measurements for name, ranks in measured.nonfinite.items()
         }
@@ -291,13 +291,13 @@ class NormMeasure:
         return measured if self._parts.is_single else self._of_all_parts(measured, intent)
 
     def _of_all_parts(self, measured: Measured, intent: Sequence[float]) -> Measured:
-        """Add the squares of the other parts of DTensors, in the order of ranks; what every rank
-        holds whole counts once, as the first rank has it."""
+        """Add the squares of the other parts of DTensors in rank order. A tensor that every rank
+        holds in full counts once, with the first rank's value."""
         same = [*self._intent_of_part(intent), _agree(measured.told)]
         # Waits for the same backward on the other ranks.
         rows = self._parts.all_gather_host([*same, *measured.of_parameter])
         num_same, divided = len(same), self._gradients.divided
-        # Behind the exchange: the other parts wait in it.
+        # After the exchange, in which the other parts wait.
         self._check_ranks(self._ranks, measured.told, intent[0])
         _check_alike(rows[:, :num_same], "part", (*_OF_PARTS, _AGREEMENT), intent[0])
         check_same_gradients(self.names, rows[:, num_same:], divided, int(intent[0]))

@@ -83,8 +83,8 @@ class Residency:
     # Calls of the engine.
 
     def lost(self, exchange: str) -> str:
-        """Return the message of an exchange among ranks that has failed: what is wrong most often,
-        which Gloo may tell of by ending the other process, is a module that only some ranks use."""
+        """Return the message for a collective that has failed. The usual cause, which Gloo may
+        report by ending the other process, is a module that only some ranks use."""
         message = lost(f"rank {ALONE.world_rank}, in '{exchange}',")
         if not (unused := self._program.streaming.unused):
             return message

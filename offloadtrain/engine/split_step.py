@@ -81,7 +81,7 @@ class SplitStep:
             self._engine.counter.begin_beside()
 
     def ask(self, *, skip: bool) -> None:
-        """step() was called; it holds from here on what the user may change next.
+        """Record the hyperparameters when step() is called: the user may change them next.
 
         Raises:
             EngineError: no microbatch was run since the last call.

@@ -27,8 +27,8 @@ class StepCounter:
         self.steps = self.tries = self.skipped_in_a_row = 0
         self._warmup_steps = config.warmup_steps if config.update == "delayed" else None
         self._decision: tuple[bool | None, bool] | None = None
-        """What the loss scale does not know yet of a step that was decided: whether it overflowed,
-        and whether the scale follows late."""
+        """Of the last decided step, until the loss scale is updated: whether it overflowed, and
+        whether the scale follows late."""
         self._undecided: float | None = None
 
     @property

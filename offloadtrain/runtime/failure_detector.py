@@ -236,7 +236,7 @@ class FailureDetector:
         return self._rank_info.described(peer.rank, peer.pid, host)
 
     def _hung(self, own_pulse: Pulse) -> str | None:
-        """Return which rank hangs, if one does: every rank finds the same."""
+        """Return a message about the rank that hangs, if one does; the same on every rank."""
         pulses = {self._rank_info.rank: own_pulse}
         own_rank = self._rank_info.rank
         names = {own_rank: self._rank_info.described(own_rank, os.getpid())}
@@ -267,7 +267,7 @@ def _report(store: Store, rank_info: RankInfo, message: str) -> None:
 
 
 def _pulse(peer: _Peer, now_s: float) -> Pulse:
-    """Return what a rank says of itself; a stopped one says nothing any more."""
+    """Return a rank's last pulse; a stopped rank sends none, so its silence grows."""
     pulse = Pulse(**json.loads(peer.beat)["pulse"])
     silent_s = now_s - peer.heard_s
     if silent_s < SILENT_S / 2:

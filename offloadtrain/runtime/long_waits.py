@@ -31,7 +31,7 @@ def tell_of_long_waits(rank: int) -> None:
 def _watch(rank: int) -> None:
     known, since_s, warned = -1, time.monotonic(), False
     while True:
-        # Beside training, which it never holds up.
+        # Concurrently with training, which it never delays.
         time.sleep(LOOK_EVERY_S)
         count, waits = HEARTBEAT.collectives, HEARTBEAT.waits and not HEARTBEAT.watched
         if count != known or not waits:

@@ -80,7 +80,7 @@ class _Stage(PipelineStage):
         with HEARTBEAT.computing():
             output = super().forward_one_chunk(*args, **kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        # torch detaches each of them behind its backward.
+        # torch detaches each of them after its backward.
         if kinds := [type(value).__name__ for value in outputs if not isinstance(value, Tensor)]:
             raise ValueError(f"the model returns a {kinds[0]}: return a tensor, or a tuple of them")
         if self.is_last:
@@ -225,7 +225,7 @@ class Forward:
         self._begun = False
 
     def run(self, inputs: tuple[Tensor, ...], target: Tensor | None, more: dict[str, Any]) -> None:
-        """Run the stages in the order of the model, each behind the one before it.
+        """Run the stages in the order of the model, each after the previous one.
 
         Raises:
             Whatever a stage's forward raises.

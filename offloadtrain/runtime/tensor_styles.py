@@ -86,7 +86,7 @@ def divide_linear(
     passed_on = of_part if outputs and not whole else of_all
 
     def into(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Backward waits for the other parts here, where all have had the whole input.
+        # Backward waits for the other parts here, as all of them read the full input.
         x = DTensor.from_local(args[0], mesh, input_placements, run_check=False)
         return x.redistribute(placements=wanted_placements), *args[1:]
 

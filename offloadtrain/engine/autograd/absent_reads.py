@@ -71,7 +71,7 @@ class AbsentReads:
         return [param for _, param in watched]
 
     def tell(self, name: str, keep: str, what: str) -> None:
-        """An operation `what` has read an absent parameter."""
+        """Warn once that an operation `what` has read an absent parameter."""
         if self._has_warned:
             return
         self._has_warned = True

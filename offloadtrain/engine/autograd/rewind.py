@@ -100,7 +100,7 @@ class BufferChanges:
         return modes, copied
 
     def changed(self, copies: tuple[_Modes, list[BufferCopy]]) -> list[BufferCopy]:
-        """Return those of `copies` that the forward after them has changed."""
+        """Return the copies whose buffers the following forward has changed."""
         modes, copied = copies
         if modes not in self._changing:
             # Waits for the device, once in each combination of modes.

@@ -158,7 +158,7 @@ def _forget(known: dict[int, Any], key: int, gone: weakref.ref[_Memory]) -> None
 
 
 def _as_in_memory(tensor: Tensor) -> Tensor:
-    """View a tensor without the marks by which torch conjugates and negates when it is read."""
+    """View a tensor without its lazy conjugate and negative bits."""
     view = tensor.detach()
     view = view.conj() if view.is_conj() else view
     return torch._neg_view(view) if view.is_neg() else view

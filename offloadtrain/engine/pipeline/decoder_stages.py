@@ -129,7 +129,7 @@ def cut_decoder(
 
 
 def cut_stage(model: nn.Module, stages: Sequence[Sequence[Part]], index: int) -> None:
-    """Leave one of the stages of `divide`, whose modules are this model's or one's of its kind."""
+    """Keep one of the stages of `divide`, of this model or of another model of its class."""
     every, stage_names = (
         [part for parts in stages for part in parts],
         [part.name for part in stages[index]],
@@ -146,8 +146,8 @@ def _list_of(parts: Sequence[Part]) -> str:
 
 
 def _pass_over_others(holder: nn.Module, *, is_first: bool, is_last: bool) -> None:
-    """Pass over what has no weights and is the first or the last stage's: dropout before the
-    layers, and a norm without weights behind them; rotary embeddings have buffers."""
+    """Skip modules without weights that belong to the first or the last stage: dropout before the
+    layers, and a norm without weights after them. Rotary embeddings have buffers."""
     after_layers = False
     for key, child in list(holder.named_children()):
         after_layers = after_layers or isinstance(child, nn.ModuleList)

@@ -138,7 +138,7 @@ class WholeForward:
     def _run(
         self, model: nn.Module, inputs: tuple[Tensor, ...], until: str | None
     ) -> tuple[_Calls, _Seen]:
-        """`until`: a layer behind whose entrance the forward may fail."""
+        """`until`: the forward may fail once it has entered this layer."""
         meta_model = twin_of(model, self._config, "meta")
         calls = _Calls(meta_model, self._layers)
         try:

@@ -142,8 +142,8 @@ def cut(model: nn.Module, own: Sequence[str], parts: Sequence[str]) -> None:
 
 
 def _between_layers(model: nn.Module, stage_names: set[str], parts: set[str]) -> list[str]:
-    """Return the modules without parameters in a `Sequential` of layers that are other stages':
-    each goes with the layer before it."""
+    """Return the modules without parameters in a `Sequential` of layers that belong to other
+    stages: each goes with the layer before it."""
     removed = []
     for path, module in model.named_modules():
         names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
@@ -178,7 +178,7 @@ class InitInOrder:
 
     def __call__(self, module: nn.Module) -> None:
         names = set(self._stage_names.values())
-        # Those with buffers only may lie behind the layers of all stages, and draw nothing.
+        # Modules with buffers only may come after the layers of all stages, and draw nothing.
         has_weights = next(module.parameters(recurse=False), None) is not None
         while has_weights and self._stage_names[module] in self._left:
             first = next(iter(self._left))

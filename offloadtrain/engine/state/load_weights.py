@@ -83,7 +83,7 @@ def adopt_weights(
                 _adopt(bucket, rules[bucket.group], device)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
-            # The host has a shard, which a whole parameter cannot view: NaN until the first use.
+            # The host has a shard, which a full parameter cannot view: NaN until the first use.
             if not ranks.is_single and any(b.streamed for b in block_of[part.module].held):
                 block_of[part.module].leave_device()
         for _, param in part.parameters:
@@ -264,8 +264,8 @@ def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
 
 
 def _check_parts_agree(undivided: Mapping[str, Tensor], parts: Ranks) -> None:
-    """Raises RankError unless all parts have the values of what they hold whole. Not overwritten:
-    a module may divide itself without DTensors, which is told here."""
+    """Raises RankError unless all parts have the same values of undivided tensors. Not overwritten:
+    a module may divide itself without DTensors, which is detected here."""
     if not parts.is_single:
         values = [local(tensor.detach()) for tensor in undivided.values()]
         check_same_weights([*undivided], _checksums(values), parts)

@@ -107,7 +107,7 @@ class UpdateJournal:
     def finish(
         self, progress: HostProgress, call_of: Callable[[Launch], Call], swap: Callable[[str], None]
     ) -> None:
-        """Run what was decided and has not run. The host lane is at rest, for good.
+        """Run the updates that were decided and have not run. The host lane has stopped for good.
 
         Args:
             call_of: makes the call of a launch.

@@ -122,8 +122,9 @@ class WeightsIO(StateIO):
             self._engine.functions.written(slot.name, values)
 
     def _tell_untrained(self, written: frozenset[nn.Parameter], incoming: Given | None) -> None:
-        """Of frozen parameters and buffers every rank keeps all: the next step compares them, or
-        ranks would train with different models. Running statistics are each rank's own."""
+        """Record the written frozen parameters and buffers, which every rank keeps in full: the
+        next step compares them, or ranks would train with different models. Running statistics are
+        each rank's own."""
         values = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
         changed = [(name, param.data) for name, param in values if param in written]
         if incoming is not None:

@@ -52,8 +52,8 @@ class Buffer:
     def strided(
         self, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
     ) -> Tensor:
-        """View elements from `offset` on. Views are kept: backward asks for the same ones in every
-        step."""
+        """View elements from `offset` on. Views are cached: backward asks for the same ones in
+        every step."""
         view = self._strided.get((shape, stride, offset))
         if view is None:
             # A user may save other parts of a weight each time, embeddings of every length.

@@ -157,7 +157,7 @@ class CudaLanes(Lanes):
             self._stream_wait(lane, event)
 
     def _put(self, lane: Lane, worker: Worker, task: Callable[[], object]) -> None:
-        """Queue a task of a lane with a thread behind the waits since the last one."""
+        """Queue a task of a lane with a thread after the waits since the last one."""
         awaited = self._awaited[lane]
         if not awaited:
             # From here on the queue owns the operands; this thread goes on to launch.
@@ -168,7 +168,7 @@ class CudaLanes(Lanes):
         def run_after_waits() -> None:
             for event in awaited:
                 self._stream_wait(lane, event)
-            # A lane that failed has set the flag too: nothing runs behind it.
+            # A lane that failed has set the flag too: nothing runs after it.
             if self._failure.error is None:
                 task()
 

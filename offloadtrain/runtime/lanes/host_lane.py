@@ -267,7 +267,7 @@ class NativeHostLane:
         self._queue.end()
 
     def run(self, task: Callable[[], None]) -> None:
-        # Not `self`: the lane would be held by its own `_in_use`.
+        # Not `self`: its own `_in_use` would keep the lane alive.
         failure = self._failure
 
         def guarded() -> None:

@@ -109,8 +109,8 @@ class ActivationPath:
         kind, lane = (Kind.ACTIVATION_DOWN, Lane.D2H)
         if not self._on_host:
             kind, lane = (Kind.KEEP_INPUT, Lane.COMPUTE)
-        # d2h, beside the block's own forward; a part that stays on the device on compute, in front
-        # of it. It waits for the last fetch from its buffer.
+        # d2h, concurrently with the block's own forward; a part that stays on the device on
+        # compute, before it. It waits for the last fetch from its buffer.
         self._order.launch(Launch(kind, lane, "", (there._replace(lo=lo, hi=hi),), (host,)))
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving[there] = number
@@ -140,14 +140,14 @@ class ActivationPath:
             # Compute made it: nothing to wait for. The queue still owns it, until its copy is done.
             entry.handed_over = True
             return
-        # Compute waits for this input only: the next one comes beside the block's backward.
+        # Compute waits for this input only: the next one arrives during the block's backward.
         self._order.needs(Lane.COMPUTE, [entry.back], "recompute")
         entry.handed_over = True
         # Compute has waited and is the only user from here on: autograd owns the memory.
         self._order.forget([entry.back])
 
     def _before(self, entry: _Saved) -> Iterator[_Saved]:
-        """Yield what was saved before it in the same forward, the last first."""
+        """Yield the inputs saved before this one in the same forward, the last first."""
         while entry.before is not None and (before := self._saved.get(entry.before)) is not None:
             yield before
             entry = before
@@ -177,7 +177,7 @@ class ActivationPath:
     def _fetch(self, entry: _Saved) -> None:
         if entry.fetched and not entry.handed_over:
             return
-        # Taken before: a retained graph runs backward again and needs a new copy.
+        # Handed over before: a retained graph runs backward again and needs a new copy.
         entry.fetched, entry.handed_over = True, False
         self._order.allocate(entry.back)
         lo, hi = self._part_of_rank(entry.back.hi)
@@ -185,10 +185,11 @@ class ActivationPath:
         kind, lane = (Kind.ACTIVATION_UP, Lane.LOAD)
         if not self._on_host:
             kind, lane = (Kind.FETCH_PART, Lane.COMM)
-        # load, beside recompute and backward of the block after it: waits for its copy down.
+        # load, concurrently with recompute and backward of the block after it: waits for its copy
+        # down.
         self._order.launch(Launch(kind, lane, "", (entry.host,), (part,)))
         if hi - lo < entry.back.hi:
-            # comm, beside the same: waits for this rank's part.
+            # comm, concurrently with the same: waits for this rank's part.
             self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (entry.back,)))
 
     def _part_of_rank(self, numel: int) -> tuple[int, int]:

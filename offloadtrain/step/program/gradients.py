@@ -157,7 +157,7 @@ class GradientPath:
 
     def _gather(self, bucket: BucketRefs, target: Ref, lo: int, hi: int) -> None:
         op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (target,), lo, hi)
-        # Compute, behind the kernels that made the gradients. It waits until d2h, comm or Adam of
+        # Compute, after the kernels that made the gradients. It waits until d2h, comm or Adam of
         # the last step is done with the memory; a ring with one slot more than a bucket has pieces
         # makes that wait short.
         self._order.launch(op, fresh=target)
@@ -172,22 +172,22 @@ class GradientPath:
         self._gather(bucket, staging, lo, hi)
         if ranks == 1:
             return staging
-        # comm, in place, beside backward of the next blocks. The copy down, or the rounding, waits
-        # for it through the slot.
+        # comm, in place, concurrently with backward of the next blocks. The copy down, or the
+        # rounding, waits for it through the slot.
         self._order.launch(
             Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (staging,), lo, hi)
         )
         first = bucket.rank * count
         shard = Ref(staging.memory, staging.owner, 0, first, first + count, dtype)
         if self._has_copies:
-            # comm, right behind its reduce-scatter, beside backward: what crosses hosts is 1/N.
+            # comm, right after its reduce-scatter, during backward: 1/N crosses hosts.
             op = Launch(Kind.ALL_REDUCE, Lane.COMM, bucket.name, (), (shard,), lo, hi)
             self._order.launch(op)
         if not wide:
             return shard
         narrow = self._rounded.take(count, bucket.spec.dtype)
         op = Launch(Kind.ROUND, Lane.COMM, bucket.name, (shard,), (narrow,), lo, hi)
-        # comm, right behind its reduce-scatter, so that the bus carries 16 bits. It waits for the
+        # comm, right after its reduce-scatter, so that the bus carries 16 bits. It waits for the
         # last copy out of its own slot; the copy down waits for it there.
         self._order.launch(op, fresh=narrow)
         return narrow

@@ -56,7 +56,7 @@ class SavePath:
             self._write(bucket.name, list(zip(parts, bucket.spill, strict=True)))
         for bucket in self._frozen:
             self._write(bucket.name, [_all_of(0, bucket.load_source)])
-        # Behind all others on their lane: it ends the file.
+        # After all others on their lane: it ends the file.
         self._order.launch(Launch(Kind.WRITE, Lane.WRITE, ""))
 
     def _write(self, owner: str, parts: _Parts) -> None:

@@ -185,16 +185,16 @@ class Streaming:
             if bucket.source_tier is Tier.DISK:
                 slot_on_host = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
                 op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,))
-                # disk_load, beside the load of the bucket before and compute: waits for the write
-                # of what it reads, and for the load out of the slot before; its own load waits for
-                # it.
+                # disk_load, concurrently with compute and the previous bucket's load: waits for the
+                # write of its source, and for the previous load out of the slot; its own load waits
+                # for it.
                 self._order.launch(op, fresh=slot_on_host)
                 source = (slot_on_host,)
             op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes)
-            # load, beside compute of the blocks before: waits for the update that writes its
+            # load, while compute runs the blocks before: waits for the update that writes its
             # source. On h2d it would queue behind uploads that forward does not need yet.
             self._order.launch(op, fresh=bucket.whole)
             if bucket.spec.ranks > 1:
                 gathered = (bucket.whole,)
-                # comm, beside the load of the next bucket: waits for its own load.
+                # comm, concurrently with the load of the next bucket: waits for its own load.
                 self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=gathered))

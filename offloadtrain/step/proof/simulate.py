@@ -200,8 +200,8 @@ def _mean(
     period: int,
     ends: int,
 ) -> Steady:
-    """Return the mean of so many steps of a simulated program; `ends`: the place of the last one
-    among all steps, counted from behind."""
+    """Return the mean of so many steps of a simulated program; `ends`: the index of the last one
+    among all steps, negative: from the end."""
     decided = [number for number, entry in enumerate(program) if entry.op.kind is Kind.DECIDE]
     first, last = decided[ends - period] + 1, decided[ends]
     busy: dict[str, float] = {}

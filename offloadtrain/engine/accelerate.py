@@ -61,5 +61,5 @@ class Prepared:
 def _state(name: str) -> dict[str, Any]:
     """Return the state that Accelerate shares between all objects of a class; {} if it is not
     loaded."""
-    found = getattr(sys.modules.get("accelerate.state"), name, None)
-    return {} if found is None else dict(found._shared_state)
+    state_class = getattr(sys.modules.get("accelerate.state"), name, None)
+    return {} if state_class is None else dict(state_class._shared_state)

@@ -153,9 +153,9 @@ def attach(
     parts = ALONE if place is None else place.parts
     check_same_model(model, groups, chosen, ranks, parts)
     check_compiled(model, chosen)
-    whole = ledger is None and (place is None or place.stages.ranks.is_single)
-    check_parts(model, rule, parts, ranks, is_stage=not whole)
-    check_skips(model, chosen, rule, whole=whole)
+    is_whole_model = ledger is None and (place is None or place.stages.ranks.is_single)
+    check_parts(model, rule, parts, ranks, is_stage=not is_whole_model)
+    check_skips(model, chosen, rule, whole=is_whole_model)
     if place is not None:
         check_same_options(chosen, rule, place)
     if place is None or place.stages.ranks.is_single:
@@ -172,19 +172,19 @@ def attach(
 def _check_scratch(config: OffloadConfig) -> None:
     """Raises OptionError for anything on the disk without a folder for it, which a job has."""
     if config.uses_disk and not config.memory.scratch_dir:
-        asked = "working = 'disk'"
+        option = "working = 'disk'"
         if config.state.disk_share:
-            asked = f"state_on = {shown(config.state.tier)}"
+            option = f"state_on = {shown(config.state.tier)}"
         raise OptionError(
-            f"{asked} without scratch_dir: set it to a folder on a local drive, best an NVMe one, "
+            f"{option} without scratch_dir: set it to a folder on a local drive, best an NVMe one, "
             "which holds the state while the run lasts"
         )
 
 
 def optimizer_of(model: nn.Module) -> OffloadOptimizer | None:
     """Return the optimizer that trains a model, if there is one."""
-    found: OffloadOptimizer | None = offloaded[model]() if model in offloaded else None
-    return found
+    optimizer: OffloadOptimizer | None = offloaded[model]() if model in offloaded else None
+    return optimizer
 
 
 if offload.__doc__:  # None under python -OO

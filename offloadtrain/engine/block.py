@@ -174,7 +174,9 @@ class Block:
         # All buckets of a block change their slot together: the first one stands for all.
         memory = self.held[0].working
         if memory not in self._views:
-            self._views[memory] = self._seen(lambda bucket, slot: slot.view(bucket.working.flat))
+            self._views[memory] = self._views_of(
+                lambda bucket, slot: slot.view(bucket.working.flat)
+            )
         # Before the load is done: no kernel reads through these views until `use` has waited.
         self._show(self._views[memory])
 
@@ -183,7 +185,7 @@ class Block:
         # The span ends before the slot changes hands: a load into it would race with its reads.
         self.end_backward()
         if not self._absent:
-            self._absent = self._seen(
+            self._absent = self._views_of(
                 lambda bucket, slot: self.placeholder(bucket).expand(slot.shape)
             )
         self._show(self._absent)
@@ -200,7 +202,7 @@ class Block:
         # An update of one bucket may have made another of its copies the newest.
         memory = tuple(bucket.load_source for bucket in self.held)
         if memory not in self._host_views:
-            made = self._seen(lambda bucket, slot: slot.view(bucket.load_source.flat))
+            made = self._views_of(lambda bucket, slot: slot.view(bucket.load_source.flat))
             self._host_views[memory] = made
         # The lanes are empty: no update writes this memory while the user looks at it.
         self._show(self._host_views[memory])
@@ -223,12 +225,12 @@ class Block:
         """Raises ModelError if somebody else has set `data` of a parameter of a streamed block: the
         next load would silently undo it."""
         for number, (param, view) in enumerate(self._shown):
-            held = param.data if isinstance(param, LocalPart) else param
-            if _place(held) != _place(view):
+            current = param.data if isinstance(param, LocalPart) else param
+            if _place(current) != _place(view):
                 slots = [slot for bucket in self.held for slot in bucket.slots]
                 raise ModelError(changed(slots[number].name, MOVED))
 
-    def _seen(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
+    def _views_of(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
         with _ordinary_tensors():
             return [(slot.local, view(b, slot)) for b in self.held for slot in b.slots]
 

@@ -48,10 +48,16 @@ class Slot:
 
     @classmethod
     def of(cls, name: str, param: nn.Parameter, index: int, offset: int) -> Slot:
-        held = local(param)
+        local_tensor = local(param)
         part = LocalPart(param) if is_distributed(param) else param
-        shape, stride, whole = tuple(held.shape), dense_stride(held), tuple(param.shape)
-        return cls(name, param, index, offset, held.numel(), shape, stride, part, whole)
+        shape, stride, global_shape = (
+            tuple(local_tensor.shape),
+            dense_stride(local_tensor),
+            tuple(param.shape),
+        )
+        return cls(
+            name, param, index, offset, local_tensor.numel(), shape, stride, part, global_shape
+        )
 
     def gradient(self) -> Tensor | None:
         """Return what this rank holds of the gradient, if there is one."""
@@ -151,12 +157,12 @@ class Bucket:
 
     def __post_init__(self) -> None:
         owned = [(slot, *self.piece(slot)) for slot in self.slots]
-        held = [(slot, lo, hi) for slot, lo, hi in owned if lo < hi]
+        nonempty = [(slot, lo, hi) for slot, lo, hi in owned if lo < hi]
         self.layout = Layout(
-            [slot.offset + lo - self.lo for slot, lo, _ in held],
-            [hi - lo for _, lo, hi in held],
-            [slot.index for slot, _, _ in held],
-            [lo for _, lo, _ in held],
+            [slot.offset + lo - self.lo for slot, lo, _ in nonempty],
+            [hi - lo for _, lo, hi in nonempty],
+            [slot.index for slot, _, _ in nonempty],
+            [lo for _, lo, _ in nonempty],
         )
 
     @property
@@ -233,21 +239,23 @@ def pack(
     rule: AnyRule | None = None,
     experts: Mapping[str, int] | None = None,
 ) -> Bucket:
-    """Lay parameters out one after the other, each aligned, and divide the whole into shards;
-    those that the rule needs whole, so that none is divided.
+    """Lay parameters out one after the other, each aligned, and divide the buffer into shards. A
+    rule that needs full tensors gets a layout in which no parameter is divided.
 
     Args:
         state: the format of 16-bit buckets.
         rule: the one that updates them; None for frozen ones.
         experts: parameter → experts in it, of parameters that are skipped where they are unused.
     """
-    given = list(params)
-    sizes = [local(param).numel() for _, param in given]
+    named_params = list(params)
+    sizes = [local(param).numel() for _, param in named_params]
     lay_out = placed if keeps_whole(rule) else _in_order
     offsets, numel = lay_out(sizes, ranks.size)
     slots = [
         Slot.of(full_name, p, order[p], at)
-        for at, (full_name, p) in sorted(zip(offsets, given, strict=True), key=lambda one: one[0])
+        for at, (full_name, p) in sorted(
+            zip(offsets, named_params, strict=True), key=lambda pair: pair[0]
+        )
     ]
     of_matrices = isinstance(rule, MatrixRule)
     matrices = [MatrixSpec(slot.offset, *slot.shape) for slot in slots] if of_matrices else []

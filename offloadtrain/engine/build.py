@@ -88,7 +88,7 @@ def build(
         entries,
         lanes,
         residency=residency,
-        recomputed=[one.module for one in recomputed_parts(parts, config)],
+        recomputed=[part.module for part in recomputed_parts(parts, config)],
         compiled=[part.module for part in parts if part.repeated and config.compile_blocks],
         offloader=_offloader(model, spec, moves),
     )
@@ -263,8 +263,8 @@ def _buckets(
     dtype = PRECISIONS[config.precision]
     sorted_in: dict[tuple[int, torch.dtype, Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
-        kept = torch.float32 if param in full else dtype
-        key = (group_of.get(param, 0), kept, sharers(param, ranks), full_name in skipped)
+        working_dtype = torch.float32 if param in full else dtype
+        key = (group_of.get(param, 0), working_dtype, sharers(param, ranks), full_name in skipped)
         sorted_in.setdefault(key, []).append((full_name, param))
     several = len(sorted_in) > 1
     return tuple(

@@ -52,7 +52,7 @@ class Engine:
         self.counter = StepCounter(program.spec.config)
         self.last_step: StepReport | None = None
         self.program = program
-        self._behind = program.behind
+        self._delayed_blocks = program.behind
         self._interpreter, self._run = interpreter, interpreter.run
         self.functions = functions
         self._gradients = gradients
@@ -74,7 +74,7 @@ class Engine:
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
         self._sent: tuple[Callable[[], Norm], int] | None = None
-        """Of a step whose squares are on their way: what waits for its norm; its micro-steps."""
+        """While squares are exchanged: a function that waits for the norm, and the micro-steps."""
         self.salvaged = self.delay_goes_on = False
         """`delay_goes_on`: nothing is in flight, and the next step's forwards use older weights."""
         self.warns_of_skips = True
@@ -87,8 +87,8 @@ class Engine:
             return self._forward_hooks.forward_order
         if self._forward_order is None:
             number = {block: i for i, block in enumerate(self._blocks)}
-            seen = [number[block] for block in self._forward_hooks.forward_order]
-            agreed = self._ranks.everyone.all_gather_host(seen)[0].tolist()
+            numbers = [number[block] for block in self._forward_hooks.forward_order]
+            agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
             self._forward_order = [self._blocks[int(i)] for i in agreed]
         return self._forward_order
 
@@ -116,14 +116,14 @@ class Engine:
             self.program.grads_again(block.name)
         elif arrival is GradStatus.COMPLETE and self.last_step is not None:
             early = self._decision()
-            # Modes that update early launch Adam here, beside the rest of backward. Not in the
-            # first step, whose backward shows which blocks deliver twice.
-            for one in complete:
-                self._run(self.program.grads_complete(one.name, early))
-        # Mode "delayed": a block's new weights go up, beside backward, once no graph holds its old
-        # ones. Earlier they would overwrite what this backward still reads.
-        if self._behind:
-            for name in tuple(self._behind):
+            # Modes that update early launch Adam here, concurrently with the rest of backward. Not
+            # in the first step, whose backward shows which blocks deliver twice.
+            for completed in complete:
+                self._run(self.program.grads_complete(completed.name, early))
+        # Mode "delayed": a block's new weights go up, concurrently with backward, once no graph
+        # holds its old ones. Earlier they would overwrite what this backward still reads.
+        if self._delayed_blocks:
+            for name in tuple(self._delayed_blocks):
                 if self._by_name[name].quiet:
                     self._run(self.program.graph_freed(name), updates=True)
 

@@ -126,12 +126,12 @@ class Experts:
                 used[first : first + count].logical_or_(marks)
 
     def note(self, delivered: Sequence[tuple[Slot, Tensor]], *, first: bool) -> None:
-        """Note which parameters of their own have got a gradient: this thread knows it."""
+        """Record which unstacked experts have received a gradient: only this thread knows."""
         if first:
             self.delivered.clear()
         here = {slot for slot, _ in delivered}
-        own = ((slot, at) for slot, at, count in self._slots if not _is_stacked(slot, count))
-        self.delivered |= {at for slot, at in own if slot in here}
+        unstacked = ((slot, at) for slot, at, count in self._slots if not _is_stacked(slot, count))
+        self.delivered |= {at for slot, at in unstacked if slot in here}
 
     def advance(self) -> None:
         """Count a step that is decided and not skipped."""
@@ -139,22 +139,22 @@ class Experts:
 
     def steps_of(self, slot: Slot) -> Tensor:
         """View a parameter's steps: () of an expert of its own, (experts,) of stacked ones."""
-        first, count = next((at, n) for one, at, n in self._slots if one is slot)
+        first, count = next((at, n) for other, at, n in self._slots if other is slot)
         return self.steps[first] if count == 1 else self.steps[first : first + count]
 
     def runs(self, lo: int, hi: int) -> list[tuple[Run, Layout]]:
         """Return what the update of the shard [lo, hi) has to touch. Layouts live until the kernels
         have read them."""
-        found: list[Run] = []
+        runs: list[Run] = []
         for number, slot, begin, end in self._pieces(lo, hi):
             step = int(self.steps[number])
-            if not found or found[-1].behind != number or found[-1].step != step:
-                found.append(Run(begin - lo, begin - lo, step, number))
-            found[-1].add(slot, slot.offset - lo, begin - lo, end - lo)
-            found[-1].behind = number + 1
-        layouts = [run.layout for run in found]
+            if not runs or runs[-1].behind != number or runs[-1].step != step:
+                runs.append(Run(begin - lo, begin - lo, step, number))
+            runs[-1].add(slot, slot.offset - lo, begin - lo, end - lo)
+            runs[-1].behind = number + 1
+        layouts = [run.layout for run in runs]
         self._layouts.append(layouts)
-        return list(zip(found, layouts, strict=True))
+        return list(zip(runs, layouts, strict=True))
 
     def _pieces(self, lo: int, hi: int) -> Iterator[tuple[int, Slot, int, int]]:
         """Yield (expert, its parameter, elements [begin, end) of the bucket) of the used ones."""
@@ -260,46 +260,52 @@ def load_steps(
     Raises:
         SkipError: another number of experts.
     """
-    own, given = experts.steps_of(slot), torch.as_tensor(steps, dtype=torch.float32)
-    first, total = _held(own, share)
-    if given.numel() == total:
-        given = given.reshape(-1)[first : first + own.numel()]
-    if given.numel() not in (1, own.numel()):
+    local_steps, loaded_steps = experts.steps_of(slot), torch.as_tensor(steps, dtype=torch.float32)
+    first, total = _first_and_total(local_steps, share)
+    if loaded_steps.numel() == total:
+        loaded_steps = loaded_steps.reshape(-1)[first : first + local_steps.numel()]
+    if loaded_steps.numel() not in (1, local_steps.numel()):
         raise SkipError(
-            f"'{slot.name}' holds {own.numel()} experts, and the state has the steps of "
-            f"{given.numel()}"
+            f"'{slot.name}' holds {local_steps.numel()} experts, and the state has the steps of "
+            f"{loaded_steps.numel()}"
         )
-    own.copy_(given.reshape(own.shape) if given.numel() == own.numel() else given.reshape(()))
+    local_steps.copy_(
+        loaded_steps.reshape(local_steps.shape)
+        if loaded_steps.numel() == local_steps.numel()
+        else loaded_steps.reshape(())
+    )
 
 
 def steps_by_name(
     experts: Mapping[str, tuple[Experts, Slot, Share]],
 ) -> dict[str, list[int]]:
     """Return parameter → the steps of its experts; `OTHERS` for one that another rank holds."""
-    found: dict[str, list[int]] = {}
-    for name, (one, slot, share) in experts.items():
-        own = one.steps_of(slot)
-        first, total = _held(own, share)
-        found[name] = [OTHERS] * total
-        found[name][first : first + own.numel()] = [int(x) for x in own.reshape(-1).tolist()]
-    return found
+    steps: dict[str, list[int]] = {}
+    for name, (of_bucket, slot, share) in experts.items():
+        local_steps = of_bucket.steps_of(slot)
+        first, total = _first_and_total(local_steps, share)
+        steps[name] = [OTHERS] * total
+        steps[name][first : first + local_steps.numel()] = [
+            int(x) for x in local_steps.reshape(-1).tolist()
+        ]
+    return steps
 
 
 def merged_steps(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
     """Return the steps of all experts from those that each rank, or stage, tells, for a
     checkpoint."""
-    found: dict[str, list[int]] = {}
-    for told in of_ranks:
-        for name, steps in told.items():
-            known = found.get(name, steps)
-            found[name] = [max(pair) for pair in zip(known, steps, strict=True)]
-    return found
+    merged: dict[str, list[int]] = {}
+    for of_rank in of_ranks:
+        for name, steps in of_rank.items():
+            known = merged.get(name, steps)
+            merged[name] = [max(pair) for pair in zip(known, steps, strict=True)]
+    return merged
 
 
-def _held(own: Tensor, share: Share) -> tuple[int, int]:
+def _first_and_total(local_steps: Tensor, share: Share) -> tuple[int, int]:
     """Return the number of the first expert that this rank holds of a parameter, and how many it
     has."""
-    total = share.shape[0] if own.ndim or len(share.shape) >= STACKED_AXES else 1
-    if own.numel() == total:
+    total = share.shape[0] if local_steps.ndim or len(share.shape) >= STACKED_AXES else 1
+    if local_steps.numel() == total:
         return 0, total
     return share.ranges[0].at * total // prod(share.shape), total

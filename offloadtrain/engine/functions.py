@@ -89,7 +89,7 @@ class Functions:
             # Only then: nothing else looks at what is used.
             self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
             self._made |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
-        self._kept: dict[tuple[Kind, str, bool, int], Operation] = {}
+        self._captured: dict[tuple[Kind, str, bool, int], Operation] = {}
         """The functions of `_made_once`, which keep their captured calls."""
 
     def of(self, op: Launch) -> Operation:
@@ -101,13 +101,13 @@ class Functions:
         if make := self._made.get(op.kind):
             return make(op)
         key = (op.kind, op.owner, op.first, len(op.writes))
-        if key not in self._kept:
-            self._kept[key] = self._made_once[op.kind](op)
-        return self._kept[key]
+        if key not in self._captured:
+            self._captured[key] = self._made_once[op.kind](op)
+        return self._captured[key]
 
     def close(self) -> None:
         """Nothing is launched any more: drop the functions, which refer to this object."""
-        for functions in (self._made, self._made_once, self._kept):
+        for functions in (self._made, self._made_once, self._captured):
             functions.clear()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -157,8 +157,8 @@ class Functions:
         in nearly every step."""
         bucket, key = self._buckets[op.owner], (op.owner, op.lo, op.writes[0])
         complete = len(delivered) == len(bucket.slots)
-        if complete and (kept := self._targets.get(key)):
-            return kept
+        if complete and (cached := self._targets.get(key)):
+            return cached
         each = range(bucket.spec.ranks if op.hi - op.lo < bucket.shard_numel else 1)
         starts = [rank * bucket.shard_numel + op.lo for rank in each]
         targets = targets_of(flat, starts, [slot for slot, _ in delivered])

@@ -30,13 +30,13 @@ class Targets(NamedTuple):
 
 
 def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Targets:
-    """Make the views for gradients of `slots`, each rank's part behind the other.
+    """Make the views for gradients of `slots`, one rank's part after another.
 
     Args:
         flat: (ranks · n,) on the device, working dtype, or fp32 where ranks sum in fp32.
         starts: for each rank, the first of its n elements in the bucket.
     """
-    found, count = Targets([], [], []), flat.numel() // len(starts)
+    targets, count = Targets([], [], []), flat.numel() // len(starts)
     for rank, lo in enumerate(starts):
         piece = flat[rank * count : (rank + 1) * count]
         # Elements [lo, hi) of the bucket; those before `end` have their views.
@@ -46,15 +46,15 @@ def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Ta
             if first >= last:
                 continue
             if first > end:
-                found.gaps.append(piece[end - lo : first - lo])
-            view, whole = piece[first - lo : last - lo], last - first == slot.numel
-            found.views.append(slot.shaped(view) if whole else view)
-            cut = None if whole else (first - slot.offset, last - slot.offset)
-            found.sources.append((number, cut))
+                targets.gaps.append(piece[end - lo : first - lo])
+            view, is_complete = piece[first - lo : last - lo], last - first == slot.numel
+            targets.views.append(slot.shaped(view) if is_complete else view)
+            cut = None if is_complete else (first - slot.offset, last - slot.offset)
+            targets.sources.append((number, cut))
             end = last
         if end < hi:
-            found.gaps.append(piece[end - lo :])
-    return found
+            targets.gaps.append(piece[end - lo :])
+    return targets
 
 
 def fill(targets: Targets, delivered: Delivered) -> None:

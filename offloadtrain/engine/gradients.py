@@ -139,8 +139,8 @@ class Gradients:
         """Ranks that share them → experts, and the marks of the used ones."""
         for bucket in (bucket for block in blocks for bucket in block.buckets):
             if bucket.experts is not None:
-                own = self._of_experts.setdefault(bucket.sharers, [])
-                own.append((bucket.experts, bucket.buffer(Memory.USED)))
+                with_same_sharers = self._of_experts.setdefault(bucket.sharers, [])
+                with_same_sharers.append((bucket.experts, bucket.buffer(Memory.USED)))
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
@@ -177,13 +177,13 @@ class Gradients:
             self._check_twice(block)
             delivery.leaves_late = True
             return GradStatus.AGAIN, []
-        # Sent as soon as it is complete, so that gather, copy and norm run beside the rest of
-        # backward.
+        # Sent as soon as it is complete, so that gather, copy and norm run concurrently with the
+        # rest of backward.
         if delivery.arrived < block.expected or delivery.leaves_late:
             return GradStatus.PART, []
         due = [self._trained[number] for number in self._turns.ready(self._number[block])]
-        for one in due:
-            self._take(one)
+        for ready_block in due:
+            self._take(ready_block)
         return (GradStatus.COMPLETE, due) if due and self._in_last else (GradStatus.PART, [])
 
     def root_begins(self) -> None:
@@ -202,8 +202,8 @@ class Gradients:
         clock = clock if again is None else self._in_flight.clocks(again)[1]
         while (number := self._turns.awaited) is not None:
             block = self._trained[number]
-            # One that no forward of this rank has entered stays on the device: others are gathered
-            # by every rank.
+            # A block that no forward of this rank has entered stays on the device: every rank
+            # gathers the others.
             first, _ = self._in_flight.clocks(block)
             over = first > clock or not (first or block.streamed)
             if not over or (again is not None and not self._deliveries[block].arrived):
@@ -212,8 +212,8 @@ class Gradients:
                 if not (self.expects or self._in_flight.will_deliver(self._trained)):
                     return
                 self._begin()
-            for one in self._turns.ready(number):
-                self._take(self._trained[one])
+            for ready in self._turns.ready(number):
+                self._take(self._trained[ready])
 
     @property
     def _in_last(self) -> bool:
@@ -279,16 +279,16 @@ class Gradients:
             beside: numbers that every rank sends to the others in the same exchange.
             parts: the ranks that hold the other parts of DTensors.
         """
-        # The only wait of the training thread in a step. The norms of early blocks ran beside
-        # backward; what is exposed is the way down of the last one.
+        # The only wait of the training thread in a step. The norms of early blocks ran during
+        # backward; only the copy down of the last block is exposed.
         self._interpreter.run(self._program.norm())
         for ranks, of_experts in self._of_experts.items():
             agree_on_used(of_experts, (ranks.everyone, parts))
         squares = self._squares()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
-        told = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
+        gathered = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
         sums, nonfinite = [], {}
-        for index, values in enumerate(told[:, : squares.numel()].T.tolist()):
+        for index, values in enumerate(gathered[:, : squares.numel()].T.tolist()):
             of_parameter = 0.0
             for value in values:
                 of_parameter += value
@@ -296,7 +296,7 @@ class Gradients:
                 there = (rank for rank, value in enumerate(values) if not math.isfinite(value))
                 nonfinite[self._names[index]] = tuple(there)
             sums.append(of_parameter)
-        return Measured(sums, nonfinite, told[:, squares.numel() :])
+        return Measured(sums, nonfinite, gathered[:, squares.numel() :])
 
     def count_steps(self) -> None:
         """The step is not skipped: the experts that it updates have made one more."""
@@ -313,8 +313,8 @@ class Gradients:
             return self._norms[tiers.pop()]
         squares = torch.zeros(self._count, dtype=torch.float64, device="cpu")
         for bucket in buckets:
-            own = [slot.index for slot in bucket.slots]
-            squares[own] = self._norms[where[bucket.name]][own]
+            indices = [slot.index for slot in bucket.slots]
+            squares[indices] = self._norms[where[bucket.name]][indices]
         return squares
 
     def _begin(self) -> None:
@@ -361,26 +361,26 @@ class Gradients:
     def _take(self, block: Block) -> None:
         """Send the gradients that the block's parameters hold down, and free them on the device.
         Among ranks every rank sends, zeros where nothing is held."""
-        held, self._functions.delivered = {}, {}
+        complete, self._functions.delivered = {}, {}
         for bucket in block.buckets:
             pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.gradient()) is not None]
             # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
-            # the allocator reuses their memory behind it, for the next block's gradients.
+            # the allocator reuses their memory after it, for the next block's gradients.
             for slot, _ in pairs:
                 slot.param.grad = None
             if pairs:
-                held[bucket.name] = len(pairs) == len(bucket.slots)
+                complete[bucket.name] = len(pairs) == len(bucket.slots)
                 self._functions.delivered[bucket.name] = pairs
-        ready = self._program.grads_ready(block.name, held, last=self._in_last)
+        ready = self._program.grads_ready(block.name, complete, last=self._in_last)
         self._interpreter.run(ready)
         self._deliveries[block].left = True
 
 
 def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:
     if grad is None or grad.layout is not torch.strided:
-        found = "none" if grad is None else f"a {grad.layout} one"
+        kind = "none" if grad is None else f"a {grad.layout} one"
         return GradientError(
-            f"parameter '{slot.name}' delivered {found} instead of a dense gradient. Use "
+            f"parameter '{slot.name}' delivered {kind} instead of a dense gradient. Use "
             "sparse=False in embeddings, and hooks that leave .grad in place."
         )
     return GradientError(

@@ -34,7 +34,9 @@ class InFlight:
             return
         # If there is one: the first of all follows none, and another may have had its backward.
         if any(block.first_clock for block in self._blocks):
-            self._earlier.append({one: (one.first_clock, one.clock) for one in self._blocks})
+            self._earlier.append(
+                {block: (block.first_clock, block.clock) for block in self._blocks}
+            )
         self._forget()
 
     def clocks(self, block: Block) -> tuple[int, int]:

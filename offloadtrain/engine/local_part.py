@@ -27,8 +27,8 @@ class LocalPart:
 
     @property
     def data(self) -> Tensor:
-        held: Tensor = self.param._local_tensor
-        return held
+        local_tensor: Tensor = self.param._local_tensor
+        return local_tensor
 
     @data.setter
     def data(self, view: Tensor) -> None:
@@ -44,20 +44,20 @@ class LocalPart:
         a collective of the mesh: its ranks run the same backward."""
         if grad.placements != self.param.placements:
             grad = grad.redistribute(placements=self.param.placements)
-        held: Tensor = grad._local_tensor
-        return held
+        local_tensor: Tensor = grad._local_tensor
+        return local_tensor
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Make it a DTensor of this dtype on this device, the same object."""
-        held = self.data.to(device, dtype)
-        made = nn.Parameter(rebuilt(self.param, held), self.param.requires_grad)
+        moved = self.data.to(device, dtype)
+        made = nn.Parameter(rebuilt(self.param, moved), self.param.requires_grad)
         torch.utils.swap_tensors(self.param, made)
 
 
 def local(tensor: Tensor) -> Tensor:
     """Return what this rank holds of a tensor."""
-    held: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return held
+    local_tensor: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local_tensor
 
 
 def part_as(param: Any, values: Any) -> Tensor:
@@ -77,7 +77,7 @@ def is_divided(tensor: Any) -> bool:
     """Tell whether ranks of tensor parallel hold parts of it: they all hold the same experts."""
     if not is_distributed(tensor) or holds_experts(tensor):
         return False
-    return not all(one.is_replicate() for one in tensor.placements)
+    return not all(placement.is_replicate() for placement in tensor.placements)
 
 
 def rebuilt(like: Any, held: Tensor) -> Tensor:

@@ -66,8 +66,8 @@ class Stages:
         # Weak: an optimizer that is dropped without close() must end at once.
         self._members: list[weakref.ref[NormMeasure]] = []
         self._names: list[list[str]] = []
-        self._found: dict[NormMeasure, Measured] = {}
-        self._asked: Sequence[float] = ()
+        self._measured: dict[NormMeasure, Measured] = {}
+        self._sent_intent: Sequence[float] = ()
         """The intent of the last exchange."""
 
     def join(self, member: NormMeasure) -> None:
@@ -86,12 +86,12 @@ class Stages:
             RankError if they disagree about the step.
         """
         if self.ranks.is_single and len(self._members) == 1:
-            own = member.own(intent)
-            return lambda: own
+            result = member.own(intent)
+            return lambda: result
         receive = None
-        if member not in self._found:
-            receive, self._asked = self._exchange(intent), intent
-        elif [*intent] != [*self._asked]:
+        if member not in self._measured:
+            receive, self._sent_intent = self._exchange(intent), intent
+        elif [*intent] != [*self._sent_intent]:
             raise RankError(
                 f"stages of one process disagree in step {int(intent[0]) + 1}: clip_grad_norm_ and "
                 "skips are the same for each of pipeline.optimizers"
@@ -100,7 +100,7 @@ class Stages:
         def measured() -> Measured:
             if receive is not None:
                 receive()
-            return self._found.pop(member)
+            return self._measured.pop(member)
 
         return measured
 
@@ -113,9 +113,9 @@ class Stages:
         """
         if self._names:
             return
-        of_processes = self.ranks.gather([one.names for one in self._alive()])
-        if len({len(found) for found in of_processes}) > 1:
-            counts = ", ".join(str(len(found)) for found in of_processes)
+        of_processes = self.ranks.gather([member.names for member in self._alive()])
+        if len({len(stage_names) for stage_names in of_processes}) > 1:
+            counts = ", ".join(str(len(stage_names)) for stage_names in of_processes)
             raise RankError(f"the processes of a pipeline hold {counts} stages: give each as many")
         # In the order of the model.
         stages = [names for of_each in zip(*of_processes, strict=True) for names in of_each]
@@ -130,20 +130,23 @@ class Stages:
         self._names = stages
 
     def _alive(self) -> list[NormMeasure]:
-        return [one for ref in self._members if (one := ref()) is not None]
+        return [member for ref in self._members if (member := ref()) is not None]
 
     def _exchange(self, intent: Sequence[float]) -> Callable[[], None]:
         members = self._alive()
-        own = [one.own(intent) for one in members]
-        told = [[*one.counts, *found.of_parameter] for one, found in zip(members, own, strict=True)]
+        measurements = [member.own(intent) for member in members]
+        rows = [
+            [*member.counts, *measured.of_parameter]
+            for member, measured in zip(members, measurements, strict=True)
+        ]
         self.agree_on_names()
         longest = len(members[0].counts) + max(map(len, self._names))
-        padded = [row + [0.0] * (longest - len(row)) for row in told]
+        padded = [row + [0.0] * (longest - len(row)) for row in rows]
         sent = self.ranks.send_host([*intent, *(x for row in padded for x in row)])
 
         def receive() -> None:
             # Waits for every stage's squares: the first stage's backward ends last.
-            self._add_up(sent(), members, own, intent)
+            self._add_up(sent(), members, measurements, intent)
 
         return receive
 
@@ -151,7 +154,7 @@ class Stages:
         self,
         rows: Tensor,
         members: Sequence[NormMeasure],
-        own: Sequence[Measured],
+        measurements: Sequence[Measured],
         intent: Sequence[float],
     ) -> None:
         """Take in what all stages have sent, (processes, n)."""
@@ -165,14 +168,16 @@ class Stages:
             row[count : count + len(names)].tolist()
             for row, names in zip(of_stages, self._names, strict=True)
         ]
-        whole = [value for of_stage in squares for value in of_stage]
-        # Those that are not finite, and the ranks in whose shards; of own stages only.
-        known = {name: ranks for found in own for name, ranks in found.nonfinite.items()}
+        all_squares = [value for of_stage in squares for value in of_stage]
+        # Non-finite parameters → ranks whose shards have them; known for own stages only.
+        known = {
+            name: ranks for measured in measurements for name, ranks in measured.nonfinite.items()
+        }
         pairs = zip(self._names, squares, strict=True)
         named = [pair for names, row in pairs for pair in zip(names, row, strict=True)]
         nonfinite = {name: known.get(name, ()) for name, value in named if not math.isfinite(value)}
-        for one, found in zip(members, own, strict=True):
-            self._found[one] = Measured(whole, nonfinite, found.told)
+        for member, measured in zip(members, measurements, strict=True):
+            self._measured[member] = Measured(all_squares, nonfinite, measured.told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,30 +277,32 @@ class NormMeasure:
     def own(self, intent: Sequence[float]) -> Measured:
         """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()
-        own = self._gradients.measure(self._intent(intent), self._parts)
+        measured = self._gradients.measure(self._intent(intent), self._parts)
         copies = self._ranks.copies
         if not copies.is_single:
             # This shard's ranks of all groups hold copies of it, which must be decided on alike and
             # have got the same gradient; see [Note: Copies] in `runtime.process_group`.
-            told = own.told[self._ranks.rank].tolist()
-            rows = copies.all_gather_host([*told, _digest(own.of_parameter), _agree(own.told)])
-            self._check_ranks(self._ranks, own.told, intent[0])
+            intent_sent = measured.told[self._ranks.rank].tolist()
+            rows = copies.all_gather_host(
+                [*intent_sent, _digest(measured.of_parameter), _agree(measured.told)]
+            )
+            self._check_ranks(self._ranks, measured.told, intent[0])
             _check_alike(rows, "copy", (*_WHAT, "the sums of squares", _AGREEMENT), intent[0])
-        return own if self._parts.is_single else self._of_all_parts(own, intent)
+        return measured if self._parts.is_single else self._of_all_parts(measured, intent)
 
-    def _of_all_parts(self, own: Measured, intent: Sequence[float]) -> Measured:
-        """Add the squares of the other parts of DTensors, in the order of ranks; what every rank
-        holds whole counts once, as the first rank has it."""
-        same = [*self._intent_of_part(intent), _agree(own.told)]
+    def _of_all_parts(self, measured: Measured, intent: Sequence[float]) -> Measured:
+        """Add the squares of the other parts of DTensors in rank order. A tensor that every rank
+        holds in full counts once, with the first rank's value."""
+        same = [*self._intent_of_part(intent), _agree(measured.told)]
         # Waits for the same backward on the other ranks.
-        rows = self._parts.all_gather_host([*same, *own.of_parameter])
-        told, divided = len(same), self._gradients.divided
-        # Behind the exchange: the other parts wait in it.
-        self._check_ranks(self._ranks, own.told, intent[0])
-        _check_alike(rows[:, :told], "part", (*_OF_PARTS, _AGREEMENT), intent[0])
-        check_same_gradients(self.names, rows[:, told:], divided, int(intent[0]))
-        sums, nonfinite = [], dict(own.nonfinite)
-        for index, values in enumerate(rows[:, told:].T.tolist()):
+        rows = self._parts.all_gather_host([*same, *measured.of_parameter])
+        num_same, divided = len(same), self._gradients.divided
+        # After the exchange, in which the other parts wait.
+        self._check_ranks(self._ranks, measured.told, intent[0])
+        _check_alike(rows[:, :num_same], "part", (*_OF_PARTS, _AGREEMENT), intent[0])
+        check_same_gradients(self.names, rows[:, num_same:], divided, int(intent[0]))
+        sums, nonfinite = [], dict(measured.nonfinite)
+        for index, values in enumerate(rows[:, num_same:].T.tolist()):
             # All parts skip a step in which one of them has had an overflow.
             once = index not in divided and all(map(math.isfinite, values))
             total = 0.0
@@ -304,7 +311,7 @@ class NormMeasure:
             if not math.isfinite(total):
                 nonfinite.setdefault(self.names[index], ())
             sums.append(total)
-        return Measured(sums, nonfinite, own.told)
+        return Measured(sums, nonfinite, measured.told)
 
     def check_after_clipping(self, step_count: int, coef: float, *, skip: bool) -> None:
         """Compare what may have changed since `clip_grad_norm_()` has waited for the norm.

@@ -103,8 +103,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._part_ranks, self._stage_ranks = place.parts, place.stages.ranks
         self.model, self._flips = model, config.update == "speculative"
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        held = [bucket for block in self._blocks for bucket in block.held]
-        moving = [slot.param for bucket in held if bucket.moves for slot in bucket.slots]
+        buckets = [bucket for block in self._blocks for bucket in block.held]
+        moving = [slot.param for bucket in buckets if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
         self._norm_size = ranks.everyone.size * place.stages.ranks.size * place.parts.size
         if config.clip_norm is not None:
@@ -316,9 +316,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self.synchronize()
         # Some wrappers replace the entries of `state` by copies on a device.
         self._fill_state()
-        kept: dict[str, Any] = {"scaler": self.scaler_state(), "held_by": self._held_by}
-        kept["seed"] = self._engine.functions.seed
-        return eager(torch.optim.Optimizer.state_dict)(self) | kept
+        extra: dict[str, Any] = {"scaler": self.scaler_state(), "held_by": self._held_by}
+        extra["seed"] = self._engine.functions.seed
+        return eager(torch.optim.Optimizer.state_dict)(self) | extra
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over state and hyperparameters; the working weights follow the loaded masters.
@@ -333,8 +333,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         # This thread writes the state next, which Adam and uploads in flight still use.
         self.synchronize()
         state.check_held_by(state_dict, self._held_by)
-        held = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
-        step, of_experts = state.load_dict(state_dict, self.param_groups, held, self._rules)
+        slot_of = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
+        step, of_experts = state.load_dict(state_dict, self.param_groups, slot_of, self._rules)
         self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)
         scaler = state_dict.get("scaler", self.scaler_state())
         self.finish_load(step=step, scaler=scaler, expert_steps=of_experts)

@@ -28,18 +28,18 @@ def normalise_groups(
             no matrix, in a group of matrices.
         ValueError: for hyperparameters out of range or unknown.
     """
-    given = _as_groups(model, params)
-    _check_membership(model, [group["params"] for group in given])
-    divided = _divided(model, given, rule) if isinstance(rule, MatrixRule) else given
+    user_groups = _as_groups(model, params)
+    _check_membership(model, [group["params"] for group in user_groups])
+    divided = _divided(model, user_groups, rule) if isinstance(rule, MatrixRule) else user_groups
     groups = [{**rule_of(rule, group).defaults(), **group} for group in divided]
     for group in groups:
-        own = rule_of(rule, group)
-        unknown = set(group) - set(own.defaults()) - _OF_ANY_RULE
+        group_rule = rule_of(rule, group)
+        unknown = set(group) - set(group_rule.defaults()) - _OF_ANY_RULE
         if isinstance(rule, MatrixRule):
             unknown -= {rule.group_key}
         if unknown:
             raise ValueError(f"unknown keys in a parameter group: {sorted(unknown)}")
-        own.check(group)
+        group_rule.check(group)
     return groups
 
 
@@ -52,13 +52,13 @@ def _divided(
     model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule
 ) -> list[dict[str, Any]]:
     """Return groups of matrices and groups of the rest."""
-    found, hidden, key = [], hidden_matrices(model), rule.group_key
+    labelled, hidden, key = [], hidden_matrices(model), rule.group_key
     for group in groups:
         if key in group:
-            found.append(group)
+            labelled.append(group)
         else:
-            found += _halves(group, hidden, rule)
-    matrices = [param for group in found if group[key] for param in group["params"]]
+            labelled += _halves(group, hidden, rule)
+    matrices = [param for group in labelled if group[key] for param in group["params"]]
     if not matrices:
         raise ModelError(
             f"{type(rule).__name__} found no hidden matrix, a 2-D parameter in a list of layers: "
@@ -71,21 +71,21 @@ def _divided(
                 f"'{names[param]}' of shape {tuple(param.shape)} is in a group with {key} = True "
                 f"and is not a matrix: set {key} = False for it"
             )
-    return found
+    return labelled
 
 
 def _halves(
     group: dict[str, Any], hidden: set[nn.Parameter], rule: MatrixRule
 ) -> list[dict[str, Any]]:
     """Divide a group, without hyperparameters that only the other rule has."""
-    found = []
-    for is_matrix, own, other in ((True, rule, rule.rest), (False, rule.rest, rule)):
-        others = set(other.defaults()) - set(own.defaults())
+    halves = []
+    for is_matrix, own_rule, other in ((True, rule, rule.rest), (False, rule.rest, rule)):
+        foreign = set(other.defaults()) - set(own_rule.defaults())
         params = [param for param in group["params"] if (param in hidden) == is_matrix]
         if params:
-            kept = {name: value for name, value in group.items() if name not in others}
-            found.append({**kept, "params": params, rule.group_key: is_matrix})
-    return found
+            options = {name: value for name, value in group.items() if name not in foreign}
+            halves.append({**options, "params": params, rule.group_key: is_matrix})
+    return halves
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
@@ -107,10 +107,10 @@ def _as_groups(
 ) -> list[dict[str, Any]]:
     if params is None:
         params = (p for p in model.parameters() if p.requires_grad and p.numel())
-    given: list[Any] = list(params)
-    if given and isinstance(given[0], dict):
-        return [{**group, "params": _listed(group["params"])} for group in given]
-    return [{"params": _listed(given)}]
+    items: list[Any] = list(params)
+    if items and isinstance(items[0], dict):
+        return [{**group, "params": _listed(group["params"])} for group in items]
+    return [{"params": _listed(items)}]
 
 
 def _listed(params: Any) -> list[nn.Parameter]:

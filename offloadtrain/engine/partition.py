@@ -69,11 +69,11 @@ def _tied(part: Part, first: dict[nn.Parameter, str]) -> tuple[str, ...]:
 
 def _walk(name: str, module: nn.Module, *, called: bool = False) -> Iterator[Part]:
     """`called`: only calls of the module can be expected to read its parameters."""
-    own = tuple(_named(name, module, recurse=False))
-    if own:
+    params = tuple(_named(name, module, recurse=False))
+    if params:
         has_forward = type(module).forward is not nn.Module.forward
         leaf = called and has_forward and next(module.children(), None) is None
-        yield Part(name, module, own, leaf=leaf)
+        yield Part(name, module, params, leaf=leaf)
     children = [(_join(name, key), child) for key, child in module.named_children()]
     listed = isinstance(module, nn.ModuleList | nn.Sequential)
     if listed and sum(_owns(child) for _, child in children) >= 2:
@@ -82,7 +82,7 @@ def _walk(name: str, module: nn.Module, *, called: bool = False) -> Iterator[Par
                 yield Part(child_name, child, tuple(_named(child_name, child, recurse=True)), True)
         return
     for child_name, child in children:
-        yield from _walk(child_name, child, called=not own)
+        yield from _walk(child_name, child, called=not params)
 
 
 def _owns(module: nn.Module) -> bool:

@@ -49,7 +49,7 @@ class Residency:
         self._latest: Block | None = None
         """The block used last: in its slot, waited for, and the blocks after it are on their
         way."""
-        self._told = False
+        self._has_warned = False
         self.on_backward: Callable[[int, Block | None], None] | None = None
         """Called in front of a use in backward, with the clock that it has come to, and the block
         whose forward runs again there."""
@@ -83,18 +83,18 @@ class Residency:
     # Calls of the engine.
 
     def lost(self, exchange: str) -> str:
-        """Return the message of an exchange among ranks that has failed: what is wrong most often,
-        which Gloo may tell of by ending the other process, is a module that only some ranks use."""
-        told = lost(f"rank {ALONE.world_rank}, in '{exchange}',")
+        """Return the message for a collective that has failed. The usual cause, which Gloo may
+        report by ending the other process, is a module that only some ranks use."""
+        message = lost(f"rank {ALONE.world_rank}, in '{exchange}',")
         if not (unused := self._program.streaming.unused):
-            return told
+            return message
         weights = (
             slot.name for name in unused for b in self._blocks[name].held for slot in b.slots
         )
         return (
-            f"{told}. This pass of this rank has not used {', '.join(map(repr, weights))} so far. "
-            "In ZeRO stage 3 all ranks use the same modules in the same order; for modules outside "
-            f"of layers that only some use set keep_whole = {json.dumps(unused)}"
+            f"{message}. This pass of this rank has not used {', '.join(map(repr, weights))} so "
+            "far. In ZeRO stage 3 all ranks use the same modules in the same order; for modules "
+            f"outside of layers that only some use set keep_whole = {json.dumps(unused)}"
         )
 
     def use(self, block: Block) -> None:
@@ -165,8 +165,8 @@ class Residency:
             block.leave_device()
         self._exposed.clear()
         access_order = self._program.streaming.access_order
-        if access_order.differs and not self._told:
-            self._told = True
+        if access_order.differs and not self._has_warned:
+            self._has_warned = True
             _log.warning(
                 "blocks were used in another order than in the step before: %d loads could not "
                 "begin ahead of their use. The result is the same, the step is slower.",

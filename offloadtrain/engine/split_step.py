@@ -52,7 +52,7 @@ class SplitStep:
         """
         self._engine, self._check, self._step_tensor = engine, check, step_tensor
         self._groups = groups
-        self._asked: tuple[list[dict[str, Any]], bool] | None = None
+        self._requested: tuple[list[dict[str, Any]], bool] | None = None
         """Hyperparameters and `skip` of a step that is not decided."""
         self._is_over = self._is_sent = self._samples = False
         self._in_flight: deque[int] = deque()
@@ -61,11 +61,11 @@ class SplitStep:
     @property
     def is_asked(self) -> bool:
         """step() was called for the last microbatches."""
-        return self._asked is not None
+        return self._requested is not None
 
     def require_asked(self, what: str) -> None:
         """Raises EngineError if step() was not called for the last microbatches."""
-        if self._engine.guard.in_flight and self._asked is None:
+        if self._engine.guard.in_flight and self._requested is None:
             raise EngineError(f"{what} between run() and step(): end the step first")
 
     def run_begins(self) -> None:
@@ -81,19 +81,19 @@ class SplitStep:
             self._engine.counter.begin_beside()
 
     def ask(self, *, skip: bool) -> None:
-        """step() was called; it holds from here on what the user may change next.
+        """Record the hyperparameters when step() is called: the user may change them next.
 
         Raises:
             EngineError: no microbatch was run since the last call.
             ModelError: a parameter was changed by others since `offload()`.
         """
-        if self._asked is not None:
+        if self._requested is not None:
             raise EngineError("step() twice: run() the microbatches of the next step first")
         if not self._engine.guard.in_flight:
             raise EngineError("step() without run(): run() the microbatches of a step first")
         self._check()
         now = [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
-        self._asked = now, skip
+        self._requested = now, skip
         self._send()
 
     def backwards_end(self) -> None:
@@ -142,16 +142,16 @@ class SplitStep:
     def _decide(self) -> None:
         if not self._is_sent:
             return
-        assert self._asked is not None
-        (asked, skip), self._asked, self._is_sent = self._asked, None, False
+        assert self._requested is not None
+        (hyperparameters, skip), self._requested, self._is_sent = self._requested, None, False
         now = [dict(group) for group in self._groups]
-        for group, then in zip(self._groups, asked, strict=True):
+        for group, then in zip(self._groups, hyperparameters, strict=True):
             group.update(then)
         try:
             self._step_tensor.fill_(self._engine.decide(skip=skip).step)
         finally:
-            for group, kept in zip(self._groups, now, strict=True):
-                group.update(kept)
+            for group, current in zip(self._groups, now, strict=True):
+                group.update(current)
 
     def drain(self, *, newest: bool) -> None:
         """No microbatch is in flight any more, and the last step is decided.
@@ -171,6 +171,6 @@ class SplitStep:
 
     def _send(self) -> None:
         """Send the squares once the backwards are over and step() was called, whichever is last."""
-        if self._is_over and self._asked is not None:
+        if self._is_over and self._requested is not None:
             self._engine.send_squares()
             self._is_over, self._is_sent = False, True

@@ -26,9 +26,9 @@ class StepCounter:
         self.scaler = LossScaler(hysteresis=config.loss_scale_hysteresis) if scales else None
         self.steps = self.tries = self.skipped_in_a_row = 0
         self._warmup_steps = config.warmup_steps if config.update == "delayed" else None
-        self._told: tuple[bool | None, bool] | None = None
-        """What the loss scale does not know yet of a step that was decided: whether it overflowed,
-        and whether the scale follows late."""
+        self._decision: tuple[bool | None, bool] | None = None
+        """Of the last decided step, until the loss scale is updated: whether it overflowed, and
+        whether the scale follows late."""
         self._undecided: float | None = None
 
     @property
@@ -58,7 +58,7 @@ class StepCounter:
         self.steps += not skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         # A step that was skipped without an overflow says nothing about the loss scale.
-        self._told = (overflow if overflow or not skipped else None), late
+        self._decision = (overflow if overflow or not skipped else None), late
 
     def update_scale(self) -> None:
         """Tell the loss scale of the step that was decided last; once.
@@ -69,9 +69,9 @@ class StepCounter:
         """
         is_beside = self._undecided is not None
         scale, self._undecided = self.undecided_scale, None
-        told, self._told = self._told, None
-        if self.scaler is not None and told is not None:
-            self.scaler.ended(told[0], scale, late=told[1])
+        decision, self._decision = self._decision, None
+        if self.scaler is not None and decision is not None:
+            self.scaler.ended(decision[0], scale, late=decision[1])
             if not is_beside:
                 self.scaler.check()
 

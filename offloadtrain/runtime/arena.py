@@ -65,10 +65,10 @@ class Ledger:
 
     def add(self, owner: str, tier: Tier, nbytes: int) -> None:
         """Add `nbytes` (negative: release) to `owner`."""
-        held, peak = self._bytes.get((owner, tier), (0, 0))
-        held += nbytes
-        assert held >= 0, f"{owner} gave back {-held} bytes more than it held on {tier}"
-        self._bytes[owner, tier] = (held, max(peak, held))
+        current, peak = self._bytes.get((owner, tier), (0, 0))
+        current += nbytes
+        assert current >= 0, f"{owner} gave back {-current} bytes more than it held on {tier}"
+        self._bytes[owner, tier] = (current, max(peak, current))
 
     def rows(self) -> list[LedgerRow]:
         """Return all owners, the largest first."""
@@ -93,13 +93,13 @@ class Ledger:
         try:
             tensor = torch.empty(numel, dtype=dtype, device=device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
-            asked = format_bytes(numel * dtype.itemsize)
-            told = f"{owner}: {asked} could not be allocated on the {device.type}. "
-            told += f"Held by the engine: {self.summary()}"
+            requested = format_bytes(numel * dtype.itemsize)
+            message = f"{owner}: {requested} could not be allocated on the {device.type}. "
+            message += f"Held by the engine: {self.summary()}"
             if isinstance(error, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(f"{told}. {error}") from error
+                raise torch.OutOfMemoryError(f"{message}. {error}") from error
             if is_out_of_memory(error):
-                raise HostMemoryError(f"{told}. {least_room()}") from error
+                raise HostMemoryError(f"{message}. {least_room()}") from error
             raise
         self.add(owner, Tier.DEVICE, numel * dtype.itemsize)
         return tensor
@@ -185,7 +185,10 @@ class MetaArena(Arena):
 
     def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
         self._book(requests, 1)
-        return [torch.empty(one.numel, dtype=DTYPES[one.dtype], device="meta") for one in requests]
+        return [
+            torch.empty(request.numel, dtype=DTYPES[request.dtype], device="meta")
+            for request in requests
+        ]
 
 
 class _Slab:

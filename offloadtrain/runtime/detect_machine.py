@@ -22,18 +22,18 @@ EMULATED = 10.0
 def here(*, on_gpu: bool) -> tuple[str, Machine]:
     """Return (name, machine): the memory available to this process plus its own (a plan counts it),
     and the number and size of the GPUs."""
-    told = probe()
-    free = told.host_available_bytes or told.host_memory_bytes  # it may be unknown
+    probed = probe()
+    free = probed.host_available_bytes or probed.host_memory_bytes  # it may be unknown
     host = f"{free + own_bytes()}"
     if not on_gpu:
         base = find(_CPU)[1]
-        faster = max(told.cores_usable / base.cores, 0.5)
+        faster = max(probed.cores_usable / base.cores, 0.5)
         rates = ("bf16_tflops", "fp32_tflops", "dram_gbps", "shared_dram_gbps", "hbm_gbps")
         scaled = {rate: round(getattr(base, rate) * faster, 3) for rate in rates}
         scaled["fp16_tflops"] = scaled["fp32_tflops"] / EMULATED
         if not cpu_has_bf16():
             scaled["bf16_tflops"] = scaled["fp32_tflops"] * min(cpu_bf16_speedup(), 1.0)
-        machine = replace(base, host_memory=host, cores=told.cores_usable, **scaled)
+        machine = replace(base, host_memory=host, cores=probed.cores_usable, **scaled)
         return f"this machine (rates of {_CPU} per core)", machine
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     name = _nearest(gpu.name)
@@ -44,7 +44,7 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
         gpus=torch.cuda.device_count(),
         gpu_memory=f"{gpu.total_memory}",
         host_memory=host,
-        cores=told.cores_usable,
+        cores=probed.cores_usable,
         node_link_gbps=base.node_link_gbps or base.gpu_link_gbps,
     )
     return f"this machine (rates of {name})", machine
@@ -57,9 +57,9 @@ def _nearest(gpu: str) -> str:
     return name if _common(other, gpu) > len("NVIDIA A") else _UNKNOWN_GPU
 
 
-def _common(one: str, other: str) -> int:
+def _common(name: str, other: str) -> int:
     count = 0
-    for a, b in zip(one, other, strict=False):
+    for a, b in zip(name, other, strict=False):
         if a != b:
             break
         count += 1

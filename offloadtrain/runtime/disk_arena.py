@@ -86,12 +86,12 @@ class DiskArena:
         if not rows:
             return []
         sizes = [padded(row.nbytes) for row in rows.values()]
-        *self._offsets, whole = accumulate(sizes, initial=0)
-        self._check(rows, whole)
+        *self._offsets, total = accumulate(sizes, initial=0)
+        self._check(rows, total)
         try:
-            self._file = DirectFile.scratch(self._folder, whole)
+            self._file = DirectFile.scratch(self._folder, total)
         except OSError as error:
-            raise self._refused(rows, whole, str(error.strerror)) from error
+            raise self._refused(rows, total, str(error.strerror)) from error
         self._threads = ThreadPoolExecutor(2 * THREADS, "offloadtrain-disk")
         # Beyond those that move windows: a checksum takes a tenth of the time of its write, and is
         # ready before it.
@@ -177,12 +177,12 @@ class DiskArena:
 
     def _read(self, into: memoryview, offset: int) -> None:
         _read(self._file, into, offset)
-        found = xxhash.xxh3_64_intdigest(into), self._view_writes(offset)
-        checksum, view_writes = self._checksums.setdefault(offset, found)
-        if checksum != found[0]:
-            if view_writes == found[1]:
+        current = xxhash.xxh3_64_intdigest(into), self._view_writes(offset)
+        checksum, view_writes = self._checksums.setdefault(offset, current)
+        if checksum != current[0]:
+            if view_writes == current[1]:
                 raise self._damaged(offset, len(into))
-            self._checksums[offset] = found
+            self._checksums[offset] = current
 
     def _number_at(self, offset: int) -> int:
         """Return the number of the row whose buffer has this byte of the file."""
@@ -251,20 +251,20 @@ def _pieces(slot: Tensor, offset: int) -> Iterator[tuple[memoryview, int]]:
 
 
 def _write(file: DirectFile, data: memoryview, offset: int) -> None:
-    whole = len(data) // BLOCK * BLOCK
-    file.write(data[:whole], offset)
+    aligned = len(data) // BLOCK * BLOCK
+    file.write(data[:aligned], offset)
     # The rest of a block would not be aligned: it goes with what fills the block.
-    if rest := data[whole:]:
+    if rest := data[aligned:]:
         page = aligned_buffer(BLOCK)
         page[: len(rest)] = rest
-        file.write(page, offset + whole)
+        file.write(page, offset + aligned)
 
 
 def _read(file: DirectFile, into: memoryview, offset: int) -> None:
-    whole = len(into) // BLOCK * BLOCK
-    page = aligned_buffer(BLOCK) if len(into) > whole else memoryview(b"")
-    memories = [part for part in (into[:whole], page) if part]
-    found = file.read(memories, offset)
-    if found != whole + len(page):
+    aligned = len(into) // BLOCK * BLOCK
+    page = aligned_buffer(BLOCK) if len(into) > aligned else memoryview(b"")
+    memories = [part for part in (into[:aligned], page) if part]
+    count = file.read(memories, offset)
+    if count != aligned + len(page):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
-    into[whole:] = page[: len(into) - whole]
+    into[aligned:] = page[: len(into) - aligned]

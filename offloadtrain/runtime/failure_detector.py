@@ -198,24 +198,24 @@ class FailureDetector:
             pulse = self._watchdog.pulse() if self._watchdog is not None else None
             beat = {"at": time.time_ns(), "pulse": pulse and asdict(pulse)}
             self._store.set(f"beat{self._rank_info.rank}", json.dumps(beat))
-            said = self._said()
+            reported = self._reported_error()
             lost = [why for peer in self._peers if (why := self._lost(peer))]
             # A rank may have reported its error just before it ended.
-            cause = said or (lost and (self._said() or lost[0])) or None
+            cause = reported or (lost and (self._reported_error() or lost[0])) or None
             return cause or (self._hung(pulse) if pulse is not None else None)
         except Exception as error:
             ended = [f"{self._name(peer)} has ended" for peer in self._peers if _has_ended(peer)]
             keeper = "rank 0, or the launcher that hosts it, has ended"
             return ended[0] if ended else f"the ranks' store does not answer: {keeper} ({error})"
 
-    def _said(self) -> str:
+    def _reported_error(self) -> str:
         """Return the error that a rank has reported."""
         if not self._store.check([_FAILED]):
             return ""
         self.stopped_early = self._store.check([_STOPPED_EARLY])
-        said = self._store.get(_FAILED).decode(errors="replace")
-        self._hangs = NO_PROGRESS in said
-        return said
+        error = self._store.get(_FAILED).decode(errors="replace")
+        self._hangs = NO_PROGRESS in error
+        return error
 
     def _lost(self, peer: _Peer) -> str:
         """Return why a rank counts as lost; "" if it does not."""
@@ -235,9 +235,9 @@ class FailureDetector:
         host = peer.host if peer.life is None else ""
         return self._rank_info.described(peer.rank, peer.pid, host)
 
-    def _hung(self, own: Pulse) -> str | None:
-        """Return which rank hangs, if one does: every rank finds the same."""
-        pulses = {self._rank_info.rank: own}
+    def _hung(self, own_pulse: Pulse) -> str | None:
+        """Return a message about the rank that hangs, if one does; the same on every rank."""
+        pulses = {self._rank_info.rank: own_pulse}
         own_rank = self._rank_info.rank
         names = {own_rank: self._rank_info.described(own_rank, os.getpid())}
         for peer in self._peers:
@@ -267,12 +267,12 @@ def _report(store: Store, rank_info: RankInfo, message: str) -> None:
 
 
 def _pulse(peer: _Peer, now_s: float) -> Pulse:
-    """Return what a rank says of itself; a stopped one says nothing any more."""
-    said = Pulse(**json.loads(peer.beat)["pulse"])
+    """Return a rank's last pulse; a stopped rank sends none, so its silence grows."""
+    pulse = Pulse(**json.loads(peer.beat)["pulse"])
     silent_s = now_s - peer.heard_s
     if silent_s < SILENT_S / 2:
-        return said
-    return replace(said, silent_s=max(silent_s, said.silent_s), waits=False)
+        return pulse
+    return replace(pulse, silent_s=max(silent_s, pulse.silent_s), waits=False)
 
 
 def _has_ended(peer: _Peer) -> bool:

@@ -81,8 +81,8 @@ class Link:
             text = b""
         if not text:
             raise EOFError
-        found: Mapping[str, Any] = json.loads(text)
-        return found
+        message: Mapping[str, Any] = json.loads(text)
+        return message
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -99,11 +99,11 @@ def attach() -> Link | None:
     global _inherited
     faulthandler.register(STACKS, file=sys.__stderr__ or sys.stderr, all_threads=True)
     if (text := os.environ.pop(VARIABLE, None)) is not None:
-        told = json.loads(text)
-        die_with(told["pid"])
-        for fd in filter(None, (told["link"], told["store"])):
+        settings = json.loads(text)
+        die_with(settings["pid"])
+        for fd in filter(None, (settings["link"], settings["store"])):
             os.set_inheritable(fd, False)
-        _inherited = Link(socket.socket(fileno=told["link"]), told["store"])
+        _inherited = Link(socket.socket(fileno=settings["link"]), settings["store"])
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACKS])
     return _inherited
 

@@ -29,15 +29,15 @@ def tell_of_long_waits(rank: int) -> None:
 
 
 def _watch(rank: int) -> None:
-    known, since_s, told = -1, time.monotonic(), False
+    known, since_s, warned = -1, time.monotonic(), False
     while True:
-        # Beside training, which it never holds up.
+        # Concurrently with training, which it never delays.
         time.sleep(LOOK_EVERY_S)
         count, waits = HEARTBEAT.collectives, HEARTBEAT.waits and not HEARTBEAT.watched
         if count != known or not waits:
-            known, since_s, told = count, time.monotonic(), False
-        elif not told and (waited_s := time.monotonic() - since_s) >= LONG_S:
-            told = True
+            known, since_s, warned = count, time.monotonic(), False
+        elif not warned and (waited_s := time.monotonic() - since_s) >= LONG_S:
+            warned = True
             _log.warning(
                 "rank %d has waited %.0f s for other ranks, %s; its last collective was '%s'. "
                 "Every rank must call backward, step, load_state_dict, master_weights and so on at "

@@ -115,8 +115,8 @@ class Mesh:
     @property
     def is_plain(self) -> bool:
         """All ranks hold the whole model and share one copy of its state."""
-        whole = self.stages.is_single and self.tensor is None and self.experts is None
-        return whole and self.replicas.copies.is_single
+        is_undivided = self.stages.is_single and self.tensor is None and self.experts is None
+        return is_undivided and self.replicas.copies.is_single
 
 
 def keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -125,8 +125,8 @@ def keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
     from torch.distributed.tensor import DTensor, Shard
 
     for name, param in list(module.named_parameters(recurse=False)):
-        own = param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-        made = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        part = param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        made = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
         setattr(module, name, nn.Parameter(made, param.requires_grad))
 
 

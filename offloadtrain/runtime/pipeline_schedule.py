@@ -80,8 +80,8 @@ class _Stage(PipelineStage):
         with HEARTBEAT.computing():
             output = super().forward_one_chunk(*args, **kwargs)
         outputs = output if isinstance(output, tuple) else (output,)
-        # torch detaches each of them behind its backward.
-        if kinds := [type(one).__name__ for one in outputs if not isinstance(one, Tensor)]:
+        # torch detaches each of them after its backward.
+        if kinds := [type(value).__name__ for value in outputs if not isinstance(value, Tensor)]:
             raise ValueError(f"the model returns a {kinds[0]}: return a tensor, or a tuple of them")
         if self.is_last:
             return output
@@ -108,9 +108,9 @@ class _Stage(PipelineStage):
 
 def _described(tensors: Sequence[Tensor]) -> list[str]:
     return [
-        f"{tuple(one.shape)} {one.dtype}"
-        + ("" if one.is_contiguous() else f" of strides {one.stride()}")
-        for one in tensors
+        f"{tuple(tensor.shape)} {tensor.dtype}"
+        + ("" if tensor.is_contiguous() else f" of strides {tensor.stride()}")
+        for tensor in tensors
     ]
 
 
@@ -161,12 +161,17 @@ class Schedule:
             Whatever a stage's forward or backward raises.
         """
         run = self._schedule.step if torch.is_grad_enabled() else self._schedule.eval
-        given = inputs if self._takes_input else ()
+        stage_inputs = inputs if self._takes_input else ()
         self._has_target = target is not None
         # torch asks for a target even where the model makes the loss itself.
         labels = torch.zeros(self._microbatches) if target is None else target
         with _among_stages():
-            run(*given, target=labels if self._has_loss else None, return_outputs=False, **more)
+            run(
+                *stage_inputs,
+                target=labels if self._has_loss else None,
+                return_outputs=False,
+                **more,
+            )
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         return self._loss_fn(output, target if self._has_target else None)
@@ -220,20 +225,20 @@ class Forward:
         self._begun = False
 
     def run(self, inputs: tuple[Tensor, ...], target: Tensor | None, more: dict[str, Any]) -> None:
-        """Run the stages in the order of the model, each behind the one before it.
+        """Run the stages in the order of the model, each after the previous one.
 
         Raises:
             Whatever a stage's forward raises.
         """
-        given = inputs if self._stages[0].is_first else ()
+        stage_inputs = inputs if self._stages[0].is_first else ()
         with _among_stages():
             if not self._begun:
-                self._initialize(given, more)
+                self._initialize(stage_inputs, more)
             for stage in self._stages:
                 stage.clear_runtime_states()
                 # Waits for the stage before.
                 _post(stage.get_fwd_recv_ops(0))
-                output = stage.forward_one_chunk(0, given, more, save_forward_output=False)
+                output = stage.forward_one_chunk(0, stage_inputs, more, save_forward_output=False)
                 if stage.is_last:
                     self._loss_fn(output, target)
                 _post(stage.get_fwd_send_ops(0))
@@ -298,11 +303,11 @@ class Unflushed:
         Raises:
             Whatever a stage's forward or backward raises.
         """
-        given = inputs if self._stage.is_first else ()
+        stage_inputs = inputs if self._stage.is_first else ()
         args: list[tuple[Any, ...]] = [()] * self._count
         kwargs: list[dict[str, Any]] = [{}] * self._count
-        if given or more:
-            args, kwargs = split_args_kwargs_into_chunks(given, more, self._count)
+        if stage_inputs or more:
+            args, kwargs = split_args_kwargs_into_chunks(stage_inputs, more, self._count)
         targets: Sequence[Tensor | None] = [None] * self._count
         if target is not None:
             targets = target.tensor_split(self._count)

@@ -264,11 +264,11 @@ class Ranks:
         Returns:
             A function that waits for the other ranks and returns what `all_gather_host` does.
         """
-        own = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1).clone()
+        local_row = torch.as_tensor(row, dtype=torch.float64, device="cpu").reshape(1, -1).clone()
         if self.is_single:
-            return lambda: own
-        rows = torch.empty(self.size, own.shape[1], dtype=torch.float64, device="cpu")
-        work = all_gather_single(rows, own, group=self._groups[1], async_op=True)
+            return lambda: local_row
+        rows = torch.empty(self.size, local_row.shape[1], dtype=torch.float64, device="cpu")
+        work = all_gather_single(rows, local_row, group=self._groups[1], async_op=True)
 
         def wait() -> Tensor:
             # As late as the caller needs the rows: it has computed since. A rank that waits here
@@ -318,10 +318,10 @@ class Ranks:
         text = _encoded(value)
         sizes = self.all_gather_host([text.numel()])[:, 0].long().tolist()
         texts = torch.zeros(self.size, max(sizes), dtype=torch.uint8)
-        own = texts[self.rank].clone()
-        own[: text.numel()] = text
+        local_text = texts[self.rank].clone()
+        local_text[: text.numel()] = text
         with HEARTBEAT.collective():
-            all_gather_single(texts, own[None], group=self._groups[1])
+            all_gather_single(texts, local_text[None], group=self._groups[1])
         return [_decoded(row[:size]) for row, size in zip(texts, sizes, strict=True)]
 
     def barrier(self) -> None:
@@ -353,7 +353,7 @@ def _timeout() -> timedelta | None:
     world = dist.distributed_c10d._get_default_group()
     backends = (world._get_backend(device) for device in world._device_types)
     options = (getattr(backend, "options", None) for backend in backends)
-    return next((one._timeout for one in options if one is not None), None)
+    return next((option._timeout for option in options if option is not None), None)
 
 
 _named: dict[tuple[int, ...], list[int]] = {}
@@ -363,14 +363,19 @@ _named: dict[tuple[int, ...], list[int]] = {}
 @contextmanager
 def _named_alike(members: Sequence[int]) -> Iterator[None]:
     """A group is made inside; see [Note: Names of groups]."""
-    names, held = _named.setdefault(tuple(members), []), dist.distributed_c10d._world.pg_names
+    names, group_names = (
+        _named.setdefault(tuple(members), []),
+        dist.distributed_c10d._world.pg_names,
+    )
     store, key = dist.distributed_c10d._get_default_store(), f"group {members} {len(names)}"
-    store.set(f"{key} {dist.get_rank()}", str(max(len(held), *(one + 1 for one in names), 0)))
+    store.set(
+        f"{key} {dist.get_rank()}", str(max(len(group_names), *(number + 1 for number in names), 0))
+    )
     with HEARTBEAT.collective():  # waits for the other members
         names.append(max(int(store.get(f"{key} {other}")) for other in members))
-    alone, own = [], [dist.get_rank()]
-    while len(held) < names[-1]:
-        alone.append(dist.new_group(own, backend="gloo", use_local_synchronization=True))
+    alone, this_rank = [], [dist.get_rank()]
+    while len(group_names) < names[-1]:
+        alone.append(dist.new_group(this_rank, backend="gloo", use_local_synchronization=True))
     try:
         yield
     finally:

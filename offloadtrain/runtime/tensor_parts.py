@@ -69,13 +69,13 @@ class Share:
     @property
     def is_part(self) -> bool:
         """Other ranks hold the rest of it."""
-        return sum(one.length for one in self.ranges) < math.prod(self.shape)
+        return sum(part.length for part in self.ranges) < math.prod(self.shape)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a tensor of `shape`: (n,), in the order of its memory."""
         ordered = torch.empty(whole.numel(), dtype=whole.dtype, device=whole.device)
         ordered.as_strided(self.shape, self.stride).copy_(whole)
-        return torch.cat([ordered[one.at : one.at + one.length] for one in self.ranges])
+        return torch.cat([ordered[part.at : part.at + part.length] for part in self.ranges])
 
 
 def is_distributed(tensor: Tensor) -> bool:
@@ -101,7 +101,9 @@ def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
         PartError: it is divided in another way than [Note: Parts of matrices] says.
     """
     shape, stride = tuple(param.shape), tuple(param.stride())
-    divided = [one.dim % len(shape) for one in param.placements if not one.is_replicate()]
+    divided = [
+        placement.dim % len(shape) for placement in param.placements if not placement.is_replicate()
+    ]
     if not divided:
         return Share(shape, stride, (Range(0, 0, math.prod(shape)),))
     dim, parts = divided[0], param.device_mesh.size()
@@ -115,16 +117,16 @@ def share_of(name: str, param: Any, fused_rows: Sequence[int] = ()) -> Share:
             "name it. Divide a dimension that the parts divide evenly and that varies slowest in "
             "memory (runtime.tensor_parts.kept_by_columns)"
         )
-    matrices, own = math.prod(shape[axis] for axis in outer), param.device_mesh.get_local_rank()
-    return Share(shape, stride, tuple(_ranges(rows * matrices, stride[dim], own, parts)))
+    matrices, rank = math.prod(shape[axis] for axis in outer), param.device_mesh.get_local_rank()
+    return Share(shape, stride, tuple(_ranges(rows * matrices, stride[dim], rank, parts)))
 
 
-def _ranges(rows: Sequence[int], width: int, own: int, parts: int) -> Iterator[Range]:
+def _ranges(rows: Sequence[int], width: int, rank: int, parts: int) -> Iterator[Range]:
     """Yield the range of each matrix; `width`: elements of a row."""
     above, at = 0, 0
     for count in rows:
         each = count // parts
-        yield Range(at, (above + own * each) * width, each * width)
+        yield Range(at, (above + rank * each) * width, each * width)
         above, at = above + count, at + each * width
 
 
@@ -134,12 +136,12 @@ def shares_of(model: nn.Module) -> dict[nn.Parameter, Share]:
     Raises:
         PartError: as `share_of`.
     """
-    found: dict[nn.Parameter, Share] = {}
+    shares: dict[nn.Parameter, Share] = {}
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(prefix, recurse=False):
             if is_distributed(param):
-                found[param] = share_of(name, param, fused_rows_of(module, name))
-    return found
+                shares[param] = share_of(name, param, fused_rows_of(module, name))
+    return shares
 
 
 def fused_rows_of(module: nn.Module, name: str) -> Sequence[int]:
@@ -174,5 +176,5 @@ def keep_part(module: nn.Module, name: str, whole: Tensor) -> None:
         weight.copy_(whole)
         return
     share = share_of(name, weight, fused_rows_of(module, name))
-    held: Tensor = weight._local_tensor
-    held.as_strided((held.numel(),), (1,)).copy_(share.of(whole))
+    local_tensor: Tensor = weight._local_tensor
+    local_tensor.as_strided((local_tensor.numel(),), (1,)).copy_(share.of(whole))

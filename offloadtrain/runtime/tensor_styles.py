@@ -36,23 +36,23 @@ def divide_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | 
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    whole, placed = getattr(module, name), Replicate() if dim is None else Shard(dim)
-    sizes, stride = list(whole.shape), whole.stride()
+    param, placed = getattr(module, name), Replicate() if dim is None else Shard(dim)
+    sizes, stride = list(param.shape), param.stride()
     if dim is not None:
         sizes[dim] //= mesh.size()
-        stride = _slowest(whole.shape, dim)
-    held = torch.empty_strided(
+        stride = _slowest(param.shape, dim)
+    part = torch.empty_strided(
         *(sizes, stride if dim is None else _slowest(sizes, dim)),
-        dtype=whole.dtype,
-        device=whole.device,
+        dtype=param.dtype,
+        device=param.device,
     )
     made = DTensor.from_local(
-        *(held, mesh, [placed]), run_check=False, shape=whole.shape, stride=stride
+        *(part, mesh, [placed]), run_check=False, shape=param.shape, stride=stride
     )
-    setattr(module, name, nn.Parameter(made, whole.requires_grad))
-    if not held.is_meta:
+    setattr(module, name, nn.Parameter(made, param.requires_grad))
+    if not part.is_meta:
         with torch.no_grad():
-            keep_part(module, name, whole)
+            keep_part(module, name, param)
 
 
 def _slowest(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
@@ -81,19 +81,19 @@ def divide_linear(
     if linear.bias is not None:
         divide_parameter(linear, "bias", mesh, 0 if outputs else None)
     of_part, of_all = (Shard(-1),), (Replicate(),)
-    given = of_all if outputs or whole else of_part
-    taken = of_all if outputs else of_part
+    input_placements = of_all if outputs or whole else of_part
+    wanted_placements = of_all if outputs else of_part
     passed_on = of_part if outputs and not whole else of_all
 
     def into(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # Backward waits for the other parts here, where all have had the whole input.
-        x = DTensor.from_local(args[0], mesh, given, run_check=False)
-        return x.redistribute(placements=taken), *args[1:]
+        # Backward waits for the other parts here, as all of them read the full input.
+        x = DTensor.from_local(args[0], mesh, input_placements, run_check=False)
+        return x.redistribute(placements=wanted_placements), *args[1:]
 
     def out_of(_: nn.Module, args: object, output: Any) -> Tensor:
         # Waits for the other parts where outputs are sums over them, or are gathered.
-        found: Tensor = output.redistribute(placements=passed_on).to_local()
-        return found
+        result: Tensor = output.redistribute(placements=passed_on).to_local()
+        return result
 
     linear.register_forward_pre_hook(into)
     linear.register_forward_hook(out_of)
@@ -128,17 +128,17 @@ def norm_each_head(norm: nn.Module, mesh: DeviceMesh) -> None:
 
 def run_with_parts(module: nn.Module) -> None:
     """Give a module's forward this rank's parts of its own parameters as plain tensors."""
-    given: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
 
     def into(_: nn.Module, args: object) -> None:
-        given.update(module._parameters)
-        for name, param in given.items():
+        saved.update(module._parameters)
+        for name, param in saved.items():
             if is_distributed(param):
                 module._parameters[name] = param.to_local()
 
     def out_of(*_: object) -> None:
-        module._parameters.update(given)
-        given.clear()
+        module._parameters.update(saved)
+        saved.clear()
 
     module.register_forward_pre_hook(into)
     module.register_forward_hook(out_of, always_call=True)
@@ -158,9 +158,9 @@ def sum_over_parts(module: nn.Module, mesh: DeviceMesh, *, inputs: bool) -> None
 
     def out_of(_: nn.Module, args: object, output: Any) -> Tensor:
         # Waits for what the other parts have computed.
-        found = DTensor.from_local(output, mesh, [Partial()], run_check=False)
-        whole: Tensor = found.redistribute(placements=[Replicate()]).to_local()
-        return whole
+        summands = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+        total: Tensor = summands.redistribute(placements=[Replicate()]).to_local()
+        return total
 
     if inputs:
         module.register_forward_pre_hook(into, with_kwargs=True)

@@ -29,11 +29,11 @@ class AllToAll:
         Args:
             counts_E: E / ranks numbers for each rank.
         """
-        found = torch.empty_like(counts_E)
+        result = torch.empty_like(counts_E)
         # Compute waits for the slowest rank: its router has to be through.
         with HEARTBEAT.collective():
-            all_to_all_single(found, counts_E.contiguous(), group=self._group)
-        return found.view(self._group.size(), -1)
+            all_to_all_single(result, counts_E.contiguous(), group=self._group)
+        return result.view(self._group.size(), -1)
 
     def rows(self, rows_MD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send rows, in the order of ranks, and return those that arrive, in that order.
@@ -42,8 +42,8 @@ class AllToAll:
             rows_MD: (sum of `sent`, D).
             sent, received: rows to and from each rank.
         """
-        found = _Exchanged.apply(rows_MD, self._group, sent, received)  # type: ignore[no-untyped-call]
-        return cast(Tensor, found)
+        result = _Exchanged.apply(rows_MD, self._group, sent, received)  # type: ignore[no-untyped-call]
+        return cast(Tensor, result)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -65,8 +65,8 @@ class _Exchanged(torch.autograd.Function):
 def _exchanged(
     rows_MD: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
 ) -> Tensor:
-    found = rows_MD.new_empty(sum(received), rows_MD.shape[1])
+    result = rows_MD.new_empty(sum(received), rows_MD.shape[1])
     # Compute waits for the rows of all ranks. In one order on all of them: a layer is a chain.
     with HEARTBEAT.collective():
-        all_to_all_single(found, rows_MD.contiguous(), list(received), list(sent), group=group)
-    return found
+        all_to_all_single(result, rows_MD.contiguous(), list(received), list(sent), group=group)
+    return result

@@ -130,14 +130,14 @@ class Watchdog:
 def stacks() -> str:
     """Return the stacks of all threads of this process, the newest call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found = []
+    sections = []
     for ident, frame in sys._current_frames().items():
         calls = [
             f"  {Path(call.filename).name}:{call.lineno} {call.name}"
             for call in traceback.extract_stack(frame)
         ]
-        found.append("\n".join((f"thread {names.get(ident, ident)}:", *calls)))
-    return "\n".join(found)
+        sections.append("\n".join((f"thread {names.get(ident, ident)}:", *calls)))
+    return "\n".join(sections)
 
 
 def judge(pulses: dict[int, Pulse]) -> list[int]:

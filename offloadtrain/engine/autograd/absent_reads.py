@@ -49,11 +49,11 @@ class AbsentReads:
     def __init__(self, *, is_single: bool) -> None:
         self._is_single = is_single
         self._steps = WATCHED_STEPS
-        self._told = False
+        self._has_warned = False
 
     @property
     def on(self) -> bool:
-        return self._steps > 0 and not self._told
+        return self._steps > 0 and not self._has_warned
 
     def step_ends(self, *, finite: bool) -> None:
         """Watch longer if the gradients of a step were not finite."""
@@ -71,11 +71,11 @@ class AbsentReads:
         return [param for _, param in watched]
 
     def tell(self, name: str, keep: str, what: str) -> None:
-        """An operation `what` has read an absent parameter."""
-        if self._told:
+        """Warn once that an operation `what` has read an absent parameter."""
+        if self._has_warned:
             return
-        self._told = True
-        between, whole = _ALONE if self._is_single else _AMONG_RANKS
+        self._has_warned = True
+        between, alternative = _ALONE if self._is_single else _AMONG_RANKS
         _log.warning(
             "'%s' was read by %s() at %s, outside of its module's forward, where its weights are "
             "not on the device: the result is NaN. Between steps take %s; for a loss that reads it "
@@ -85,7 +85,7 @@ class AbsentReads:
             line_of(sys._getframe()),
             between,
             keep,
-            whole,
+            alternative,
         )
 
 
@@ -120,24 +120,26 @@ class _AbsentView(Tensor):
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch that was given absent tensors, and tell if it has read one."""
     with torch._C.DisableTorchFunctionSubclass():
-        found = func(*args, **kwargs)
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, _ABSENT)]
-        told_by = next((_told_by[one] for one in given if one in _told_by), None)
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _ABSENT)]
+        told_by = next((_told_by[tensor] for tensor in tensors if tensor in _told_by), None)
         if told_by is None:
-            return found
-        if isinstance(found, Tensor) and _views(found, given):
-            return _as_absent(found, told_by)
-        if _reads(func, found):
+            return result
+        if isinstance(result, Tensor) and _views(result, tensors):
+            return _as_absent(result, told_by)
+        if _reads(func, result):
             reads, name, keep = told_by
             reads.tell(name, keep, func.__name__)
-    return found
+    return result
 
 
 _ABSENT = (AbsentParameter, _AbsentView)
 
 
-def _views(found: Tensor, given: Iterable[Tensor]) -> bool:
-    return any(found.untyped_storage()._cdata == one.untyped_storage()._cdata for one in given)
+def _views(result: Tensor, tensors: Iterable[Tensor]) -> bool:
+    return any(
+        result.untyped_storage()._cdata == tensor.untyped_storage()._cdata for tensor in tensors
+    )
 
 
 def _as_absent(view: Tensor, told_by: Any) -> Tensor:
@@ -148,7 +150,7 @@ def _as_absent(view: Tensor, told_by: Any) -> Tensor:
     return absent
 
 
-def _reads(func: Any, found: Any) -> bool:
+def _reads(func: Any, result: Any) -> bool:
     """Tell whether the function has computed from values."""
     name = getattr(func, "__name__", "")
     # Attributes (`grad`), and functions that only mention the tensors.
@@ -158,4 +160,4 @@ def _reads(func: Any, found: Any) -> bool:
         return False
     if name in _NUMBERS:
         return True
-    return not name.startswith(_MADE) and any(isinstance(x, Tensor) for x in tree_leaves(found))
+    return not name.startswith(_MADE) and any(isinstance(x, Tensor) for x in tree_leaves(result))

@@ -52,7 +52,7 @@ class AccessTracker(Passthrough):
         self._running: list[nn.Module] = [root]
         self._entered: dict[Block, set[nn.Module]] = {}
         """Block → modules that were running when a hook entered it."""
-        self._told: set[tuple[nn.Module, Block]] = set()
+        self._reported: set[tuple[nn.Module, Block]] = set()
         self._handles: list[RemovableHandle] = []
         self._ignoring = False
 
@@ -110,9 +110,9 @@ class AccessTracker(Passthrough):
     def _look_up(self, tensor: Tensor) -> None:
         block = self._owner(tensor)
         reader = self._running[-1]
-        if block is None or block.forwards or (reader, block) in self._told:
+        if block is None or block.forwards or (reader, block) in self._reported:
             return
-        self._told.add((reader, block))
+        self._reported.add((reader, block))
         if reader in self._entered.get(block, ()):
             self._late(reader, block)
         else:

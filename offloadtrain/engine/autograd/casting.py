@@ -81,17 +81,17 @@ def attach_casts(
 def _attach_matrices(
     model: nn.Module, repeated: Collection[nn.Module], dtype: torch.dtype
 ) -> list[RemovableHandle]:
-    given, refusing = _Given(dtype), {kind.forward for kind in _REFUSE}
-    handles = [model.register_forward_pre_hook(given, with_kwargs=True)]
+    model_inputs, refusing = _Given(dtype), {kind.forward for kind in _REFUSE}
+    handles = [model.register_forward_pre_hook(model_inputs, with_kwargs=True)]
     for name, module in model.named_modules():
         hook: Any = None
         if type(module).forward in refusing:
-            if own := {p.dtype for p in module.parameters(recurse=False)}:
-                hook = _CastRefused(dtype if dtype in own else torch.float32, name)
+            if dtypes := {p.dtype for p in module.parameters(recurse=False)}:
+                hook = _CastRefused(dtype if dtype in dtypes else torch.float32, name)
         elif module in repeated:
-            hook = _CastGiven(given, None)
+            hook = _CastGiven(model_inputs, None)
         elif sizes := _matrix_sizes(module, dtype):
-            hook = _CastGiven(given, sizes)
+            hook = _CastGiven(model_inputs, sizes)
         if hook is not None:
             handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
     return handles
@@ -136,11 +136,11 @@ class _CastRefused(OfOneModel):
         if first is None or first.dtype is self._dtype:
             return None
         # A forward may have cast the weights themselves.
-        found = {param.dtype for param in module.parameters(recurse=False)}
-        if self._dtype not in found:
+        dtypes = {param.dtype for param in module.parameters(recurse=False)}
+        if self._dtype not in dtypes:
             raise ModelError(
                 f"the model's forward casts the weights of '{self._name}' from {self._dtype} to "
-                f"{', '.join(map(str, found))}: keep them in fp32 from the start, "
+                f"{', '.join(map(str, dtypes))}: keep them in fp32 from the start, "
                 f'keep_fp32=["{self._name}.*"], or set precision = "fp32"'
             )
 
@@ -186,19 +186,19 @@ class _CastGiven(OfOneModel):
     """Hook of a layer, or a module with matrices: casts its first input to `dtype` if it is one of
     the model's and, where `sizes` are given, has one of them."""
 
-    __slots__ = ("_given", "_sizes")
+    __slots__ = ("_model_inputs", "_sizes")
 
-    def __init__(self, given: _Given, sizes: set[int] | None) -> None:
-        self._given = given
+    def __init__(self, model_inputs: _Given, sizes: set[int] | None) -> None:
+        self._model_inputs = model_inputs
         self._sizes = sizes
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         first = next(_floating(args, kwargs), None)
-        if first is None or first.dim() < 2 or first not in self._given:
+        if first is None or first.dim() < 2 or first not in self._model_inputs:
             return None
         if self._sizes is not None and self._sizes.isdisjoint((first.shape[1], first.shape[-1])):
             return None
-        cast = first.to(self._given.dtype)
+        cast = first.to(self._model_inputs.dtype)
         args = tuple(cast if value is first else value for value in args)
         return args, {key: cast if value is first else value for key, value in kwargs.items()}
 

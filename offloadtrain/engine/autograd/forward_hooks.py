@@ -46,7 +46,7 @@ class _HookedModule:
     """Its own hooks made handles of the weights that its last forward outside of a backward saved:
     when that forward runs again they must do the same."""
     running: list[_Running] = field(default_factory=list)
-    held: list[_Running] = field(default_factory=list)
+    ended_inside: list[_Running] = field(default_factory=list)
     """Forwards inside it that are over, whose blocks it reads afterwards."""
 
 
@@ -85,8 +85,8 @@ class ForwardHooks:
         self._handles: list[RemovableHandle] = []
         self._tracker: AccessTracker | None = None
         self._compiled = [CompiledForward(module) for module in compiled]
-        for one in self._compiled:
-            one.put()
+        for forward in self._compiled:
+            forward.put()
         self._tracked = _has_compiled(model)
         self._saved = _saved_tensors(blocks, residency)
         written = Written()
@@ -158,13 +158,13 @@ class ForwardHooks:
         self._saved.leave(running.outside)
         if running.pushed is not None:
             self._saved.pop(running.pushed)
-        while hooked.held and not hooked.running:
-            self._end(hooked.held.pop())
+        while hooked.ended_inside and not hooked.running:
+            self._end(hooked.ended_inside.pop())
         # A module around this one reads the blocks later: it holds their pins and spans until its
         # own forward ends.
         reader = self._reader_after(module, running)
         if reader is not None:
-            reader.held.append(running)
+            reader.ended_inside.append(running)
         else:
             self._end(running)
         if module is self._model and self._tracker is not None and not hooked.running:
@@ -261,8 +261,8 @@ class ForwardHooks:
         if not self._late_readers:
             return None
         readers = [m for block in running.blocks for m in self._late_readers.get(block, ())]
-        others = [self._hooked[m] for m in readers if m is not module]
-        return next((hooked for hooked in others if hooked.running), None)
+        readers_after = [self._hooked[m] for m in readers if m is not module]
+        return next((hooked for hooked in readers_after if hooked.running), None)
 
     def _missed(self, module: nn.Module, block: Block) -> None:
         self._order.setdefault(block)
@@ -286,8 +286,8 @@ def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
     streamed = [b for b in blocks if b.streamed and not _has_compiled(b.module)]
     owner = {slot.param: block for block in streamed for b in block.held for slot in b.slots}
     inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
-    found = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
-    return {module: list(dict.fromkeys(owners)) for module, owners in found.items() if owners}
+    blocks_of = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
+    return {module: list(dict.fromkeys(owners)) for module, owners in blocks_of.items() if owners}
 
 
 def _saved_tensors(blocks: Sequence[Block], residency: Residency) -> SavedTensors:

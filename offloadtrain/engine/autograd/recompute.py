@@ -81,7 +81,7 @@ class Written:
             return
         self._looked = True
         known = {id(tensor) for tensor in before.tensors()}
-        new = [one for one in Rewind(args, kwargs).tensors() if id(one) not in known]
+        new = [tensor for tensor in Rewind(args, kwargs).tensors() if id(tensor) not in known]
         if new:
             _log.warning(
                 "a layer has written %s into its inputs, which is held until backward though its "
@@ -122,7 +122,7 @@ class Recomputed(ReplacedForward):
         random = RandomStates(modules, (*args, *kwargs.values()))
         run = _Runs(self._run, inputs, random)
         copies = self._changes.copies(modules)
-        found = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        output = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if run.failed is not None:
             try:
                 raise run.failed
@@ -131,7 +131,7 @@ class Recomputed(ReplacedForward):
         random.forget_unused()
         inputs.copies = self._changes.changed(copies)
         self._written.look(inputs, args, kwargs)
-        return found
+        return output
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         watcher = self._watcher()

@@ -19,7 +19,7 @@ class ReplacedForward:
         self._module = module
         self._original: Callable[..., Any] = module.forward
         # An attribute of the module, such as a compiled forward that the user assigned.
-        self._own = "forward" in module.__dict__
+        self._is_instance_attribute = "forward" in module.__dict__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._original(*args, **kwargs)
@@ -36,7 +36,7 @@ class ReplacedForward:
 
     def remove(self) -> None:
         """Give the module its forward back."""
-        if self._own:
+        if self._is_instance_attribute:
             self._module.forward = self._original
         else:
             del self._module.forward

@@ -69,9 +69,9 @@ class BufferCopy(NamedTuple):
     def differs(self) -> bool:
         """Tell whether the buffer was changed in place since; a fake one has no values to
         compare."""
-        held = self.place.buffers.get(self.place.name) is self.buffer
+        is_registered = self.place.buffers.get(self.place.name) is self.buffer
         fake = isinstance(self.buffer, FakeTensor)
-        return held and not fake and not torch.equal(self.buffer, self.value)
+        return is_registered and not fake and not torch.equal(self.buffer, self.value)
 
 
 _Modes = tuple[bool, ...]
@@ -91,17 +91,21 @@ class BufferChanges:
         places = self._changing.get(modes)
         if places is None:
             places = [Place(owner._buffers, name) for owner in owners for name in owner._buffers]
-        found = [(place, place.buffers.get(place.name)) for place in places]
-        copied = [BufferCopy(at, one, one.detach().clone()) for at, one in found if one is not None]
+        buffers = [(place, place.buffers.get(place.name)) for place in places]
+        copied = [
+            BufferCopy(at, buffer, buffer.detach().clone())
+            for at, buffer in buffers
+            if buffer is not None
+        ]
         return modes, copied
 
     def changed(self, copies: tuple[_Modes, list[BufferCopy]]) -> list[BufferCopy]:
-        """Return those of `copies` that the forward after them has changed."""
+        """Return the copies whose buffers the following forward has changed."""
         modes, copied = copies
         if modes not in self._changing:
             # Waits for the device, once in each combination of modes.
-            copied = [one for one in copied if one.differs()]
-            self._changing[modes] = [one.place for one in copied]
+            copied = [saved for saved in copied if saved.differs()]
+            self._changing[modes] = [saved.place for saved in copied]
         return copied
 
 
@@ -118,30 +122,30 @@ class Rewind:
         self._tensors: list[tuple[weakref.ref[Tensor], int]] = []
         """Tensors and their versions. Weak: the inputs may be offloaded until backward."""
         # Also keeps the objects alive, so that no id is given out again.
-        seen: dict[int, Any] = {}
+        visited: dict[int, Any] = {}
         todo = [*args, *kwargs.values()]
         while todo:
-            one = todo.pop()
-            if isinstance(one, _LEAVES) or id(one) in seen:
+            obj = todo.pop()
+            if isinstance(obj, _LEAVES) or id(obj) in visited:
                 continue
-            seen[id(one)] = one
-            if isinstance(one, Tensor):
-                if not one.is_inference():
-                    self._tensors.append((weakref.ref(one), one._version))
-            elif isinstance(one, tuple | frozenset):
-                todo += one
+            visited[id(obj)] = obj
+            if isinstance(obj, Tensor):
+                if not obj.is_inference():
+                    self._tensors.append((weakref.ref(obj), obj._version))
+            elif isinstance(obj, tuple | frozenset):
+                todo += obj
             else:
-                todo += [vars(one)] if hasattr(one, "__dict__") else []
-                if (kind := _kind(one)) is not None:
-                    references = kind.read(one)
-                    self._noted.append((one, kind, references))
+                todo += [vars(obj)] if hasattr(obj, "__dict__") else []
+                if (kind := _kind(obj)) is not None:
+                    references = kind.read(obj)
+                    self._noted.append((obj, kind, references))
                     todo += references
         for module in modules:
             self._noted += [(x, _ATTRIBUTES, x.copy()) for x in (vars(module), module._buffers)]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""
-        return [tensor for held, _ in self._tensors if (tensor := held()) is not None]
+        return [tensor for ref, _ in self._tensors if (tensor := ref()) is not None]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -150,92 +154,92 @@ class Rewind:
         Raises:
             RewindError: a tensor was changed in place since the first run began.
         """
-        for held, version in self._tensors:
-            tensor = held()
+        for ref, version in self._tensors:
+            tensor = ref()
             if tensor is not None and tensor._version != version:
                 raise RewindError(
                     f"a forward that is to run again in backward has got a tensor of shape "
                     f"{tuple(tensor.shape)} that was changed in place since its first run. Make a "
                     "new tensor (x = x + y in place of x += y), or set activation = 'keep'"
                 )
-        before = [kind.read(one) for one, kind, _ in self._noted]
-        for (one, kind, then), now in zip(self._noted, before, strict=True):
+        before = [kind.read(obj) for obj, kind, _ in self._noted]
+        for (obj, kind, then), now in zip(self._noted, before, strict=True):
             if not _same(now, then):
-                kind.write(one, then)
-        for one in self.copies:
-            one.place.buffers[one.place.name] = one.value.clone()
+                kind.write(obj, then)
+        for saved in self.copies:
+            saved.place.buffers[saved.place.name] = saved.value.clone()
         try:
             yield
         finally:
-            for (one, kind, _), now in zip(self._noted, before, strict=True):
-                if not _same(kind.read(one), now):
-                    kind.write(one, now)
+            for (obj, kind, _), now in zip(self._noted, before, strict=True):
+                if not _same(kind.read(obj), now):
+                    kind.write(obj, now)
 
 
-def _same(some: Any, others: Any) -> bool:
-    if len(some) != len(others) or not all(map(is_, some, others)):
+def _same(first: Any, second: Any) -> bool:
+    if len(first) != len(second) or not all(map(is_, first, second)):
         return False
-    return not isinstance(some, dict) or all(map(is_, some.values(), others.values()))
+    return not isinstance(first, dict) or all(map(is_, first.values(), second.values()))
 
 
-def _kind(one: Any) -> _Kind | None:
-    if isinstance(one, list | deque):
+def _kind(obj: Any) -> _Kind | None:
+    if isinstance(obj, list | deque):
         return _SEQUENCE
-    if isinstance(one, set):
+    if isinstance(obj, set):
         return _SET
-    if isinstance(one, OrderedDict):
+    if isinstance(obj, OrderedDict):
         return _ORDERED
-    if isinstance(one, dict):
+    if isinstance(obj, dict):
         return _MAPPING
-    return _SLOTS if _slots(one) else None
+    return _SLOTS if _slots(obj) else None
 
 
 def _mapping(base: Any) -> _Kind:
     """Write past the methods of a subclass: a model's output class may refuse writes."""
 
-    def write(one: Any, references: list[Any]) -> None:
-        base.clear(one)
-        base.update(one, zip(references[::2], references[1::2], strict=True))
+    def write(target: Any, references: list[Any]) -> None:
+        base.clear(target)
+        base.update(target, zip(references[::2], references[1::2], strict=True))
 
-    return _Kind(lambda one: list(chain.from_iterable(base.items(one))), write)
-
-
-def _write_attributes(one: dict[str, Any], references: dict[str, Any]) -> None:
-    one.clear()
-    one.update(references)
+    return _Kind(lambda source: list(chain.from_iterable(base.items(source))), write)
 
 
-def _write_sequence(one: Any, references: list[Any]) -> None:
-    one.clear()
-    one.extend(references)
+def _write_attributes(target: dict[str, Any], references: dict[str, Any]) -> None:
+    target.clear()
+    target.update(references)
 
 
-def _write_set(one: set[Any], references: list[Any]) -> None:
-    one.clear()
-    one.update(references)
+def _write_sequence(target: Any, references: list[Any]) -> None:
+    target.clear()
+    target.extend(references)
 
 
-def _slots(one: Any) -> list[str]:
+def _write_set(target: set[Any], references: list[Any]) -> None:
+    target.clear()
+    target.update(references)
+
+
+def _slots(obj: Any) -> list[str]:
     """Return the names of its slots, private ones as Python mangles them."""
-    found = []
-    for cls in type(one).__mro__:
+    names = []
+    for cls in type(obj).__mro__:
         declared = cls.__dict__.get("__slots__", ())
         for name in (declared,) if isinstance(declared, str) else declared:
             private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+            names.append(f"_{cls.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def _read_slots(one: Any) -> list[Any]:
-    return [getattr(one, name, _UNSET) for name in _slots(one)]
+def _read_slots(obj: Any) -> list[Any]:
+    return [getattr(obj, name, _UNSET) for name in _slots(obj)]
 
 
-def _write_slots(one: Any, references: list[Any]) -> None:
-    for name, value in zip(_slots(one), references, strict=True):
+def _write_slots(obj: Any, references: list[Any]) -> None:
+    for name, value in zip(_slots(obj), references, strict=True):
         if value is not _UNSET:
-            object.__setattr__(one, name, value)
-        elif hasattr(one, name):
-            object.__delattr__(one, name)
+            object.__setattr__(obj, name, value)
+        elif hasattr(obj, name):
+            object.__delattr__(obj, name)
 
 
 _UNSET = object()

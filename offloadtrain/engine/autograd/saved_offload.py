@@ -42,8 +42,8 @@ class _View:
         self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
 
     def unpack(self) -> Tensor:
-        whole = self._memory.unpack().view(self._dtype)
-        view = whole.as_strided(self._shape, self._stride, self._offset)
+        flat = self._memory.unpack().view(self._dtype)
+        view = flat.as_strided(self._shape, self._stride, self._offset)
         view = view.conj() if self._conj else view
         return torch._neg_view(view) if self._neg else view
 
@@ -132,12 +132,12 @@ class SavedOffloader:
         """
         root = tensor if tensor._base is None else tensor._base
         key = root._cdata
-        found = self._known.get(key)
-        memory = found() if found is not None else None
+        ref = self._known.get(key)
+        memory = ref() if ref is not None else None
         if memory is None or not memory.stands_for(tensor):
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
-            whole = _as_in_memory(tensor).as_strided((count,), (1,), 0).view(torch.uint8)
-            memory = _Memory(self._offloader.offload(whole), root, tensor._version)
+            flat = _as_in_memory(tensor).as_strided((count,), (1,), 0).view(torch.uint8)
+            memory = _Memory(self._offloader.offload(flat), root, tensor._version)
             self._known[key] = weakref.ref(memory, partial(_forget, self._known, key))
             self._is_settled = True
         return _View(memory, tensor)
@@ -158,13 +158,15 @@ def _forget(known: dict[int, Any], key: int, gone: weakref.ref[_Memory]) -> None
 
 
 def _as_in_memory(tensor: Tensor) -> Tensor:
-    """View a tensor without the marks by which torch conjugates and negates when it is read."""
-    found = tensor.detach()
-    found = found.conj() if found.is_conj() else found
-    return torch._neg_view(found) if found.is_neg() else found
+    """View a tensor without its lazy conjugate and negative bits."""
+    view = tensor.detach()
+    view = view.conj() if view.is_conj() else view
+    return torch._neg_view(view) if view.is_neg() else view
 
 
 def _storages(model: nn.Module) -> frozenset[int]:
     """Return the memory of a model's own tensors."""
-    own = (one for one in (*model.parameters(), *model.buffers()) if not is_distributed(one))
-    return frozenset(one.untyped_storage()._cdata for one in own)
+    tensors = (
+        tensor for tensor in (*model.parameters(), *model.buffers()) if not is_distributed(tensor)
+    )
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)

@@ -96,12 +96,12 @@ class SavedTensors:
         Raises:
             StreamError: if they are not on the device.
         """
-        found = self._owner(tensor)
-        return found[0] if found else None
+        entry = self._owner(tensor)
+        return entry[0] if entry else None
 
     def _owner(self, tensor: Tensor) -> _Owner | None:
-        found = self._owners.find(tensor)
-        return found if found is None or isinstance(found, tuple) else found(tensor)
+        entry = self._owners.find(tensor)
+        return entry if entry is None or isinstance(entry, tuple) else entry(tensor)
 
     def push(
         self, offloader: Offloader | None = None, frame: FrameType | None = None
@@ -188,10 +188,10 @@ class SavedTensors:
         return WhileStreaming(packed, self._residency, self._readings_within, self._clock)
 
     def _reading(self, block: Block) -> Reading:
-        found = self._readings.get(block)
-        if found is None or found.generation != block.generation:
-            found = self._readings[block] = Reading(block, self._clock)
-        return found
+        reading = self._readings.get(block)
+        if reading is None or reading.generation != block.generation:
+            reading = self._readings[block] = Reading(block, self._clock)
+        return reading
 
 
 def _raise_absent(block: Block, _: Tensor) -> NoReturn:
@@ -219,8 +219,8 @@ def _top_hooks() -> Hooks | None:
 def _innermost() -> Chain | None:
     """Return the innermost hooks of this thread, if they are an engine's."""
     hooks = _top_hooks()
-    own = getattr(hooks[0], "__self__", None) if hooks is not None else None
-    return own if isinstance(own, Chain) else None
+    chain = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    return chain if isinstance(chain, Chain) else None
 
 
 class Chain:

@@ -151,8 +151,8 @@ def pass_on(tensor: Tensor, outer: Hooks | None) -> Kept | PassedOn:
     if outer is not None:
         return PassedOn(outer, tensor)
     # Detached: an operation that saves its own result would keep itself alive.
-    kept = tensor.detach() if tensor.requires_grad else tensor
-    return kept, kept._version
+    saved = tensor.detach() if tensor.requires_grad else tensor
+    return saved, saved._version
 
 
 def unpack(packed: Any) -> Tensor:

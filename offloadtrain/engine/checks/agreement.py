@@ -57,9 +57,9 @@ def check_same_model(
     grouped = [[names[param] for param in group["params"]] for group in groups]
     options = _options(config, but=_OF_ONE_HOST)
     options["zero_stage"] = str(config.zero_stage_among(ranks.size))
-    told = {"model": shapes, "groups": grouped}
-    check_alike(ranks.everyone, told | {"options": options}, "rank")
-    check_alike(parts, told, "part")
+    description = {"model": shapes, "groups": grouped}
+    check_alike(ranks.everyone, description | {"options": options}, "rank")
+    check_alike(parts, description, "part")
 
 
 def check_same_options(config: OffloadConfig, rule: AnyRule, place: StagePlace) -> None:
@@ -77,8 +77,8 @@ def _options(config: OffloadConfig, *, but: Sequence[str]) -> dict[str, str]:
     return {name: str(value) for name, value in config.options().items() if name not in but}
 
 
-def _difference(one: Any, first: Any) -> str:
+def _difference(value: Any, first: Any) -> str:
     """Describe the first entry that differs."""
-    pairs = zip_longest(*(list(x.items()) if isinstance(x, dict) else x for x in (one, first)))
+    pairs = zip_longest(*(list(x.items()) if isinstance(x, dict) else x for x in (value, first)))
     a, b = next(pair for pair in pairs if pair[0] != pair[1])
     return f"{a} and {b}"

@@ -40,9 +40,9 @@ class _AfterForward(OfOneModel):
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _compare(functions: Functions, ranks: Ranks) -> None:
     # Waits for the other ranks, which have launched the same gathers; not for the gathers.
-    told = ranks.all_gather_host([functions.take_digest()])
-    for rank, digest in enumerate(told[:, 0]):
-        if digest != told[0, 0]:
+    digests = ranks.all_gather_host([functions.take_digest()])
+    for rank, digest in enumerate(digests[:, 0]):
+        if digest != digests[0, 0]:
             raise RankError(
                 f"ranks disagree in an evaluation: rank {rank} has gathered the weights of other "
                 "modules than rank 0, or in another order, so that neither has the right result. "

@@ -76,8 +76,8 @@ def check_arguments(model: object, rule: object) -> None:
         )
     if isinstance(rule, type):
         torchs = issubclass(rule, torch.optim.Optimizer)
-        found = f"the class {rule.__name__}{' of torch.optim' if torchs else ', not one of it'}"
-        raise TypeError(f"rule is {found}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
+        kind = f"the class {rule.__name__}{' of torch.optim' if torchs else ', not one of it'}"
+        raise TypeError(f"rule is {kind}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
     if rule is None or isinstance(rule, MatrixRule):
         return
     if not callable(getattr(rule, "update", None)):
@@ -117,10 +117,14 @@ def _check_state_keeps(state: str, rule: Rule) -> None:
     """Raises ValueError where a format cannot keep the rule's moments."""
     format = FORMATS[state]
     if not format.keeps_moments(rule.moments):
-        others = [f"'{name}'" for name, one in FORMATS.items() if one.keeps_moments(rule.moments)]
+        alternatives = [
+            f"'{name}'"
+            for name, candidate in FORMATS.items()
+            if candidate.keeps_moments(rule.moments)
+        ]
         raise ValueError(
             f"state = '{state}' cannot keep {' and '.join(rule.moments) or 'no moment'} of "
-            f"{type(rule).__name__}: use {' or '.join(others)}"
+            f"{type(rule).__name__}: use {' or '.join(alternatives)}"
         )
 
 
@@ -163,8 +167,8 @@ def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
     for name, param in model.named_parameters():
-        for found, what in _faults(param, may_be_meta):
-            if found:
+        for is_faulty, what in _faults(param, may_be_meta):
+            if is_faulty:
                 raise ModelError(f"parameter '{name}' {what}")
     if not any(p.requires_grad and p.numel() for p in model.parameters()):
         raise ModelError("the model has nothing to train: no parameter has requires_grad=True")
@@ -212,10 +216,10 @@ def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
         compiled = config.compile_blocks or has_compiled(module)
         divided = compiled and any(map(is_distributed, module.parameters()))
         if divided:
-            asked = "compile_blocks=True" if config.compile_blocks else f"'{name}' is compiled"
-            found = next(n for n, p in model.named_parameters() if is_distributed(p))
+            cause = "compile_blocks=True" if config.compile_blocks else f"'{name}' is compiled"
+            divided_param = next(n for n, p in model.named_parameters() if is_distributed(p))
             raise ModelError(
-                f"{asked}, and parameter '{found}' is a DTensor: torch does not compile "
+                f"{cause}, and parameter '{divided_param}' is a DTensor: torch does not compile "
                 "those whose memory moves. Leave the compiler out"
             )
 
@@ -255,28 +259,30 @@ def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]
         ModelError: a pattern in `named` that no parameter matches, or that leaves a module with two
             dtypes.
     """
-    kept: set[nn.Parameter] = set()
+    fp32_params: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            kept.update(module.parameters(recurse=False))
+            fp32_params.update(module.parameters(recurse=False))
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             if words := set(getattr(module, attribute, None) or ()):
-                kept.update(p for n, p in module.named_parameters() if words & set(n.split(".")))
+                fp32_params.update(
+                    p for n, p in module.named_parameters() if words & set(n.split("."))
+                )
     for pattern in named:
         matching = [p for n, p in model.named_parameters() if fnmatchcase(n, pattern)]
         if not matching:
             some = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
             raise ModelError(f"keep_fp32: no parameter is called '{pattern}'; there are {some}, …")
-        kept.update(matching)
+        fp32_params.update(matching)
     for name, module in model.named_modules() if named else ():
-        own = list(module.parameters(recurse=False))
+        params = list(module.parameters(recurse=False))
         if isinstance(module, nn.Linear | nn.LayerNorm | nn.GroupNorm | nn.modules.conv._ConvNd):
-            if own and 0 < len(kept.intersection(own)) < len(own):
+            if params and 0 < len(fp32_params.intersection(params)) < len(params):
                 raise ModelError(
                     f"keep_fp32 names some of the parameters of '{name}', and torch computes with "
                     f"one dtype there: name all of them, '{name}.*'"
                 )
-    return kept
+    return fp32_params
 
 
 def warn_of_local_norm(asker: str, seen: int, ranks: Ranks) -> None:
@@ -297,15 +303,17 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
     """Warn of options for the layers of a list, where the model has no list."""
     if any(part.repeated for part in partition(model)):
         return
-    asked = [f"activation = {config.activations.mode!r}"] * config.activations.recomputes
+    options = [f"activation = {config.activations.mode!r}"] * config.activations.recomputes
     # Ranks divide the weights of other modules, too.
-    asked += [f"working = {config.weights.tier!r}"] * (config.weights.offloaded and ranks.is_single)
-    asked += ["compile_blocks = True"] * config.compile_blocks
-    if asked:
+    options += [f"working = {config.weights.tier!r}"] * (
+        config.weights.offloaded and ranks.is_single
+    )
+    options += ["compile_blocks = True"] * config.compile_blocks
+    if options:
         _log.warning(
             "%s: without effect, as %s has no list of layers (an nn.ModuleList or nn.Sequential "
             "with two or more that have weights). All weights and activations stay on the device; "
             "activation = 'offload_saved' moves the activations of any model",
-            " and ".join(asked),
+            " and ".join(options),
             type(model).__name__,
         )

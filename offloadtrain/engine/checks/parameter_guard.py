@@ -68,24 +68,24 @@ def _parameters(model: nn.Module) -> list[nn.Parameter]:
     """List the model's parameters once each, module by module. Every step calls it; it is faster
     than `model.parameters()`, with a generator per level and a name for each."""
     # By id: a tensor's own hash is a function of Python.
-    found: dict[int, nn.Parameter | None] = {}
-    modules, seen = [model], {id(model)}
+    params: dict[int, nn.Parameter | None] = {}
+    modules, visited = [model], {id(model)}
     # The list grows while it is walked.
     for module in modules:
         for param in module._parameters.values():
-            found[id(param)] = param
+            params[id(param)] = param
         for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
                 modules.append(child)
-    return [param for param in found.values() if param is not None]
+    return [param for param in params.values() if param is not None]
 
 
 def _version(param: nn.Parameter) -> int:
     """Count the writes into a parameter; of a DTensor also those into its part
     (`to_local().copy_(…)`), which are those into itself, too."""
-    held = local(param)
-    return held._version + (param._version if held is not param else 0)
+    part = local(param)
+    return part._version + (param._version if part is not param else 0)
 
 
 def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:

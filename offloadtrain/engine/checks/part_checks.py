@@ -129,8 +129,8 @@ def _check_part(name: str, param: Any, parts: Ranks) -> None:
 
 
 def _ranks_of(param: Any) -> list[int]:
-    found: list[int] = sorted(param.device_mesh.mesh.flatten().tolist())
-    return found
+    ranks: list[int] = sorted(param.device_mesh.mesh.flatten().tolist())
+    return ranks
 
 
 def check_same_weights(names: Sequence[str], checksums: Sequence[float], parts: Ranks) -> None:

@@ -105,10 +105,10 @@ class MemoryMap(dict[BufferKey, Buffer]):
         if row.within is None:
             self._allocate({key: row}, row.tier)
         else:
-            whole, offset = row.within
+            parent, offset = row.within
             # Parameters will be views of it, also of those that are trained later.
             with torch.inference_mode(False):
-                part = self[whole].flat[offset : offset + row.nbytes].view(DTYPES[row.dtype])
+                part = self[parent].flat[offset : offset + row.nbytes].view(DTYPES[row.dtype])
             self[key] = Buffer(row.name, part)
         return self[key]
 
@@ -179,10 +179,10 @@ class Ranges(dict[Ref, Range]):
         # Not kept: the tensor is another one each time.
         if ref.memory is Memory.ACTIVATION:
             return Range(self.inputs.buffer(ref), ref.lo, ref.hi)
-        whole = ref._replace(lo=0, hi=0)
-        if whole not in self._buffers:
-            self._buffers[whole] = self._buffer(ref)
-        self[ref] = Range(self._buffers[whole], ref.lo, ref.hi)
+        full_ref = ref._replace(lo=0, hi=0)
+        if full_ref not in self._buffers:
+            self._buffers[full_ref] = self._buffer(ref)
+        self[ref] = Range(self._buffers[full_ref], ref.lo, ref.hi)
         return self[ref]
 
     def _buffer(self, ref: Ref) -> Buffer:

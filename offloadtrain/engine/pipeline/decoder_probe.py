@@ -47,20 +47,20 @@ class _Noting(nn.Module):
         first: Tensor = args[0] if args else next(iter(kwargs.values()))
         return self.made(first)
 
-    def made(self, given: Tensor) -> Tensor:
-        return given * (1.0 + 0.1 / (1 + self.number)) + 0.01 * (1 + self.number)
+    def made(self, x: Tensor) -> Tensor:
+        return x * (1.0 + 0.1 / (1 + self.number)) + 0.01 * (1 + self.number)
 
 
 class _NotingEmbedding(_Noting, nn.Embedding):
     """The same for what embeds tokens or positions."""
 
-    def made(self, given: Tensor) -> Tensor:
-        return torch.sin((given[..., None] + 1.0) * (torch.arange(self.sizes[-1]) + 1.0))
+    def made(self, x: Tensor) -> Tensor:
+        return torch.sin((x[..., None] + 1.0) * (torch.arange(self.sizes[-1]) + 1.0))
 
 
 class _NotingHead(_Noting):
-    def made(self, given: Tensor) -> Tensor:
-        return given.sum(-1, keepdim=True) * torch.linspace(0.5, 1.0, self.sizes[0])
+    def made(self, x: Tensor) -> Tensor:
+        return x.sum(-1, keepdim=True) * torch.linspace(0.5, 1.0, self.sizes[0])
 
 
 @torch.no_grad()
@@ -70,12 +70,12 @@ def check_stages(model: Any, stages: Sequence[Sequence[Part]]) -> None:
     Raises:
         PipelineError: its structure is not known here, or stages would compute something else.
     """
-    parts = [part for own in stages for part in own]
+    parts = [part for stage in stages for part in stage]
     check_decoder(model, parts)
     try:
         whole_calls, logits = _run(model, parts, [])
         _check_calls(model, parts, whole_calls)
-        calls, found = _run(model, parts, stages)
+        calls, stage_logits = _run(model, parts, stages)
     except ValueError as error:
         raise refused(model, f"{error}") from error
     except Exception as error:  # whatever its code says of modules that are not its own
@@ -85,7 +85,7 @@ def check_stages(model: Any, stages: Sequence[Sequence[Part]]) -> None:
     for (name, *got), (_, *expected) in zip(calls, whole_calls, strict=True):
         if not _same(got, expected):
             raise refused(model, f"'{name}' would get something else in its stage")
-    if not _same(found, logits):
+    if not _same(stage_logits, logits):
         raise refused(model, "its logits would differ")
 
 
@@ -106,12 +106,12 @@ def _run(
         torch.manual_seed(0)
         if not stages:
             return calls, _without_weights(model, parts, calls)(tokens, use_cache=False).logits
-        given = tokens
+        hidden = tokens
         for index in range(len(stages)):
             stage = _without_weights(model, parts, calls)
             cut_stage(stage, stages, index)
-            given = stage(given)
-    return calls, given
+            hidden = stage(hidden)
+    return calls, hidden
 
 
 def _without_weights(model: Any, parts: Sequence[Part], calls: list[Call]) -> Any:
@@ -126,9 +126,9 @@ def _without_weights(model: Any, parts: Sequence[Part], calls: list[Call]) -> An
             kind = _NotingEmbedding
         memo[id(part.module)] = kind(part.name, number, calls, sizes)
     memo |= {id(buffer): _on_host(buffer) for buffer in model.buffers()}
-    found = copy.deepcopy(model, memo)
-    found.__dict__.pop("forward", None)
-    return found.train(model.training)
+    copied = copy.deepcopy(model, memo)
+    copied.__dict__.pop("forward", None)
+    return copied.train(model.training)
 
 
 def _on_host(buffer: Tensor) -> Tensor:
@@ -152,15 +152,15 @@ def _check_calls(model: Any, parts: Sequence[Part], calls: Sequence[Call]) -> No
         for leaf in tree_leaves((args, kwargs)):
             if not isinstance(leaf, Tensor | bool | int | float | str | torch.dtype | None):
                 raise ValueError(f"'{name}' gets a {type(leaf).__name__}")
-        if name in layers and any(isinstance(one, dict | list) for one in kwargs.values()):
+        if name in layers and any(isinstance(value, dict | list) for value in kwargs.values()):
             raise ValueError(f"'{name}' gets a list or dictionary, which layers could fill")
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    return type(one) is type(other) and bool(one == other)
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if isinstance(value, tuple | list) and isinstance(other, tuple | list):
+        return len(value) == len(other) and all(map(_same, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_same(value[key], other[key]) for key in value)
+    return type(value) is type(other) and bool(value == other)

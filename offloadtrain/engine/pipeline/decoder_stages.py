@@ -75,7 +75,7 @@ def check_decoder(model: Any, parts: Sequence[Part]) -> None:
         )
     base, config = model.base_model, model.config
     lists = {part.name.rpartition(".")[0] for part in parts if part.repeated}
-    for problem, found in {
+    for problem, applies in {
         "it has no base model around its layers": base is model,
         "it has an encoder and a decoder": bool(config.is_encoder_decoder),
         "it has no head of its own (get_output_embeddings() is None)": head_of(model) is None,
@@ -84,9 +84,9 @@ def check_decoder(model: Any, parts: Sequence[Part]) -> None:
         "its loss balances experts (config.output_router_logits = True)": bool(
             getattr(config.get_text_config(), "output_router_logits", False)
         ),
-        "its forward was replaced": any("forward" in one.__dict__ for one in (model, base)),
+        "its forward was replaced": any("forward" in module.__dict__ for module in (model, base)),
     }.items():
-        if found:
+        if applies:
             raise refused(model, problem)
 
 
@@ -129,13 +129,16 @@ def cut_decoder(
 
 
 def cut_stage(model: nn.Module, stages: Sequence[Sequence[Part]], index: int) -> None:
-    """Leave one of the stages of `divide`, whose modules are this model's or one's of its kind."""
-    every, own = [part for parts in stages for part in parts], [part.name for part in stages[index]]
+    """Keep one of the stages of `divide`, of this model or of another model of its class."""
+    every, stage_names = (
+        [part for parts in stages for part in parts],
+        [part.name for part in stages[index]],
+    )
     remember_layers(model, [part.name for part in stages[index] if part.repeated])
     if is_of_transformers(model):
-        cut_decoder(model, own, every, index=index, count=len(stages))
+        cut_decoder(model, stage_names, every, index=index, count=len(stages))
     else:
-        cut(model, own, [part.name for part in every])
+        cut(model, stage_names, [part.name for part in every])
 
 
 def _list_of(parts: Sequence[Part]) -> str:
@@ -143,21 +146,21 @@ def _list_of(parts: Sequence[Part]) -> str:
 
 
 def _pass_over_others(holder: nn.Module, *, is_first: bool, is_last: bool) -> None:
-    """Pass over what has no weights and is the first or the last stage's: dropout before the
-    layers, and a norm without weights behind them; rotary embeddings have buffers."""
-    behind = False
+    """Skip modules without weights that belong to the first or the last stage: dropout before the
+    layers, and a norm without weights after them. Rotary embeddings have buffers."""
+    after_layers = False
     for key, child in list(holder.named_children()):
-        behind = behind or isinstance(child, nn.ModuleList)
+        after_layers = after_layers or isinstance(child, nn.ModuleList)
         empty = next(chain(child.parameters(), child.buffers(), child.children()), None) is None
-        passes = not is_last if behind else not is_first and isinstance(child, nn.Dropout)
+        passes = not is_last if after_layers else not is_first and isinstance(child, nn.Dropout)
         if passes and empty and not isinstance(child, StandIn):
             setattr(holder, key, PassOn())
 
 
-def _forward(model: Any, index: int, count: int, given: Tensor, **kwargs: Any) -> Tensor:
+def _forward(model: Any, index: int, count: int, stage_input: Tensor, **kwargs: Any) -> Tensor:
     """The forward of a stage; see [Note: Stages of a decoder]."""
     entrance = "input_ids" if index == 0 else "inputs_embeds"
-    named: dict[str, Any] = {entrance: given, "use_cache": False}
+    named: dict[str, Any] = {entrance: stage_input, "use_cache": False}
     if index < count - 1:
         named |= {key: value for key, value in kwargs.items() if key not in _OF_THE_LOSS}
         if "output_router_logits" in signature(type(model).forward).parameters:
@@ -165,8 +168,8 @@ def _forward(model: Any, index: int, count: int, given: Tensor, **kwargs: Any) -
         hidden: Tensor = model.base_model(**named).last_hidden_state
         return hidden
     out = type(model).forward(model, **named, **kwargs)
-    found: Tensor = out.loss if kwargs.get("labels") is not None else out.logits
-    return found
+    result: Tensor = out.loss if kwargs.get("labels") is not None else out.logits
+    return result
 
 
 def check_dtype(stage: nn.Module, outputs: Sequence[Tensor], dtype: torch.dtype) -> None:

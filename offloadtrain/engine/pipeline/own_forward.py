@@ -39,21 +39,21 @@ _REMEDY = (
 class _Calls:
     """Watches the layers of a model on the meta device."""
 
-    def __init__(self, twin: nn.Module, layers: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self.order: list[str] = []
         self.got: dict[str, _Seen] = {}
         self.returned: dict[str, _Seen] = {}
-        for name, module in twin.named_modules():
+        for name, module in model.named_modules():
             if name in layers:
                 module.register_forward_pre_hook(partial(self._enters, name), with_kwargs=True)
                 module.register_forward_hook(partial(self._leaves, name))
 
     def _enters(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.order.append(name)
-        self.got[name] = _seen((args, kwargs))
+        self.got[name] = _leaves_with_versions((args, kwargs))
 
     def _leaves(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        self.returned[name] = _seen(output)
+        self.returned[name] = _leaves_with_versions(output)
 
 
 class WholeForward:
@@ -93,56 +93,56 @@ class WholeForward:
         Raises:
             PipelineError: the stage would compute something else.
         """
-        own, given = self._stages[index], _seen(inputs)
+        layers, stage_inputs = self._stages[index], _leaves_with_versions(inputs)
         is_last = index == len(self._stages) - 1
-        calls, output = self._run(stage, inputs, until=own[0] if is_last else None)
-        self._check_numbers(own, calls)
+        calls, output = self._run(stage, inputs, until=layers[0] if is_last else None)
+        self._check_numbers(layers, calls)
         if index > 0:
             before = self._stages[index - 1][-1]
-            for place, _ in self._passed_on(before, own[0]):
-                if not _is_among(calls.got[own[0]][place], given):
+            for place, _ in self._passed_on(before, layers[0]):
+                if not _is_among(calls.got[layers[0]][place], stage_inputs):
                     raise PipelineError(
-                        f"'{own[0]}' gets something else than the stage is given; in the whole "
+                        f"'{layers[0]}' gets something else than the stage is given; in the whole "
                         f"model it gets what '{before}' returns. {_REMEDY}"
                     )
         if not is_last:
-            for _, number in self._passed_on(own[-1], self._stages[index + 1][0]):
-                if not _is_among(calls.returned[own[-1]][number], output):
+            for _, number in self._passed_on(layers[-1], self._stages[index + 1][0]):
+                if not _is_among(calls.returned[layers[-1]][number], output):
                     raise PipelineError(
-                        f"the stage returns something else than '{own[-1]}', its last layer; in "
+                        f"the stage returns something else than '{layers[-1]}', its last layer; in "
                         f"the whole model '{self._stages[index + 1][0]}' gets that. {_REMEDY}"
                     )
 
-    def _check_numbers(self, own: Sequence[str], calls: _Calls) -> None:
-        for name in own:
-            for (got, _), (whole, _) in zip(
+    def _check_numbers(self, layers: Sequence[str], calls: _Calls) -> None:
+        for name in layers:
+            for (got, _), (expected, _) in zip(
                 calls.got.get(name, ()), self._calls.got.get(name, ()), strict=True
             ):
-                is_plain = isinstance(whole, bool | int | float | str)
-                if is_plain and not (type(got) is type(whole) and got == whole):
+                is_plain = isinstance(expected, bool | int | float | str)
+                if is_plain and not (type(got) is type(expected) and got == expected):
                     raise PipelineError(
-                        f"'{name}' gets {got!r}, and {whole!r} in the whole model. {_REMEDY}"
+                        f"'{name}' gets {got!r}, and {expected!r} in the whole model. {_REMEDY}"
                     )
 
     def _passed_on(self, before: str, layer: str) -> list[tuple[int, int]]:
         """Return (place in the layer's arguments, number of the output before) of what the whole
         model's forward passes on as it is."""
         returned = self._calls.returned.get(before, [])
-        found = []
-        for place, one in enumerate(self._calls.got.get(layer, ())):
-            numbers = [n for n, other in enumerate(returned) if _is_among(one, [other])]
-            found += [(place, number) for number in numbers[:1]]
-        return found
+        pairs = []
+        for place, argument in enumerate(self._calls.got.get(layer, ())):
+            numbers = [n for n, other in enumerate(returned) if _is_among(argument, [other])]
+            pairs += [(place, number) for number in numbers[:1]]
+        return pairs
 
     @torch.no_grad()
     def _run(
         self, model: nn.Module, inputs: tuple[Tensor, ...], until: str | None
     ) -> tuple[_Calls, _Seen]:
-        """`until`: a layer behind whose entrance the forward may fail."""
-        twin = twin_of(model, self._config, "meta")
-        calls = _Calls(twin, self._layers)
+        """`until`: the forward may fail once it has entered this layer."""
+        meta_model = twin_of(model, self._config, "meta")
+        calls = _Calls(meta_model, self._layers)
         try:
-            return calls, _seen(twin(*inputs))
+            return calls, _leaves_with_versions(meta_model(*inputs))
         except Exception as error:
             # The last stage may look at values, and its forward has never been run without them.
             if until is None or until not in calls.got:
@@ -153,27 +153,27 @@ class WholeForward:
             return calls, []
 
 
-def _seen(tree: Any) -> _Seen:
+def _leaves_with_versions(tree: Any) -> _Seen:
     leaves = tree_leaves(tree)
     return [(leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in leaves]
 
 
-def _is_among(one: tuple[Any, int], others: _Seen) -> bool:
-    tensor, version = one
+def _is_among(leaf: tuple[Any, int], leaves: _Seen) -> bool:
+    tensor, version = leaf
     return isinstance(tensor, Tensor) and any(
         isinstance(other, Tensor) and version == written and _is_same(tensor, other)
-        for other, written in others
+        for other, written in leaves
     )
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
     """Whether both are one tensor, or views of the same elements."""
-    if one is other:
+    if tensor is other:
         return True
-    if type(one) is not Tensor or type(other) is not Tensor or one.shape != other.shape:
+    if type(tensor) is not Tensor or type(other) is not Tensor or tensor.shape != other.shape:
         return False
-    shares = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    return shares and (one.stride(), one.storage_offset()) == (
+    shares = tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return shares and (tensor.stride(), tensor.storage_offset()) == (
         other.stride(),
         other.storage_offset(),
     )

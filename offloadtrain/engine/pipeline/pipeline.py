@@ -120,21 +120,21 @@ def pipeline(
     if param_init_fn is not None and init_in_order:
         in_order = InitInOrder(model, param_init_fn)
     numbers = {param: number for number, param in enumerate(model.parameters())}
-    modules, whole = _own_stages(model, axes, stages_per_rank, each, chosen, inputs)
-    shapes = _shapes(modules, axes.stages, inputs, chosen, whole)
+    modules, whole_forward = _own_stages(model, axes, stages_per_rank, each, chosen, inputs)
+    shapes = _shapes(modules, axes.stages, inputs, chosen, whole_forward)
     stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
     groups = None if params is None else [_listed(group) for group in params]
     for module in modules:
         if in_order is not None:
             in_order.follow(module)
-        own = _own_groups(groups, module)
+        stage_groups = _own_groups(groups, module)
         first = min(numbers[param] for param in module.parameters())
         place = StagePlace(stages, first, axes.parts, in_order=True)
         if schedule == NO_FLUSH:
             place = _kept_twice(place)
         optimizers.append(
             attach(
-                *(module, rule, own, chosen, on, axes.replicas, in_order or param_init_fn),
+                *(module, rule, stage_groups, chosen, on, axes.replicas, in_order or param_init_fn),
                 *(place, ledger),
             )
         )
@@ -198,8 +198,8 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
         f"skip_unused = {list(chosen.skip_unused)}": bool(chosen.skip_unused),
         type(rule).__name__: isinstance(rule, MatrixRule),
     }
-    for what, found in refused.items():
-        if found:
+    for what, applies in refused.items():
+        if applies:
             raise PipelineError(
                 f"schedule = '2bw' does not go with {what}: it updates as update = 'delayed' does "
                 "from the first step on, and keeps two versions of the weights on the device or "
@@ -220,12 +220,12 @@ def _check_same(
     """Raises RankError unless all stages, and the parts of each, are cut out of one model, for one
     schedule."""
     shapes = [(name, list(param.shape)) for name, param in model.named_parameters()]
-    told = {"example": _described(inputs), "schedule": schedule, "model": shapes}
+    description = {"example": _described(inputs), "schedule": schedule, "model": shapes}
     remedy = (
         "every process passes the whole model, the same example and the same schedule to pipeline()"
     )
-    check_alike(axes.stages, told, "stage", remedy)
-    check_alike(axes.parts, told, "part", remedy)
+    check_alike(axes.stages, description, "stage", remedy)
+    check_alike(axes.parts, description, "part", remedy)
 
 
 def _own_stages(
@@ -242,17 +242,17 @@ def _own_stages(
     count = axes.stages.size * per_rank
     of_stages = divide(model, count, layers_per_stage)
     check_alone(of_stages, config, axes.replicas.size)
-    whole = None
+    whole_forward = None
     if is_of_transformers(model):
         check_stages(model, of_stages)
     elif count > 1:
-        whole = WholeForward(model, of_stages, _on_meta(_described(inputs)), config)
+        whole_forward = WholeForward(model, of_stages, _on_meta(_described(inputs)), config)
     shared = {id(param): param for param in model.parameters()}
-    found = [copy.deepcopy(model, dict(shared)) for _ in range(per_rank - 1)] + [model]
+    stage_models = [copy.deepcopy(model, dict(shared)) for _ in range(per_rank - 1)] + [model]
     indices = range(axes.stages.rank, count, axes.stages.size)
-    for module, index in zip(found, indices, strict=True):
+    for module, index in zip(stage_models, indices, strict=True):
         cut_stage(module, of_stages, index)
-    return found, whole
+    return stage_models, whole_forward
 
 
 def _shapes(
@@ -260,7 +260,7 @@ def _shapes(
     stages: Ranks,
     inputs: Sequence[Tensor],
     config: OffloadConfig,
-    whole: WholeForward | None,
+    whole_forward: WholeForward | None,
 ) -> list[tuple[Tensor, ...]]:
     """Return the inputs of every stage, and a scalar for the output of the last.
 
@@ -268,33 +268,33 @@ def _shapes(
         PipelineError: a stage's forward fails, or does something else than the whole model's; on
             every stage.
     """
-    found, count = [_on_meta(_described(inputs))], stages.size * len(modules)
+    shapes, count = [_on_meta(_described(inputs))], stages.size * len(modules)
     for index in range(count):
-        told, described = "", list[Any]()
+        failure, described = "", list[Any]()
         if index % stages.size == stages.rank:
             stage, is_last = modules[index // stages.size], index == count - 1
             try:
-                described = [] if is_last else _described(_output_of(stage, found[-1], config))
-                if whole is not None:
-                    whole.check(stage, index, found[-1])
+                described = [] if is_last else _described(_output_of(stage, shapes[-1], config))
+                if whole_forward is not None:
+                    whole_forward.check(stage, index, shapes[-1])
             except PipelineError as error:
-                told = str(error)
+                failure = str(error)
         # Each stage waits here for the shapes that the one before it makes.
-        described, told = stages.gather((described, told))[index % stages.size]
-        if told:
-            raise PipelineError(f"stage {index}: {told}")
-        found.append(_on_meta(described))
-    return [*found[:-1], (torch.empty((), device="meta"),)]
+        described, failure = stages.gather((described, failure))[index % stages.size]
+        if failure:
+            raise PipelineError(f"stage {index}: {failure}")
+        shapes.append(_on_meta(described))
+    return [*shapes[:-1], (torch.empty((), device="meta"),)]
 
 
 def _output_of(
     stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig
 ) -> tuple[Tensor, ...]:
     of_transformers = is_of_transformers(stage)
-    found = output_of(stage, inputs, config, faked=of_transformers)
+    outputs = output_of(stage, inputs, config, faked=of_transformers)
     if of_transformers:
-        check_dtype(stage, found, PRECISIONS[config.precision])
-    return found
+        check_dtype(stage, outputs, PRECISIONS[config.precision])
+    return outputs
 
 
 def _described(tensors: Sequence[Tensor]) -> list[Any]:
@@ -319,7 +319,9 @@ def _own_groups(
     groups are the same in every stage."""
     if groups is None:
         return None
-    own = set(module.parameters())
+    stage_params = set(module.parameters())
     if not isinstance(groups[0], dict):
-        return [param for param in groups if param in own]
-    return [group | {"params": [p for p in group["params"] if p in own]} for group in groups]
+        return [param for param in groups if param in stage_params]
+    return [
+        group | {"params": [p for p in group["params"] if p in stage_params]} for group in groups
+    ]

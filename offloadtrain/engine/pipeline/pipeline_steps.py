@@ -67,8 +67,10 @@ class Pipeline:
         self.indices = tuple(range(rank, size * len(optimizers), size))
         """The numbers of this process's stages."""
         self._specs = [
-            StageSpec(one.model, index, shapes[index], shapes[index + 1], one.micro_step)
-            for index, one in zip(self.indices, optimizers, strict=True)
+            StageSpec(
+                optimizer.model, index, shapes[index], shapes[index + 1], optimizer.micro_step
+            )
+            for index, optimizer in zip(self.indices, optimizers, strict=True)
         ]
         self._where: dict[str, Any] = {
             "count": size * len(optimizers),
@@ -98,8 +100,8 @@ class Pipeline:
     def _who(self) -> str:
         """This process, for messages."""
         count = self.stages.size * len(self.indices)
-        own = " and ".join(str(index + 1) for index in self.indices)
-        return f"rank {self.stages.world_rank} (stage {own} of {count})"
+        numbers = " and ".join(str(index + 1) for index in self.indices)
+        return f"rank {self.stages.world_rank} (stage {numbers} of {count})"
 
     @property
     def optimizer(self) -> OffloadOptimizer | StageOptimizers:
@@ -109,7 +111,7 @@ class Pipeline:
     @property
     def module(self) -> nn.Module:
         """This process's stages, as one."""
-        models = [one.model for one in self.optimizers]
+        models = [optimizer.model for optimizer in self.optimizers]
         return models[0] if len(models) == 1 else StageModules(models)
 
     def run(
@@ -140,7 +142,7 @@ class Pipeline:
         """
         self._check_batch(inputs, target, more, self._microbatches)
         self._require_whole()
-        phases = {one.phase for one in self.optimizers}
+        phases = {optimizer.phase for optimizer in self.optimizers}
         if phases & {Phase.BACKWARD, Phase.ACCUMULATED}:
             raise EngineError("run() between run() and step(): end the step first")
         self._losses, self._divide = [], divide
@@ -218,9 +220,9 @@ class Pipeline:
         return self.optimizers[-1].scaled(loss, divide=self._divide)
 
     def _of_last_stage(self, count: int) -> Tensor:
-        own = torch.stack(self._losses).float().cpu() if self._losses else torch.zeros(count)
+        losses = torch.stack(self._losses).float().cpu() if self._losses else torch.zeros(count)
         # Every stage waits for the last one's losses here; the norm, next, would wait for as much.
-        return self.stages.all_gather_host(own)[-1].float()
+        return self.stages.all_gather_host(losses)[-1].float()
 
     def _check_batch(
         self,
@@ -231,13 +233,13 @@ class Pipeline:
     ) -> None:
         """Raises PipelineError, on every stage alike, for what would not fill the buffers that
         stages send each other: one would wait for the other, or torch would end the process."""
-        given = [tuple(one.shape) for one in inputs]
-        each = [tuple(one.shape) for one in self._example]
-        if given != [(rows * microbatches, *rest) for rows, *rest in each]:
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        each = [tuple(tensor.shape) for tensor in self._example]
+        if shapes != [(rows * microbatches, *rest) for rows, *rest in each]:
             raise PipelineError(
-                f"inputs of {_listed(given)} for {_said(microbatches)} of {_listed(each)}: each "
-                "has the size of the example that pipeline() was given, as stages send each other "
-                "buffers of one size. Drop a last, smaller batch (drop_last=True), or pad it"
+                f"inputs of {_listed(shapes)} for {_count_text(microbatches)} of {_listed(each)}: "
+                "each has the size of the example that pipeline() was given, as stages send each "
+                "other buffers of one size. Drop a last, smaller batch (drop_last=True), or pad it"
             )
         if target is not None and not isinstance(target, Tensor):
             raise PipelineError(
@@ -246,14 +248,14 @@ class Pipeline:
             )
         if target is not None and (target.ndim == 0 or target.shape[0] % microbatches):
             raise PipelineError(
-                f"a target of {_rows(target)} for {_said(microbatches)}: their number must "
+                f"a target of {_rows(target)} for {_count_text(microbatches)}: their number must "
                 "divide it"
             )
         for name, value in more.items():
             for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != given[0][0]):
+                if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != shapes[0][0]):
                     raise PipelineError(
-                        f"'{name}' of {_rows(leaf)} beside inputs of {given[0][0]}: tensors are "
+                        f"'{name}' of {_rows(leaf)} beside inputs of {shapes[0][0]}: tensors are "
                         "divided along their first dimension, as inputs are. Expand it to as many "
                         "rows, or pass a number"
                     )
@@ -263,7 +265,7 @@ def _rows(tensor: Tensor) -> str:
     return f"{tensor.shape[0]} rows" if tensor.ndim else "no dimension"
 
 
-def _said(microbatches: int) -> str:
+def _count_text(microbatches: int) -> str:
     return "a microbatch" if microbatches == 1 else f"{microbatches} microbatches"
 
 
@@ -311,8 +313,8 @@ class UnflushedPipeline(Pipeline):
         self._losses, self._divide = [], divide
         with self._exchanging():
             self._unflushed.run(inputs, target, more)
-        own = torch.stack(self._losses).float().cpu() if self._losses else None
-        before, self._last = self._last, self._send_losses(own)
+        losses = torch.stack(self._losses).float().cpu() if self._losses else None
+        before, self._last = self._last, self._send_losses(losses)
         # The last stage has sent these before it sent the gradients that this stage has received.
         return self._received(before)
 
@@ -359,8 +361,8 @@ class UnflushedPipeline(Pipeline):
         if number == self._microbatches - 1:
             self._step.backwards_end()
 
-    def _send_losses(self, own: Tensor | None) -> Callable[[], Tensor]:
-        return self.stages.send_host(torch.zeros(self._microbatches) if own is None else own)
+    def _send_losses(self, losses: Tensor | None) -> Callable[[], Tensor]:
+        return self.stages.send_host(torch.zeros(self._microbatches) if losses is None else losses)
 
     def _received(self, wait: Callable[[], Tensor] | None) -> Tensor:
         if wait is None:

@@ -71,10 +71,10 @@ def divide(model: nn.Module, stages: int, layers_per_stage: Sequence[int] = ()) 
             f"each stage a number above 0, that add up to {len(layers)}"
         )
     bounds = [0, *(layers[sum(each[:index])] for index in range(1, stages)), len(parts)]
-    found = [parts[lo:hi] for lo, hi in pairwise(bounds)]
-    _check_tied(found)
-    _check_trained(found)
-    return found
+    stage_parts = [parts[lo:hi] for lo, hi in pairwise(bounds)]
+    _check_tied(stage_parts)
+    _check_trained(stage_parts)
+    return stage_parts
 
 
 def _check_nesting(parts: Sequence[Part]) -> None:
@@ -131,8 +131,8 @@ def _check_trained(stages: Sequence[Sequence[Part]]) -> None:
 
 def cut(model: nn.Module, own: Sequence[str], parts: Sequence[str]) -> None:
     """Take the modules of all other `parts` than `own` out of the model; all by name."""
-    others = [name for name in parts if name not in own]
-    for name in others + _between_layers(model, set(own), set(parts)):
+    removed = [name for name in parts if name not in own]
+    for name in removed + _between_layers(model, set(own), set(parts)):
         path, _, key = name.rpartition(".")
         parent = model.get_submodule(path)
         if isinstance(parent, nn.ModuleList | nn.Sequential):
@@ -141,19 +141,19 @@ def cut(model: nn.Module, own: Sequence[str], parts: Sequence[str]) -> None:
             setattr(parent, key, None)
 
 
-def _between_layers(model: nn.Module, own: set[str], parts: set[str]) -> list[str]:
-    """Return the modules without parameters in a `Sequential` of layers that are other stages':
-    each goes with the layer before it."""
-    found = []
+def _between_layers(model: nn.Module, stage_names: set[str], parts: set[str]) -> list[str]:
+    """Return the modules without parameters in a `Sequential` of layers that belong to other
+    stages: each goes with the layer before it."""
+    removed = []
     for path, module in model.named_modules():
         names = [f"{path}.{key}" if path else key for key, _ in module.named_children()]
         if not isinstance(module, nn.Sequential) or parts.isdisjoint(names):
             continue
-        keeps = next(name for name in names if name in parts) in own
+        keeps = next(name for name in names if name in parts) in stage_names
         for name in names:
-            keeps = name in own if name in parts else keeps
-            found += [] if keeps or name in parts else [name]
-    return found
+            keeps = name in stage_names if name in parts else keeps
+            removed += [] if keeps or name in parts else [name]
+    return removed
 
 
 class InitInOrder:
@@ -167,21 +167,23 @@ class InitInOrder:
         """`model`: before it is cut."""
         self._init = param_init_fn
         self._left = dict(model.named_modules())
-        self._own: dict[nn.Module, str] = {}
+        self._stage_names: dict[nn.Module, str] = {}
 
     def follow(self, stage: nn.Module) -> None:
         """The next modules to fill are this stage's; stages are followed in order."""
         named = stage.named_modules()
-        self._own = {one: name for name, one in named if not isinstance(one, StandIn)}
+        self._stage_names = {
+            module: name for name, module in named if not isinstance(module, StandIn)
+        }
 
     def __call__(self, module: nn.Module) -> None:
-        own = set(self._own.values())
-        # Those with buffers only may lie behind the layers of all stages, and draw nothing.
+        names = set(self._stage_names.values())
+        # Modules with buffers only may come after the layers of all stages, and draw nothing.
         has_weights = next(module.parameters(recurse=False), None) is not None
-        while has_weights and self._own[module] in self._left:
+        while has_weights and self._stage_names[module] in self._left:
             first = next(iter(self._left))
             other = self._left.pop(first)
-            if first not in own:
+            if first not in names:
                 # Drawn, so that later ones draw as in the whole model, and dropped.
                 materialise(other, self._init)
                 for param in other.parameters(recurse=False):
@@ -209,53 +211,57 @@ def output_of(
     fake = FakeTensorMode(allow_non_fake_inputs=True) if faked else nullcontext()
     with fake, Described() if faked else nullcontext():  # type: ignore[no-untyped-call]
         device = "cpu" if faked else "meta"
-        given = tuple(_without_values(one, device) for one in inputs)
-        return _output_of_twin(stage, given, config, device)
+        fakes = tuple(_without_values(tensor, device) for tensor in inputs)
+        return _output_of_twin(stage, fakes, config, device)
 
 
 def twin_of(stage: nn.Module, config: OffloadConfig, device: str) -> nn.Module:
     """Return a copy without values that computes as the stage does once offloaded."""
     dtype, full = PRECISIONS[config.precision], keeps_fp32(stage, config.weights.keep_fp32)
-    twins: dict[int, object] = {id(one): _without_values(one, device) for one in stage.buffers()}
+    twins: dict[int, object] = {
+        id(buffer): _without_values(buffer, device) for buffer in stage.buffers()
+    }
     for param in stage.parameters():
         narrow = param.is_floating_point() and param not in full
         made = _without_values(local(param), device, dtype if narrow else None)
         # A plan of tensor parallel has hooks that take its products for those of DTensors.
         made = rebuilt(param, made) if is_distributed(param) else made
         twins[id(param)] = nn.Parameter(made, False)
-    twin: nn.Module = copy.deepcopy(stage, twins)
-    attach_casts(twin, layers_of(twin), dtype, cast_inputs=config.activations.cast_inputs)
-    return twin
+    model_copy: nn.Module = copy.deepcopy(stage, twins)
+    attach_casts(
+        model_copy, layers_of(model_copy), dtype, cast_inputs=config.activations.cast_inputs
+    )
+    return model_copy
 
 
 def _output_of_twin(
     stage: nn.Module, inputs: tuple[Tensor, ...], config: OffloadConfig, device: str
 ) -> tuple[Tensor, ...]:
-    twin = twin_of(stage, config, device)
+    model_copy = twin_of(stage, config, device)
     try:
-        found = twin(*inputs)
+        result = model_copy(*inputs)
     except Exception as error:
         raise PipelineError(
             f"a stage's forward failed on inputs of {_shapes(inputs)}: {error}. Modules of other "
             "stages are None: the model's forward must pass its first input on in their place"
         ) from error
-    outputs = found if isinstance(found, tuple) else (found,)
-    if not all(isinstance(one, Tensor) for one in outputs):
-        kinds = ", ".join(type(one).__name__ for one in outputs)
+    outputs = result if isinstance(result, tuple) else (result,)
+    if not all(isinstance(output, Tensor) for output in outputs):
+        kinds = ", ".join(type(output).__name__ for output in outputs)
         raise PipelineError(f"a stage returns {kinds}: return a tensor, or a tuple of them")
-    for one in outputs:
-        if not one.is_contiguous():
+    for output in outputs:
+        if not output.is_contiguous():
             raise PipelineError(
-                f"a stage returns {_shapes([one])} with strides {one.stride()}: stages send each "
-                "other contiguous tensors. End its last layer with x.contiguous()"
+                f"a stage returns {_shapes([output])} with strides {output.stride()}: stages send "
+                "each other contiguous tensors. End its last layer with x.contiguous()"
             )
     return outputs
 
 
 def _without_values(tensor: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
     # Not `empty_like`: a fake tensor would keep a weak reference, and no such parameter is swapped.
-    kept = tensor.dtype if dtype is None else dtype
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept, device=device)
+    copy_dtype = tensor.dtype if dtype is None else dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=copy_dtype, device=device)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:

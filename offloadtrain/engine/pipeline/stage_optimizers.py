@@ -73,12 +73,12 @@ class StageOptimizers:
         self._each, self._first = tuple(optimizers), first
         self.device, self.ranks, self.ledger = first.device, first.ranks, first.ledger
         self.working_dtype, self.config = first.working_dtype, first.config
-        self.param_groups = [group for one in optimizers for group in one.param_groups]
+        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.samples_late = False
 
     @property
     def pinned(self) -> bool:
-        return all(one.pinned for one in self._each)
+        return all(optimizer.pinned for optimizer in self._each)
 
     @property
     def tries(self) -> int:
@@ -90,24 +90,24 @@ class StageOptimizers:
 
     @warns_of_skips.setter
     def warns_of_skips(self, value: bool) -> None:
-        for one in self._each:
-            one.warns_of_skips = value
+        for optimizer in self._each:
+            optimizer.warns_of_skips = value
 
     @property
     def last_step(self) -> StepReport | None:
         """The report of the last step: work and transfers of all stages."""
-        reports = [one.last_step for one in self._each]
+        reports = [optimizer.last_step for optimizer in self._each]
         known = [report for report in reports if report is not None]
         return _together(known) if len(known) == len(self._each) else None
 
     def lanes_state(self) -> str:
-        return "; ".join(filter(None, (one.lanes.state() for one in self._each)))
+        return "; ".join(filter(None, (optimizer.lanes.state() for optimizer in self._each)))
 
     def step(self, *, skip: bool = False) -> None:
         failed: list[LossScaleError] = []
-        for one in self._each:
+        for optimizer in self._each:
             try:
-                one.step(skip=skip)
+                optimizer.step(skip=skip)
             except LossScaleError as error:
                 # All stages have the same loss scale: the others raise it, too, once they are as
                 # far, and what is saved then is of one step.
@@ -116,16 +116,16 @@ class StageOptimizers:
             raise failed[0]
 
     def synchronize(self) -> None:
-        for one in self._each:
-            one.synchronize()
+        for optimizer in self._each:
+            optimizer.synchronize()
 
     def sample_timeline(self) -> None:
-        for one in self._each:
-            one.sample_timeline()
+        for optimizer in self._each:
+            optimizer.sample_timeline()
 
     def close(self) -> None:
-        for one in self._each:
-            one.close()
+        for optimizer in self._each:
+            optimizer.close()
 
     # ---- state, for checkpoints
 
@@ -134,30 +134,32 @@ class StageOptimizers:
         return self._first.saves_untrained
 
     def extents(self) -> dict[str, Extent]:
-        return _merged(one.extents() for one in self._each)
+        return _merged(optimizer.extents() for optimizer in self._each)
 
     def flat_states(self) -> list[FlatState]:
-        return [state for one in self._each for state in one.flat_states()]
+        return [state for optimizer in self._each for state in optimizer.flat_states()]
 
     def write_state(self, writer: StateWriter) -> None:
         shared = _SharedWriter(writer, len(self._each))
-        for one in self._each:
-            one.write_state(shared)
+        for optimizer in self._each:
+            optimizer.write_state(shared)
 
     def finish_writing(self) -> None:
-        for one in self._each:
-            one.finish_writing()
+        for optimizer in self._each:
+            optimizer.finish_writing()
 
     def own_states(self) -> dict[str, list[OwnState]]:
-        return _merged(one.own_states() for one in self._each)
+        return _merged(optimizer.own_states() for optimizer in self._each)
 
     def own_weights(self) -> dict[str, list[OwnState]]:
-        return _merged(one.own_weights() for one in self._each)
+        return _merged(optimizer.own_weights() for optimizer in self._each)
 
     def load_named_state(
         self, name: str, tensors: Mapping[str, Tensor], *, lo: int | None = None
     ) -> None:
-        owner = next((one for one in self._each if name in one.extents()), self._first)
+        owner = next(
+            (optimizer for optimizer in self._each if name in optimizer.extents()), self._first
+        )
         owner.load_named_state(name, tensors, lo=lo)
 
     def scaler_state(self) -> dict[str, float] | None:
@@ -165,11 +167,11 @@ class StageOptimizers:
 
     @property
     def expert_steps(self) -> dict[str, list[int]]:
-        return merged_steps(one.expert_steps for one in self._each)
+        return merged_steps(optimizer.expert_steps for optimizer in self._each)
 
     def finish_load(self, **state: Any) -> None:
-        for one in self._each:
-            one.finish_load(**state)
+        for optimizer in self._each:
+            optimizer.finish_load(**state)
 
 
 AnyOptimizer: TypeAlias = OffloadOptimizer | StageOptimizers
@@ -215,11 +217,11 @@ def _together(reports: Sequence[StepReport]) -> StepReport:
         nonfinite_ranks = tuple(ranks.get(name, ()) for name in first.nonfinite)
     return replace(
         first,
-        busy_ms={lane: sum(one.busy_ms[lane] for one in reports) for lane in first.busy_ms},
+        busy_ms={lane: sum(report.busy_ms[lane] for report in reports) for lane in first.busy_ms},
         sampled=Timeline(lambda: [i for report in reports for i in report.timeline])
         if first.sampled
         else None,
         speculation_hit=all(guesses) if guesses else None,
         nonfinite_ranks=nonfinite_ranks,
-        **{key: sum(getattr(one, key) for one in reports) for key in (*_SUMS, *_MORE_SUMS)},
+        **{key: sum(getattr(report, key) for report in reports) for key in (*_SUMS, *_MORE_SUMS)},
     )

@@ -76,22 +76,22 @@ def adopt_weights(
         _agree_on([p for p in new if not holds_experts(p)], ranks.everyone)
         # Ranks with other experts have others: those with the same ones agree.
         _agree_on([p for p in new if holds_experts(p)], ranks.of_experts)
-        whole = {name: p for p, name in new.items() if not is_divided(p)}
-        _check_parts_agree(whole, place.parts)
+        undivided = {name: p for p, name in new.items() if not is_divided(p)}
+        _check_parts_agree(undivided, place.parts)
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rules[bucket.group], device)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
-            # The host has a shard, which a whole parameter cannot view: NaN until the first use.
+            # The host has a shard, which a full parameter cannot view: NaN until the first use.
             if not ranks.is_single and any(b.streamed for b in block_of[part.module].held):
                 block_of[part.module].leave_device()
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
                 # A copy in any case: `param_init_fn` may have given a view of a file.
-                own = param_init_fn is not None
-                param.data = param.data.to(device, None if keep else dtype, copy=own)
+                must_copy = param_init_fn is not None
+                param.data = param.data.to(device, None if keep else dtype, copy=must_copy)
     HEARTBEAT.advance("reading weights", sum(sizes), sum(sizes))
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
     for module in model.modules():
@@ -136,8 +136,8 @@ class Given:
                 self._values.setdefault(param, []).insert(0, value)
         self.new = any(
             value.dtype != param.dtype or not _equal(value, param)
-            for param, found in self._values.items()
-            for value in found
+            for param, loaded in self._values.items()
+            for value in loaded
         )
 
     def of(self, name: str, param: nn.Parameter) -> Tensor:
@@ -263,12 +263,12 @@ def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
             value.copy_(first)
 
 
-def _check_parts_agree(whole: Mapping[str, Tensor], parts: Ranks) -> None:
-    """Raises RankError unless all parts have the values of what they hold whole. Not overwritten:
-    a module may divide itself without DTensors, which is told here."""
+def _check_parts_agree(undivided: Mapping[str, Tensor], parts: Ranks) -> None:
+    """Raises RankError unless all parts have the same values of undivided tensors. Not overwritten:
+    a module may divide itself without DTensors, which is detected here."""
     if not parts.is_single:
-        values = [local(tensor.detach()) for tensor in whole.values()]
-        check_same_weights([*whole], _checksums(values), parts)
+        values = [local(tensor.detach()) for tensor in undivided.values()]
+        check_same_weights([*undivided], _checksums(values), parts)
 
 
 def _checksums(values: Sequence[Tensor]) -> list[float]:
@@ -278,18 +278,19 @@ def _checksums(values: Sequence[Tensor]) -> list[float]:
 
 def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
     """Give memory and values to the meta parameters and buffers that a module owns itself."""
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if not any(tensor.is_meta for tensor in own):
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if not any(tensor.is_meta for tensor in tensors):
         return
     assert param_init_fn is not None, "check_model lets meta parameters pass only with one"
     # Swapped and not replaced: other modules and parameter groups refer to the same object.
     for param in module.parameters(recurse=False):
         if param.is_meta:
-            held = torch.empty_like(local(param), device="cpu")
-            like = rebuilt(param, held) if is_distributed(param) else held
+            values = torch.empty_like(local(param), device="cpu")
+            like = rebuilt(param, values) if is_distributed(param) else values
             torch.utils.swap_tensors(param, nn.Parameter(like, param.requires_grad))
     module._apply(
-        lambda one: torch.empty_like(one, device="cpu") if one.is_meta else one, recurse=False
+        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor,
+        recurse=False,
     )
     param_init_fn(module)
 

@@ -29,13 +29,13 @@ def views(bucket: Bucket, slot: Slot) -> dict[str, Tensor]:
 
 def check_held_by(state_dict: Mapping[str, Any], own: Mapping[str, tuple[int, int]]) -> None:
     """Raises EngineError for the state of another rank, whose shards may have the same sizes."""
-    given = {name: tuple(at) for name, at in state_dict.get("held_by", {}).items()}
-    if all(count == 1 for _, count in given.values()) or given == own:
-        return  # whole tensors, which any rank takes its shard of; torch's own, too
-    several = [name for name in own if given.get(name, own[name])[1] > 1 or own[name][1] > 1]
+    saved = {name: tuple(at) for name, at in state_dict.get("held_by", {}).items()}
+    if all(count == 1 for _, count in saved.values()) or saved == own:
+        return  # full tensors, of which any rank takes its shard; torch's own, too
+    several = [name for name in own if saved.get(name, own[name])[1] > 1 or own[name][1] > 1]
     their, this = (
-        " and ".join("{} {} of {}".format(name, *held.get(name, own[name])) for name in several)
-        for held in (given, own)
+        " and ".join("{} {} of {}".format(name, *shards.get(name, own[name])) for name in several)
+        for shards in (saved, own)
     )
     raise EngineError(
         f"the state is that of {their} (counted from 0), and this process is {this}. The "
@@ -61,9 +61,9 @@ def load_dict(
         EngineError: if groups, shapes or step counts do not fit.
     """
     saved, entries = state_dict["param_groups"], state_dict["state"]
-    sizes, own = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
-    if sizes != own:
-        raise EngineError(f"parameter groups of sizes {sizes} do not fit the model's {own}")
+    sizes, model_sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
+    if sizes != model_sizes:
+        raise EngineError(f"parameter groups of sizes {sizes} do not fit the model's {model_sizes}")
     params = [param for group in groups for param in group["params"]]
     keys = [key for group in saved for key in group["params"]]
     without = [held[p][1].name for k, p in zip(keys, params, strict=True) if k not in entries]
@@ -91,8 +91,8 @@ def load_dict(
         rule = rules[bucket.group]
         tensors = _tensors(entries[key])
         first, last = bucket.piece(slot)
-        whole = any(tuple(tensor.shape) == slot.shape for tensor in tensors.values())
-        if whole or last - first == slot.numel:
+        has_full_shape = any(tuple(tensor.shape) == slot.shape for tensor in tensors.values())
+        if has_full_shape or last - first == slot.numel:
             load(bucket, slot, rule, tensors, None)
         elif first < last:
             load(bucket, slot, rule, tensors, first)
@@ -105,17 +105,19 @@ def _common_step(steps: Iterable[tuple[str, Any]]) -> int:
     Raises:
         EngineError: they differ.
     """
-    found: set[float] = set()
+    distinct: set[float] = set()
     for name, step in steps:
         if isinstance(step, Tensor) and step.numel() > 1:
             raise EngineError(
                 f"the state has a step for each of {step.numel()} experts of '{name}', which were "
                 "skipped where they were unused: offload with skip_unused as it was then"
             )
-        found.add(float(step))
-    if len(found) > 1:
-        raise EngineError(f"all parameters step together, but the state has steps {sorted(found)}")
-    return int(found.pop()) if found else 0
+        distinct.add(float(step))
+    if len(distinct) > 1:
+        raise EngineError(
+            f"all parameters step together, but the state has steps {sorted(distinct)}"
+        )
+    return int(distinct.pop()) if distinct else 0
 
 
 def load(
@@ -132,47 +134,47 @@ def load(
     Raises:
         EngineError: for a missing tensor or another shape.
     """
-    given = _tensors(tensors)
-    without_master = bool(given) and set(given) == set(rule.moments)
-    dtypes = {key: name_of(tensor.dtype) for key, tensor in given.items()}
+    saved = _tensors(tensors)
+    without_master = bool(saved) and set(saved) == set(rule.moments)
+    dtypes = {key: name_of(tensor.dtype) for key, tensor in saved.items()}
     source = FP32 if without_master else recognise(dtypes, rule.moments, bucket.format)
     if source is None:
         wanted = ", ".join(field.name for field in bucket.format.fields(rule.moments))
         raise EngineError(
-            f"'{slot.name}' needs {wanted}, the state has {', '.join(given) or 'nothing'}"
+            f"'{slot.name}' needs {wanted}, the state has {', '.join(saved) or 'nothing'}"
         )
-    fields = [field for field in source.fields(rule.moments) if field.name in given]
-    count = slot.numel if lo is None else given[fields[0].name].numel()
-    taken = tuple(_taken(slot, field, given[field.name], lo, count) for field in fields)
+    fields = [field for field in source.fields(rule.moments) if field.name in saved]
+    count = slot.numel if lo is None else saved[fields[0].name].numel()
+    values = tuple(_flat_values(slot, field, saved[field.name], lo, count) for field in fields)
     (first, last), lo = bucket.piece(slot), lo or 0
     begin, end = max(first, lo), min(last, lo + count)
     if begin >= end:
         return
-    flat = cut(fields, taken, begin - lo, end - lo)
+    flat = cut(fields, values, begin - lo, end - lo)
     own_fields = bucket.format.fields(rule.moments)
-    own = cut(own_fields, bucket.state_of(slot), begin - first, end - first)
+    target = cut(own_fields, bucket.state_of(slot), begin - first, end - first)
     if without_master:
-        flat = (_decoded(bucket, rule, own, end - begin), *flat)
-    if [x.dtype for x in own] == [x.dtype for x in flat]:
-        for mine, value in zip(own, flat, strict=True):
-            mine.copy_(value)
+        flat = (_decoded(bucket, rule, target, end - begin), *flat)
+    if [x.dtype for x in target] == [x.dtype for x in flat]:
+        for destination, value in zip(target, flat, strict=True):
+            destination.copy_(value)
     else:
-        rule.convert(source, flat, bucket.format, own)
+        rule.convert(source, flat, bucket.format, target)
 
 
 def whole_master(bucket: Bucket, slot: Slot, rule: Rule, ranks: Ranks) -> Tensor:
     """Return a parameter's master weights, or its frozen weights, from the shards of all ranks: a
     copy on the host, fp32, of its shape. A collective."""
     if bucket.state:
-        own = master(bucket, slot, rule)
+        shard = master(bucket, slot, rule)
     else:
-        own = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
+        shard = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
     if ranks.is_single:
-        return slot.shaped(own)
-    (lo, hi), whole = bucket.piece(slot), torch.empty(slot.numel, device="cpu")
-    whole[lo:hi] = own
-    ranks.assemble(whole, bucket.pieces(slot))
-    return slot.shaped(whole)
+        return slot.shaped(shard)
+    (lo, hi), values = bucket.piece(slot), torch.empty(slot.numel, device="cpu")
+    values[lo:hi] = shard
+    ranks.assemble(values, bucket.pieces(slot))
+    return slot.shaped(values)
 
 
 def master(bucket: Bucket, slot: Slot, rule: Rule) -> Tensor:
@@ -200,12 +202,12 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any], rule: Rule) -> 
     """
     decoupled = getattr(rule, "decoupled", None)
     another = saved.get("decoupled_weight_decay", decoupled) is not decoupled
-    asked = [key for key in ("amsgrad", "maximize") if saved.get(key)]
-    if asked or (another and saved.get("weight_decay")):
-        wrong = ", ".join(asked) or "another kind of weight decay (Adam's, or AdamW's)"
+    unsupported = [key for key in ("amsgrad", "maximize") if saved.get(key)]
+    if unsupported or (another and saved.get("weight_decay")):
+        wrong = ", ".join(unsupported) or "another kind of weight decay (Adam's, or AdamW's)"
         raise EngineError(f"the state was made with {wrong}, which {type(rule).__name__} is not")
-    kept = {key: value for key, value in saved.items() if key not in _SWITCHES}
-    group.update({k: v.item() if isinstance(v, Tensor) else v for k, v in kept.items()})
+    options = {key: value for key, value in saved.items() if key not in _SWITCHES}
+    group.update({k: v.item() if isinstance(v, Tensor) else v for k, v in options.items()})
 
 
 _SWITCHES = {"params", "amsgrad", "maximize", "decoupled_weight_decay"} | {
@@ -223,16 +225,16 @@ def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in entry.items() if key != "step"}
 
 
-def _decoded(bucket: Bucket, rule: Rule, own: tuple[Tensor, ...], count: int) -> Tensor:
+def _decoded(bucket: Bucket, rule: Rule, tensors: tuple[Tensor, ...], count: int) -> Tensor:
     """Copy the master weights of a piece of state to the host, decoded: (count,) fp32."""
     if bucket.format is FP32:
-        return own[0].to("cpu", copy=True)
-    found = torch.empty(count, device="cpu")
-    kernels.read_master(bucket.format, rule.moments, own, found)
-    return found
+        return tensors[0].to("cpu", copy=True)
+    decoded = torch.empty(count, device="cpu")
+    kernels.read_master(bucket.format, rule.moments, tensors, decoded)
+    return decoded
 
 
-def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:
+def _flat_values(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:
     """Return a tensor of saved state as (n,), in the order of the parameter's memory.
 
     Raises:
@@ -250,5 +252,5 @@ def _taken(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int)
             f"'{slot.name}' needs {field.name} of shape {wanted}, the state has "
             f"{tuple(tensor.shape)}"
         )
-    whole = lo is None and field.per == 1
-    return slot.flattened(tensor) if whole else tensor.reshape(-1)
+    in_full = lo is None and field.per == 1
+    return slot.flattened(tensor) if in_full else tensor.reshape(-1)

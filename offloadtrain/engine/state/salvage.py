@@ -86,14 +86,14 @@ class UpdateJournal:
 
     def decide(self) -> None:
         """The step is decided: what has run in place inside its backward counts."""
-        for one in self._open:
-            one.decided = one.decided or one.in_place
+        for update in self._open:
+            update.decided = update.decided or update.in_place
 
     def swapped(self, bucket: str) -> None:
         """The last update into the other copy of the bucket's state becomes its state."""
-        for one in reversed(self._open):
-            if one.bucket == bucket and not one.in_place:
-                one.decided = True
+        for update in reversed(self._open):
+            if update.bucket == bucket and not update.in_place:
+                update.decided = True
                 return
 
     def forget(self) -> None:
@@ -107,7 +107,7 @@ class UpdateJournal:
     def finish(
         self, progress: HostProgress, call_of: Callable[[Launch], Call], swap: Callable[[str], None]
     ) -> None:
-        """Run what was decided and has not run. The host lane is at rest, for good.
+        """Run the updates that were decided and have not run. The host lane has stopped for good.
 
         Args:
             call_of: makes the call of a launch.
@@ -117,29 +117,37 @@ class UpdateJournal:
             SalvageError: nothing was run.
         """
         self._check(progress)
-        behind: list[Call] = []
+        remaining: list[Call] = []
         for op in self._left:
             if isinstance(op, Swap):
                 self.swapped(op.bucket)
                 swap(op.bucket)
             elif isinstance(op, Launch) and op.kind is Kind.ADAM:
-                behind.append(call_of(op))
-        missing = [one.run for one in self._open if one.decided and one.number > progress.ended]
-        for run in (*missing, *behind):
+                remaining.append(call_of(op))
+        missing = [
+            update.run for update in self._open if update.decided and update.number > progress.ended
+        ]
+        for run in (*missing, *remaining):
             run()
         self._open.clear()
         self._left = ()
 
     def _check(self, progress: HostProgress) -> None:
-        in_place = [one for one in self._open if one.in_place]
-        early = [one for one in in_place if not one.decided and one.number <= progress.begun]
+        in_place = [update for update in self._open if update.in_place]
+        early = [
+            update for update in in_place if not update.decided and update.number <= progress.begun
+        ]
         if early:
             raise SalvageError(
                 f"Adam of {len(early)} buckets ran inside a backward that did not end: the state "
                 "is between two steps. With offload.skip_nonfinite = true no update runs before "
                 "all gradients of its step are on the host"
             )
-        pending = [one.bucket for one in in_place if one.decided and one.number > progress.ended]
+        pending = [
+            update.bucket
+            for update in in_place
+            if update.decided and update.number > progress.ended
+        ]
         kinds = (Kind.DIRECTION, Kind.ADAM)
         left = [op for op in self._left if isinstance(op, Launch) and op.kind in kinds]
         pending += [op.owner for op in left]
@@ -149,7 +157,7 @@ class UpdateJournal:
                 f"the update of {len(lost)} buckets of matrices was decided, and the device has "
                 "not orthogonalized them: the state is between two steps. Go on from a checkpoint"
             )
-        torn = [one for one in in_place if progress.ended < one.number <= progress.begun]
+        torn = [update for update in in_place if progress.ended < update.number <= progress.begun]
         if torn:
             raise SalvageError(
                 f"Adam of '{torn[0].bucket}' itself failed, in the midst of the state"
@@ -161,7 +169,7 @@ def require_on_host(spec: StepSpec) -> None:
     if any(spec.sums_on_device(bucket) for bucket in spec.buckets):
         # A step is decided by the norm, which is then known before the sums are on the host.
         raise SalvageError('gradients were summed on the device (offload.sums_on = "device")')
-    if lost := [one for one in spec.buckets if one.state_tier is not Tier.HOST]:
+    if lost := [bucket for bucket in spec.buckets if bucket.state_tier is not Tier.HOST]:
         raise SalvageError(
             f"the state of {len(lost)} of {len(spec.buckets)} buckets was on the "
             f"{lost[0].state_tier} (offload.state_on)"

@@ -33,8 +33,8 @@ class Parts:
 
     def share(self, slot: Slot) -> Share:
         """Return what this rank holds of a parameter."""
-        whole = Share(slot.shape, slot.stride, (Range(0, 0, slot.numel),))
-        return self.shares.get(slot.param, whole)
+        full_share = Share(slot.shape, slot.stride, (Range(0, 0, slot.numel),))
+        return self.shares.get(slot.param, full_share)
 
     def saves(self, slot: Slot) -> bool:
         """Tell whether this rank saves what it holds of a parameter."""
@@ -44,14 +44,14 @@ class Parts:
         """Return the ranges of a parameter that are in this rank's shard of a bucket; one that may
         be empty if there is none."""
         lo, hi = bucket.piece(slot)
-        ranges = [one.within(lo, hi) for one in self.share(slot).ranges]
-        return [one for one in ranges if one.length] or ranges[:1]
+        ranges = [part.within(lo, hi) for part in self.share(slot).ranges]
+        return [part for part in ranges if part.length] or ranges[:1]
 
     def check(self, bucket: Bucket, slot: Slot) -> None:
         """Raises PartError where values stand for blocks of elements that another mesh orders
         differently."""
         fields = bucket.format.fields(bucket.spec.moments)
-        if self.share(slot).is_part and any(one.per > 1 for one in fields):
+        if self.share(slot).is_part and any(state_field.per > 1 for state_field in fields):
             raise PartError(
                 f"state = '{bucket.format.name}' of '{slot.name}', a part of a matrix: its scales "
                 "stand for blocks of elements, which another mesh orders differently, so that it "
@@ -152,9 +152,9 @@ def flat_states(
     """
     for block in blocks:
         for bucket in block.buckets:
-            for one in bucket.format.fields(bucket.spec.moments):
-                dtype = one.dtype or bucket.spec.dtype
-                yield _flat(bucket, one.name, dtype, one.per, rank, parts)
+            for state_field in bucket.format.fields(bucket.spec.moments):
+                dtype = state_field.dtype or bucket.spec.dtype
+                yield _flat(bucket, state_field.name, dtype, state_field.per, rank, parts)
             if in_use:
                 yield _flat(bucket, WORKING, bucket.spec.dtype, 1, rank, parts)
         for bucket in block.frozen:
@@ -165,28 +165,28 @@ def own_state(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState
     """View what this rank holds of a parameter. At rest only while the lanes are empty."""
     if bucket.state:
         pieces = zip(bucket.format.fields(bucket.spec.moments), bucket.state_of(slot), strict=True)
-        fields = {one.name: (view, one.per) for one, view in pieces}
+        fields = {state_field.name: (view, state_field.per) for state_field, view in pieces}
     else:
         fields = {UNTRAINED: (bucket.weights_of(slot), 1)}
-    return _own(bucket, slot, fields, parts)
+    return _cut_into_ranges(bucket, slot, fields, parts)
 
 
 def own_weights(bucket: Bucket, slot: Slot, parts: Parts = WHOLE) -> list[OwnState]:
     """View this rank's part of the weights that forward uses; see `own_state`."""
-    return _own(bucket, slot, {WORKING: (bucket.weights_of(slot), 1)}, parts)
+    return _cut_into_ranges(bucket, slot, {WORKING: (bucket.weights_of(slot), 1)}, parts)
 
 
-def _own(
+def _cut_into_ranges(
     bucket: Bucket, slot: Slot, fields: Mapping[str, tuple[Tensor, int]], parts: Parts
 ) -> list[OwnState]:
     """Cut views of all that this rank holds of a parameter into its ranges."""
-    (first, _), found = bucket.piece(slot), []
+    (first, _), states = bucket.piece(slot), []
     stride = parts.share(slot).stride
-    for held in parts.held(bucket, slot):
-        lo, hi = held.lo - first, held.lo + held.length - first
+    for part in parts.held(bucket, slot):
+        lo, hi = part.lo - first, part.lo + part.length - first
         cut = {kind: (view[lo // per : -(-hi // per)], per) for kind, (view, per) in fields.items()}
-        found.append(OwnState(stride, held.at, held.at + held.length, cut))
-    return found
+        states.append(OwnState(stride, part.at, part.at + part.length, cut))
+    return states
 
 
 def _flat(bucket: Bucket, kind: str, dtype: str, per: int, rank: int, parts: Parts) -> FlatState:
@@ -194,12 +194,12 @@ def _flat(bucket: Bucket, kind: str, dtype: str, per: int, rank: int, parts: Par
     for slot in filter(parts.saves, bucket.slots):
         parts.check(bucket, slot)
         share = parts.share(slot)
-        for one in parts.held(bucket, slot):
+        for part in parts.held(bucket, slot):
             # A parameter without elements is on every rank; the first one saves it.
-            if one.length or (slot.numel == 0 and rank == 0):
-                first = slot.offset + one.lo - bucket.lo if one.length else 0
-                start, end = first // per, -(-(first + one.length) // per)
-                at = (one.at, one.at + one.length, start, end - start)
+            if part.length or (slot.numel == 0 and rank == 0):
+                first = slot.offset + part.lo - bucket.lo if part.length else 0
+                start, end = first // per, -(-(first + part.length) // per)
+                at = (part.at, part.at + part.length, start, end - start)
                 pieces.append(Piece(slot.name, share.shape, share.stride, *at))
     pieces.sort(key=lambda piece: piece.start)
     return FlatState(bucket.name, kind, dtype, -(-bucket.shard_numel // per), tuple(pieces))

@@ -88,8 +88,8 @@ class _WaitBeforeLoading(_StateDictHook):
         owner.require_whole_weights()
         # torch writes the parameters next: an upload in flight would overwrite them.
         owner.synchronize()
-        own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        owner.expect_weights({k: v for k, v in own.items() if isinstance(v, Tensor)})
+        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        owner.expect_weights({k: v for k, v in entries.items() if isinstance(v, Tensor)})
 
 
 def attach_state_dict_hooks(

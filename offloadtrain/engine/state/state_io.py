@@ -87,8 +87,8 @@ class StateIO:
     def extents(self) -> dict[str, Extent]:
         """Return this rank's shard of what it holds of every trained parameter, and of frozen ones
         of streamed blocks; shapes are those of whole parameters."""
-        held = [*self._slots(), *self._frozen_slots()]
-        return {s.name: Extent(self.parts.share(s).shape, *b.piece(s)) for b, s in held}
+        slots = [*self._slots(), *self._frozen_slots()]
+        return {s.name: Extent(self.parts.share(s).shape, *b.piece(s)) for b, s in slots}
 
     @property
     def saves_untrained(self) -> bool:
@@ -106,9 +106,15 @@ class StateIO:
         in_use = self._is_delayed and not self._engine.salvaged
         rank = self.ranks.rank
         states = list(flat_states(self._blocks, rank, in_use=in_use, parts=self.parts))
-        copies, buckets = self.ranks.copies, list(dict.fromkeys(one.bucket for one in states))
-        own = {*buckets[copies.rank :: copies.size]}
-        return [one if one.bucket in own else replace(one, pieces=()) for one in states]
+        copies, buckets = (
+            self.ranks.copies,
+            list(dict.fromkeys(flat_state.bucket for flat_state in states)),
+        )
+        own_buckets = {*buckets[copies.rank :: copies.size]}
+        return [
+            flat_state if flat_state.bucket in own_buckets else replace(flat_state, pieces=())
+            for flat_state in states
+        ]
 
     def warn_of_no_checkpoints(self) -> None:
         """Warn at once of what the first save would refuse, hours later."""
@@ -148,16 +154,18 @@ class StateIO:
     def expert_steps(self) -> dict[str, list[int]]:
         """Parameter → steps of each of its experts, of those that are skipped where they are
         unused; `experts.OTHERS` for experts of other ranks."""
-        held = [(s, b.experts) for b, s in self._slots() if b.experts is not None]
-        return steps_by_name({s.name: (own, s, self.parts.share(s)) for s, own in held})
+        with_experts = [(s, b.experts) for b, s in self._slots() if b.experts is not None]
+        return steps_by_name(
+            {s.name: (experts, s, self.parts.share(s)) for s, experts in with_experts}
+        )
 
     def own_states(self) -> dict[str, list[OwnState]]:
         """Return what this rank holds of every parameter of `extents`, to be read or overwritten;
         `finish_load` makes what was written effective."""
         # The caller reads or writes memory that Adam and uploads in flight still use.
         self.synchronize()
-        held = [*self._slots(), *self._frozen_slots()]
-        return {slot.name: own_state(b, slot, self.parts) for b, slot in held}
+        slots = [*self._slots(), *self._frozen_slots()]
+        return {slot.name: own_state(b, slot, self.parts) for b, slot in slots}
 
     def own_weights(self) -> dict[str, list[OwnState]]:
         """Return this rank's part of the weights that forward uses, where they may be older than
@@ -192,28 +200,28 @@ class StateIO:
         if frozen is not None:
             state.load_weights(*frozen, tensors[UNTRAINED], lo)
             return
-        found = next(((b, s) for b, s in self._slots() if s.name == name), None)
-        if found is None:
+        entry = next(((b, s) for b, s in self._slots() if s.name == name), None)
+        if entry is None:
             raise EngineError(f"the model has no trainable parameter '{name}'")
-        share = self.parts.share(found[1])
+        share = self.parts.share(entry[1])
         if not share.is_part:
-            self._load(found, tensors, lo)
+            self._load(entry, tensors, lo)
             return
         flat = _flattened(share, tensors, lo)
         count = min(tensor.numel() for tensor in flat.values())
-        for own in share.ranges:
-            first, last = max(own.at, lo or 0), min(own.at + own.length, (lo or 0) + count)
+        for part in share.ranges:
+            first, last = max(part.at, lo or 0), min(part.at + part.length, (lo or 0) + count)
             if first < last:
                 cut = {kind: x[first - (lo or 0) : last - (lo or 0)] for kind, x in flat.items()}
-                self._load(found, cut, own.lo + first - own.at)
+                self._load(entry, cut, part.lo + first - part.at)
 
     def _load(
-        self, found: tuple[Bucket, Slot], tensors: Mapping[str, Tensor], lo: int | None
+        self, entry: tuple[Bucket, Slot], tensors: Mapping[str, Tensor], lo: int | None
     ) -> None:
         if WORKING in tensors:
-            state.load_weights(*found, tensors[WORKING], lo)
+            state.load_weights(*entry, tensors[WORKING], lo)
         else:
-            state.load(*found, self._rules[found[0].group], tensors, lo)
+            state.load(*entry, self._rules[entry[0].group], tensors, lo)
 
     def finish_load(
         self,
@@ -271,15 +279,15 @@ def _flattened(share: Share, tensors: Mapping[str, Tensor], lo: int | None) -> d
     Raises:
         EngineError: they are of different sizes, as where a value stands for several elements.
     """
-    found = {}
+    flat = {}
     for kind, tensor in tensors.items():
-        found[kind] = tensor.reshape(-1)
+        flat[kind] = tensor.reshape(-1)
         if lo is None and tuple(tensor.shape) == share.shape:
-            found[kind] = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
-            found[kind].as_strided(share.shape, share.stride).copy_(tensor)
-    if len(sizes := {one.numel() for one in found.values()}) > 1:
+            flat[kind] = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+            flat[kind].as_strided(share.shape, share.stride).copy_(tensor)
+    if len(sizes := {values.numel() for values in flat.values()}) > 1:
         raise EngineError(
             f"a part of a tensor of shape {share.shape} cannot be taken out of state with "
             f"{sorted(sizes)} values, where one stands for several elements: give it in fp32"
         )
-    return found
+    return flat

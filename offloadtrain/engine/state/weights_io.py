@@ -24,10 +24,10 @@ class WeightsIO(StateIO):
     """
 
     model: nn.Module
-    _given: Given | None = None
+    _incoming: Given | None = None
     """Values that are being written into the model."""
     _written_before: frozenset[nn.Parameter] = frozenset()
-    """Parameters written by others before the values of `_given` were."""
+    """Parameters written by others before the values of `_incoming` were."""
 
     def require_whole_weights(self) -> None:
         """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
@@ -74,10 +74,10 @@ class WeightsIO(StateIO):
             raise EngineError("master_weights() after close(), which gives their memory back")
         # This thread reads masters that Adam on the host lane may still write.
         self.synchronize()
-        held = {s.param: (b, s) for k in self._blocks for b in k.held for s in b.slots}
+        slot_of = {s.param: (b, s) for k in self._blocks for b in k.held for s in b.slots}
         for name, param in self.model.named_parameters():
-            if param in held:
-                bucket, slot = held[param]
+            if param in slot_of:
+                bucket, slot = slot_of[param]
                 rule = self._rules[bucket.group]
                 yield name, state.whole_master(bucket, slot, rule, bucket.sharers)
             elif param.is_floating_point():
@@ -103,15 +103,15 @@ class WeightsIO(StateIO):
         # This thread writes masters, which Adam in flight still uses.
         self.synchronize()
         self._engine.program.before_masters_change()
-        given = loaded = self._given
-        self._given = None
+        incoming = loaded = self._incoming
+        self._incoming = None
         written, before = frozenset(self._seal.written()), self._written_before
-        if given is not None and not given.new:
-            given, written = None, before
-        told = None if self.ranks.is_single else self._tell_written
-        if adopt_loaded(self._slots(), written, given, self._rules, told):
+        if incoming is not None and not incoming.new:
+            incoming, written = None, before
+        report = None if self.ranks.is_single else self._tell_written
+        if adopt_loaded(self._slots(), written, incoming, self._rules, report):
             self._engine.emit()
-        if told is not None:
+        if report is not None:
             self._tell_untrained(written, loaded)
         self._seal.renew()
 
@@ -121,16 +121,19 @@ class WeightsIO(StateIO):
         if bucket.sharers is self.ranks:
             self._engine.functions.written(slot.name, values)
 
-    def _tell_untrained(self, written: frozenset[nn.Parameter], given: Given | None) -> None:
-        """Of frozen parameters and buffers every rank keeps all: the next step compares them, or
-        ranks would train with different models. Running statistics are each rank's own."""
+    def _tell_untrained(self, written: frozenset[nn.Parameter], incoming: Given | None) -> None:
+        """Record the written frozen parameters and buffers, which every rank keeps in full: the
+        next step compares them, or ranks would train with different models. Running statistics are
+        each rank's own."""
         values = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
-        told = [(name, param.data) for name, param in values if param in written]
-        if given is not None:
-            own = {id(x) for m in self.model.modules() if _keeps_statistics(m) for x in m.buffers()}
-            buffers = [(n, x) for n, x in self.model.named_buffers() if id(x) not in own]
-            told += [(name, buffer) for name, buffer in buffers if name in given.names]
-        for name, value in told:
+        changed = [(name, param.data) for name, param in values if param in written]
+        if incoming is not None:
+            statistics = {
+                id(x) for m in self.model.modules() if _keeps_statistics(m) for x in m.buffers()
+            }
+            buffers = [(n, x) for n, x in self.model.named_buffers() if id(x) not in statistics]
+            changed += [(name, buffer) for name, buffer in buffers if name in incoming.names]
+        for name, value in changed:
             self._engine.functions.written(name, value)
 
     @torch.no_grad()
@@ -138,7 +141,7 @@ class WeightsIO(StateIO):
         """Values, by the model's own names, are about to be written into it; raises as
         `adopt_written_weights`."""
         self._engine.program.before_masters_change()
-        self._given = Given(self.model, values)
+        self._incoming = Given(self.model, values)
         self._written_before = frozenset(self._seal.written())
 
 

@@ -317,10 +317,10 @@ def master_of(state: State) -> Tensor:
     """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
     if isinstance(state, Fp32State) or not state[0].is_cpu:
         return codec.master_of(state)
-    found = torch.empty(state[0].numel(), device="cpu")
-    _check_master(state, found)
-    active_backend().read_master(state, found)
-    return found
+    master = torch.empty(state[0].numel(), device="cpu")
+    _check_master(state, master)
+    active_backend().read_master(state, master)
+    return master
 
 
 def read_master(

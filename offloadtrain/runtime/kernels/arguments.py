@@ -32,8 +32,8 @@ def check_update(
     if scalars.step < 1:
         raise ValueError(f"step = {scalars.step}: optimizer steps count from 1")
     key = (type(state), type(out), out is state, working is None, len(state), scalars.moments)
-    others = [*(() if out is state else out), *(() if working is None else (working,))]
-    form = _form((*key, layout and layout.extent), [*state, grad, *others])
+    outputs = [*(() if out is state else out), *(() if working is None else (working,))]
+    form = _form((*key, layout and layout.extent), [*state, grad, *outputs])
     if form in _RIGHT:
         return
     if not isinstance(state, State) or type(out) is not type(state):
@@ -73,8 +73,8 @@ def _form(key: tuple[object, ...], tensors: Iterable[Tensor]) -> tuple[object, .
 
 def _form_of(tensor: Tensor) -> tuple[object, ...]:
     extent = tensor.data_ptr(), tensor.numel(), tensor.storage_offset()
-    own = tensor.untyped_storage().nbytes(), tensor.dtype, tensor.is_cpu
-    return (*extent, *own, tensor.dim(), tensor.is_contiguous())
+    storage = tensor.untyped_storage().nbytes(), tensor.dtype, tensor.is_cpu
+    return (*extent, *storage, tensor.dim(), tensor.is_contiguous())
 
 
 def check_state(state: State, numel: int, moments: tuple[str, ...]) -> Sequence[str]:

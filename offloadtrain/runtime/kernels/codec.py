@@ -50,8 +50,8 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     b, c = (torch.as_tensor(x, dtype=torch.float32, device=a.device).double() for x in (b, c))
     product, addend = torch.broadcast_tensors(a.double() * b, c)
     total = product + addend
-    kept = total - product
-    error = (product - (total - kept)) + (addend - kept)
+    rounded_addend = total - product
+    error = (product - (total - rounded_addend)) + (addend - rounded_addend)
     bits = total.view(torch.int64)
     inexact_even = (error != 0) & torch.isfinite(error) & (bits & 1 == 0)
     towards = torch.where((error > 0) == (total > 0), 1, -1)
@@ -213,13 +213,13 @@ def decode_moments(state: Int8State) -> tuple[Tensor, ...]:
     numel = state.weight.numel()
     wide = [scale.repeat_interleave(BLOCK)[:numel] for scale in state.scales]
     codes = [code.long() for code in state.codes]
-    found = []
+    moments = []
     if codes:
         size = bits_of(SIGNED.decode(codes[0] & 0x7F, wide[0]))
-        found.append(float_of(size | ((codes[0] & 0x80) << 24)))
+        moments.append(float_of(size | ((codes[0] & 0x80) << 24)))
     if len(codes) > 1:
-        found.append(UNSIGNED.decode(codes[1] + 1, wide[1]))
-    return tuple(found)
+        moments.append(UNSIGNED.decode(codes[1] + 1, wide[1]))
+    return tuple(moments)
 
 
 def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) -> None:
@@ -237,9 +237,9 @@ def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) ->
     for _, inverse in scaled:
         finite &= inverse != 0
     for number, (x, (scale, inverse)) in enumerate(zip(blocked, scaled, strict=True)):
-        kept, draws = torch.where(finite.unsqueeze(1), x, 0.0), _blocked(random >> 12 * number)
-        code = kinds[number].encode(kept.abs(), inverse.unsqueeze(1), draws & 0xFFF)
-        sign = torch.where(bits_of(kept) & _SIGN != 0, 0x80, 0)
+        values, draws = torch.where(finite.unsqueeze(1), x, 0.0), _blocked(random >> 12 * number)
+        code = kinds[number].encode(values.abs(), inverse.unsqueeze(1), draws & 0xFFF)
+        sign = torch.where(bits_of(values) & _SIGN != 0, 0x80, 0)
         stored = code | sign if kinds[number] is SIGNED else code.clamp(min=1) - 1
         out.codes[number].copy_(stored.view(-1)[:numel])
         out.scales[number].copy_(scale)

@@ -40,11 +40,11 @@ class KernelCalls:
         if not self._keeps:
             return kernels.capture(lambda: self._call(*operands))
         key = tuple(map(id, operands))
-        found = self._captured.get(key)
-        if found is None or found[0] is not kernels:
+        entry = self._captured.get(key)
+        if entry is None or entry[0] is not kernels:
             calls = kernels.capture(lambda: self._call(*operands))
-            found = self._captured[key] = (kernels, operands, calls)
-        return found[2]
+            entry = self._captured[key] = (kernels, operands, calls)
+        return entry[2]
 
 
 def capture(operation: Callable[..., object], operands: Sequence[Tensor]) -> Any | None:

@@ -171,11 +171,11 @@ def _check(codec: StateCodec, weights: torch.dtype, numel: int = 200) -> None:
         for field in codec.format.fields(moments)
     )
     values = codec.load(fields)
-    found = [(value.dtype, tuple(value.shape)) for value in values]
-    if found != [(torch.float32, (numel,))] * (1 + len(moments)):
+    loaded = [(value.dtype, tuple(value.shape)) for value in values]
+    if loaded != [(torch.float32, (numel,))] * (1 + len(moments)):
         raise TypeError(
             f"state format '{codec.format.name}': load of {numel} elements must give the master "
-            f"and {len(moments)} moments as float32 of shape ({numel},), and gives {found}"
+            f"and {len(moments)} moments as float32 of shape ({numel},), and gives {loaded}"
         )
     if any(bool(value.any()) for value in values):
         raise ValueError(
@@ -224,15 +224,15 @@ def update_by_codec(
             working[end:offset].zero_()
         for lo, hi in pieces(numel, first):
             piece = (offset + lo, offset + hi)
-            kept = cut(fields, state, *piece)
+            part = cut(fields, state, *piece)
             if out is not None:
-                source, kept = kept, cut(fields, out, *piece)
-                torch._foreach_copy_(list(kept), list(source))
-            values = codec.load(kept)
+                source, part = part, cut(fields, out, *piece)
+                torch._foreach_copy_(list(part), list(source))
+            values = codec.load(part)
             change(values[0], list(values[1:]), grad[slice(*piece)].float() * grad_scale)
             key = random_key(seed, step, parameter, first + lo)
             elements = (first + lo, first + hi)
-            codec.store(kept, values, partial(draw_bits, key, elements, grad.device))
+            codec.store(part, values, partial(draw_bits, key, elements, grad.device))
             if working is not None:
                 working[slice(*piece)] = values[0]
         end = offset + numel

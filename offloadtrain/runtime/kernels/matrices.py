@@ -71,8 +71,8 @@ def subtract(
         return
     if working is not None and state.format.holds_weight:
         raise TypeError("the weight of this state is its own working weight: pass no working")
-    given = {"update": update} if working is None else {"working": working, "update": update}
-    _check(state, layout, given)
+    operands = {"update": update} if working is None else {"working": working, "update": update}
+    _check(state, layout, operands)
     active_backend().subtract(state, update, working, layout, decay, rates)
 
 
@@ -80,14 +80,14 @@ def _check(state: State, layout: Layout, operands: dict[str, Tensor]) -> None:
     """The last operand is bf16; it may begin where the other one does."""
     if not isinstance(state, Fp32State | Split16State):
         raise TypeError(f"state must be Fp32State or Split16State, not {type(state).__name__}")
-    *others, (last, bf16) = operands.items()
-    for name, tensor in others:
+    *rest, (last, bf16) = operands.items()
+    for name, tensor in rest:
         check_operand(name, tensor, _FLOATS, bf16.numel())
     check_operand(last, bf16, _BF16)
     if layout.extent > bf16.numel():
         raise ValueError(f"the layout ends at element {layout.extent}, {last} at {bf16.numel()}")
     names = check_state(state, bf16.numel(), _MOMENTS)
     apart = dict(zip(names, state, strict=True)) | operands
-    if any(tensor.data_ptr() == bf16.data_ptr() for _, tensor in others):
+    if any(tensor.data_ptr() == bf16.data_ptr() for _, tensor in rest):
         del apart[last]
     check_disjoint(apart)

@@ -153,10 +153,12 @@ class Native:
 
 def _addresses(state: State) -> tuple[int, ...]:
     """In the order of the native structs, which have two moments: 0 for what is not there."""
-    found = [tensor.data_ptr() for tensor in state]
-    if isinstance(state, Int8State) and len(found) < 6:
-        found[len(found) // 2 + 1 : len(found) // 2 + 1] = [0] * (3 - len(found) // 2)
-    return (*found, *[0] * (6 - len(found)))
+    addresses = [tensor.data_ptr() for tensor in state]
+    if isinstance(state, Int8State) and len(addresses) < 6:
+        addresses[len(addresses) // 2 + 1 : len(addresses) // 2 + 1] = [0] * (
+            3 - len(addresses) // 2
+        )
+    return (*addresses, *[0] * (6 - len(addresses)))
 
 
 def _described(tensor: Tensor) -> tuple[int, int]:

@@ -272,7 +272,9 @@ def _run_fp32(
     state: State, out: State, grad: Tensor, working: Tensor | None, scalars: Scalars
 ) -> None:
     rule, packed, missing = scalars.rule, _packed(scalars), [NO_FLOATS] * (3 - len(state))
-    before, after = ((*(tensor.numpy() for tensor in kept), *missing) for kept in (state, out))
+    before, after = (
+        (*(tensor.numpy() for tensor in tensors), *missing) for tensors in (state, out)
+    )
     operands, doubled = (operand_of(grad), operand_of(working)), out is not state
 
     def body(lo: int, hi: int) -> None:
@@ -284,7 +286,9 @@ def _run_fp32(
 def _run_split16(state: State, out: State, grad: Tensor, layout: Layout, scalars: Scalars) -> None:
     rule, packed, rows = scalars.rule, _packed(scalars), layout.rows()
     moments, missing = len(scalars.moments), [NO_HALVES] * (4 - len(state))
-    before, after = ((*(halves(tensor) for tensor in kept), *missing) for kept in (state, out))
+    before, after = (
+        (*(halves(tensor) for tensor in tensors), *missing) for tensors in (state, out)
+    )
     operand = operand_of(grad)
 
     def body(lo: int, hi: int) -> None:

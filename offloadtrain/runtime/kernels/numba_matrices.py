@@ -175,13 +175,13 @@ def subtract(
     )
     for first, last in reversed([*_waves(update.numel(), in_place)]):
         source = halves(update[:last].clone() if in_place and not first else update)
-        given = (source, operand_of(working)) if wide else (source,)
+        operands = (source, operand_of(working)) if wide else (source,)
 
-        def body(lo: int, hi: int, given: Any = given, first: int = first) -> None:
+        def body(lo: int, hi: int, operands: Any = operands, first: int = first) -> None:
             for (offset, numel, _, _), rate in rows:
                 begin, end = max(first + lo, offset), min(first + hi, offset + numel)
                 if begin < end:
-                    kernel(*masters, *given, factor, rate, begin, end)
+                    kernel(*masters, *operands, factor, rate, begin, end)
             _zero_gaps(working, layout, first + lo, first + hi)
 
         threads.run(last - first, GRAIN, body)
@@ -199,5 +199,5 @@ def _zero_gaps(working: Tensor | None, layout: Layout, lo: int, hi: int) -> None
 
 def join_halves(weight: Tensor, low: Tensor, master: Tensor) -> None:
     """split16's (n,) weight and low halves into (n,) fp32."""
-    given = (halves(weight), halves(low), master.numpy())
-    threads.run(master.numel(), GRAIN, lambda lo, hi: _join(*given, lo, hi))
+    operands = (halves(weight), halves(low), master.numpy())
+    threads.run(master.numel(), GRAIN, lambda lo, hi: _join(*operands, lo, hi))

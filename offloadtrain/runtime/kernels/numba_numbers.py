@@ -109,8 +109,8 @@ def store_bf16_randomly(source: Any, random: Any, shift: Any, target: Any) -> No
         magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
         special = np.uint32(0x7FC00000) if magnitude > np.uint32(0x7F800000) else bits
         up = np.uint32(bits + np.uint32(np.uint32(random[i] >> shift) & np.uint32(0xFFFF)))
-        kept = up if magnitude < np.uint32(0x7F800000) else special
-        target[i] = np.uint16(np.uint32(kept >> np.uint32(16)))
+        rounded = up if magnitude < np.uint32(0x7F800000) else special
+        target[i] = np.uint16(np.uint32(rounded >> np.uint32(16)))
 
 
 @compiled

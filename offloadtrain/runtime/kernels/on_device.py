@@ -151,8 +151,8 @@ def subtract(
         end = offset
         for lo, hi in reversed([*_pieces(numel)]):
             piece = slice(offset + lo, offset + hi)
-            taken = update[piece].float()
-            new = master[piece].mul_(decay).add_(taken, alpha=-rate)
+            change = update[piece].float()
+            new = master[piece].mul_(decay).add_(change, alpha=-rate)
             if working is not None:
                 working[piece] = new
     if working is not None:

@@ -49,15 +49,15 @@ def update(state: State, grad: Tensor, layout: Layout, scalars: AdamScalars) -> 
     """See `kernels.update`; split16 or int8 state, in place."""
     fields = state.format.fields(scalars.moments)
     coefficients = torch.tensor(scalars.coefficients(), device=grad.device)
-    found = [
+    rows = [
         (offset + lo, offset + hi, scalars.key(parameter, first + lo), first + lo)
         for offset, numel, parameter, first in layout.rows()
         for lo, hi in pieces(numel, first, _PIECE)
     ]
     # One copy to the device for all of them.
-    draws = [[key & 0xFFFFFFFF, key >> 32, element] for _, _, key, element in found]
+    draws = [[key & 0xFFFFFFFF, key >> 32, element] for _, _, key, element in rows]
     keys = torch.tensor(draws, dtype=torch.int64, device=grad.device).view(-1, 3)
-    for (lo, hi, _, _), key in zip(found, keys, strict=True):
+    for (lo, hi, _, _), key in zip(rows, keys, strict=True):
         _compiled()(state.format.name, cut(fields, state, lo, hi), grad[lo:hi], coefficients, key)
 
 

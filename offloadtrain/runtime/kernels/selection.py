@@ -155,11 +155,11 @@ def backend() -> Backend:
 
 def available() -> list[Backend]:
     """Return every backend and instruction set that runs here, the preferred first."""
-    found = []
+    backends = []
     if _missing("native") is None:
-        found = [Backend("native", isa, 0, "available") for isa in _native().isas]
-    others = [name for name in ("numba", "torch") if _missing(name) is None]
-    return found + [Backend(name, "-", 0, "available") for name in others]
+        backends = [Backend("native", isa, 0, "available") for isa in _native().isas]
+    fallbacks = [name for name in ("numba", "torch") if _missing(name) is None]
+    return backends + [Backend(name, "-", 0, "available") for name in fallbacks]
 
 
 @contextmanager

@@ -72,14 +72,14 @@ def blend(
     for offset, numel, parameter, first in layout.rows():
         for lo, hi in pieces(numel, first):
             piece = slice(offset + lo, offset + hi)
-            kept = _at(state, piece.start, piece.stop)
-            g, (master, old) = grad[piece].float() * c.grad_scale, to_fp32(kept)
+            part = _at(state, piece.start, piece.stop)
+            g, (master, old) = grad[piece].float() * c.grad_scale, to_fp32(part)
             average = fma(g - old, c.weight, g if c.towards_grad else old)
             ahead = fma(average - g, c.nesterov_weight, average if c.towards_average else g)
             target[piece] = ahead if c.nesterov else average
             key = random_key(scalars.seed, scalars.step, parameter, first + lo)
             elements = (first + lo, first + hi)
-            codec.store(kept, (master, average), partial(draw_bits, key, elements, grad.device))
+            codec.store(part, (master, average), partial(draw_bits, key, elements, grad.device))
 
 
 def subtract(
@@ -99,9 +99,9 @@ def subtract(
         end = offset
         for lo, hi in reversed([*pieces(numel)]):
             piece = slice(offset + lo, offset + hi)
-            kept = _at(state, piece.start, piece.stop)
-            master = fma(update[piece].float(), -fp32(rate), master_of(kept) * fp32(decay))
-            set_master(kept, master)
+            part = _at(state, piece.start, piece.stop)
+            master = fma(update[piece].float(), -fp32(rate), master_of(part) * fp32(decay))
+            set_master(part, master)
             if working is not None:
                 working[piece] = master
     zero_outside(working, 0, end)

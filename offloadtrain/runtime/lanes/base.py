@@ -52,17 +52,17 @@ class Buffer:
     def strided(
         self, shape: torch.Size, stride: tuple[int, ...], offset: int | torch.SymInt
     ) -> Tensor:
-        """View elements from `offset` on. Views are kept: backward asks for the same ones in every
-        step."""
-        found = self._strided.get((shape, stride, offset))
-        if found is None:
+        """View elements from `offset` on. Views are cached: backward asks for the same ones in
+        every step."""
+        view = self._strided.get((shape, stride, offset))
+        if view is None:
             # A user may save other parts of a weight each time, embeddings of every length.
             if len(self._strided) >= _STRIDED_KEPT:
                 self._strided.clear()
             start = self.flat.storage_offset() + offset
-            found = torch.as_strided(self.flat, shape, stride, start)
-            self._strided[shape, stride, offset] = found
-        return found
+            view = torch.as_strided(self.flat, shape, stride, start)
+            self._strided[shape, stride, offset] = view
+        return view
 
     @property
     def whole(self) -> Range:

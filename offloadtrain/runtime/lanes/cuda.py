@@ -157,7 +157,7 @@ class CudaLanes(Lanes):
             self._stream_wait(lane, event)
 
     def _put(self, lane: Lane, worker: Worker, task: Callable[[], object]) -> None:
-        """Queue a task of a lane with a thread behind the waits since the last one."""
+        """Queue a task of a lane with a thread after the waits since the last one."""
         awaited = self._awaited[lane]
         if not awaited:
             # From here on the queue owns the operands; this thread goes on to launch.
@@ -165,14 +165,14 @@ class CudaLanes(Lanes):
             return
         self._awaited[lane] = []
 
-        def behind() -> None:
+        def run_after_waits() -> None:
             for event in awaited:
                 self._stream_wait(lane, event)
-            # A lane that failed has set the flag too: nothing runs behind it.
+            # A lane that failed has set the flag too: nothing runs after it.
             if self._failure.error is None:
                 task()
 
-        worker.put(behind)
+        worker.put(run_after_waits)
 
     def _queue_waits(self, queue: HostLane, event: StreamEvent) -> None:
         # On the queue's thread: for a copy, it blocks on the CUDA event itself.
@@ -268,9 +268,9 @@ class CudaLanes(Lanes):
         return super().read_totals()
 
     def _pending(self) -> dict[Lane, int]:
-        found = {lane: worker.pending() for lane, worker in self._workers.items()}
+        pending = {lane: worker.pending() for lane, worker in self._workers.items()}
         host = self._host.progress()
-        return found | {Lane.HOST: host.launched - host.ended}
+        return pending | {Lane.HOST: host.launched - host.ended}
 
     def _poison(self, lane: Lane, memory: torch.Tensor) -> None:
         def fill(memory: torch.Tensor) -> None:

@@ -24,23 +24,25 @@ def exposed_by_lane(timeline: Iterable[Interval]) -> dict[str, float]:
     is the host's. Time in which no lane worked is the awaited lane's.
     """
     busy: dict[str, list[_Stretch]] = {}
-    for one in timeline:
-        busy.setdefault(one.lane, []).append((one.start_ms, one.start_ms + one.duration_ms))
-    waits = [one for one in timeline if one.lane == WAIT]
-    found: dict[str, float] = {}
+    for interval in timeline:
+        busy.setdefault(interval.lane, []).append(
+            (interval.start_ms, interval.start_ms + interval.duration_ms)
+        )
+    waits = [entry for entry in timeline if entry.lane == WAIT]
+    exposed: dict[str, float] = {}
     for wait in waits:
         left = [(wait.start_ms, wait.start_ms + wait.duration_ms)]
         for lane in dict.fromkeys((wait.name, *_CAUSES)):
             rest = _without(left, busy.get(lane, ()))
-            found[lane] = found.get(lane, 0.0) + _length(left) - _length(rest)
+            exposed[lane] = exposed.get(lane, 0.0) + _length(left) - _length(rest)
             left = rest
-        found[wait.name] += _length(left)
-    return {lane: spent for lane, spent in found.items() if spent > 0}
+        exposed[wait.name] += _length(left)
+    return {lane: spent for lane, spent in exposed.items() if spent > 0}
 
 
-def _without(stretches: Sequence[_Stretch], taken: Iterable[_Stretch]) -> list[_Stretch]:
+def _without(stretches: Sequence[_Stretch], busy: Iterable[_Stretch]) -> list[_Stretch]:
     left = list(stretches)
-    for lo, hi in taken:
+    for lo, hi in busy:
         left = [
             piece
             for start, end in left

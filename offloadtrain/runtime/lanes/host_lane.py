@@ -103,7 +103,7 @@ class _Timed:
         self.busy_ms = 0.0
         self.begun = self.ended = 0
         self.keeping = False
-        self.kept: list[tuple[str, float, float]] = []
+        self.spans: list[tuple[str, float, float]] = []
 
     def run(self, name: str, fn: Callable[[], object]) -> None:
         start_ms = now_ms()
@@ -113,11 +113,11 @@ class _Timed:
         spent_ms = now_ms() - start_ms
         self.busy_ms += spent_ms
         if self.keeping:
-            self.kept.append((name, start_ms, spent_ms))
+            self.spans.append((name, start_ms, spent_ms))
 
     def take(self, origin_ms: float) -> list[Interval]:
-        taken, self.kept, lane = self.kept, [], self._lane
-        return [Interval(lane, name, start - origin_ms, spent) for name, start, spent in taken]
+        spans, self.spans, lane = self.spans, [], self._lane
+        return [Interval(lane, name, start - origin_ms, spent) for name, start, spent in spans]
 
 
 class PythonHostLane:
@@ -181,7 +181,7 @@ class NativeHostLane:
     """A native queue. Operations that only call kernels are captured when they are launched and run
     without the interpreter's lock; others take it.
 
-    The queue borrows the objects of a task: `_held` owns them until the task is done.
+    The queue borrows the objects of a task: `_in_use` owns them until the task is done.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class NativeHostLane:
         self._synchronize_event = synchronize_event
         self._timed = _Timed()
         self._launched = 0
-        self._held: deque[tuple[int, object]] = deque()
+        self._in_use: deque[tuple[int, object]] = deque()
         self._launching = threading.Lock()
         # The native queue stops with the other workers, and they with it.
         failure.watch(self._queue.error, self._queue.fail)
@@ -224,8 +224,8 @@ class NativeHostLane:
             self.run(_delayed(lambda: timed.run(name, task), pause_s))
         else:
             # The calls hold addresses only: the operands keep their memory alive.
-            held = (calls, fn, operands)
-            self._push(lambda: self._queue.call(calls, name, pause_s, least_s), held)
+            objects = (calls, fn, operands)
+            self._push(lambda: self._queue.call(calls, name, pause_s, least_s), objects)
 
     def set(self, flag: Flag) -> None:
         self._push(lambda: self._queue.set(flag), flag)
@@ -237,8 +237,8 @@ class NativeHostLane:
     def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
         address, synchronize = addressof(handle), self._synchronize_event
         # `block` refers to the event: destroyed early, its handle would dangle in the native wait.
-        held = (issued, handle, block)
-        self._push(lambda: self._queue.wait_event(issued, address, synchronize), held)
+        objects = (issued, handle, block)
+        self._push(lambda: self._queue.wait_event(issued, address, synchronize), objects)
 
     def progress(self) -> HostProgress:
         begun, ended = self._queue.counts()
@@ -267,7 +267,7 @@ class NativeHostLane:
         self._queue.end()
 
     def run(self, task: Callable[[], None]) -> None:
-        # Not `self`: the lane would be held by its own `_held`.
+        # Not `self`: its own `_in_use` would keep the lane alive.
         failure = self._failure
 
         def guarded() -> None:
@@ -278,14 +278,14 @@ class NativeHostLane:
 
         self._push(lambda: self._queue.run(guarded, False), guarded)
 
-    def _push(self, push: Callable[[], int], held: object) -> None:
-        # The training thread and autograd's both launch: numbers must ascend in `_held`.
+    def _push(self, push: Callable[[], int], objects: object) -> None:
+        # The training thread and autograd's both launch: numbers must ascend in `_in_use`.
         with self._launching:
-            self._held.append((push(), held))
+            self._in_use.append((push(), objects))
             # Tasks up to this number are done: nothing native uses their objects any more.
             done = self._queue.done()
-            while self._held and self._held[0][0] <= done:
-                self._held.popleft()
+            while self._in_use and self._in_use[0][0] <= done:
+                self._in_use.popleft()
 
 
 def _paced(task: Callable[[], object], least_s: float) -> Callable[[], object]:

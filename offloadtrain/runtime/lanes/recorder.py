@@ -77,14 +77,14 @@ class RecordingLanes(Lanes):
         return _Numbered(self._events, self.inner.record(lane))
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        own = _Numbered.own(event)
-        self.program.append(Waited(lane, own.number, str(why)))
-        self.inner.wait(lane, own.inner, why)
+        numbered = _Numbered.own(event)
+        self.program.append(Waited(lane, numbered.number, str(why)))
+        self.inner.wait(lane, numbered.inner, why)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        own = _Numbered.own(event)
-        self.program.append(Waited(None, own.number, str(why)))
-        self.inner.host_wait(own.inner, why)
+        numbered = _Numbered.own(event)
+        self.program.append(Waited(None, numbered.number, str(why)))
+        self.inner.host_wait(numbered.inner, why)
 
     def synchronize(self) -> None:
         # The record needs a wait per lane: the prover knows no other order.

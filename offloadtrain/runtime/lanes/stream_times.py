@@ -166,8 +166,8 @@ class StreamTimes:
             if since is None:
                 self._assume(Lane.COMPUTE, self._computes)
             elif end is not None:
-                whole = StreamInterval(Lane.COMPUTE, self._computes, since, end, waits)
-                self._running[Lane.COMPUTE].append(whole)
+                interval = StreamInterval(Lane.COMPUTE, self._computes, since, end, waits)
+                self._running[Lane.COMPUTE].append(interval)
         if start is not None and end is not None:
             self._sample(Lane.COMPUTE, StreamInterval(Lane.COMPUTE, name, start, end))
 
@@ -189,7 +189,7 @@ class StreamTimes:
     def begin_sampling(self, stream: torch.cuda.Stream) -> None:
         """Record intervals from now on. `stream` is empty: an event happens when it is recorded."""
         tries = [_read_clocks(stream) for _ in range(_CLOCK_READS)]
-        _, now, event = min(tries, key=lambda found: found[0])
+        _, now, event = min(tries, key=lambda reading: reading[0])
         self._intervals, self._origin = [], (now, event)
         self._samples = dict.fromkeys(Lane, True)
         self._usual.begin_sample()

@@ -172,9 +172,9 @@ class ThreadLanes(ClockedLanes):
         return [*super()._sampled(), *self._host.take_intervals(self._origin_ms)]
 
     def _pending(self) -> dict[Lane, int]:
-        found = {lane: worker.pending() for lane, worker in self._workers.items()}
+        pending = {lane: worker.pending() for lane, worker in self._workers.items()}
         host = self._host.progress()
-        return found | {Lane.HOST: host.launched - host.ended}
+        return pending | {Lane.HOST: host.launched - host.ended}
 
     def _poison(self, lane: Lane, memory: Tensor) -> None:
         if lane is Lane.COMPUTE:

@@ -110,7 +110,9 @@ class BucketSpec:
     def matrices_of(self, rank: int) -> list[MatrixSpec]:
         """Return the matrices in a rank's shard."""
         first = rank * self.shard_numel
-        return [one for one in self.matrices if first <= one.offset < first + self.shard_numel]
+        return [
+            matrix for matrix in self.matrices if first <= matrix.offset < first + self.shard_numel
+        ]
 
 
 class Reading(NamedTuple):

@@ -70,8 +70,8 @@ def lay_out(
         input_parts=parts if config.activations.partition else 1,
     )
     streamed = streamed_blocks(spec)
-    held = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
-    spec = with_state_tiers(replace(spec, blocks=held, streamed=streamed), device_bytes)
+    laid_out = tuple(b if b.name in streamed else replace(b, frozen=()) for b in spec.blocks)
+    spec = with_state_tiers(replace(spec, blocks=laid_out, streamed=streamed), device_bytes)
     return spec if available_bytes is None else with_second_copies(spec, available_bytes)
 
 

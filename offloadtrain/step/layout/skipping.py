@@ -34,12 +34,13 @@ def skips(name: str, patterns: Sequence[str]) -> bool:
 def experts_in(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return parameter → the number of experts in it, from the names and sizes of all that are
     named in a block."""
-    stacked = {_module(n): own[0] for n, own in sizes.items() if len(own) >= STACKED_AXES}
+    stacked = {_module(n): shape[0] for n, shape in sizes.items() if len(shape) >= STACKED_AXES}
     return {
-        name: own[0]
-        if len(own) >= STACKED_AXES or (len(own) == 2 and stacked.get(_module(name)) == own[0])
+        name: shape[0]
+        if len(shape) >= STACKED_AXES
+        or (len(shape) == 2 and stacked.get(_module(name)) == shape[0])
         else 1
-        for name, own in sizes.items()
+        for name, shape in sizes.items()
     }
 
 

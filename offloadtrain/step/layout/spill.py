@@ -47,18 +47,18 @@ def spill(buckets: Iterable[tuple[str, Fields]], limit: int) -> Mapping[str, Seq
         buckets: in the order in which they are written.
         limit: bytes that the parts of all buckets may take.
     """
-    room, found = limit // SPILL_BLOCK, {}
+    room, spilled = limit // SPILL_BLOCK, {}
     for name, fields in reversed(list(buckets)):
-        parts, taken = [], 0
+        parts, used = [], 0
         # The last blocks of its fields, the last field first.
         for number, (numel, size) in reversed(list(enumerate(fields))):
             of_field = -(-numel * size // SPILL_BLOCK)
-            blocks = min(of_field, room - taken)
+            blocks = min(of_field, room - used)
             if blocks:
                 lo = (of_field - blocks) * SPILL_BLOCK // size
-                parts.append(SpillPart(number, lo, numel, taken * SPILL_BLOCK // size, blocks))
-                taken += blocks
+                parts.append(SpillPart(number, lo, numel, used * SPILL_BLOCK // size, blocks))
+                used += blocks
         if parts:
-            found[name] = parts[::-1]
-            room -= taken
-    return found
+            spilled[name] = parts[::-1]
+            room -= used
+    return spilled

@@ -47,29 +47,31 @@ def with_state_tiers(spec: StepSpec, device_bytes: DeviceBytes) -> StepSpec:
                 "device_memory_limit, or a share such as {'device': 0.3}"
             )
         return filled(spec, limit, device_bytes)
-    found = _spread_on_disk(first_on_device(spec, _asked(spec)))
-    if limit is not None and found.has_state_on(Tier.DEVICE):
-        needed = device_bytes(found)
+    tiered = _spread_on_disk(first_on_device(spec, _device_count(spec)))
+    if limit is not None and tiered.has_state_on(Tier.DEVICE):
+        needed = device_bytes(tiered)
         if needed > limit:
             raise DeviceMemoryError(
                 f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
-                f"{format_bytes(needed)} with {device_share(found):g} of the state on the device: "
+                f"{format_bytes(needed)} with {device_share(tiered):g} of the state on the device: "
                 "raise it, or lower state_on"
             )
-    return found
+    return tiered
 
 
 def candidates(spec: StepSpec) -> list[BucketSpec]:
     """Return the buckets that may have their state on the device, in the order of use."""
     streamed_past_host = spec.config.weights.offloaded
-    return [one for one in spec.buckets if not (streamed_past_host and spec.is_streamed(one))]
+    return [
+        bucket for bucket in spec.buckets if not (streamed_past_host and spec.is_streamed(bucket))
+    ]
 
 
 def first_on_device(spec: StepSpec, count: int) -> StepSpec:
     """Put the state of so many candidates on the device, that of the others on the host."""
     chosen = {bucket.name for bucket in candidates(spec)[:count]}
 
-    return _tiered(spec, lambda one: Tier.DEVICE if one.name in chosen else Tier.HOST)
+    return _tiered(spec, lambda bucket: Tier.DEVICE if bucket.name in chosen else Tier.HOST)
 
 
 def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
@@ -80,7 +82,7 @@ def _tiered(spec: StepSpec, tier_of: Callable[[BucketSpec], Tier]) -> StepSpec:
             return bucket
         return replace(bucket, state_tier=tier, gradient_on_disk=with_it)
 
-    blocks = (replace(one, buckets=tuple(map(placed, one.buckets))) for one in spec.blocks)
+    blocks = (replace(block, buckets=tuple(map(placed, block.buckets))) for block in spec.blocks)
     return replace(spec, blocks=tuple(blocks))
 
 
@@ -96,25 +98,27 @@ def filled(spec: StepSpec, limit: int, device_bytes: DeviceBytes) -> StepSpec:
 def device_share(spec: StepSpec) -> float:
     """Return the share that asks for the spec's tiers, rounded down to what a job shows."""
     total = sum(bucket.numel for bucket in spec.buckets)
-    found = sum(bucket.numel for bucket in spec.buckets_on(Tier.DEVICE))
-    return SHARES * found // total / SHARES
+    on_device = sum(bucket.numel for bucket in spec.buckets_on(Tier.DEVICE))
+    return SHARES * on_device // total / SHARES
 
 
 def _spread_on_disk(spec: StepSpec) -> StepSpec:
     """Put the share that the config asks for on the disk, of buckets that are on the host."""
     of_host = spec.buckets_on(Tier.HOST)
-    total, held = (sum(one.numel for one in some) for some in (spec.buckets, of_host))
-    share = min(spec.config.state.disk_share * total / max(held, 1), 1.0)
-    chosen, wanted, found = set(), 0.0, 0
+    total, host_total = (sum(b.numel for b in some) for some in (spec.buckets, of_host))
+    share = min(spec.config.state.disk_share * total / max(host_total, 1), 1.0)
+    chosen, wanted, placed = set(), 0.0, 0
     for bucket in of_host:
         wanted += share * bucket.numel
-        if share and found + bucket.numel / 2 <= wanted:
+        if share and placed + bucket.numel / 2 <= wanted:
             chosen.add(bucket.name)
-            found += bucket.numel
-    return _tiered(spec, lambda one: Tier.DISK if one.name in chosen else one.state_tier)
+            placed += bucket.numel
+    return _tiered(
+        spec, lambda candidate: Tier.DISK if candidate.name in chosen else candidate.state_tier
+    )
 
 
-def _asked(spec: StepSpec) -> int:
+def _device_count(spec: StepSpec) -> int:
     """Return the number of candidates whose middle is within the share.
 
     Raises:

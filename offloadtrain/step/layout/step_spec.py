@@ -146,7 +146,9 @@ class StepSpec:
     def measures_on(self, tier: Tier) -> bool:
         """Whether sums of squares are taken there, at least of a gradient that is added to or that
         never comes: these are taken where the sum is."""
-        return any(tier in (self.norm_tier(one), self.sum_tier(one)) for one in self.buckets)
+        return any(
+            tier in (self.norm_tier(bucket), self.sum_tier(bucket)) for bucket in self.buckets
+        )
 
     @property
     def stages_on_host(self) -> bool:
@@ -271,8 +273,8 @@ class StepSpec:
     @cached_property
     def weight_slots(self) -> int:
         """The number of host slots for weights on their way from the disk to the device."""
-        held = (bucket for block in self.blocks for bucket in block.held)
-        return min(RING_SLOTS, sum(map(self.loads_from_disk, held)))
+        buckets = (bucket for block in self.blocks for bucket in block.held)
+        return min(RING_SLOTS, sum(map(self.loads_from_disk, buckets)))
 
     @cached_property
     def new_weight_slots(self) -> int:
@@ -345,7 +347,7 @@ class StepSpec:
     def host_staging_bytes(self) -> int:
         """Bytes of one host slot for gradients and weights."""
         on_host = self.buckets_on(Tier.HOST)
-        largest = max((one.shard_numel * one.weight_bytes for one in on_host), default=0)
+        largest = max((bucket.shard_numel * bucket.weight_bytes for bucket in on_host), default=0)
         return max(min(largest, STAGING_BYTES), ALIGN * 4)
 
     def pieces(self, bucket: BucketSpec) -> list[tuple[int, int]]:
@@ -360,9 +362,9 @@ class StepSpec:
         """Bytes of the device memory in which one matrix after the other is orthogonalized: the
         workspace and, where the state is updated on the host, the matrix itself."""
         sizes = (
-            one.workspace_numel + (one.numel if bucket.update_tier is Tier.HOST else 0)
+            matrix.workspace_numel + (matrix.numel if bucket.update_tier is Tier.HOST else 0)
             for bucket in self.buckets
-            for one in bucket.matrices
+            for matrix in bucket.matrices
         )
         return max(sizes, default=0) * MATRIX_BYTES
 
@@ -373,8 +375,8 @@ class StepSpec:
         """Bytes of each device slot: those of repeated blocks, then the one of all other blocks."""
         streamed = [block for block in self.blocks if block.name in self.streamed]
         repeated = [block.nbytes for block in streamed if block.repeated]
-        others = [block.nbytes for block in streamed if not block.repeated]
-        return (max(repeated, default=0),) * self.slots + ((max(others),) if others else ())
+        outside = [block.nbytes for block in streamed if not block.repeated]
+        return (max(repeated, default=0),) * self.slots + ((max(outside),) if outside else ())
 
     @cached_property
     def slots(self) -> int:

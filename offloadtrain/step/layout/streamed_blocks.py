@@ -49,23 +49,27 @@ def streamed_blocks(spec: StepSpec) -> frozenset[str]:
 
 def _outside(spec: StepSpec) -> list[BlockSpec]:
     """List the streamed blocks outside of lists; see [Note: Outside of layers]."""
-    kept = set()
+    resident = set()
     for pattern in spec.config.sharding.keep_whole:
         names = [block.name for block in spec.blocks if not block.repeated]
-        if not (found := {name for name in names if fnmatchcase(name, pattern)}):
+        if not (matches := {name for name in names if fnmatchcase(name, pattern)}):
             some = ", ".join(map(repr, names[:8])) or "none"
             raise OptionError(
                 f"keep_whole = {pattern!r} matches no module outside of layers that holds weights; "
                 f"there are {some}"
             )
-        kept |= found
+        resident |= matches
     if spec.zero_stage != 3:
         return []
-    able = [one for one in spec.blocks if one.leaf and not one.repeated and one.name not in kept]
+    able = [
+        block
+        for block in spec.blocks
+        if block.leaf and not block.repeated and block.name not in resident
+    ]
     largest = max((block.nbytes for block in able), default=0)
     shared = [block for block in able if block.nbytes >= largest * SMALL_SHARE]
-    whole = sum(_held_bytes(spec, block) for block in shared)
-    return shared if _bytes_streamed(spec, shared) < whole else []
+    resident_bytes = sum(_held_bytes(spec, block) for block in shared)
+    return shared if _bytes_streamed(spec, shared) < resident_bytes else []
 
 
 def _bytes_streamed(spec: StepSpec, outside: Sequence[BlockSpec]) -> int:
@@ -78,13 +82,13 @@ def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
     """Count the shards of this rank that stay on its device."""
     if spec.config.weights.offloaded:
         return 0
-    shards = (one for block in blocks for one in block.held)
-    return sum(one.shard_bytes * _versions(spec, one) for one in shards)
+    shards = (bucket for block in blocks for bucket in block.held)
+    return sum(bucket.shard_bytes * _versions(spec, bucket) for bucket in shards)
 
 
 def _held_bytes(spec: StepSpec, block: BlockSpec) -> int:
     """Count what a block takes that stays on the device."""
-    return sum(one.nbytes * _versions(spec, one) for one in block.held)
+    return sum(bucket.nbytes * _versions(spec, bucket) for bucket in block.held)
 
 
 def _versions(spec: StepSpec, bucket: BucketSpec) -> int:
@@ -94,18 +98,20 @@ def _versions(spec: StepSpec, bucket: BucketSpec) -> int:
 def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
     config = spec.config
     repeated = [block for block in spec.blocks if block.repeated and spec.streams]
-    limit, asked = config.memory.device_limit, config.weights.resident_blocks
+    limit, requested = config.memory.device_limit, config.weights.resident_blocks
     room = len(repeated) if limit is None else _room(spec, repeated, outside, limit)
-    if asked is not None and room < min(asked, len(repeated)):
+    if requested is not None and room < min(requested, len(repeated)):
         raise DeviceMemoryError(
-            f"resident_blocks = {asked}, and device_memory_limit = {format_bytes(limit or 0)} has "
-            f"room for {room} beside the rest and {config.weights.device_slots} slots: lower the "
-            "one or raise the other"
+            f"resident_blocks = {requested}, and device_memory_limit = {format_bytes(limit or 0)} "
+            f"has room for {room} beside the rest and {config.weights.device_slots} slots: lower "
+            "the one or raise the other"
         )
-    stay = min(asked, len(repeated)) if asked is not None else (0 if limit is None else room)
+    stay = (
+        min(requested, len(repeated)) if requested is not None else (0 if limit is None else room)
+    )
     # The i-th of n that stay lies in the middle of the i-th of n equal parts.
-    kept = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)].name for i in range(stay)}
-    return {block.name for block in repeated} - kept
+    staying = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)].name for i in range(stay)}
+    return {block.name for block in repeated} - staying
 
 
 def _room(
@@ -113,9 +119,14 @@ def _room(
 ) -> int:
     """Count the repeated blocks that can stay on the device."""
     config, sizes = spec.config, [_held_bytes(spec, block) for block in repeated]
-    whole = [one for one in spec.blocks if one not in repeated and one not in outside]
+    always_resident = [
+        block for block in spec.blocks if block not in repeated and block not in outside
+    ]
     # Their frozen weights are where the rest of the model's are, which the limit is not for.
-    rest = sum(one.nbytes for block in whole for one in block.buckets) * spec.weight_versions
+    rest = (
+        sum(bucket.nbytes for block in always_resident for bucket in block.buckets)
+        * spec.weight_versions
+    )
     rest += _bytes_streamed(spec, outside) + spec.gradient_bytes
     if spec.streams:
         rest += _shard_bytes(spec, repeated)

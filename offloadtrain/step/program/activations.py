@@ -62,7 +62,7 @@ class _Saved:
     back: Ref
     before: int | None
     fetched: bool = False
-    taken: bool = False
+    handed_over: bool = False
 
 
 class ActivationPath:
@@ -92,15 +92,15 @@ class ActivationPath:
 
     def save(self, number: int, numel: int, dtype: str) -> None:
         """Autograd has saved a block input that compute has just written."""
-        lo, hi = self._own(numel)
-        kept = Memory.HOST_ACTIVATION if self._on_host else Memory.KEPT_ACTIVATION
+        lo, hi = self._part_of_rank(numel)
+        memory = Memory.HOST_ACTIVATION if self._on_host else Memory.KEPT_ACTIVATION
         nbytes = (hi - lo) * ITEMSIZE[dtype]
         if free := self._free.get(nbytes):
             buffer = free.pop()
         else:
             buffer = len(self._sizes)
             self._sizes.append(nbytes)
-        host = Ref(kept, buffer, 0, 0, hi - lo, dtype)
+        host = Ref(memory, buffer, 0, 0, hi - lo, dtype)
         there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
         # The user's forward is no launch: this event stands for its write of the input. The copy
         # waits for compute up to here, and not for the block's own forward.
@@ -109,8 +109,8 @@ class ActivationPath:
         kind, lane = (Kind.ACTIVATION_DOWN, Lane.D2H)
         if not self._on_host:
             kind, lane = (Kind.KEEP_INPUT, Lane.COMPUTE)
-        # d2h, beside the block's own forward; a part that stays on the device on compute, in front
-        # of it. It waits for the last fetch from its buffer.
+        # d2h, concurrently with the block's own forward; a part that stays on the device on
+        # compute, before it. It waits for the last fetch from its buffer.
         self._order.launch(Launch(kind, lane, "", (there._replace(lo=lo, hi=hi),), (host,)))
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving[there] = number
@@ -121,45 +121,45 @@ class ActivationPath:
 
     def need(self, number: int) -> None:
         """Backward is about to run the block again: fetch its input, and prefetch the next one."""
-        one = self._saved[number]
+        entry = self._saved[number]
         # Backward saves no inputs that would push the last ones out of the queue.
         if self._stays:
-            behind = number + _LEAVING_SAVED
-            for ref in [ref for ref, saved in self._leaving.items() if saved >= behind]:
+            first_to_free = number + _LEAVING_SAVED
+            for ref in [ref for ref, saved in self._leaving.items() if saved >= first_to_free]:
                 self._free_one(ref)
         else:
             self._let_go(0)
-        held = one.there in self._leaving
-        if not held:
-            self._fetch(one)
-        for before in islice(self._before(one), self._ahead):
+        on_device = entry.there in self._leaving
+        if not on_device:
+            self._fetch(entry)
+        for before in islice(self._before(entry), self._ahead):
             # A saved tensor that came back stays while its graph lives: others may read it too.
-            if not (self._stays and (before.taken or before.there in self._leaving)):
+            if not (self._stays and (before.handed_over or before.there in self._leaving)):
                 self._fetch(before)
-        if held:
+        if on_device:
             # Compute made it: nothing to wait for. The queue still owns it, until its copy is done.
-            one.taken = True
+            entry.handed_over = True
             return
-        # Compute waits for this input only: the next one comes beside the block's backward.
-        self._order.needs(Lane.COMPUTE, [one.back], "recompute")
-        one.taken = True
+        # Compute waits for this input only: the next one arrives during the block's backward.
+        self._order.needs(Lane.COMPUTE, [entry.back], "recompute")
+        entry.handed_over = True
         # Compute has waited and is the only user from here on: autograd owns the memory.
-        self._order.forget([one.back])
+        self._order.forget([entry.back])
 
-    def _before(self, one: _Saved) -> Iterator[_Saved]:
-        """Yield what was saved before it in the same forward, the last first."""
-        while one.before is not None and (before := self._saved.get(one.before)) is not None:
+    def _before(self, entry: _Saved) -> Iterator[_Saved]:
+        """Yield the inputs saved before this one in the same forward, the last first."""
+        while entry.before is not None and (before := self._saved.get(entry.before)) is not None:
             yield before
-            one = before
+            entry = before
 
     def drop(self, number: int) -> None:
         """The graph of the input is gone."""
-        one = self._saved.pop(number)
+        entry = self._saved.pop(number)
         # A prefetch may still write this memory: the queue owns it until compute has waited.
-        if one.fetched and not one.taken:
-            self._leaving[one.back] = number
+        if entry.fetched and not entry.handed_over:
+            self._leaving[entry.back] = number
         # Free at once: the next copy into the buffer waits for the fetch that may still read it.
-        self._give_back(int(one.host.owner))
+        self._give_back(int(entry.host.owner))
         if self._stays and not self._saved:
             self._let_go(0)  # no forward may follow that would push them out
 
@@ -174,24 +174,25 @@ class ActivationPath:
     def _give_back(self, buffer: int) -> None:
         self._free.setdefault(self._sizes[buffer], []).append(buffer)
 
-    def _fetch(self, one: _Saved) -> None:
-        if one.fetched and not one.taken:
+    def _fetch(self, entry: _Saved) -> None:
+        if entry.fetched and not entry.handed_over:
             return
-        # Taken before: a retained graph runs backward again and needs a new copy.
-        one.fetched, one.taken = True, False
-        self._order.allocate(one.back)
-        lo, hi = self._own(one.back.hi)
-        part = one.back._replace(lo=lo, hi=hi)
+        # Handed over before: a retained graph runs backward again and needs a new copy.
+        entry.fetched, entry.handed_over = True, False
+        self._order.allocate(entry.back)
+        lo, hi = self._part_of_rank(entry.back.hi)
+        part = entry.back._replace(lo=lo, hi=hi)
         kind, lane = (Kind.ACTIVATION_UP, Lane.LOAD)
         if not self._on_host:
             kind, lane = (Kind.FETCH_PART, Lane.COMM)
-        # load, beside recompute and backward of the block after it: waits for its copy down.
-        self._order.launch(Launch(kind, lane, "", (one.host,), (part,)))
-        if hi - lo < one.back.hi:
-            # comm, beside the same: waits for this rank's part.
-            self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (one.back,)))
+        # load, concurrently with recompute and backward of the block after it: waits for its copy
+        # down.
+        self._order.launch(Launch(kind, lane, "", (entry.host,), (part,)))
+        if hi - lo < entry.back.hi:
+            # comm, concurrently with the same: waits for this rank's part.
+            self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (entry.back,)))
 
-    def _own(self, numel: int) -> tuple[int, int]:
+    def _part_of_rank(self, numel: int) -> tuple[int, int]:
         """Return [lo, hi) of the elements that this rank keeps."""
         if numel % self._parts:
             return 0, numel

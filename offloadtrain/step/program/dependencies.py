@@ -57,7 +57,7 @@ class Dependencies:
         """All since the last `take`."""
         self._known = {lane: [0] * len(Lane) for lane in Lane}
         """Lane → its clock: what is done when its next operation starts."""
-        self._seen = [0] * len(Lane)
+        self._thread_clock = [0] * len(Lane)
         """The clock of the launching thread."""
         self._uses: defaultdict[_Cell, _Use] = defaultdict(_Use)
         self._recorded: dict[Lane, Event] = {}
@@ -65,11 +65,11 @@ class Dependencies:
 
     def take(self) -> Operations:
         """Return the operations since the last call."""
-        taken, self.operations = self.operations, []
+        operations, self.operations = self.operations, []
         # User code may run on compute before the next event of the step: an event recorded now
         # would not cover it, so `record` must make a new one.
         self._recorded.clear()
-        return taken
+        return operations
 
     def launch(self, op: Launch, *, fresh: Ref | None = None, late: bool = False) -> Event:
         """Launch behind the waits that the operation's memory needs; return the event behind it.
@@ -120,11 +120,11 @@ class Dependencies:
     def host_wait(self, event: Event, why: str) -> None:
         """Make the launching thread wait, and with it all that it launches from here on, unless it
         has seen that the event has happened."""
-        if event.position <= self._seen[event.at]:
+        if event.position <= self._thread_clock[event.at]:
             return
         if not event.recorded:
             self._say(event)
-        self._seen[:] = map(max, self._seen, event.clock)
+        self._thread_clock[:] = map(max, self._thread_clock, event.clock)
         # Later launches come from a thread that has seen the event: no lane waits for it again.
         for known in self._known.values():
             known[:] = map(max, known, event.clock)
@@ -138,7 +138,7 @@ class Dependencies:
         """The launching thread has seen every lane empty."""
         done = [self._known[lane][at] for lane, at in _AT.items()]
         # All lanes know all that was launched: what is launched next waits for none of it.
-        self._seen[:] = done
+        self._thread_clock[:] = done
         for known in self._known.values():
             known[:] = done
 
@@ -205,7 +205,7 @@ class Dependencies:
         # An event that another one covers comes last: the wait for that one makes it needless.
         if len(before) > 1:
             events = [event for event, _, _ in before]
-            before.sort(key=lambda one: self._is_covered(one[0], events))
+            before.sort(key=lambda entry: self._is_covered(entry[0], events))
         for event, does, did in before:
             if event.position > known[event.at]:
                 self._wait(lane, event, who, does, did)

@@ -74,11 +74,11 @@ class GradientPath:
             complete: each parameter holds a gradient, or other ranks have theirs.
             last: this is the last micro-step of the step.
         """
-        whole = last and complete
+        is_final = last and complete
         if bucket.used is not None:
             self._mark(bucket, bucket.used)
         # A single piece is squared while it is added: one pass over host memory less.
-        measured = whole and self._accumulates and len(bucket.pieces) == 1
+        measured = is_final and self._accumulates and len(bucket.pieces) == 1
         measured = measured and not bucket.rounds_sum
         if not bucket.sums_on_device:
             self._slots.hold(bucket, keep=bucket.touched)
@@ -100,11 +100,11 @@ class GradientPath:
             else:
                 self._place(bucket, staged, lo, hi)
         bucket.touched, bucket.normed, bucket.arrived = True, measured, False
-        if whole and not measured:
+        if is_final and not measured:
             self._measure(bucket)
         if not bucket.sums_on_device:
             self._slots.changed(bucket)
-        if whole:
+        if is_final:
             self._bring_down(bucket)
 
     def complete(self, buckets: Iterable[BucketRefs]) -> None:
@@ -155,12 +155,12 @@ class GradientPath:
         # frees them. The training thread has read the marks of the step before.
         self._order.launch(op)
 
-    def _gather(self, bucket: BucketRefs, whole: Ref, lo: int, hi: int) -> None:
-        op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (whole,), lo, hi)
-        # Compute, behind the kernels that made the gradients. It waits until d2h, comm or Adam of
+    def _gather(self, bucket: BucketRefs, target: Ref, lo: int, hi: int) -> None:
+        op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (target,), lo, hi)
+        # Compute, after the kernels that made the gradients. It waits until d2h, comm or Adam of
         # the last step is done with the memory; a ring with one slot more than a bucket has pieces
         # makes that wait short.
-        self._order.launch(op, fresh=whole)
+        self._order.launch(op, fresh=target)
 
     def _reduced(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
         """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
@@ -168,26 +168,26 @@ class GradientPath:
         ranks, count = bucket.spec.ranks, hi - lo
         wide = self._reduced_bytes(bucket.spec) != bucket.spec.weight_bytes
         dtype = "float32" if wide else bucket.spec.dtype
-        whole = self._staging(bucket, lo, ranks * count, dtype)
-        self._gather(bucket, whole, lo, hi)
+        staging = self._staging(bucket, lo, ranks * count, dtype)
+        self._gather(bucket, staging, lo, hi)
         if ranks == 1:
-            return whole
-        # comm, in place, beside backward of the next blocks. The copy down, or the rounding, waits
-        # for it through the slot.
+            return staging
+        # comm, in place, concurrently with backward of the next blocks. The copy down, or the
+        # rounding, waits for it through the slot.
         self._order.launch(
-            Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (whole,), lo, hi)
+            Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (staging,), lo, hi)
         )
         first = bucket.rank * count
-        shard = Ref(whole.memory, whole.owner, 0, first, first + count, dtype)
+        shard = Ref(staging.memory, staging.owner, 0, first, first + count, dtype)
         if self._has_copies:
-            # comm, right behind its reduce-scatter, beside backward: what crosses hosts is 1/N.
+            # comm, right after its reduce-scatter, during backward: 1/N crosses hosts.
             op = Launch(Kind.ALL_REDUCE, Lane.COMM, bucket.name, (), (shard,), lo, hi)
             self._order.launch(op)
         if not wide:
             return shard
         narrow = self._rounded.take(count, bucket.spec.dtype)
         op = Launch(Kind.ROUND, Lane.COMM, bucket.name, (shard,), (narrow,), lo, hi)
-        # comm, right behind its reduce-scatter, so that the bus carries 16 bits. It waits for the
+        # comm, right after its reduce-scatter, so that the bus carries 16 bits. It waits for the
         # last copy out of its own slot; the copy down waits for it there.
         self._order.launch(op, fresh=narrow)
         return narrow

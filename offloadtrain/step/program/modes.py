@@ -254,13 +254,13 @@ class SpeculationPolicy:
     WINDOW = 8
 
     def __init__(self) -> None:
-        self._seen: deque[bool] = deque(maxlen=self.WINDOW)
+        self._recent: deque[bool] = deque(maxlen=self.WINDOW)
 
     def good(self) -> bool:
-        return 2 * sum(self._seen) >= len(self._seen)
+        return 2 * sum(self._recent) >= len(self._recent)
 
     def saw(self, right: bool) -> None:
-        self._seen.append(right)
+        self._recent.append(right)
 
 
 class Speculative(Exact):

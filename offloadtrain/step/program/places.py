@@ -178,8 +178,8 @@ class BucketRefs:
         """Return a part of `summed`."""
         return self._part(self.summed, lo, hi)
 
-    def _part(self, whole: Ref, lo: int, hi: int) -> Ref:
-        return whole if hi - lo == self.spec.shard_numel else whole._replace(lo=lo, hi=hi)
+    def _part(self, full: Ref, lo: int, hi: int) -> Ref:
+        return full if hi - lo == self.spec.shard_numel else full._replace(lo=lo, hi=hi)
 
     def take_gradient_slot(self, slot: int) -> None:
         """`gradient` is in this slot of the host from here on."""
@@ -221,9 +221,9 @@ class BucketRefs:
             return self._sources[self._newest]
         return self._shard_of(self.newest)
 
-    def _shard_of(self, whole: Ref) -> Ref:
+    def _shard_of(self, full: Ref) -> Ref:
         lo = self.rank * self.spec.shard_numel
-        return whole._replace(lo=lo, hi=lo + self.spec.shard_numel)
+        return full._replace(lo=lo, hi=lo + self.spec.shard_numel)
 
     @property
     def _newest(self) -> int:

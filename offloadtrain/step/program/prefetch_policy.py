@@ -20,7 +20,7 @@ class AccessOrder:
 
     def __init__(self) -> None:
         self._order: list[int] = []
-        self._seen: list[int] = []
+        self._uses: list[int] = []
         self._next = 0
         self.missed = 0
 
@@ -28,12 +28,12 @@ class AccessOrder:
     def differs(self) -> bool:
         """True if this pass left the known order; one that goes on behind its end (training after
         an evaluation) has not."""
-        return bool(self.missed) and self._seen[: len(self._order)] != self._order
+        return bool(self.missed) and self._uses[: len(self._order)] != self._order
 
     @property
     def seen(self) -> Sequence[int]:
         """The uses of this pass so far."""
-        return self._seen
+        return self._uses
 
     @property
     def future(self) -> Sequence[int]:
@@ -42,8 +42,8 @@ class AccessOrder:
 
     def used(self, block: int) -> None:
         """A block is used. This pass skips the uses that the order has before the block's next."""
-        if not self._seen or self._seen[-1] != block:
-            self._seen.append(block)
+        if not self._uses or self._uses[-1] != block:
+            self._uses.append(block)
         if self._next and self._order[self._next - 1] == block:
             return
         try:
@@ -53,9 +53,9 @@ class AccessOrder:
 
     def restart(self) -> None:
         """A pass has ended: its uses become the order, unless it was only the order's beginning."""
-        if len(self._seen) >= len(self._order) or self.missed:
-            self._order = self._seen
-        self._seen, self._next, self.missed = [], 0, 0
+        if len(self._uses) >= len(self._order) or self.missed:
+            self._order = self._uses
+        self._uses, self._next, self.missed = [], 0, 0
 
 
 class ReduceOrder:
@@ -137,17 +137,17 @@ def prefetches(
     No block is evicted that is needed before the one that takes its slot, and none is loaded before
     one that is needed sooner: its load would delay that one's.
     """
-    held, moves = set(resident), list[tuple[int, int | None]]()
+    loaded, moves = set(resident), list[tuple[int, int | None]]()
     for block in dict.fromkeys(future):
-        if block in held:
+        if block in loaded:
             continue
         leaving = None
         pool = next(pool for pool in pools if block in pool.members)
-        if len(beside := pool.of(held)) >= len(pool.slots):
-            leaving = victim(beside - set(pinned), future)
+        if len(in_pool := pool.of(loaded)) >= len(pool.slots):
+            leaving = victim(in_pool - set(pinned), future)
             if leaving is None or next_use(leaving, future) <= next_use(block, future):
                 break
-            held.discard(leaving)
-        held.add(block)
+            loaded.discard(leaving)
+        loaded.add(block)
         moves.append((block, leaving))
     return moves

@@ -65,10 +65,10 @@ class Program:
         self._trained: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.buckets] for block in spec.blocks
         }
-        self._held: dict[str, Sequence[BucketRefs]] = {
+        self._buckets_of: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
         }
-        self.streaming = Streaming(spec, table, self._order, self._held)
+        self.streaming = Streaming(spec, table, self._order, self._buckets_of)
         # One ring for both ways: gradients on their way down, weights on their way up.
         host_ring = Ring(Memory.HOST_STAGING, table.slots(Memory.HOST_STAGING))
         self._disk = DiskPath(table, self._order)
@@ -135,9 +135,9 @@ class Program:
             reads: of the block's weights.
             owner: see `Reading`; "": the block.
         """
-        held = self._held.get(block, ()) if reads else ()
+        buckets = self._buckets_of.get(block, ()) if reads else ()
         # Compute, where a real run has the user's kernels: uploads wait for these reads.
-        refs = tuple(bucket.whole for bucket in held)
+        refs = tuple(bucket.whole for bucket in buckets)
         self._order.launch(Launch(kind, Lane.COMPUTE, owner or block, refs), late=True)
         return self._order.take()
 

@@ -28,7 +28,7 @@ class SavePath:
         self._disk = disk
         self._has_in_use = spec.is_delayed
         self._trained = [buckets[bucket.name] for bucket in spec.save_order]
-        self._frozen = [one for one in buckets.values() if not spec.is_trained(one.spec)]
+        self._frozen = [bucket for bucket in buckets.values() if not spec.is_trained(bucket.spec)]
 
     def save(self) -> None:
         """Launch the writes of everything, and the copies of what is written from the spill."""
@@ -42,9 +42,9 @@ class SavePath:
                 for number, ref in enumerate(bucket.state())
             ]
             # In mode "delayed" the weights in use, too.
-            in_use = [_whole(len(fields), bucket.in_use)] if self._has_in_use else []
-            kept = [(part, ref) for part, ref in fields if part.hi]
-            self._write(bucket.name, [*kept, *in_use])
+            in_use = [_all_of(len(fields), bucket.in_use)] if self._has_in_use else []
+            unspilled = [(part, ref) for part, ref in fields if part.hi]
+            self._write(bucket.name, [*unspilled, *in_use])
         spilled = [bucket for bucket in self._trained if bucket.spilled]
         for bucket in spilled:
             # On the lane of the next update of this memory, which so follows without a wait.
@@ -55,8 +55,8 @@ class SavePath:
             parts = [Written(part.field, part.lo, part.hi) for part in bucket.spilled]
             self._write(bucket.name, list(zip(parts, bucket.spill, strict=True)))
         for bucket in self._frozen:
-            self._write(bucket.name, [_whole(0, bucket.load_source)])
-        # Behind all others on their lane: it ends the file.
+            self._write(bucket.name, [_all_of(0, bucket.load_source)])
+        # After all others on their lane: it ends the file.
         self._order.launch(Launch(Kind.WRITE, Lane.WRITE, ""))
 
     def _write(self, owner: str, parts: _Parts) -> None:
@@ -67,5 +67,5 @@ class SavePath:
             self._order.launch(Launch(Kind.WRITE, Lane.WRITE, owner, reads, written=written))
 
 
-def _whole(number: int, ref: Ref) -> tuple[Written, Ref]:
+def _all_of(number: int, ref: Ref) -> tuple[Written, Ref]:
     return Written(number, 0, ref.hi - ref.lo), ref

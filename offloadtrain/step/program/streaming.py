@@ -57,7 +57,7 @@ class Streaming:
         """`held`: block → all buckets that are loaded with it."""
         self.access_order = AccessOrder()
         self._order = order
-        self._held = held
+        self._buckets_of = held
         self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
         self._number = {block: number for number, block in enumerate(self._blocks)}
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
@@ -65,7 +65,12 @@ class Streaming:
         self._slots_of = {block.name: spec.slots_of(block) for block in streamed}
         self._pools = [
             Pool(
-                {self._number[name] for name, own in self._slots_of.items() if own == slots}, slots
+                {
+                    self._number[name]
+                    for name, block_slots in self._slots_of.items()
+                    if block_slots == slots
+                },
+                slots,
             )
             for slots in dict.fromkeys(self._slots_of.values())
         ]
@@ -86,8 +91,8 @@ class Streaming:
     @property
     def unused(self) -> list[str]:
         """Streamed blocks outside of layers that this pass has not used yet."""
-        seen = {self._blocks[number] for number in self.access_order.seen}
-        return [name for name in self._blocks if name in self._outside - seen]
+        used = {self._blocks[number] for number in self.access_order.seen}
+        return [name for name in self._blocks if name in self._outside - used]
 
     def use(self, block: str, pinned: Collection[str]) -> None:
         """Compute is about to read the block: load it if it has no slot, then load ahead.
@@ -97,7 +102,7 @@ class Streaming:
         """
         if block not in self.slots:
             self._load(block, self._room(block, pinned))
-        refs = [bucket.whole for bucket in self._held[block]]
+        refs = [bucket.whole for bucket in self._buckets_of[block]]
         # Compute waits for this block's load, or all-gather, only. The loads ahead are launched
         # behind that wait and run beside the block's forward or backward.
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
@@ -122,7 +127,7 @@ class Streaming:
             return
         slot = self.slots.index(block)
         self.slots[slot] = None
-        self._before[slot] = [bucket.whole for bucket in self._held[block]]
+        self._before[slot] = [bucket.whole for bucket in self._buckets_of[block]]
         self._order.operations.append(Leave(block))
         # The user's code is no launch: this event stands for its reads of the slot. The slot's next
         # load waits for compute up to here, and not for what compute is given later.
@@ -133,19 +138,19 @@ class Streaming:
         free = self._free(block)
         if free is not None:
             return free
-        held = [found for slot in self._slots_of[block] if (found := self.slots[slot])]
-        movable = {self._number[b] for b in held if b not in pinned}
+        occupants = [occupant for slot in self._slots_of[block] if (occupant := self.slots[slot])]
+        movable = {self._number[b] for b in occupants if b not in pinned}
         leaving = victim(movable, self.access_order.future)
         if leaving is None:
-            used = f"'{block}' is needed while {' and '.join(map(repr, held))} are in use"
+            used = f"'{block}' is needed while {' and '.join(map(repr, occupants))} are in use"
             if block in self._outside:
                 raise StreamError(
                     f"{used}, and there is one device slot for large modules outside of layers "
                     f'(zero_stage = 3): set keep_whole = ["{block}"]'
                 )
             raise StreamError(
-                f"{used}, and there are {len(held)} device slots for streamed blocks: set "
-                f"device_slots = {len(held) + 1}"
+                f"{used}, and there are {len(occupants)} device slots for streamed blocks: set "
+                f"device_slots = {len(occupants) + 1}"
             )
         slot = self.slots.index(self._blocks[leaving])
         self.drop(self._blocks[leaving])
@@ -167,7 +172,7 @@ class Streaming:
             self._load(block, slot)
 
     def _load(self, block: str, slot: int) -> None:
-        buckets = self._held[block]
+        buckets = self._buckets_of[block]
         self.slots[slot] = block
         for bucket in buckets:
             bucket.slot = slot
@@ -180,16 +185,16 @@ class Streaming:
             if bucket.source_tier is Tier.DISK:
                 slot_on_host = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
                 op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,))
-                # disk_load, beside the load of the bucket before and compute: waits for the write
-                # of what it reads, and for the load out of the slot before; its own load waits for
-                # it.
+                # disk_load, concurrently with compute and the previous bucket's load: waits for the
+                # write of its source, and for the previous load out of the slot; its own load waits
+                # for it.
                 self._order.launch(op, fresh=slot_on_host)
                 source = (slot_on_host,)
             op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes)
-            # load, beside compute of the blocks before: waits for the update that writes its
+            # load, while compute runs the blocks before: waits for the update that writes its
             # source. On h2d it would queue behind uploads that forward does not need yet.
             self._order.launch(op, fresh=bucket.whole)
             if bucket.spec.ranks > 1:
-                whole = (bucket.whole,)
-                # comm, beside the load of the next bucket: waits for its own load.
-                self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=whole))
+                gathered = (bucket.whole,)
+                # comm, concurrently with the load of the next bucket: waits for its own load.
+                self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=gathered))

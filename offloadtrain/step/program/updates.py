@@ -176,7 +176,7 @@ class UpdatePath:
         self._enter(blocks, -1 if back else 1)
 
     def _enter(self, blocks: Iterable[BlockRefs], by: int) -> None:
-        for block, buckets in (one for one in blocks if one[1]):
+        for block, buckets in (entry for entry in blocks if entry[1]):
             if self._streaming.streams(block):
                 # A slot holds the version that was loaded: the next use loads the other.
                 self._streaming.drop(block)

@@ -82,17 +82,19 @@ def _backward(
 
 def loads_outside(spec: StepSpec) -> Counter[str]:
     """Return block → how often the slot outside of layers is loaded with it in a step of many."""
-    outside = {one.name for one in spec.blocks if one.name in spec.streamed and not one.repeated}
+    outside = {
+        block.name for block in spec.blocks if block.name in spec.streamed and not block.repeated
+    }
     unread, readings = unread_in_backward(spec), readings_of(spec.blocks)
-    passes = [*readings, *(one for one in reversed(readings) if one not in unread)]
-    used = [one.block for one in passes if one.block in outside]
-    found = Counter[str]()
+    passes = [*readings, *(reading for reading in reversed(readings) if reading not in unread)]
+    used = [reading.block for reading in passes if reading.block in outside]
+    loads = Counter[str]()
     # A step begins with new weights, a later microbatch with those that the one before has left.
     for times, there in ((1, ""), (spec.config.grad_accum_steps - 1, "".join(used[-1:]))):
         for name in used:
-            found[name] += times if name != there else 0
+            loads[name] += times if name != there else 0
             there = name
-    return found
+    return loads
 
 
 def unread_in_backward(spec: StepSpec) -> frozenset[Reading]:

@@ -16,7 +16,7 @@ def read_in_place(op: Launch, *, ranks: int, rank: int) -> tuple[Ref, ...]:
         case Kind.REDUCE_SCATTER | Kind.ADD:
             return op.writes
         case Kind.ALL_GATHER:
-            return tuple(_shard(whole, ranks, rank) for whole in op.writes)
+            return tuple(_shard(ref, ranks, rank) for ref in op.writes)
         case Kind.ACCUMULATE | Kind.MARK if not op.first:
             return op.writes[:1]
         # The matrix; its workspace, which comes second, may hold anything.
@@ -27,7 +27,7 @@ def read_in_place(op: Launch, *, ranks: int, rank: int) -> tuple[Ref, ...]:
     return ()
 
 
-def _shard(whole: Ref, ranks: int, rank: int) -> Ref:
-    count = (whole.hi - whole.lo) // ranks
-    lo = whole.lo + rank * count
-    return whole._replace(lo=lo, hi=lo + count)
+def _shard(ref: Ref, ranks: int, rank: int) -> Ref:
+    count = (ref.hi - ref.lo) // ranks
+    lo = ref.lo + rank * count
+    return ref._replace(lo=lo, hi=lo + count)

@@ -57,17 +57,17 @@ def rank_order(
     for step in range(steps):
         for stage, turn in _interleaved(rank, ranks, per_rank, microbatches):
             yield OfStage(stage, turn._replace(number=step * microbatches + turn.number))
-        own = range(rank, ranks * per_rank, ranks)
-        yield from (OfStage(stage, Turn("squares", step)) for stage in own)
-        yield from (OfStage(stage, Turn("decide", step)) for stage in own)
+        stages = range(rank, ranks * per_rank, ranks)
+        yield from (OfStage(stage, Turn("squares", step)) for stage in stages)
+        yield from (OfStage(stage, Turn("decide", step)) for stage in stages)
 
 
 def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Iterator[OfStage]:
     """Yield the forwards and backwards of a step of interleaved 1F1B, in torch's order: rounds of
     as many microbatches as there are ranks, in each of them stage after stage."""
     each = microbatches // max(1, microbatches // ranks)
-    whole = per_rank * microbatches
-    ahead = min((per_rank - 1) * each + 2 * (ranks - 1 - rank), whole)
+    total = per_rank * microbatches
+    ahead = min((per_rank - 1) * each + 2 * (ranks - 1 - rank), total)
     done = {"forward": [0] * per_rank, "backward": [0] * per_rank}
 
     def take(kind: Literal["forward", "backward"], at: int) -> OfStage:
@@ -77,8 +77,8 @@ def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Ite
         done[kind][local] += 1
         return OfStage(local * ranks + rank, Turn(kind, number))
 
-    for at in range(whole + ahead):
-        if at < whole:
+    for at in range(total + ahead):
+        if at < total:
             yield take("forward", at)
         if at >= ahead:
             yield take("backward", at - ahead)
@@ -88,8 +88,10 @@ def in_flight(schedule: Schedule, stage: int, stages: int, per_rank: int, microb
     """Return the microbatches whose activations a stage holds at once."""
     ranks = stages // per_rank
     steps, most, now = 2 if schedule == "2bw" else 1, 0, 0
-    for own, turn in rank_order(schedule, stage % ranks, ranks, per_rank, microbatches, steps):
-        if own == stage and turn.kind in ("forward", "backward"):
+    for turn_stage, turn in rank_order(
+        schedule, stage % ranks, ranks, per_rank, microbatches, steps
+    ):
+        if turn_stage == stage and turn.kind in ("forward", "backward"):
             now += 1 if turn.kind == "forward" else -1
             most = max(most, now)
     return most
@@ -118,8 +120,8 @@ def _without_flush(stage: int, stages: int, microbatches: int, steps: int) -> It
     """A step is decided before forward `stages` - 1 of the next one: `split_step` says why."""
     ahead = stages - stage
     for number in range(steps * microbatches):
-        step, own = divmod(number, microbatches)
-        if step and own == stages - 1:
+        step, in_step = divmod(number, microbatches)
+        if step and in_step == stages - 1:
             yield Turn("decide", step - 1)
         yield Turn("forward", number)
         if (done := number - ahead + 1) >= 0:
@@ -196,8 +198,8 @@ class Driven:
             self._compute(Kind.FORWARD, reading, marks)
 
     def _backward(self, number: int, marks: list[int]) -> None:
-        step, own = divmod(number, self._micro_steps)
-        last, inputs = own + 1 == self._micro_steps, self._inputs.pop(number)
+        step, in_step = divmod(number, self._micro_steps)
+        last, inputs = in_step + 1 == self._micro_steps, self._inputs.pop(number)
         is_old = self._versions.pop(number) != self._program.version
         if is_old:
             self._add(self._program.turn(back=True))
@@ -229,10 +231,12 @@ class Driven:
             self._program.step_ends()
         self._add(self._program.pass_begins())
 
-    def _compute(self, kind: Kind, one: Reading, marks: list[int], *, reads: bool = True) -> None:
-        self._add(self._program.computes(kind, one.block, reads=reads, owner=one.owner))
+    def _compute(
+        self, kind: Kind, reading: Reading, marks: list[int], *, reads: bool = True
+    ) -> None:
+        self._add(self._program.computes(kind, reading.block, reads=reads, owner=reading.owner))
         marks.append(self.launches - 1)
 
     def _add(self, operations: Operations) -> None:
         self.operations += operations
-        self.launches += sum(isinstance(one, Launch) for one in operations)
+        self.launches += sum(isinstance(op, Launch) for op in operations)

@@ -106,16 +106,16 @@ class _Proof:
             case Recorded(lane, event):
                 self._events[event] = _merged(self._lanes[_INDEX[lane]], self._thread)
             case Waited(lane, event, why):
-                seen = self._events.get(event)
-                if seen is None:
+                recorded = self._events.get(event)
+                if recorded is None:
                     self.faults.append(
                         Fault("unrecorded", f"wait for an event never recorded: {why}")
                     )
                 # A wait of the launching thread orders all that it launches later, on every lane.
                 elif lane is None:
-                    self._thread = _merged(self._thread, seen)
+                    self._thread = _merged(self._thread, recorded)
                 else:
-                    self._lanes[_INDEX[lane]] = _merged(self._lanes[_INDEX[lane]], seen)
+                    self._lanes[_INDEX[lane]] = _merged(self._lanes[_INDEX[lane]], recorded)
             case Opened(span, name, reads, writes):
                 clock = self._advance(Lane.COMPUTE)
                 self.clocks.append(clock)

@@ -110,7 +110,7 @@ APART_BITS = 40
 def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> list[Entry]:
     """Record a rank's program as if it had been run, with memory that nothing else shares. The
     reads of an entry include what the operation reads of the memory that it writes."""
-    found: list[Entry] = []
+    entries: list[Entry] = []
     numbers: dict[Event, int] = {}
     at = _Addresses(spec)
     sharing = {b.name: b.ranks for block in spec.blocks for b in block.held}
@@ -119,22 +119,22 @@ def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> lis
             case Launch():
                 # Of operations without a bucket (block inputs) all ranks'.
                 ranks = sharing.get(op.owner, spec.ranks)
-                own = rank * ranks // spec.ranks
-                needed = (*op.reads, *read_in_place(op, ranks=ranks, rank=own))
+                sharing_rank = rank * ranks // spec.ranks
+                needed = (*op.reads, *read_in_place(op, ranks=ranks, rank=sharing_rank))
                 reads, writes = map(at.bytes, needed), map(at.bytes, op.writes)
-                found.append(Launched(op.lane, op.name, tuple(reads), tuple(writes)))
+                entries.append(Launched(op.lane, op.name, tuple(reads), tuple(writes)))
             case Record():
                 numbers[op.event] = len(numbers)
-                found.append(Recorded(op.event.lane, numbers[op.event]))
+                entries.append(Recorded(op.event.lane, numbers[op.event]))
             case Wait():
-                found.append(Waited(op.lane, numbers[op.event], str(op)))
+                entries.append(Waited(op.lane, numbers[op.event], str(op)))
             case HostWait():
-                found.append(Waited(None, numbers[op.event], str(op.why)))
+                entries.append(Waited(None, numbers[op.event], str(op.why)))
             case Undefine():
-                found.append(Undefined(at.bytes(op.ref)))
+                entries.append(Undefined(at.bytes(op.ref)))
             case Allocate():
-                found += allocated(at.bytes(op.ref))
-    return found
+                entries += allocated(at.bytes(op.ref))
+    return entries
 
 
 def allocated(memory: Bytes) -> list[Entry]:

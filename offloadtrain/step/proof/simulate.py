@@ -41,7 +41,7 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
     Compute is the launching thread, as on lanes of threads: nothing is launched before the compute
     in front of it is done.
     """
-    found: list[Timed] = []
+    launches: list[Timed] = []
     thread: set[int] = set()
     waits: dict[Lane, set[int]] = {lane: set() for lane in Lane}
     latest: dict[Lane, int] = {}
@@ -49,8 +49,8 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
     for op in operations:
         match op:
             case Launch():
-                found.append(Timed(op, tuple(sorted(thread | waits[op.lane]))))
-                latest[op.lane] = len(found) - 1
+                launches.append(Timed(op, tuple(sorted(thread | waits[op.lane]))))
+                latest[op.lane] = len(launches) - 1
                 # A lane runs in order: what this launch waited for is before its later ones too.
                 waits[op.lane] = set()
                 if op.lane is Lane.COMPUTE:
@@ -62,7 +62,7 @@ def timed(operations: Iterable[Operation]) -> list[Timed]:
                 launched = stands_for[op.event]
                 if launched is not None:
                     (thread if lane is Lane.COMPUTE else waits[lane]).add(launched)
-    return found
+    return launches
 
 
 def ends(program: Sequence[Timed], seconds: Seconds) -> list[float]:
@@ -78,18 +78,18 @@ _Simulated = list[tuple[float, int | None]]
 
 
 def _simulated(program: Sequence[Timed], seconds: Seconds) -> _Simulated:
-    lanes = {one.op.lane for one in program}
+    lanes = {entry.op.lane for entry in program}
     if sum(lane in LINKS for lane in lanes) > 1:
         return _Sharing(program, seconds).run()
     latest: dict[Lane, int] = {}
-    found: list[tuple[float, int | None]] = []
-    for number, one in enumerate(program):
-        before = [*one.after, *([latest[one.op.lane]] if one.op.lane in latest else [])]
-        last = max(before, key=lambda other: found[other][0], default=None)
-        start = 0.0 if last is None else found[last][0]
-        found.append((start + seconds(one.op), last))
-        latest[one.op.lane] = number
-    return found
+    times: list[tuple[float, int | None]] = []
+    for number, launch in enumerate(program):
+        before = [*launch.after, *([latest[launch.op.lane]] if launch.op.lane in latest else [])]
+        last = max(before, key=lambda other: times[other][0], default=None)
+        start = 0.0 if last is None else times[last][0]
+        times.append((start + seconds(launch.op), last))
+        latest[launch.op.lane] = number
+    return times
 
 
 class _Sharing:
@@ -101,8 +101,8 @@ class _Sharing:
         self._ends: list[float | None] = [None] * len(program)
         self._before: list[int | None] = [None] * len(program)
         self._left: dict[Lane, deque[int]] = {}
-        for number, one in enumerate(program):
-            self._left.setdefault(one.op.lane, deque()).append(number)
+        for number, launch in enumerate(program):
+            self._left.setdefault(launch.op.lane, deque()).append(number)
         self._latest: dict[str, int] = {}
         """Lane, and link → the last launch that has had it."""
         self._ready: dict[Lane, tuple[float, int | None]] = {}
@@ -156,13 +156,13 @@ class Steady:
 def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
     """Return lane → bytes that its operations write in a step of many."""
     program = timed(steps(Program(spec), _SETTLED))
-    decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
-    found: dict[Lane, int] = {}
-    for one in program[decided[-2] : decided[-1]]:
-        if one.op.lane in lanes:
-            nbytes = sum(ref.nbytes for ref in one.op.writes)
-            found[one.op.lane] = found.get(one.op.lane, 0) + nbytes
-    return found
+    decided = [number for number, entry in enumerate(program) if entry.op.kind is Kind.DECIDE]
+    moved_bytes: dict[Lane, int] = {}
+    for launch in program[decided[-2] : decided[-1]]:
+        if launch.op.lane in lanes:
+            nbytes = sum(ref.nbytes for ref in launch.op.writes)
+            moved_bytes[launch.op.lane] = moved_bytes.get(launch.op.lane, 0) + nbytes
+    return moved_bytes
 
 
 _SETTLED, _MOST_STEPS = 4, 64
@@ -185,8 +185,8 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
     period, settled = _PERIOD if spec.config.uses_disk else 1, _SETTLED
     while True:
         program = timed(steps(Program(warm), settled + period - 1, input_bytes))
-        found = _simulated(program, seconds)
-        before, last = (_mean(program, found, seconds, period, ends) for ends in (-2, -1))
+        times = _simulated(program, seconds)
+        before, last = (_mean(program, times, seconds, period, ends) for ends in (-2, -1))
         if _are_alike(before, last) or settled >= _MOST_STEPS:
             return last
         # Work piles up on a lane, and waits move from one lane to another, until its ring is full.
@@ -195,18 +195,18 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
 
 def _mean(
     program: Sequence[Timed],
-    found: _Simulated,
+    simulated: _Simulated,
     seconds: Seconds,
     period: int,
     ends: int,
 ) -> Steady:
-    """Return the mean of so many steps of a simulated program; `ends`: the place of the last one
-    among all steps, counted from behind."""
-    decided = [number for number, one in enumerate(program) if one.op.kind is Kind.DECIDE]
+    """Return the mean of so many steps of a simulated program; `ends`: the index of the last one
+    among all steps, negative: from the end."""
+    decided = [number for number, entry in enumerate(program) if entry.op.kind is Kind.DECIDE]
     first, last = decided[ends - period] + 1, decided[ends]
     busy: dict[str, float] = {}
     exposed: dict[str, float] = {}
-    ready = found[first - 1][0]
+    ready = simulated[first - 1][0]
     for number in range(first, last + 1):
         op = program[number].op
         busy[op.lane] = busy.get(op.lane, 0.0) + seconds(op) / period
@@ -214,26 +214,26 @@ def _mean(
             continue
         # What passed between `ready` and its start is exposed time of the lanes that worked in it,
         # back along what each launch waited for.
-        cause = found[number][1]
-        while cause is not None and found[cause][0] > ready:
-            end, before = found[cause]
-            start = ready if before is None else max(found[before][0], ready)
+        cause = simulated[number][1]
+        while cause is not None and simulated[cause][0] > ready:
+            end, before = simulated[cause]
+            start = ready if before is None else max(simulated[before][0], ready)
             lane = program[cause].op.lane
             exposed[lane] = exposed.get(lane, 0.0) + end - start
             cause = before
-        ready = found[number][0]
+        ready = simulated[number][0]
     of_one = {lane: waited / period for lane, waited in exposed.items()}
-    return Steady((found[last][0] - found[first - 1][0]) / period, busy, of_one)
+    return Steady((simulated[last][0] - simulated[first - 1][0]) / period, busy, of_one)
 
 
-def _are_alike(one: Steady, other: Steady) -> bool:
+def _are_alike(first: Steady, other: Steady) -> bool:
     """Tell whether two steps take the same time, exposed time of each lane included."""
-    least = 1e-9 * max(one.seconds, other.seconds)
+    least = 1e-9 * max(first.seconds, other.seconds)
     waits = [
-        (one.exposed.get(lane, 0.0), other.exposed.get(lane, 0.0))
-        for lane in one.exposed.keys() | other.exposed.keys()
+        (first.exposed.get(lane, 0.0), other.exposed.get(lane, 0.0))
+        for lane in first.exposed.keys() | other.exposed.keys()
     ]
-    return all(abs(a - b) <= least for a, b in [(one.seconds, other.seconds), *waits])
+    return all(abs(a - b) <= least for a, b in [(first.seconds, other.seconds), *waits])
 
 
 def bound(busy: Mapping[str, float]) -> tuple[float, str]:

@@ -77,11 +77,11 @@ def shards(config: Config, ranks: int) -> int:
     if not size:
         return count
     if count % size:
-        beside = config.ranks.pipeline * config.ranks.tensor
-        of_part = f", {count} of each part of the model" if beside > 1 else ""
+        model_parts = config.ranks.pipeline * config.ranks.tensor
+        of_part = f", {count} of each part of the model" if model_parts > 1 else ""
         raise ConfigError(
             f"ranks.shard = {size} and {_many(ranks)}{of_part}: each group of {size} holds a whole "
-            f"copy of the state. Start a multiple of {size * beside} (--nproc), or set "
+            f"copy of the state. Start a multiple of {size * model_parts} (--nproc), or set "
             "ranks.shard = 0"
         )
     return size
@@ -110,13 +110,13 @@ def part_of(config: Config, rank: int) -> str:
     """Return, for example, "part 1 of 2": what a rank holds of every matrix; or "experts 0 to 3";
     or both; "" of all of them."""
     parts, experts = config.ranks.tensor, config.ranks.expert
-    found = [] if parts == 1 else [f"part {rank % parts + 1} of {parts}"]
+    names = [] if parts == 1 else [f"part {rank % parts + 1} of {parts}"]
     if experts > 1:
-        held = config.model.num_experts // experts
-        first = rank // parts % experts * held
-        several = f"experts {first} to {first + held - 1}"
-        found.append(f"expert {first}" if held == 1 else several)
-    return ", ".join(found)
+        count = config.model.num_experts // experts
+        first = rank // parts % experts * count
+        several = f"experts {first} to {first + count - 1}"
+        names.append(f"expert {first}" if count == 1 else several)
+    return ", ".join(names)
 
 
 def group_of(config: Config, ranks: int, rank: int) -> str:
@@ -146,11 +146,11 @@ def roles(config: Config, ranks: int) -> tuple[str, ...]:
     Raises:
         ConfigError: as `shards`.
     """
-    found = []
+    names = []
     for rank in range(ranks):
         group, part = group_of(config, ranks, rank), part_of(config, rank)
-        found.append(", ".join(filter(None, (_stage_of(config, ranks, rank), group, part))))
-    return tuple(found) if any(found) else ()
+        names.append(", ".join(filter(None, (_stage_of(config, ranks, rank), group, part))))
+    return tuple(names) if any(names) else ()
 
 
 def shared(config: Config, ranks: int) -> Config:
@@ -165,7 +165,7 @@ def shared(config: Config, ranks: int) -> Config:
     """
     train, ranks = config.train, replicas(config, ranks)
     sequences = train.micro_batch * train.grad_accum_steps
-    own, rest = divmod(sequences, ranks)
+    per_rank, rest = divmod(sequences, ranks)
     if rest:
         fitting = next(n for n in range(ranks - 1, 0, -1) if sequences % n == 0)
         raise ConfigError(
@@ -176,25 +176,25 @@ def shared(config: Config, ranks: int) -> Config:
     # All but GPipe need a microbatch for each rank of the pipeline.
     schedule = config.ranks.schedule
     least = 1 if schedule == "gpipe" else config.ranks.pipeline
-    sizes = range(min(train.micro_batch, own // least), 0, -1)
-    micro = next((n for n in sizes if own % n == 0 and _rounds(config, own // n)), 0)
-    if not micro and own >= least:
+    sizes = range(min(train.micro_batch, per_rank // least), 0, -1)
+    micro = next((n for n in sizes if per_rank % n == 0 and _rounds(config, per_rank // n)), 0)
+    if not micro and per_rank >= least:
         raise ConfigError(
-            f"{own} sequences per step on each rank, and ranks.pipeline = {least}: interleaved "
-            "runs microbatches in rounds of as many as there are ranks. Set "
+            f"{per_rank} sequences per step on each rank, and ranks.pipeline = {least}: "
+            "interleaved runs microbatches in rounds of as many as there are ranks. Set "
             f"train.grad_accum_steps to a multiple of {least}"
         )
     if not micro:
         raise ConfigError(
-            f"{own} sequences per step on each rank, and ranks.pipeline = {config.ranks.pipeline}: "
-            f"{schedule} needs a microbatch for each stage. Raise train.grad_accum_steps, or set "
-            'ranks.schedule = "gpipe"'
+            f"{per_rank} sequences per step on each rank, and ranks.pipeline = "
+            f"{config.ranks.pipeline}: {schedule} needs a microbatch for each stage. Raise "
+            'train.grad_accum_steps, or set ranks.schedule = "gpipe"'
         )
     windows = train.eval_batches * train.micro_batch
     part = replace(
         train,
         micro_batch=micro,
-        grad_accum_steps=own // micro,
+        grad_accum_steps=per_rank // micro,
         global_batch_tokens=0,
         eval_batches=max(1, windows // (micro * ranks)),
     )
@@ -215,9 +215,9 @@ def explain(job: Config, part: Config, ranks: int) -> str:
     each = "one rank" if ranks == processes else f"{ranks // processes} ranks"
     who = f"{ranks} ranks" if stages == 1 else f"{stages} stages of {each} each"
     if stages > processes:
-        held = f"{stages // processes} of {stages} stages each"
+        of_each = f"{stages // processes} of {stages} stages each"
         who = f"{ranks} ranks" if ranks == processes else f"{processes} groups of {each}"
-        who += f" with {held}"
+        who += f" with {of_each}"
     if not job.ranks.flushes:
         who += f" ({job.ranks.schedule}: no flush between steps)"
     if parts > 1 and stages > 1:

@@ -43,12 +43,12 @@ def check_origin(path: str | Path, text: str, named: Sequence[str]) -> None:
 def _foreign(path: Path, text: str) -> str:
     """Return why the file is not the user's own word; "" if it is."""
     try:
-        own = read_text(path, max_bytes=_SAME_BYTES, follow_link=True, trusted_owner=True)
+        trusted = read_text(path, max_bytes=_SAME_BYTES, follow_link=True, trusted_owner=True)
     except UnsafeFileError as error:
         return error.strerror or "it cannot be read"
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
-    if own != text:
+    if trusted != text:
         return "it was changed while it was read"
     runs = (
         folder

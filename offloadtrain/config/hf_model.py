@@ -41,12 +41,12 @@ class Lora:
 
     def problems(self) -> list[str]:
         """Return one sentence per broken rule, each naming the key to change."""
-        found = [f"r = {self.r} must be at least 1"] if self.r < 1 else []
+        problems = [f"r = {self.r} must be at least 1"] if self.r < 1 else []
         if self.alpha <= 0.0:
-            found.append(f"alpha = {self.alpha} must be above 0")
+            problems.append(f"alpha = {self.alpha} must be above 0")
         if not 0.0 <= self.dropout < 1.0:
-            found.append(f"dropout = {self.dropout} must be in [0, 1)")
-        return found
+            problems.append(f"dropout = {self.dropout} must be in [0, 1)")
+        return problems
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,9 @@ def find_folder(name: str) -> Path:
     main = repository / "refs" / "main"
     if main.is_file():
         revision = read_text(main, max_bytes=_MOST_BYTES, follow_link=True).strip()
-        found = repository / "snapshots" / revision
-        if (found / "config.json").is_file():
-            return found
+        snapshot = repository / "snapshots" / revision
+        if (snapshot / "config.json").is_file():
+            return snapshot
     raise FileNotFoundError(
         f"has no config.json, neither as a folder nor in {cache}; download a model by its name "
         "first: hf download NAME"
@@ -158,16 +158,16 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: it is not a JSON object.
     """
     path = folder / "config.json"
-    found = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)  # the cache holds links
-    if not isinstance(found, dict):
+    content = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)  # the cache holds links
+    if not isinstance(content, dict):
         raise ValueError(f"{folder / 'config.json'} is not a JSON object")
-    return found
+    return content
 
 
 def identity_of(config: Mapping[str, Any]) -> str:
     """Return a hash of what a config.json says of the model."""
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
-    return sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    stable = {key: value for key, value in config.items() if key not in _VOLATILE}
+    return sha256(json.dumps(stable, sort_keys=True).encode()).hexdigest()
 
 
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -194,17 +194,17 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     text = nested if isinstance(nested, Mapping) and nested else config
     values: dict[str, Any] = {}
     for key, names in _KEYS.items():
-        found = next((text[name] for name in names if text.get(name)), None)
-        if type(found) is not int or found < 1:
+        value = next((text[name] for name in names if text.get(name)), None)
+        if type(value) is not int or value < 1:
             raise ValueError(
                 f"its config.json has no {' or '.join(names)}: memory and time of a step cannot be "
                 "planned for such a model"
             )
-        values[key] = found
+        values[key] = value
     for key, names in _OPTIONAL.items():
-        found = next((text[name] for name in names if type(text.get(name)) is int), None)
-        if found is not None and found > 0:
-            values[key] = found
+        value = next((text[name] for name in names if type(text.get(name)) is int), None)
+        if value is not None and value > 0:
+            values[key] = value
     gpt2, dropout = text.get("n_embd") is not None, text.get("resid_pdrop")
     return ModelShape(
         **({"max_seq_len": 1 << 20} | values),

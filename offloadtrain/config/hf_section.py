@@ -36,8 +36,8 @@ def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
         job.problems.append(f"model.lora = {toml.shown(lora)} must be a table: {{r = 8}}")
     elif lora is not None:
         toml.report_unknown(job, lora, [*toml.field_kinds(Lora)], "model.lora")
-        given = toml.read_fields(job, toml.field_kinds(Lora), lora, "model.lora")
-        values["lora"] = Lora(**given)
+        options = toml.read_fields(job, toml.field_kinds(Lora), lora, "model.lora")
+        values["lora"] = Lora(**options)
         job.problems += [f"model.lora.{problem}" for problem in values["lora"].problems()]
     return None if job.problems else HfModel(**values)
 
@@ -47,8 +47,8 @@ def looked_at(
 ) -> tuple[HfModel, ModelShape | None]:
     """Return the model with its identity, and its shape, by its config.json."""
     try:
-        found = read_config(find_folder(hf.hf)) if config is None else config
-        return replace(hf, identity=identity_of(found)), shape_of(found)
+        content = read_config(find_folder(hf.hf)) if config is None else config
+        return replace(hf, identity=identity_of(content)), shape_of(content)
     except (OSError, ValueError) as error:
         job.problems.append(f"model.hf = {toml.shown(hf.hf)} {error}")
         return hf, None

@@ -175,8 +175,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.wa
     """
     text = toml.read(path)
     config = loads(text, str(path), overrides, say)
-    given = {override.partition("=")[0].strip() for override in overrides}
-    named = [key for key in command_hooks.KEYS if attrgetter(key)(config) and key not in given]
+    overridden = {override.partition("=")[0].strip() for override in overrides}
+    named = [key for key in command_hooks.KEYS if attrgetter(key)(config) and key not in overridden]
     command_hooks.check_origin(path, text, named)
     return config
 
@@ -232,8 +232,8 @@ def _emit(tables: toml.Table) -> str:
     offload = dict(tables["offload"])
     if offload["clip_norm"] is None:  # an omitted key would be the default
         offload["clip_norm"] = 0
-    given = {key: value for key, value in offload.items() if value is not None}
-    return toml.emit(tables | {"offload": given})
+    set_options = {key: value for key, value in offload.items() if value is not None}
+    return toml.emit(tables | {"offload": set_options})
 
 
 def as_tables(config: Config) -> toml.Table:
@@ -241,8 +241,8 @@ def as_tables(config: Config) -> toml.Table:
     tables = asdict(config)
     del tables["stage"]
     if (hf := tables.pop("hf")) is not None:
-        kept = {key: hf[key] for key in HF_KEYS if hf[key] is not None}
-        tables["model"] = kept
+        hf_table = {key: hf[key] for key in HF_KEYS if hf[key] is not None}
+        tables["model"] = hf_table
     tables["offload"] = {key: option.of(config.offload) for key, option in OFFLOAD_KEYS.items()}
     return tables
 
@@ -351,10 +351,10 @@ def _problems(config: Config) -> Iterator[str]:
 def problems_of_ranks(config: Config) -> Iterator[str]:
     """Yield a sentence for each rule of the table [ranks] that other keys break."""
     table, model, offload, rule = config.ranks, config.model, config.offload, config.optim.name
-    own, samples = config.hf is None, config.train.sample_tokens > 0
+    is_own, samples = config.hf is None, config.train.sample_tokens > 0
     adapters = config.hf is not None and config.hf.lora is not None
     yield from ranks_options.contradictions(
-        table, model, is_own=own, samples=samples, adapters=adapters
+        table, model, is_own=is_own, samples=samples, adapters=adapters
     )
     yield from ranks_options.interleaved_contradictions(table, offload)
     yield from ranks_options.compiled_contradictions(table, offload)
@@ -363,14 +363,14 @@ def problems_of_ranks(config: Config) -> Iterator[str]:
     )
     yield from ranks_options.tensor_contradictions(
         *(table, model),
-        is_own=own,
+        is_own=is_own,
         samples=samples,
         state=offload.state.format,
         rule=rule,
         adapters=adapters,
     )
     yield from ranks_options.expert_contradictions(
-        table, model, offload, is_own=own, samples=samples, rule=rule
+        table, model, offload, is_own=is_own, samples=samples, rule=rule
     )
 
 

@@ -132,12 +132,12 @@ class PartOfShape(ModelShape):
         """Return a part of a shape, whose heads and hidden units, or experts, the parts divide."""
         if parts == expert_parts == 1:
             return shape
-        given = {key: getattr(shape, key) for key in ModelShape.__dataclass_fields__}
-        given["num_heads"] = shape.num_heads // parts
-        given["num_kv_heads"] = shape.kv_heads // parts
+        values = {key: getattr(shape, key) for key in ModelShape.__dataclass_fields__}
+        values["num_heads"] = shape.num_heads // parts
+        values["num_kv_heads"] = shape.kv_heads // parts
         if not shape.num_experts:  # each part computes its experts whole
-            given["d_ff"] = shape.ff_width // parts
-        return cls(**given, parts=parts, expert_parts=expert_parts)
+            values["d_ff"] = shape.ff_width // parts
+        return cls(**values, parts=parts, expert_parts=expert_parts)
 
     @property
     def held_experts(self) -> int:
@@ -149,24 +149,24 @@ class PartOfShape(ModelShape):
 
 
 def _range_problems(shape: ModelShape) -> list[str]:
-    found = [
+    problems = [
         f"{key} = {getattr(shape, key)} must be at least 1"
         for key in ("vocab_size", "num_layers", "d_model", "num_heads", "max_seq_len")
         if getattr(shape, key) < 1
     ]
-    found += [
+    problems += [
         f"{key} = {getattr(shape, key)} must not be negative (0: the usual value)"
         for key in ("num_kv_heads", "d_ff")
         if getattr(shape, key) < 0
     ]
     if not 0.0 <= shape.dropout < 1.0:
-        found.append(f"dropout = {shape.dropout} must be in [0, 1)")
-    found += [
+        problems.append(f"dropout = {shape.dropout} must be in [0, 1)")
+    problems += [
         f"{key} = {getattr(shape, key)} must be a finite number above 0"
         for key in ("rope_theta", "norm_eps")
         if not 0.0 < getattr(shape, key) < float("inf")
     ]
-    return found
+    return problems
 
 
 def _choice_problems(shape: ModelShape) -> list[str]:
@@ -181,39 +181,39 @@ def _choice_problems(shape: ModelShape) -> list[str]:
 def _divisibility_problems(shape: ModelShape) -> list[str]:
     if shape.num_heads < 1 or shape.kv_heads < 1 or shape.d_model < 1:
         return []
-    found = []
+    problems = []
     if shape.d_model % shape.num_heads:
-        found.append(
+        problems.append(
             f"d_model = {shape.d_model} must be a multiple of num_heads = {shape.num_heads}"
         )
     elif shape.positions == "rotary" and shape.head_dim % 2:
-        found.append(
+        problems.append(
             f"rotary positions need an even head width; d_model / num_heads = {shape.head_dim}"
         )
     if shape.num_heads % shape.kv_heads:
-        found.append(
+        problems.append(
             f"num_heads = {shape.num_heads} must be a multiple of num_kv_heads = {shape.kv_heads}"
         )
-    return found
+    return problems
 
 
 def _expert_problems(shape: ModelShape) -> list[str]:
-    found = []
+    problems = []
     if shape.num_experts < 0 or shape.num_experts == 1:
-        found.append(
+        problems.append(
             f"num_experts = {shape.num_experts} must be at least 2, or 0 for one MLP without router"
         )
     elif shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
-        found.append(
+        problems.append(
             f"experts_per_token = {shape.experts_per_token} must be from 1 to num_experts = "
             f"{shape.num_experts}"
         )
     if not 0.0 <= shape.router_aux_loss_coef < float("inf"):
-        found.append(
+        problems.append(
             f"router_aux_loss_coef = {shape.router_aux_loss_coef} must be a finite number, at "
             "least 0 (0: no load-balancing loss)"
         )
-    return found
+    return problems
 
 
 def num_params(shape: ModelShape) -> int:

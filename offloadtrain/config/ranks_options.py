@@ -153,10 +153,10 @@ def contradictions(
                 "pipeline: set ranks.pipeline, or leave it out"
             )
         return
-    asked = f"ranks.pipeline = {ranks.pipeline}"
+    setting = f"ranks.pipeline = {ranks.pipeline}"
     yield from _wrong_layers(ranks, model)
     if adapters:
-        yield f"{asked} and model.lora: a pipeline divides no adapters. Leave one of them out"
+        yield f"{setting} and model.lora: a pipeline divides no adapters. Leave one of them out"
     if (ranks.schedule == INTERLEAVED) != (ranks.stages_per_rank > 1):
         yield (
             f"ranks.schedule = {ranks.schedule!r} and ranks.stages_per_rank = "
@@ -167,25 +167,25 @@ def contradictions(
         each = ranks.stages_per_rank
         of_each = f" of {each} stages each" if each > 1 else ""
         yield (
-            f"{asked}{of_each} and model.num_layers = {model.num_layers}: each stage needs 2 "
+            f"{setting}{of_each} and model.num_layers = {model.num_layers}: each stage needs 2 "
             f"layers; set it to at most {max(model.num_layers // (2 * each), 1)}"
         )
     if model.tie_embeddings:
         key = "model.tie_embeddings" if is_own else "in its config.json tie_word_embeddings"
-        yield f"{asked} would divide tied embeddings: set {key} = false"
+        yield f"{setting} would divide tied embeddings: set {key} = false"
     if model.num_experts and model.router_aux_loss_coef:
         yield (
-            f"{asked} passes on no load-balancing loss of experts (model.num_experts = "
+            f"{setting} passes on no load-balancing loss of experts (model.num_experts = "
             f"{model.num_experts}): set model.router_aux_loss_coef = 0"
         )
     if ranks.tensor > 1 and ranks.expert > 1:
         yield (
-            f"{asked}, ranks.tensor = {ranks.tensor} and ranks.expert = {ranks.expert}: a stage "
+            f"{setting}, ranks.tensor = {ranks.tensor} and ranks.expert = {ranks.expert}: a stage "
             "divides matrices or experts. Set one of the three to 1"
         )
     if samples:
         yield (
-            f"{asked} and train.sample_tokens: no process holds the whole model. Set "
+            f"{setting} and train.sample_tokens: no process holds the whole model. Set "
             "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
         )
 
@@ -195,17 +195,17 @@ def _wrong_layers(ranks: RanksConfig, model: ModelShape) -> Iterator[str]:
     each = ranks.layers_per_stage
     if not each or each == "auto":
         return
-    asked = f"ranks.layers_per_stage = {shown(each)}"
+    setting = f"ranks.layers_per_stage = {shown(each)}"
     remedy = f'give each of the {ranks.stages} stages its number, or set "auto"'
     if len(each) != ranks.stages:
-        yield f"{asked} has {len(each)} numbers for {ranks.stages} stages: {remedy}"
+        yield f"{setting} has {len(each)} numbers for {ranks.stages} stages: {remedy}"
     elif sum(each) != model.num_layers:
         yield (
-            f"{asked} are {sum(each)} layers, and the model has {model.num_layers}: numbers that "
+            f"{setting} are {sum(each)} layers, and the model has {model.num_layers}: numbers that "
             f'add up to {model.num_layers}, or "auto"'
         )
     elif min(each) < 2:
-        yield f"{asked}: each stage needs 2 layers"
+        yield f"{setting}: each stage needs 2 layers"
 
 
 def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:
@@ -213,7 +213,7 @@ def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> It
     decided by the memory that one of them leaves to the others."""
     if ranks.pipeline == 1 or ranks.stages_per_rank == 1:
         return
-    asked = f"ranks.stages_per_rank = {ranks.stages_per_rank}"
+    setting = f"ranks.stages_per_rank = {ranks.stages_per_rank}"
     for key, value, goes, instead in (
         ("update", offload.update, offload.update != "speculative", "'exact'"),
         ("state_on", offload.state.tier, offload.state.tier in ("host", "device"), "'host'"),
@@ -226,7 +226,7 @@ def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> It
     ):
         if not goes:
             yield (
-                f"{asked} and offload.{key} = {shown(value)}: each stage on a rank would have it "
+                f"{setting} and offload.{key} = {shown(value)}: each stage on a rank would have it "
                 f"for itself. Set offload.{key} = {instead}, or ranks.stages_per_rank = 1"
             )
 
@@ -242,11 +242,11 @@ def unflushed_contradictions(
     """
     if ranks.flushes:
         return
-    asked = f'ranks.schedule = "{NO_FLUSH}"'
+    setting = f'ranks.schedule = "{NO_FLUSH}"'
     if offload.update != "delayed":
         yield (
-            f"{asked} and offload.update = {offload.update!r}: without a flush every update is one "
-            'step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"'
+            f"{setting} and offload.update = {offload.update!r}: without a flush every update is "
+            'one step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"'
         )
     on_one_tier = offload.state.tier in ("host", "device")
     for key, value, goes, instead, why in (
@@ -265,7 +265,7 @@ def unflushed_contradictions(
     ):
         if not goes:
             yield (
-                f"{asked} and {key} = {shown(value)}: {why}. Set {key} = {shown(instead)}, or "
+                f"{setting} and {key} = {shown(value)}: {why}. Set {key} = {shown(instead)}, or "
                 'ranks.schedule = "1f1b"'
             )
 
@@ -312,29 +312,29 @@ def tensor_contradictions(
     """
     if ranks.tensor <= 1:
         return
-    asked = f"ranks.tensor = {ranks.tensor}"
+    setting = f"ranks.tensor = {ranks.tensor}"
     if adapters:
-        yield f"{asked} and model.lora: the parts of matrices divide no adapters. Leave one out"
+        yield f"{setting} and model.lora: the parts of matrices divide no adapters. Leave one out"
     if model.num_experts and ranks.expert == 1:
         yield (
-            f"{asked} divides no experts (model.num_experts = {model.num_experts}): divide them by "
-            "ranks.expert, too, or set ranks.tensor = 1"
+            f"{setting} divides no experts (model.num_experts = {model.num_experts}): divide them "
+            "by ranks.expert, too, or set ranks.tensor = 1"
         )
     yield from _undivided(ranks, model, is_own=is_own)
     if state not in ("fp32", "split16"):
         yield (
-            f"{asked} and offload.state = {state!r}: its scales stand for blocks of elements in "
+            f"{setting} and offload.state = {state!r}: its scales stand for blocks of elements in "
             "the order of memory, which other parts order differently, so that no other mesh could "
             'read a checkpoint. Set offload.state = "fp32" or "split16"'
         )
     if rule in ("muon", "lamb"):
         yield (
-            f"{asked} and optim.name = {rule!r}, which updates whole matrices: set "
+            f"{setting} and optim.name = {rule!r}, which updates whole matrices: set "
             'optim.name = "adamw"'
         )
     if samples:
         yield (
-            f"{asked} and train.sample_tokens: one rank holds parts of the model. Set "
+            f"{setting} and train.sample_tokens: one rank holds parts of the model. Set "
             "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
         )
 
@@ -369,33 +369,33 @@ def expert_contradictions(
     `tensor_contradictions`."""
     if ranks.expert <= 1:
         return
-    asked = f"ranks.expert = {ranks.expert}"
+    setting = f"ranks.expert = {ranks.expert}"
     if not is_own:
-        yield f"{asked} divides the shipped transformer only: leave it out with model.hf"
+        yield f"{setting} divides the shipped transformer only: leave it out with model.hf"
         return
     if model.num_experts % ranks.expert or not model.num_experts:
         yield (
-            f"{asked} does not divide model.num_experts = {model.num_experts}: each rank holds as "
-            "many experts as the others. Set ranks.expert to a divisor of it"
+            f"{setting} does not divide model.num_experts = {model.num_experts}: each rank holds "
+            "as many experts as the others. Set ranks.expert to a divisor of it"
         )
     if ranks.shard:
         yield (
-            f"{asked} and ranks.shard = {ranks.shard}: ranks that hold different experts hold all "
-            "else alike, and share its state. Set ranks.expert = 1 or ranks.shard = 0"
+            f"{setting} and ranks.shard = {ranks.shard}: ranks that hold different experts hold "
+            "all else alike, and share its state. Set ranks.expert = 1 or ranks.shard = 0"
         )
     if offload.state.format not in ("fp32", "split16"):
         yield (
-            f"{asked} and offload.state = {offload.state.format!r}: its scales stand for blocks of "
-            "elements in the order of memory, which other ranks order differently, so that no "
+            f"{setting} and offload.state = {offload.state.format!r}: its scales stand for blocks "
+            "of elements in the order of memory, which other ranks order differently, so that no "
             'other mesh could read a checkpoint. Set offload.state = "fp32" or "split16"'
         )
     if rule in ("muon", "lamb"):
         yield (
-            f"{asked} and optim.name = {rule!r}, which updates whole tensors: set "
+            f"{setting} and optim.name = {rule!r}, which updates whole tensors: set "
             'optim.name = "adamw"'
         )
     if samples:
         yield (
-            f"{asked} and train.sample_tokens: one rank holds some of the experts. Set "
+            f"{setting} and train.sample_tokens: one rank holds some of the experts. Set "
             "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
         )

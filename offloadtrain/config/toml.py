@@ -173,16 +173,16 @@ def _hints(
     """Yield (unknown key, similar valid keys), and keys of an unknown table that are valid in
     another one."""
     inner = value if isinstance(value, dict) and not name else {}
-    moved = [one for one in inner if _elsewhere(job, key, one)][:_MOST_UNKNOWN]
-    for one in moved:
-        yield shown_key(key, one), " or ".join(_elsewhere(job, key, one))
+    moved = [k for k in inner if _elsewhere(job, key, k)][:_MOST_UNKNOWN]
+    for moved_key in moved:
+        yield shown_key(key, moved_key), " or ".join(_elsewhere(job, key, moved_key))
     if moved:
         return
-    found = _elsewhere(job, name, key)
-    if not found and (close := nearest_name(key, known)):
-        found = [right for right in job.keys if right.endswith(f".{close}")]
-        found = found if len(found) > 1 else [close]
-    yield shown_key(*filter(None, (name, key))), " or ".join(found)
+    places = _elsewhere(job, name, key)
+    if not places and (close := nearest_name(key, known)):
+        places = [right for right in job.keys if right.endswith(f".{close}")]
+        places = places if len(places) > 1 else [close]
+    yield shown_key(*filter(None, (name, key))), " or ".join(places)
 
 
 def _elsewhere(job: Job, section: str, key: str) -> list[str]:
@@ -234,14 +234,14 @@ def converted(kind: Any, value: Any) -> Any:
         # first.
         special: dict[type, Any] = {dict: Mapping, str: Literal}
         of_value = special.get(type(value))
-        own = [one for one in get_args(kind) if get_origin(one) is of_value is not None]
+        own = [option for option in get_args(kind) if get_origin(option) is of_value is not None]
         kind = (own or get_args(kind))[0]
     if get_origin(kind) is Literal:
         return _one_of(get_args(kind), value)
     if get_origin(kind) is tuple:
         return _tuple_of(get_args(kind), value)
     if get_origin(kind) is Mapping:
-        return {key: converted(get_args(kind)[1], one) for key, one in value.items()}
+        return {key: converted(get_args(kind)[1], item) for key, item in value.items()}
     if kind is float:
         return _float(value)
     if kind is int:
@@ -310,7 +310,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key} = {_text(one)}' for key, one in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {_text(item)}' for key, item in value.items())}}}"
     return repr(value)
 
 

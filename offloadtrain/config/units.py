@@ -50,14 +50,14 @@ def format_duration(seconds: float) -> str:
         return "-"
     if round(seconds * 1e3) < 1000:
         return f"{seconds * 1e3:.0f}ms"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86_400}d{whole % 86_400 // 3600:02d}h"
+    total_s = round(seconds)
+    if total_s < 60:
+        return f"{total_s}s"
+    if total_s < 3600:
+        return f"{total_s // 60}m{total_s % 60:02d}s"
+    if total_s < 86_400:
+        return f"{total_s // 3600}h{total_s % 3600 // 60:02d}m"
+    return f"{total_s // 86_400}d{total_s % 86_400 // 3600:02d}h"
 
 
 def format_seconds(seconds: float) -> str:

@@ -50,12 +50,12 @@ def offload(
             be done with an offloaded model.
         whatever `offloadtrain.offload` raises.
     """
-    taken = {
+    settings = {
         "device": accelerator.device,
         "precision": precision_of(accelerator.mixed_precision, model),
         "grad_accum_steps": accelerator.gradient_accumulation_steps,
     }
-    chosen = merged({**_named(config), **options}, taken, "the accelerator")
+    chosen = merged({**_named(config), **options}, settings, "the accelerator")
     check(accelerator)
     optimizer = _offload(model, rule, **chosen)
     drive(accelerator, model, optimizer)
@@ -125,10 +125,10 @@ def _clip(
     Raises:
         EngineError: for a part of the model, or another norm than the Euclidean one.
     """
-    asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    missing = _trained(optimizer).difference(asked)
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    missing = _trained(optimizer).difference(params)
     if len(missing) == len(_trained(optimizer)):
-        return otherwise(asked, max_norm, norm_type)
+        return otherwise(params, max_norm, norm_type)
     if missing or norm_type != 2:
         raise EngineError(
             f"clip_grad_norm_ of norm {norm_type} over all but {len(missing)} of the offloaded "
@@ -140,12 +140,12 @@ def _clip(
 def _refuse_value(
     otherwise: Callable[..., None], optimizer: OffloadOptimizer, parameters: Any, clip_value: float
 ) -> None:
-    asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not _trained(optimizer).isdisjoint(asked):
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not _trained(optimizer).isdisjoint(params):
         raise EngineError(
             "clip_grad_value_: gradients have left for the host. Use accelerator.clip_grad_norm_"
         )
-    otherwise(asked, clip_value)
+    otherwise(params, clip_value)
 
 
 def _trained(optimizer: OffloadOptimizer) -> set[Tensor]:
@@ -156,11 +156,11 @@ def _weights(
     otherwise: Callable[..., Any],
     model: nn.Module,
     optimizer: OffloadOptimizer,
-    asked: Any,
+    requested: Any,
     unwrap: bool = True,
 ) -> Any:
     """`Accelerator.get_state_dict`: all ranks call it."""
-    return state_dict_of(model, optimizer) if asked is model else otherwise(asked, unwrap)
+    return state_dict_of(model, optimizer) if requested is model else otherwise(requested, unwrap)
 
 
 def _save(
@@ -187,8 +187,8 @@ def _load(
     """`Accelerator.load_state`, also between two microbatches, whose gradients are dropped."""
     accelerator.gradient_state._set_sync_gradients(True)
     optimizer.zero_grad()
-    found: list[str] = []
-    handle = accelerator.register_load_state_pre_hook(lambda _, folder: found.append(folder))
+    folders: list[str] = []
+    handle = accelerator.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
     try:
         with _left_out(accelerator, optimizer):
             # On the device the weights of the file might find no room.
@@ -196,13 +196,13 @@ def _load(
     finally:
         handle.remove()
     # After the model, whose file has rounded weights.
-    rank_files.load_state(optimizer, Path(found[0]))
+    rank_files.load_state(optimizer, Path(folders[0]))
 
 
 @contextmanager
 def _left_out(accelerator: Any, optimizer: OffloadOptimizer) -> Iterator[None]:
     optimizers = accelerator._optimizers
-    accelerator._optimizers = [one for one in optimizers if one is not optimizer]
+    accelerator._optimizers = [each for each in optimizers if each is not optimizer]
     try:
         yield
     finally:

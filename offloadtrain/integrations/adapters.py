@@ -67,8 +67,10 @@ def _standing_in(model: nn.Module) -> Iterator[None]:
     are."""
     swapped = [param for param in model.parameters() if param.is_meta]
     for param in swapped:
-        one = torch.zeros((), dtype=param.dtype, device="cpu")
-        torch.utils.swap_tensors(param, nn.Parameter(one.expand(param.shape), param.requires_grad))
+        element = torch.zeros((), dtype=param.dtype, device="cpu")
+        torch.utils.swap_tensors(
+            param, nn.Parameter(element.expand(param.shape), param.requires_grad)
+        )
     yield
     for param in swapped:
         meta = torch.empty(param.shape, dtype=param.dtype, device="meta")
@@ -87,22 +89,22 @@ def write_adapters(model: Any, folder: Path, weights: Named, dtype: torch.dtype)
         get_peft_model_state_dict(model, state_dict=dict(shapes), adapter_name=adapter)
         for adapter in model.peft_config
     ]
-    wanted = {name_of[id(x)] for one in saved for x in one.values() if id(x) in name_of}
-    found = {
+    wanted = {name_of[id(x)] for entries in saved for x in entries.values() if id(x) in name_of}
+    state = {
         name: x.to(dtype) if x.is_floating_point() else x for name, x in weights if name in wanted
     }
-    found |= {name: x for name, x in model.named_buffers() if name in wanted}
-    model.save_pretrained(str(folder), state_dict=found)
+    state |= {name: x for name, x in model.named_buffers() if name in wanted}
+    model.save_pretrained(str(folder), state_dict=state)
 
 
 def bare(model: Any) -> Any:
     """Return the base model as it was before PEFT wrapped it, on the meta device."""
     base = model.get_base_model()
     with torch.device("meta"):
-        found = type(base)(copy.deepcopy(base.config))
+        empty = type(base)(copy.deepcopy(base.config))
     if hasattr(base, "_weight_conversions"):
-        found._weight_conversions = base._weight_conversions
-    return found
+        empty._weight_conversions = base._weight_conversions
+    return empty
 
 
 def merged_weights(model: Any, weights: Named) -> Named:
@@ -123,9 +125,9 @@ def merged_weights(model: Any, weights: Named) -> Named:
         if (path := owner.get(name)) is None:
             yield name.removeprefix(_PREFIX), value
             continue
-        held = waiting[path]
-        held[name.removeprefix(f"{path}.")] = value
-        if len(held) == sum(1 for _ in wrapped[path].named_parameters()):
+        members = waiting[path]
+        members[name.removeprefix(f"{path}.")] = value
+        if len(members) == sum(1 for _ in wrapped[path].named_parameters()):
             for key, merged in _merged(wrapped[path], waiting.pop(path)).items():
                 yield f"{path.removeprefix(_PREFIX)}.{key}", merged
 
@@ -155,10 +157,10 @@ def _merged(module: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor
     memo = {id(param): nn.Parameter(values[name], False) for name, param in params}
     copied: Any = copy.deepcopy(module, memo)
     if hasattr(copied, "unload_and_optionally_merge_module"):
-        found = copied.unload_and_optionally_merge_module(
+        merged = copied.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None
         )
     else:
         copied.merge()
-        found = copied.get_base_layer()
-    return {name: param.data for name, param in found.named_parameters()}
+        merged = copied.get_base_layer()
+    return {name: param.data for name, param in merged.named_parameters()}

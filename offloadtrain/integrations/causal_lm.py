@@ -77,14 +77,14 @@ class CausalLm:
     ) -> Tensor:
         """The model's own loss with these labels: cross-entropy in fp32, a few rows at a time, and
         the balance of its experts where its configuration asks for it."""
-        given: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
+        inputs: dict[str, Any] = {"input_ids": tokens_BT, "use_cache": False}
         if positions_BT is not None:
-            given["position_ids"] = positions_BT
+            inputs["position_ids"] = positions_BT
         if self.chunked and torch.is_grad_enabled():
-            given |= {"labels": targets_BT, "shift_labels": targets_BT}
-            given["num_items_in_batch"] = targets_BT.numel() if divisor is None else divisor
-            return cast(Tensor, self.module(**given).loss)
-        out = self.module(**given)
+            inputs |= {"labels": targets_BT, "shift_labels": targets_BT}
+            inputs["num_items_in_batch"] = targets_BT.numel() if divisor is None else divisor
+            return cast(Tensor, self.module(**inputs).loss)
+        out = self.module(**inputs)
         loss = cross_entropy(out.logits.flatten(0, 1), targets_BT.flatten(), divisor)
         balance = getattr(out, "aux_loss", None)
         if balance is not None and self.module.training:
@@ -113,7 +113,7 @@ class CausalLm:
         self.module.eval()
         try:
             with uncompiled(), _seeded(sampling.seed, tokens_BT.device):
-                found = self.module.generate(
+                generated = self.module.generate(
                     input_ids=tokens_BT,
                     attention_mask=torch.ones_like(tokens_BT),
                     max_new_tokens=min(num_tokens, room),
@@ -122,7 +122,7 @@ class CausalLm:
                 )
         finally:
             self.module.train(was_training)
-        return cast(Tensor, found)
+        return cast(Tensor, generated)
 
 
 def _base(module: Any) -> Any:

@@ -69,20 +69,20 @@ def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[...
 
     @functools.wraps(forward)
     def with_labels(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        named = given | given.get("kwargs", {})
+        arguments = signature.bind(*args, **kwargs).arguments
+        named = arguments | arguments.get("kwargs", {})
         if named.get("labels") is None or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         pending.begin(named["labels"], named.get("shift_labels"), named.get("ignore_index"))
         try:
-            found = forward(*args, **kwargs)
+            outputs = forward(*args, **kwargs)
         finally:
             pending.targets = None
-        if isinstance(found, Tensor):  # of a stage of a pipeline, which returns the loss alone
-            return found
-        if isinstance(found, tuple):
-            return (found[0], *found[2:])
-        return type(found)(**{key: value for key, value in found.items() if key != "logits"})
+        if isinstance(outputs, Tensor):  # of a stage of a pipeline, which returns the loss alone
+            return outputs
+        if isinstance(outputs, tuple):
+            return (outputs[0], *outputs[2:])
+        return type(outputs)(**{key: value for key, value in outputs.items() if key != "logits"})
 
     return with_labels
 
@@ -115,8 +115,8 @@ class _Pending:
     def on_head(self, hidden: Tensor) -> Tensor:
         """Run in the place of the head's forward: its weight is at hand only inside of it."""
         if self.targets is None:
-            found: Tensor = self.head_forward(hidden)
-            return found
+            logits: Tensor = self.head_forward(hidden)
+            return logits
         if hidden.shape[:-1] != self.targets.shape:
             raise ValueError(
                 f"hidden states {tuple(hidden.shape[:-1])} and labels "
@@ -152,17 +152,17 @@ def _usual_head(model: Any) -> nn.Linear:
     """
     name = type(model).__name__
     named = {attribute: child for attribute, child in model.named_children()}
-    found = head_attribute(type(model))
-    if isinstance(found, Unusual):
-        raise ModelError(f"the loss of {name} cannot be computed in parts: {found.why}")
-    head = named.get(found)
+    head_name = head_attribute(type(model))
+    if isinstance(head_name, Unusual):
+        raise ModelError(f"the loss of {name} cannot be computed in parts: {head_name.why}")
+    head = named.get(head_name)
     if type(head) is not nn.Linear:
         raise ModelError(
-            f"the loss of {name} cannot be computed in parts: its head '{found}' is a "
+            f"the loss of {name} cannot be computed in parts: its head '{head_name}' is a "
             f"{type(head).__name__}, not a plain nn.Linear"
         )
-    own = inspect.getmodule(model.loss_function)
-    if own is None or getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
+    module = inspect.getmodule(model.loss_function)
+    if module is None or getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         raise ModelError(f"the loss of {name} cannot be computed in parts: it has one of its own")
     return head
 
@@ -180,15 +180,15 @@ def head_attribute(kind: type) -> str | Unusual:
     losses = [node for node in ast.walk(tree) if _is_call_of_self(node, "loss_function")]
     if len(losses) != 1:
         return Unusual(f"its forward calls self.loss_function {len(losses)} times, not once")
-    given = _argument(losses[0], "logits")
-    if not isinstance(given, ast.Name):
+    argument = _argument(losses[0], "logits")
+    if not isinstance(argument, ast.Name):
         return Unusual("its loss function does not get the logits as they are")
-    made = [value for name, value in _assigned(tree) if name == given.id]
+    made = [value for name, value in _assigned(tree) if name == argument.id]
     if len(made) != 1 or not _is_call_of_self(made[0]) or len(made[0].args) != 1:
-        return Unusual(f"its forward scales, caps or changes '{given.id}' behind the head")
-    extra = _uses(tree, given.id) - 1 - _returned(tree, given.id)
+        return Unusual(f"its forward scales, caps or changes '{argument.id}' behind the head")
+    extra = _uses(tree, argument.id) - 1 - _returned(tree, argument.id)
     if extra > 0:
-        return Unusual(f"its forward uses '{given.id}' for more than the loss")
+        return Unusual(f"its forward uses '{argument.id}' for more than the loss")
     attribute = made[0].func.attr
     return str(attribute)
 
@@ -205,8 +205,8 @@ def _is_call_of_self(node: Any, attribute: str | None = None) -> bool:
 
 
 def _argument(call: Any, name: str) -> ast.expr | None:
-    found = next((one.value for one in call.keywords if one.arg == name), None)
-    return found if found is not None or not call.args else call.args[0]
+    value = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    return value if value is not None or not call.args else call.args[0]
 
 
 def _assigned(tree: ast.AST) -> Iterator[tuple[str, Any]]:
@@ -214,9 +214,9 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, Any]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
-                for one in ast.walk(target):
-                    if isinstance(one, ast.Name):
-                        yield one.id, node.value
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Name):
+                        yield part.id, node.value
         elif isinstance(node, ast.AugAssign | ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, node.value
 
@@ -234,9 +234,9 @@ def _returned(tree: ast.AST, name: str) -> int:
     count = 0
     for node in ast.walk(tree):
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-            count += sum(_is_name(one.value, name) for one in node.value.keywords)
+            count += sum(_is_name(keyword.value, name) for keyword in node.value.keywords)
         elif isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Load):
-            count += sum(_is_name(one, name) for one in node.elts)
+            count += sum(_is_name(element, name) for element in node.elts)
     return count
 
 

@@ -52,13 +52,13 @@ class Imported:
 
     def undecided_in_a_job(self) -> dict[str, str]:
         """Return key → who would decide it, and what a job has in its place."""
-        found = dict(self.undecided)
+        undecided = dict(self.undecided)
         for key, why in self.undecided.items():
             target = ARGUMENTS.get(next(iter(AUTO.get(key, ())), ""), _BETAS.get(key))
             if target is not None and target[0] in _DEFAULTS:
                 value = _DEFAULTS[target[0]][target[1]]
-                found[key] = f"{why}; until you set it, {'.'.join(target)} is {value!r}"
-        return found
+                undecided[key] = f"{why}; until you set it, {'.'.join(target)} is {value!r}"
+        return undecided
 
     def job(self) -> str:
         """Return TOML of a job, which lacks what no DeepSpeed file has."""
@@ -99,38 +99,42 @@ def load(path: Path, arguments: Path | None = None) -> Imported:
     Raises:
         ConfigError: a file cannot be read, or is not of its kind.
     """
-    found = Imported()
-    given = {} if arguments is None else _arguments(arguments, found)
+    imported = Imported()
+    trainer_args = {} if arguments is None else _arguments(arguments, imported)
     for key, value in _leaves(_object(path, toml.read(path))):
-        _map(found, key, value, given)
-    for name, target in ARGUMENTS.items() if given else ():
-        if name in given:
-            value = given[name] or None if target == ("offload", "clip_norm") else given[name]
-            found.put(f"arguments.{name}", *target, value)
-    _take_precision(found, given)
-    _finish(found)
-    return found
+        _map(imported, key, value, trainer_args)
+    for name, target in ARGUMENTS.items() if trainer_args else ():
+        if name in trainer_args:
+            value = (
+                trainer_args[name] or None
+                if target == ("offload", "clip_norm")
+                else trainer_args[name]
+            )
+            imported.put(f"arguments.{name}", *target, value)
+    _take_precision(imported, trainer_args)
+    _finish(imported)
+    return imported
 
 
-def _map(found: Imported, key: str, value: Any, given: Mapping[str, Any]) -> None:
+def _map(imported: Imported, key: str, value: Any, trainer_args: Mapping[str, Any]) -> None:
     names = AUTO.get(key, ())
     if value == "auto" and names:
-        if not set(names) <= set(given):
-            found.undecided[key] = f"TrainingArguments' {' and '.join(names)} decides"
+        if not set(names) <= set(trainer_args):
+            imported.undecided[key] = f"TrainingArguments' {' and '.join(names)} decides"
             return
-        values = [given[name] for name in names]
+        values = [trainer_args[name] for name in names]
         value = values if len(values) > 1 else values[0]
     elif value == "auto" and key in _MAPPED:
-        found.undecided[key] = "DeepSpeed's default decides"
+        imported.undecided[key] = "DeepSpeed's default decides"
         return
     section = next((name for name in SECTIONS if key == name or key.startswith(f"{name}.")), "")
     if (mapped := _MAPPED.get(key)) is not None:
-        if reason := mapped(found, key, value):
-            found.unmapped[key] = reason
+        if reason := mapped(imported, key, value):
+            imported.unmapped[key] = reason
     elif key in IGNORED or section:
-        found.unmapped[key] = IGNORED.get(key) or SECTIONS[section]
+        imported.unmapped[key] = IGNORED.get(key) or SECTIONS[section]
     else:
-        found.unmapped[key] = f"unknown key{nearest(key, [*_MAPPED, *IGNORED, *AUTO])}"
+        imported.unmapped[key] = f"unknown key{nearest(key, [*_MAPPED, *IGNORED, *AUTO])}"
 
 
 _Mapper = Callable[[Imported, str, Any], str]
@@ -138,64 +142,64 @@ _Mapper = Callable[[Imported, str, Any], str]
 
 
 def _to(section: str, name: str, convert: Callable[[Any], Any] = lambda value: value) -> _Mapper:
-    def put(found: Imported, key: str, value: Any) -> str:
-        found.put(key, section, name, convert(value))
+    def put(imported: Imported, key: str, value: Any) -> str:
+        imported.put(key, section, name, convert(value))
         return ""
 
     return put
 
 
 def _only(expected: tuple[Any, ...], why: str) -> _Mapper:
-    return lambda found, key, value: "" if value in expected else f"{value!r}: {why}"
+    return lambda imported, key, value: "" if value in expected else f"{value!r}: {why}"
 
 
 def _precision(name: str) -> _Mapper:
-    def put(found: Imported, key: str, value: Any) -> str:
+    def put(imported: Imported, key: str, value: Any) -> str:
         if value:
-            found.put(key, "offload", "precision", name)
+            imported.put(key, "offload", "precision", name)
         return ""
 
     return put
 
 
 def _tier(section: str, name: str, tiers: Mapping[str, str]) -> _Mapper:
-    def put(found: Imported, key: str, value: Any) -> str:
+    def put(imported: Imported, key: str, value: Any) -> str:
         if value not in tiers:
             return f"{value!r}: the tiers are {', '.join(tiers)}"
-        found.put(key, section, name, tiers[value])
+        imported.put(key, section, name, tiers[value])
         return ""
 
     return put
 
 
-def _optimizer(found: Imported, key: str, value: Any) -> str:
+def _optimizer(imported: Imported, key: str, value: Any) -> str:
     name = str(value).lower()
     if name == "adam":
         name = "adamw"  # DeepSpeed's Adam is AdamW unless adam_w_mode is false
     if name not in get_args(get_type_hints(OptimConfig)["name"]):
         return f"{value!r} is no optimizer of a job"
-    found.put(key, "optim", "name", name)
+    imported.put(key, "optim", "name", name)
     return ""
 
 
-def _adam_mode(found: Imported, key: str, value: Any) -> str:
-    if not value and found.tables["optim"].get("name") == "adamw":
-        found.tables["optim"]["name"] = "adam"
+def _adam_mode(imported: Imported, key: str, value: Any) -> str:
+    if not value and imported.tables["optim"].get("name") == "adamw":
+        imported.tables["optim"]["name"] = "adam"
     return ""
 
 
-def _schedule(found: Imported, key: str, value: Any) -> str:
+def _schedule(imported: Imported, key: str, value: Any) -> str:
     shape, ends = _SCHEDULES.get(value, ("", 1.0))
     if not shape:
         return f"{value!r}: the schedules are {', '.join(_SCHEDULES)}"
-    found.put(key, "optim", "schedule", shape)
+    imported.put(key, "optim", "schedule", shape)
     if shape == "linear":
-        found.put(key, "optim", "min_lr_ratio", ends)
+        imported.put(key, "optim", "min_lr_ratio", ends)
     return ""
 
 
-def _warm_up(found: Imported, key: str, value: Any) -> str:
-    found.warm_up_is_linear = value == "linear"
+def _warm_up(imported: Imported, key: str, value: Any) -> str:
+    imported.warm_up_is_linear = value == "linear"
     return ""
 
 
@@ -203,16 +207,16 @@ _SCHEDULES = {"WarmupLR": ("constant", 1.0), "WarmupDecayLR": ("linear", 0.0)}
 _SCHEDULES["WarmupCosineLR"] = ("cosine", 0.0)
 
 
-def _reduction(found: Imported, key: str, value: Any) -> str:
+def _reduction(imported: Imported, key: str, value: Any) -> str:
     wide = value in ("fp32", True)
-    found.put(key, "offload", "reduction", "fp32" if wide else "working")
+    imported.put(key, "offload", "reduction", "fp32" if wide else "working")
     return ""
 
 
-def _stage(found: Imported, key: str, value: Any) -> str:
+def _stage(imported: Imported, key: str, value: Any) -> str:
     if value not in (1, 2, 3):
         return f"{value!r}: among ranks the state is always in shards, from stage 1 on"
-    found.put(key, "offload", "zero_stage", value)
+    imported.put(key, "offload", "zero_stage", value)
     return ""
 
 
@@ -270,12 +274,14 @@ _MAPPED: dict[str, _Mapper] = {
 }
 
 
-def _finish(found: Imported) -> None:
+def _finish(imported: Imported) -> None:
     """Set what DeepSpeed means by leaving a key out, and list contradictions."""
-    options = found.tables["offload"]
-    schedule = found.tables["optim"].get("schedule")
-    if schedule in ("constant", "linear") and not found.warm_up_is_linear:
-        found.unmapped["scheduler.params.warmup_type"] = "'log', the default: the warm-up is linear"
+    options = imported.tables["offload"]
+    schedule = imported.tables["optim"].get("schedule")
+    if schedule in ("constant", "linear") and not imported.warm_up_is_linear:
+        imported.unmapped["scheduler.params.warmup_type"] = (
+            "'log', the default: the warm-up is linear"
+        )
     streams = options.get("working", "device") != "device"
     if "disk" not in (options.get("state_on"), options.get("working")):
         options.pop("scratch_dir", None)  # DeepSpeed, too, ignores the path then
@@ -283,22 +289,22 @@ def _finish(found: Imported) -> None:
         options["state_on"] = "host" if streams else "device"
     if options.get("state_on") == "device" and streams:
         options["state_on"] = "host"
-        found.unmapped[f"{_ZERO}.offload_param.device"] = (
+        imported.unmapped[f"{_ZERO}.offload_param.device"] = (
             "weights on the host or the disk have no state on the device: state_on = 'host'"
         )
-    accum = found.tables["train"].get("grad_accum_steps", 1)
+    accum = imported.tables["train"].get("grad_accum_steps", 1)
     checked = OffloadConfig(**{**options, "grad_accum_steps": accum})
     for problem in checked.problems():
-        found.unmapped[f"offload.{problem.split(' ')[0]}"] = problem
+        imported.unmapped[f"offload.{problem.split(' ')[0]}"] = problem
 
 
-def _take_precision(found: Imported, given: Mapping[str, Any]) -> None:
+def _take_precision(imported: Imported, trainer_args: Mapping[str, Any]) -> None:
     for name in ("bf16", "fp16"):
-        if given.get(name) is True:
-            found.put(f"arguments.{name}", "offload", "precision", name)
+        if trainer_args.get(name) is True:
+            imported.put(f"arguments.{name}", "offload", "precision", name)
     # DeepSpeed trains in fp32 unless told; "auto" without arguments stays the job's own "auto".
-    if not {"bf16.enabled", "fp16.enabled"} & set(found.undecided):
-        found.tables["offload"].setdefault("precision", "fp32")
+    if not {"bf16.enabled", "fp16.enabled"} & set(imported.undecided):
+        imported.tables["offload"].setdefault("precision", "fp32")
 
 
 def _as_arguments(tables: Tables) -> dict[str, Any]:
@@ -331,15 +337,15 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 def _object(path: Path, text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ConfigError(f"{path} is not a JSON object")
-    return found
+    return parsed
 
 
-def _arguments(path: Path, found: Imported) -> dict[str, Any]:
+def _arguments(path: Path, imported: Imported) -> dict[str, Any]:
     """Return arguments by name; those of a script that are no literals are listed."""
     if path.suffix != ".py":
         return {k: v for k, v in _object(path, toml.read(path)).items() if v is not None}
@@ -350,14 +356,14 @@ def _arguments(path: Path, found: Imported) -> dict[str, Any]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _makes(node)]
     if len(calls) != 1:
         raise ConfigError(f"{path} makes TrainingArguments {len(calls)} times, and not once")
-    given = {}
+    values = {}
     for keyword in calls[0].keywords:
         try:
-            given[str(keyword.arg)] = ast.literal_eval(keyword.value)
+            values[str(keyword.arg)] = ast.literal_eval(keyword.value)
         except ValueError:
             name = f"arguments.{keyword.arg or '**'}"
-            found.unmapped[name] = "not a literal in the script"
-    return given
+            imported.unmapped[name] = "not a literal in the script"
+    return values
 
 
 def _makes(call: ast.Call) -> bool:

@@ -109,10 +109,10 @@ class DeferredWeights:
         """Plan, instead of loading, in calls of `from_pretrained` in this thread."""
         from transformers import PreTrainedModel
 
-        own, load = threading.get_ident(), _load_of(PreTrainedModel)
+        thread_id, load = threading.get_ident(), _load_of(PreTrainedModel)
 
         def plan(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any) -> Any:
-            if threading.get_ident() != own:
+            if threading.get_ident() != thread_id:
                 return load(model, state_dict, files, config, *rest)
             self._dtypes = kept_dtypes(model.state_dict(), config.dtype_plan or {})
             return self._plan(model, files, config.weight_mapping or []), None
@@ -178,8 +178,8 @@ class DeferredWeights:
 
     def _planned(self, of: Callable[..., Iterator[tuple[str, Any]]]) -> list[tuple[str, Any]]:
         """List what is planned, ties under the planned name."""
-        found = of(self._model, remove_duplicate=False)
-        return [(name, tensor) for name, tensor in found if name in self._recipes]
+        planned = of(self._model, remove_duplicate=False)
+        return [(name, tensor) for name, tensor in planned if name in self._recipes]
 
     def _take(self, name: str) -> Tensor:
         if name not in self._made:
@@ -213,7 +213,9 @@ class DeferredWeights:
             # transformers initialises what has no such mark.
             model.get_parameter_or_buffer(name)._is_hf_initialized = True
         # `save_pretrained` reverts these.
-        model._weight_conversions = [one for one in conversions if one.was_used()]
+        model._weight_conversions = [
+            conversion for conversion in conversions if conversion.was_used()
+        ]
         return _record(set(expected) - set(self._recipes), unexpected)
 
     def _shapes_of(self, recipe: _Recipe) -> dict[str, Tensor]:
@@ -268,8 +270,8 @@ def kept_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[s
     if not plan:
         return {}
     pattern, of_group, _ = build_glob_alternation(list(plan))
-    found = ((name, pattern.search(name)) for name in names)
-    return {name: plan[of_group[match.lastgroup]] for name, match in found if match}
+    matches = ((name, pattern.search(name)) for name in names)
+    return {name: plan[of_group[match.lastgroup]] for name, match in matches if match}
 
 
 def _recipes(
@@ -289,9 +291,13 @@ def _recipes(
         rename_source_key,
     )
 
-    renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
-    converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    of_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [
+        conversion for conversion in conversions if isinstance(conversion, WeightConverter)
+    ]
+    of_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     prefix = model.base_model_prefix
     recipes: dict[str, _Recipe] = {}
     unexpected: set[str] = set()
@@ -308,10 +314,10 @@ def _recipes(
     return list(recipes.values()), unexpected
 
 
-def _check_shapes(model: Any, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def _check_shapes(model: Any, expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> None:
     wrong = [
         f"{name} {tuple(x.shape)}, not {tuple(expected[name].shape)}"
-        for name, x in found.items()
+        for name, x in loaded.items()
         if x.shape != expected[name].shape
     ]
     if wrong:
@@ -320,7 +326,7 @@ def _check_shapes(model: Any, expected: Mapping[str, Tensor], found: Mapping[str
             f"configuration: {_some(wrong)}. Pass what differs in model_kwargs (num_labels, "
             "vocab_size, …), or correct config.json"
         )
-    narrow = [name for name, x in found.items() if x.is_floating_point() and x.itemsize < 2]
+    narrow = [name for name, x in loaded.items() if x.is_floating_point() and x.itemsize < 2]
     if narrow:
         raise ModelError(
             f"{_some(narrow)} {'has' if len(narrow) == 1 else 'have'} 8 bits and no scale: "

@@ -37,20 +37,20 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     check_expert_axes(mesh.mesh_dim_names or ())
     if optimizer_of(model) is not None:
         raise ModelError("expert_parallel after offload(): divide the experts before it")
-    found = [one for one in model.modules() if isinstance(one, Experts)]
-    _check(found, mesh["ep"].size())
-    for experts in found if mesh["ep"].size() > 1 else ():
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    _check(layers, mesh["ep"].size())
+    for experts in layers if mesh["ep"].size() > 1 else ():
         keep_experts(experts, mesh["ep"])
         experts.exchange = AllToAll(mesh["ep"].get_group())
 
 
-def _check(found: list[Experts], ranks: int) -> None:
+def _check(layers: list[Experts], ranks: int) -> None:
     """Raises ModelError, see `expert_parallel`."""
-    if not found:
+    if not layers:
         raise ModelError(
             "expert_parallel: the model has no experts of the shipped transformer (num_experts)"
         )
-    for experts in found:
+    for experts in layers:
         if experts.exchange is not None:
             raise ModelError("expert_parallel: the experts of this model are divided already")
         if experts.up.shape[0] % ranks:

@@ -57,21 +57,21 @@ def new_folder(folder: Path) -> Iterator[Path]:
             f"'{folder}' exists and is not empty: name a new folder, or remove it"
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        yield beside
+        yield temporary
         # Readable as the user's files are, and durable.
         mask = os.umask(0)
         os.umask(mask)
-        beside.chmod(0o777 & ~mask)
-        for path in beside.rglob("*"):
+        temporary.chmod(0o777 & ~mask)
+        for path in temporary.rglob("*"):
             if path.is_file():
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())
-        sync_folder(beside)
-        rename_folder(beside, folder)
+        sync_folder(temporary)
+        rename_folder(temporary, folder)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
@@ -86,10 +86,10 @@ def model_weights(
         buffers: all of the model's, by name.
     """
     names = _saved_names(model)
-    kept = kept_dtypes(names.values(), model._get_dtype_plan(dtype))
+    dtypes = kept_dtypes(names.values(), model._get_dtype_plan(dtype))
     for first, value in weights:
         if (name := names.get(first)) is not None:
-            yield name, value.to(kept.get(name, dtype)) if value.is_floating_point() else value
+            yield name, value.to(dtypes.get(name, dtype)) if value.is_floating_point() else value
     for name, _ in model.named_buffers():
         path, _, key = name.rpartition(".")
         transient = key in model.get_submodule(path)._non_persistent_buffers_set
@@ -133,8 +133,8 @@ class _Reversion:
         rest = [name for name in shapes if name not in renamed]
         groups = _groups(model, rest)
         made = [_revert(model, {name: shapes[name] for name in group}) for group in groups]
-        found = {name: x.shape for one in made for name, x in one.items()}
-        if found != {n: x.shape for n, x in expected.items() if id(x) not in name_of}:
+        reverted = {name: x.shape for tensors in made for name, x in tensors.items()}
+        if reverted != {n: x.shape for n, x in expected.items() if id(x) not in name_of}:
             groups = [tuple(rest)]  # a conversion that needs what it does not name
         together = {name: group for group in groups for name in group}
         return cls(model, renamed, together)
@@ -147,17 +147,17 @@ class _Reversion:
                 yield self.renamed[name], value
                 continue
             group = self.together[name]
-            held = waiting.setdefault(group, {})
-            held[name] = value
-            if len(held) == len(group):
+            members = waiting.setdefault(group, {})
+            members[name] = value
+            if len(members) == len(group):
                 yield from _revert(self.model, waiting.pop(group)).items()
 
 
 def _revert(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
-    return found
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return reverted
 
 
 def _groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
@@ -168,8 +168,10 @@ def _groups(model: Any, names: Iterable[str]) -> list[tuple[str, ...]]:
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
-    converters = [one for one in conversions[::-1] if isinstance(one, WeightConverter)]
-    reverse = [one.reverse_transform() for one in converters]
+    converters = [
+        conversion for conversion in conversions[::-1] if isinstance(conversion, WeightConverter)
+    ]
+    reverse = [converter.reverse_transform() for converter in converters]
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(apply_converters(name, reverse)[0], []).append(name)
@@ -217,9 +219,9 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
-        if (found := re.search(r"os error (\d+)", str(error))) is None:
+        if (match := re.search(r"os error (\d+)", str(error))) is None:
             raise
-        code = int(found[1])
+        code = int(match[1])
         raise OSError(code, os.strerror(code), str(path)) from error
 
 
@@ -233,9 +235,9 @@ def write_configuration(model: Any, folder: Path, dtype: torch.dtype) -> None:
 
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
-    for one in (config, *(getattr(config, key) for key in config.sub_configs)):
-        if one is not None:
-            one.dtype = dtype
+    for section in (config, *(getattr(config, key) for key in config.sub_configs)):
+        if section is not None:
+            section.dtype = dtype
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)
     config.save_pretrained(folder)
@@ -248,8 +250,8 @@ def write_tokenizer(source: Path | None, folder: Path, tokenizer: Any) -> None:
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
         return
-    found = [path for x in _TOKENIZER_FILES for path in (source.glob(x) if source else ())]
-    for path in found:
+    paths = [path for x in _TOKENIZER_FILES for path in (source.glob(x) if source else ())]
+    for path in paths:
         shutil.copyfile(path, folder / path.name)
-    if not found:
+    if not paths:
         _log.warning("'%s' has no tokenizer: none came with the model; pass tokenizer=…", folder)

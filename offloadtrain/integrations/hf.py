@@ -50,7 +50,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     optimizer: Any
     offload: Options = {}  # noqa: RUF012  # never changed
     chunked_loss: bool = False
-    _given: Dtypes | None = None
+    _original_dtypes: Dtypes | None = None
     _driven: OffloadOptimizer | None = None
     _warned_of_reason = False
 
@@ -92,7 +92,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         """
         model = self.model if model is None else model
         if self._driven is not None and self._driven.phase is Phase.CLOSED:
-            if self._driven is self.optimizer and self._given is not None:
+            if self._driven is self.optimizer and self._original_dtypes is not None:
                 _log.warning(
                     "the optimizer of this trainer was closed, by hand or by another trainer of "
                     "the same model: a new one begins without its moments"
@@ -104,9 +104,9 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             for optimizer in (self._driven, earlier if _is_driven(earlier) else None):
                 if optimizer is not None:
                     optimizer.close()
-            self._given = dtypes_of(model)
-            taken = training_arguments.options_of(self.args, model)
-            options = merged(self.offload, taken, "TrainingArguments")
+            self._original_dtypes = dtypes_of(model)
+            settings = training_arguments.options_of(self.args, model)
+            options = merged(self.offload, settings, "TrainingArguments")
             self.optimizer = _offload(model, self._rule(), params=self._groups(model), **options)
         elif self._driven is None:
             self._check_given(self.optimizer)
@@ -137,15 +137,15 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 "options of its own: leave one of them out"
             )
         for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
-            asked, default = (
+            value, default = (
                 getattr(self.args, name),
                 type(self.args).__dataclass_fields__[name].default,
             )
-            held = sorted({group.get(key) for group in optimizer.param_groups})
-            if asked != default and asked not in held:
+            values = sorted({group.get(key) for group in optimizer.param_groups})
+            if value != default and value not in values:
                 _log.warning(
                     "TrainingArguments.%s = %s is not used: the given optimizer has %s",
-                    *(name, asked, ", ".join(map(str, held))),
+                    *(name, value, ", ".join(map(str, values))),
                 )
 
     def _drive(self, model: nn.Module, optimizer: object) -> OffloadOptimizer:
@@ -154,12 +154,12 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 f"optimizers = ({type(optimizer).__name__}, …): leave it out, the optimizer is made"
                 " from TrainingArguments; or give one of offloadtrain.offload"
             )
-        taken = training_arguments.options_of(self.args, model)
+        settings = training_arguments.options_of(self.args, model)
         for name in ("precision", "clip_norm", "grad_accum_steps"):
-            if (own := getattr(optimizer.config, name)) != taken[name]:
+            if (value := getattr(optimizer.config, name)) != settings[name]:
                 raise ValueError(
-                    f"the optimizer was made with {name} = {own!r}, and TrainingArguments have "
-                    f"{taken[name]!r}"
+                    f"the optimizer was made with {name} = {value!r}, and TrainingArguments have "
+                    f"{settings[name]!r}"
                 )
         sharded = optimizer.config.zero_stage_among(optimizer.ranks.size) == 3
         if sharded and self.args.load_best_model_at_end:
@@ -213,7 +213,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         if state_dict is not None or self._driven is None:
             super()._save(output_dir, state_dict)
             return
-        weights = state_dict_of(self.model, self._driven, self._given)
+        weights = state_dict_of(self.model, self._driven, self._original_dtypes)
         floating = (x.dtype for x in weights.values() if x.is_floating_point())
         widest = max(floating, key=lambda dtype: dtype.itemsize)
         super()._save(output_dir, weights)  # consumes them

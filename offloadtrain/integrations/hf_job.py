@@ -51,20 +51,20 @@ def described(hf: HfModel, ranks: RanksConfig = RANKS, layers: int = 0) -> HfMod
     if ranks.tensor > 1:
         check_plan(model, ranks.tensor)
         dims = divided_dims(model, ranks.tensor)
-    found = replace(hf, parts=parts_of_module(model, dims))
+    with_parts = replace(hf, parts=parts_of_module(model, dims))
     if ranks.stages > 1:
-        _check_stages(model, found, ranks.stages, layers)
-    return found
+        _check_stages(model, with_parts, ranks.stages, layers)
+    return with_parts
 
 
 def _check_stages(model: Any, hf: HfModel, stages: int, layers: int) -> None:
-    asked = f"ranks.pipeline with model.hf = {hf.hf!r}"
+    setting = f"ranks.pipeline with model.hf = {hf.hf!r}"
     try:
         check_stages(model, divide_layers(model, stages))
     except PipelineError as error:
-        raise ConfigError(f"{asked}: {error}") from None
-    if (found := sum(part.repeated for part in hf.parts or ())) != layers:
-        raise ConfigError(f"{asked}: its config.json has {layers} layers, and its list {found}")
+        raise ConfigError(f"{setting}: {error}") from None
+    if (listed := sum(part.repeated for part in hf.parts or ())) != layers:
+        raise ConfigError(f"{setting}: its config.json has {layers} layers, and its list {listed}")
 
 
 def described_model(hf: HfModel) -> Any:
@@ -187,8 +187,10 @@ def build(
                 _config(hf.folder), dtype=torch.float32
             )
             model = model if hf.lora is None else _with_adapters(model, hf.lora)
-            own = groups(model)
-            optimizer = offload(model, rule, params=own, device=device, config=config, mesh=mesh)
+            param_groups = groups(model)
+            optimizer = offload(
+                model, rule, params=param_groups, device=device, config=config, mesh=mesh
+            )
     if terms is not None:
         chunk_loss(model, **asdict(terms))
     model.train()
@@ -247,10 +249,10 @@ def _offload_part(
     device: torch.device,
     mesh: Mesh,
 ) -> OffloadOptimizer:
-    given: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
+    options: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
     if weights is None:
-        return offload(model, rule, mesh=mesh, **given)
-    optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **given)
+        return offload(model, rule, mesh=mesh, **options)
+    optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **options)
     weights.close()
     return optimizer
 

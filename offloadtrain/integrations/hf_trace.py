@@ -57,7 +57,7 @@ class HfTrace:
         return Tracer(model, loss, size, on_cpu=self.on_cpu, packed=packed)
 
 
-def _given(config: Config) -> tuple[Tensor, Tensor, Tensor | None]:
+def _inputs(config: Config) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return tokens, targets and positions without values. Each its own: what is saved of one
     memory is saved once."""
     size = (config.train.micro_batch, config.data.seq_len)
@@ -73,7 +73,7 @@ def _loss(model: Any, config: Config) -> Tensor:
     """The loss that the job will train with."""
     if config.train.chunked_loss:
         _chunk(model, config)
-    tokens, targets, places = _given(config)
+    tokens, targets, places = _inputs(config)
     return CausalLm.of(model, chunked=config.train.chunked_loss).loss(
         tokens, targets, positions_BT=places
     )
@@ -82,21 +82,21 @@ def _loss(model: Any, config: Config) -> Tensor:
 def _loss_of_stage(model: Any, config: Config) -> Tensor:
     """The same of a stage, as `train.pipelined` calls it: of one without the head the sum of its
     hidden states, whose gradients are those that the next stage sends, of no size to speak of."""
-    tokens, targets, places = _given(config)
-    stage, train, given = config.stage, config.train, tokens
+    tokens, targets, places = _inputs(config)
+    stage, train, inputs = config.stage, config.train, tokens
     assert stage is not None
     if not stage.is_first:
         dtype, width = PRECISIONS[config.offload.precision], config.model.d_model
         sizes = (*tokens.shape, width)
-        given = torch.empty(sizes, dtype=dtype, device="cpu", requires_grad=True)
+        inputs = torch.empty(sizes, dtype=dtype, device="cpu", requires_grad=True)
     more: dict[str, Any] = {} if places is None else {"position_ids": places}
     if not stage.is_last:
-        hidden: Tensor = model(given, **more)
+        hidden: Tensor = model(inputs, **more)
         return hidden.sum()
     if train.chunked_loss:
         _chunk(model, config)
         count = targets.numel()
         more |= {"labels": targets, "shift_labels": targets, "num_items_in_batch": count}
-        loss: Tensor = model(given, **more)
+        loss: Tensor = model(inputs, **more)
         return loss
-    return cross_entropy(model(given, **more).flatten(0, 1), targets.flatten(), None)
+    return cross_entropy(model(inputs, **more).flatten(0, 1), targets.flatten(), None)

@@ -83,7 +83,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
     """One process per device; the engine reduces gradients and shards state: DDP wraps nothing."""
 
     _engine: OffloadOptimizer | None = None
-    _given: Dtypes | None = None
+    _original_dtypes: Dtypes | None = None
     _loaded = ""
     """The checkpoint that was read last."""
 
@@ -114,11 +114,11 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
         """
         module = self.lightning_module
         mixed = _MIXED.get(self._casts.precision, self._casts.precision)
-        taken = {"device": self.root_device, "precision": precision_of(mixed, module)}
+        settings = {"device": self.root_device, "precision": precision_of(mixed, module)}
         if module.automatic_optimization:
-            taken["grad_accum_steps"] = module.trainer.accumulate_grad_batches
-        self._given = dtypes_of(module)
-        options = merged(self._options, taken, "the Trainer")
+            settings["grad_accum_steps"] = module.trainer.accumulate_grad_batches
+        self._original_dtypes = dtypes_of(module)
+        options = merged(self._options, settings, "the Trainer")
         self._engine = self._casts.engine = _offload(module, rule, params=params, **options)
         return self._engine
 
@@ -173,7 +173,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
         if self._engine is None:
             state: dict[str, Any] = super().lightning_module_state_dict()
             return state
-        return state_dict_of(self.lightning_module, self._engine, self._given)
+        return state_dict_of(self.lightning_module, self._engine, self._original_dtypes)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing: the state goes to files of its own."""
@@ -184,12 +184,12 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
     ) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._engine is not None and "optimizer_states" in checkpoint:
-            rank_files.save_state(self._engine, _beside(filepath))
+            rank_files.save_state(self._engine, _offload_path(filepath))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
-        if self.is_global_zero and _beside(filepath).exists():
-            shutil.rmtree(_beside(filepath))
+        if self.is_global_zero and _offload_path(filepath).exists():
+            shutil.rmtree(_offload_path(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._loaded = checkpoint_path
@@ -198,7 +198,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._engine is not None, "setup comes before"
-        rank_files.load_state(self._engine, _beside(self._loaded))
+        rank_files.load_state(self._engine, _offload_path(self._loaded))
 
     def teardown(self) -> None:
         """Give the host memory back: the module keeps its working weights."""
@@ -209,7 +209,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
         super().teardown()
 
 
-def _beside(checkpoint: Any) -> Path:
+def _offload_path(checkpoint: Any) -> Path:
     return Path(f"{checkpoint}.offload")
 
 
@@ -217,14 +217,14 @@ def _made(name: str, mixin: type, module: str, base: str, **members: Any) -> Any
     """Return the class that stands before one of Lightning's."""
     from importlib import import_module
 
-    theirs = getattr(import_module(f"lightning.pytorch.{module}"), base)
+    parent = getattr(import_module(f"lightning.pytorch.{module}"), base)
     members |= {"__module__": __name__, "__doc__": mixin.__doc__}
-    return type(name, (mixin, theirs), members)
+    return type(name, (mixin, parent), members)
 
 
 def __getattr__(name: str) -> Any:
     """Make `OffloadStrategy` when it is asked for: its base takes seconds to import."""
     if name != "OffloadStrategy":
         raise AttributeError(f"module '{__name__}' has no attribute {name!r}")
-    found = globals()[name] = _made(name, _Strategy, "strategies", "DDPStrategy")
-    return found
+    strategy = globals()[name] = _made(name, _Strategy, "strategies", "DDPStrategy")
+    return strategy

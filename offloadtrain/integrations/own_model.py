@@ -181,8 +181,8 @@ def renamed(shape: ModelShape, weights: Named) -> Named:
     """Yield the weights of `Transformer` under the names, and in the parts, of the class."""
     of_gpt2 = class_name(shape) == "GPT2"
     for name, value in weights:
-        found = _to_gpt2(name, value) if of_gpt2 else _to_llama(shape, name, value)
-        for new, part in found:
+        parts = _to_gpt2(name, value) if of_gpt2 else _to_llama(shape, name, value)
+        for new, part in parts:
             yield new, part
             yield from _zero_bias(shape, name, new, value)
 

@@ -188,17 +188,17 @@ def save_pretrained(
     weights, buffers = _weights(optimizer, model), dict(base.named_buffers())
 
     def write() -> None:
-        with new_folder(Path(folder)) as beside:
+        with new_folder(Path(folder)) as temporary:
             if only_adapters:
-                write_adapters(model, beside, weights, as_dtype)
+                write_adapters(model, temporary, weights, as_dtype)
             elif is_peft(model):
                 merged = merged_weights(model, weights)
-                write_weights(bare(model), beside, merged, buffers, as_dtype, max_shard_size)
+                write_weights(bare(model), temporary, merged, buffers, as_dtype, max_shard_size)
             else:
-                write_weights(base, beside, weights, buffers, as_dtype, max_shard_size)
+                write_weights(base, temporary, weights, buffers, as_dtype, max_shard_size)
             if not only_adapters:
-                write_configuration(base, beside, as_dtype)
-            write_tokenizer(_source_of(base), beside, tokenizer)
+                write_configuration(base, temporary, as_dtype)
+            write_tokenizer(_source_of(base), temporary, tokenizer)
 
     _on_first_rank(ALONE if optimizer is None else optimizer.ranks, write, weights)
 
@@ -219,16 +219,16 @@ def _on_first_rank(ranks: Ranks, write: Callable[[], None], weights: Named) -> N
     try:
         if ranks.rank == 0:
             write()
-    except Exception as found:
-        error = found
+    except Exception as caught:
+        error = caught
     # All of it, also after an error: the other ranks wait in its collectives.
     for _ in weights:
         pass
-    told = ranks.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+    failure = ranks.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
     if error is not None:
         raise error
-    if told is not None:
-        raise RankError(f"rank 0 could not save: {told}")
+    if failure is not None:
+        raise RankError(f"rank 0 could not save: {failure}")
 
 
 def _resolve(source: OffloadOptimizer | nn.Module) -> tuple[OffloadOptimizer | None, Any]:

@@ -52,7 +52,7 @@ def read_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> d
     """
     path = _path(optimizer, folder)
     if not path.exists():
-        there = sorted(found.name for found in Path(folder).glob(_NAME.format("*", "*")))
+        there = sorted(file.name for file in Path(folder).glob(_NAME.format("*", "*")))
         raise CheckpointError(
             f"'{folder}' has no {path.name}, and has {', '.join(there) or 'no state of offload'}: "
             "a checkpoint resumes on the number of ranks that wrote it"

@@ -37,9 +37,9 @@ class SafetensorsFiles:
         if self._read_bytes > _MAPPED_BYTES:
             self._open.clear()
             self._read_bytes = 0
-        found: Tensor = self._opened(self._file_of[name]).get_tensor(name)
-        self._read_bytes += found.nbytes
-        return found
+        tensor: Tensor = self._opened(self._file_of[name]).get_tensor(name)
+        self._read_bytes += tensor.nbytes
+        return tensor
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:

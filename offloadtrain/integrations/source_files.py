@@ -35,10 +35,10 @@ def check_files(name: str, subfolder: str = "") -> None:
 
 def _below(folder: Path) -> str:
     """Name the folders in it that have one: a repository may hold several models."""
-    found = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    if not found:
+    folders = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    if not folders:
         return ": it is no folder of a model of transformers"
-    return f"; these folders in it have: {', '.join(found)}"
+    return f"; these folders in it have: {', '.join(folders)}"
 
 
 def _check_weights(folder: Path) -> None:

@@ -84,27 +84,29 @@ class _Entry(NamedTuple):
 def check_plan(model: Any, parts: int) -> None:
     """Raises ConfigError for a model whose plan is not known here, or whose numbers the parts do
     not divide."""
-    asked, name = f"ranks.tensor = {parts}", type(model).__name__
+    setting, name = f"ranks.tensor = {parts}", type(model).__name__
     for key, kind in (_brought(model) or {}).items():
         if not _is_known(key, kind):
             known = ", ".join(dict.fromkeys((*_LINEAR, *_TENSOR, *_MODULE, *_WHOLE)))
             raise ConfigError(
-                f"{asked}: the tensor parallel plan of {name} has '{key}' = '{kind}', and jobs "
+                f"{setting}: the tensor parallel plan of {name} has '{key}' = '{kind}', and jobs "
                 f"know {known} of its layers. Leave it out"
             )
     entries = list(_entries(model, parts))
-    for one in entries:
-        if why := _problem(one, entries, parts):
-            raise ConfigError(f"{asked}: {why} in {name}. Leave it out")
+    for entry in entries:
+        if why := _problem(entry, entries, parts):
+            raise ConfigError(f"{setting}: {why} in {name}. Leave it out")
     if not divided_dims(model, parts):
-        raise ConfigError(f"{asked}: {name} has no linear layer that can be divided. Leave it out")
-    if why := _trial(model, entries, parts):
-        raise ConfigError(f"{asked}: {name}: {why}. Leave it out")
-    dropped = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
-    if dropped and any(one.kind == "colwise" and not one.param for one in entries):
         raise ConfigError(
-            f"{asked}: attention_dropout = {dropped} of config.json would drop the same places in "
-            "the heads of all parts. Set it to 0"
+            f"{setting}: {name} has no linear layer that can be divided. Leave it out"
+        )
+    if why := _trial(model, entries, parts):
+        raise ConfigError(f"{setting}: {name}: {why}. Leave it out")
+    dropped = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+    if dropped and any(e.kind == "colwise" and not e.param for e in entries):
+        raise ConfigError(
+            f"{setting}: attention_dropout = {dropped} of config.json would drop the same places "
+            "in the heads of all parts. Set it to 0"
         )
 
 
@@ -114,29 +116,29 @@ def _is_known(key: str, kind: str) -> bool:
     return kind in (*_WHOLE, _GATHERED, _CUT)  # may stay whole
 
 
-def _problem(one: _Entry, entries: list[_Entry], parts: int) -> str:
+def _problem(entry: _Entry, entries: list[_Entry], parts: int) -> str:
     """Return why an entry cannot be followed; "": it can."""
-    if one.param:
-        dim, count = _TENSOR[one.kind]
-        shape = getattr(one.module, one.param).shape
-        owner = one.path.removesuffix(f".{one.param}")
+    if entry.param:
+        dim, count = _TENSOR[entry.kind]
+        shape = getattr(entry.module, entry.param).shape
+        owner = entry.path.removesuffix(f".{entry.param}")
         if not any(e.path == owner and e.kind in (_EXPERTS, _OWN) for e in entries):
-            return f"'{one.path}' is a parameter of a module that the plan does not name"
+            return f"'{entry.path}' is a parameter of a module that the plan does not name"
         if shape[dim if len(shape) > 1 else 0] % (count * parts):
-            return f"the parts do not divide dimension {dim} of '{one.path}' {list(shape)}"
-    elif one.kind in _LINEAR:
-        if not _is_linear(one.module):
-            return f"'{one.path}' is a {type(one.module).__name__}, not a plain nn.Linear,"
-        shape, dim = one.module.weight.shape, _dim(one)
+            return f"the parts do not divide dimension {dim} of '{entry.path}' {list(shape)}"
+    elif entry.kind in _LINEAR:
+        if not _is_linear(entry.module):
+            return f"'{entry.path}' is a {type(entry.module).__name__}, not a plain nn.Linear,"
+        shape, dim = entry.module.weight.shape, _dim(entry)
         if shape[dim] % parts:
-            return f"the parts do not divide dimension {dim} of '{one.path}' {list(shape)}"
-    elif one.kind in (_EXPERTS, _OWN):
+            return f"the parts do not divide dimension {dim} of '{entry.path}' {list(shape)}"
+    elif entry.kind in (_EXPERTS, _OWN):
         planned = {e.path for e in entries if e.param}
-        for name, _ in one.module.named_parameters(recurse=False):
-            if f"{one.path}.{name}" not in planned:
-                return f"the plan does not divide '{one.path}.{name}'"
-        if one.kind == _EXPERTS and _is_torn(one, entries):
-            return f"the plan does not divide gate and value of '{one.path}' alike"
+        for name, _ in entry.module.named_parameters(recurse=False):
+            if f"{entry.path}.{name}" not in planned:
+                return f"the plan does not divide '{entry.path}.{name}'"
+        if entry.kind == _EXPERTS and _is_torn(entry, entries):
+            return f"the plan does not divide gate and value of '{entry.path}' alike"
     return ""
 
 
@@ -144,47 +146,47 @@ def _is_torn(experts: _Entry, entries: list[_Entry]) -> bool:
     """Tell whether a part would hold a gate of hidden units, and the value of others."""
     if not hasattr(experts.module, "is_concatenated"):  # it does not say how they are stored
         return False
-    behind = experts.module.has_gate and experts.module.is_concatenated
+    concatenated = experts.module.has_gate and experts.module.is_concatenated
     kinds = [e.kind for e in entries if e.path == f"{experts.path}.gate_up_proj"]
-    return any((_TENSOR[kind][1] == 2) != behind for kind in kinds)
+    return any((_TENSOR[kind][1] == 2) != concatenated for kind in kinds)
 
 
 def _trial(model: Any, entries: list[_Entry], parts: int) -> str:
     """Return why the model's code cannot run in parts; see [Note: A trial in parts]."""
     linears: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
-    for one in entries:
-        if one.kind == _EXPERTS:
+    for entry in entries:
+        if entry.kind == _EXPERTS:
             width = model.config.get_text_config().hidden_size
-            linears[one.path] = (width, width), (width, width)
-        elif one.kind in _LINEAR and not one.param:
-            outputs, whole = _LINEAR[one.kind]
-            taken, made = one.module.weight.shape[:: 1 if _dim(one) == int(outputs) else -1]
-            in_part = (taken, made // parts) if outputs else (taken // parts, made)
-            linears[one.path] = (taken, made), (taken, made) if whole else in_part
-    tensors = {one.path: _dim(one) for one in entries if one.param}
-    summed = [one.path for one in entries if one.kind == _PER_HEAD]
+            linears[entry.path] = (width, width), (width, width)
+        elif entry.kind in _LINEAR and not entry.param:
+            outputs, gathers = _LINEAR[entry.kind]
+            inputs, made = entry.module.weight.shape[:: 1 if _dim(entry) == int(outputs) else -1]
+            in_part = (inputs, made // parts) if outputs else (inputs // parts, made)
+            linears[entry.path] = (inputs, made), (inputs, made) if gathers else in_part
+    tensors = {e.path: _dim(e) for e in entries if e.param}
+    summed = [e.path for e in entries if e.kind == _PER_HEAD]
     return problem_of(model, linears, tensors, summed, parts)
 
 
 def divided_dims(model: Any, parts: int) -> dict[str, int]:
     """Return name of a parameter → the dimension that is divided."""
-    found: dict[str, int] = {}
-    for one in _entries(model, parts):
-        if one.param:
-            found[one.path] = _dim(one)
-        elif one.kind in _LINEAR:
-            found[f"{one.path}.weight"] = _dim(one)
-            if _LINEAR[one.kind][0] and one.module.bias is not None:
-                found[f"{one.path}.bias"] = 0
-    return found
+    dims: dict[str, int] = {}
+    for entry in _entries(model, parts):
+        if entry.param:
+            dims[entry.path] = _dim(entry)
+        elif entry.kind in _LINEAR:
+            dims[f"{entry.path}.weight"] = _dim(entry)
+            if _LINEAR[entry.kind][0] and entry.module.bias is not None:
+                dims[f"{entry.path}.bias"] = 0
+    return dims
 
 
 def narrowed(model: Any, parts: int) -> None:
     """Make the parameters of a model on the meta device as large as a part of them: of the sizes of
     `divide`, without any rank but this one. What is gathered, or cut, has its sizes, too."""
-    for one in _entries(model, parts) if parts > 1 else ():
-        if one.kind in _LINEAR and not one.param:
-            stand_alone(one.module, parts, *_LINEAR[one.kind])
+    for entry in _entries(model, parts) if parts > 1 else ():
+        if entry.kind in _LINEAR and not entry.param:
+            stand_alone(entry.module, parts, *_LINEAR[entry.kind])
     for name, dim in divided_dims(model, parts).items() if parts > 1 else ():
         path, _, key = name.rpartition(".")
         module = model.get_submodule(path)
@@ -199,37 +201,37 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
     Args:
         mesh: its only axis are the ranks that hold the parts.
     """
-    for one in list(_entries(model, mesh.size())):
-        if one.param:
-            _divide_tensor(one, mesh)
-        elif one.kind in _LINEAR:
-            outputs, whole = _LINEAR[one.kind]
-            divide_linear(one.module, mesh, outputs=outputs, whole=whole)
-        elif one.kind == _PER_HEAD:
-            norm_each_head(one.module, mesh)
-        elif one.kind == _LATENT:
+    for entry in list(_entries(model, mesh.size())):
+        if entry.param:
+            _divide_tensor(entry, mesh)
+        elif entry.kind in _LINEAR:
+            outputs, gathers = _LINEAR[entry.kind]
+            divide_linear(entry.module, mesh, outputs=outputs, whole=gathers)
+        elif entry.kind == _PER_HEAD:
+            norm_each_head(entry.module, mesh)
+        elif entry.kind == _LATENT:
             width = model.config.get_text_config().qk_rope_head_dim
-            sum_last_backward(one.module, mesh, width)
-        elif one.kind in (_EXPERTS, _OWN):
-            run_with_parts(one.module)
-        if one.kind in (_EXPERTS, _SUMMED):
-            sum_over_parts(one.module, mesh, inputs=one.kind == _EXPERTS)
+            sum_last_backward(entry.module, mesh, width)
+        elif entry.kind in (_EXPERTS, _OWN):
+            run_with_parts(entry.module)
+        if entry.kind in (_EXPERTS, _SUMMED):
+            sum_over_parts(entry.module, mesh, inputs=entry.kind == _EXPERTS)
 
 
-def _divide_tensor(one: _Entry, mesh: DeviceMesh) -> None:
-    dim, count = _dim(one), _TENSOR[one.kind][1]
-    rows = getattr(one.module, one.param).shape[dim] // count
-    fused = {one.param: (rows,) * count} if count > 1 else {}
-    setattr(one.module, FUSED_ROWS, getattr(one.module, FUSED_ROWS, {}) | fused)
-    divide_parameter(one.module, one.param, mesh, dim)
+def _divide_tensor(entry: _Entry, mesh: DeviceMesh) -> None:
+    dim, count = _dim(entry), _TENSOR[entry.kind][1]
+    rows = getattr(entry.module, entry.param).shape[dim] // count
+    fused = {entry.param: (rows,) * count} if count > 1 else {}
+    setattr(entry.module, FUSED_ROWS, getattr(entry.module, FUSED_ROWS, {}) | fused)
+    divide_parameter(entry.module, entry.param, mesh, dim)
 
 
-def _dim(one: _Entry) -> int:
+def _dim(entry: _Entry) -> int:
     """Return the divided dimension of a parameter, or of a linear layer's weight."""
-    if one.param:
-        axes = getattr(one.module, one.param).ndim
-        return _TENSOR[one.kind][0] % axes if axes > 1 else 0
-    return divided_dim(one.module, outputs=_LINEAR[one.kind][0])
+    if entry.param:
+        axes = getattr(entry.module, entry.param).ndim
+        return _TENSOR[entry.kind][0] % axes if axes > 1 else 0
+    return divided_dim(entry.module, outputs=_LINEAR[entry.kind][0])
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -43,8 +43,8 @@ class _Handed(torch.autograd.Function):
     """A view of a part, as DTensors hand on: autograd lets nothing be written into it."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor) -> Tensor:
-        return whole.view_as(whole)
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pragma: no cover: a trial runs forward only
@@ -52,20 +52,20 @@ class _Handed(torch.autograd.Function):
 
 
 class _NoWeights(nn.Module):
-    """In the place of a linear layer, or of experts: of the sizes of what goes in and comes out."""
+    """Replaces a linear layer or experts: checks the input size, returns the right output size."""
 
-    def __init__(self, name: str, taken: int, made: int, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, inputs: int, made: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.name, self.taken, self.made = name, taken, made
+        self.name, self.inputs, self.made = name, inputs, made
         # What layers ask their weights for: no product takes it.
         self.weight = SimpleNamespace(dtype=dtype, device=torch.device("cpu"))
 
     def forward(self, x: Tensor, *_: Any, **more: Any) -> Tensor:
-        if x.shape[-1] != self.taken:
-            raise ValueError(f"'{self.name}' gets {x.shape[-1]} inputs, not {self.taken}")
+        if x.shape[-1] != self.inputs:
+            raise ValueError(f"'{self.name}' gets {x.shape[-1]} inputs, not {self.inputs}")
         made = x.new_empty(*x.shape[:-1], self.made, requires_grad=True)
-        found: Tensor = _Handed.apply(made)  # type: ignore[no-untyped-call]
-        return found
+        output: Tensor = _Handed.apply(made)  # type: ignore[no-untyped-call]
+        return output
 
 
 def problem_of(
@@ -82,28 +82,28 @@ def problem_of(
         tensors: parameter of a module that runs over its parts → the divided dimension.
         summed: modules whose gradients are summed over the parts.
     """
-    whole = _tried(model, {path: sizes[0] for path, sizes in linears.items()}, {}, parts)
-    if isinstance(whole, str):
+    full = _tried(model, {path: sizes[0] for path, sizes in linears.items()}, {}, parts)
+    if isinstance(full, str):
         if not isinstance(_tried(model, {}, {}, parts), str):
-            return f"its code fails without the weights of linear layers ({whole})"
+            return f"its code fails without the weights of linear layers ({full})"
         # Depends on values, which none are here: only what is not there can be judged.
         inside = _with_weights(model, [*linears, *summed], tensors)
-        unknown = [one for one in inside if one.startswith(_owners(linears))]
-        return f"what '{unknown[0]}' gets cannot be tried ({whole})" if unknown else ""
+        unknown = [path for path in inside if path.startswith(_owners(linears))]
+        return f"what '{unknown[0]}' gets cannot be tried ({full})" if unknown else ""
     if not tensors and all(sizes[0] == sizes[1] for sizes in linears.values()):
         return ""
-    found = _tried(model, {path: sizes[1] for path, sizes in linears.items()}, tensors, parts)
-    if isinstance(found, str):
-        return f"its code fails in parts ({found})"
+    in_parts = _tried(model, {path: sizes[1] for path, sizes in linears.items()}, tensors, parts)
+    if isinstance(in_parts, str):
+        return f"its code fails in parts ({in_parts})"
     for name in _with_weights(model, [*linears, *summed], tensors):
-        if whole.get(name) != found.get(name):
+        if full.get(name) != in_parts.get(name):
             return f"'{name}' gets a part of its input, and its plan sums no gradients of it"
     return ""
 
 
 def _owners(linears: Mapping[str, tuple[tuple[int, int], tuple[int, int]]]) -> tuple[str, ...]:
     """Return the names that begin with a module in which something is divided."""
-    divided = [path for path, (whole, part) in linears.items() if whole != part]
+    divided = [path for path, (full, part) in linears.items() if full != part]
     return tuple({f"{path.rpartition('.')[0]}." for path in divided})
 
 
@@ -111,12 +111,12 @@ def _with_weights(
     model: nn.Module, named: Collection[str], tensors: Mapping[str, int]
 ) -> list[str]:
     """List the modules that own weights which the plan does not name."""
-    found = []
+    names = []
     for name, module in model.named_modules():
-        own = [key for key, _ in module.named_parameters(recurse=False)]
-        if name not in named and any(f"{name}.{key}" not in tensors for key in own):
-            found.append(name)
-    return found
+        keys = [key for key, _ in module.named_parameters(recurse=False)]
+        if name not in named and any(f"{name}.{key}" not in tensors for key in keys):
+            names.append(name)
+    return names
 
 
 def _tried(
@@ -127,10 +127,10 @@ def _tried(
 ) -> Seen | str:
     """Return what modules with weights get, or what the forward says that fails."""
     runs = runs_of(model)
-    found = _run(model, linears, tensors, parts, runs)
-    if isinstance(found, str) and runs:  # it may count its layers
+    inputs = _run(model, linears, tensors, parts, runs)
+    if isinstance(inputs, str) and runs:  # it may count its layers
         return _run(model, linears, tensors, parts, ())
-    return found
+    return inputs
 
 
 def _run(
@@ -140,7 +140,7 @@ def _run(
     parts: int,
     runs: Sequence[Run],
 ) -> Seen | str:
-    mode, seen = FakeTensorMode(allow_non_fake_inputs=True), Seen()
+    mode, recorded = FakeTensorMode(allow_non_fake_inputs=True), Seen()
     for path, module in model.named_modules():
         vars(module)[_PATH] = path
     copied = fake_model(model, mode, runs)
@@ -149,7 +149,7 @@ def _run(
             _narrow(copied, linears, tensors, parts)
             for module in copied.modules():
                 if next(module.parameters(recurse=False), None) is not None:
-                    note = _noting(seen, vars(module)[_PATH])
+                    note = _noting(recorded, vars(module)[_PATH])
                     module.register_forward_pre_hook(note, with_kwargs=True)
             tokens = torch.ones((_ROWS, _TOKENS), dtype=torch.long, device="cpu")
             copied(input_ids=tokens, use_cache=False)
@@ -159,7 +159,7 @@ def _run(
         empty_caches_of(mode)
         for module in model.modules():
             del vars(module)[_PATH]
-    return seen
+    return recorded
 
 
 @contextmanager
@@ -189,9 +189,9 @@ def _narrow(
                 setattr(module, key, nn.Parameter(param.new_empty(sizes)))
 
 
-def _noting(seen: Seen, name: str) -> Any:
+def _noting(recorded: Seen, name: str) -> Any:
     def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-        found = tree_leaves((args, kwargs))
-        seen[name] = [tuple(x.shape) for x in found if isinstance(x, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        recorded[name] = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
 
     return note

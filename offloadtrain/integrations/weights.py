@@ -50,8 +50,8 @@ def _masters(optimizer: OffloadOptimizer, wide: set[nn.Parameter]) -> dict[nn.Pa
     """Return the fp32 masters of these parameters that are trained."""
     params = dict(optimizer.model.named_parameters())
     state = {param: optimizer.state.get(param, {}) for param in params.values()}
-    held = {param: entry["master"] for param, entry in state.items() if "master" in entry}
-    if optimizer.ranks.is_single and held:
-        return {param: master for param, master in held.items() if param in wide}
-    found = ((params[name], master) for name, master in optimizer.master_weights())
-    return {param: master for param, master in found if param in wide and param.requires_grad}
+    masters = {param: entry["master"] for param, entry in state.items() if "master" in entry}
+    if optimizer.ranks.is_single and masters:
+        return {param: master for param, master in masters.items() if param in wide}
+    gathered = ((params[name], master) for name, master in optimizer.master_weights())
+    return {param: master for param, master in gathered if param in wide and param.requires_grad}

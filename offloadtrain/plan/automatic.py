@@ -57,7 +57,7 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
         return _with_recompute(job, fewest)
     numbers = sorted({fewest, (fewest + len(layers)) // 2, len(layers)})
     tried = [_with_state_that_fits(_with_recompute(job, n), planned) for n in numbers]
-    return max(tried, key=lambda one: planned(one).prediction.tokens_per_s)
+    return max(tried, key=lambda candidate: planned(candidate).prediction.tokens_per_s)
 
 
 def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Config:
@@ -69,7 +69,9 @@ def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Conf
         return on_device if planned(on_device).fits else on_host
     if not planned(on_device).has_room:
         return on_host
-    host, device = (planned(one).prediction.tokens_per_s for one in (on_host, on_device))
+    host, device = (
+        planned(candidate).prediction.tokens_per_s for candidate in (on_host, on_device)
+    )
     return on_device if device >= host * (1 + SUMS_GAIN) else on_host
 
 
@@ -90,8 +92,8 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
     """Return the job with stages that take about as long as each other, as far as they fit. Tried
     with the least memory for what else is open."""
 
-    def with_layers(one: Config, each: tuple[int, ...]) -> Config:
-        return replace(one, ranks=replace(one.ranks, layers_per_stage=each))
+    def with_layers(config: Config, each: tuple[int, ...]) -> Config:
+        return replace(config, ranks=replace(config.ranks, layers_per_stage=each))
 
     least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
     if job.offload.activations.recompute_blocks == "auto":

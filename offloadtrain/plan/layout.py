@@ -67,13 +67,13 @@ def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
     """Return all blocks in forward order."""
     parts = parts_of(config)
     again = config.offload.activations.recomputed_of([part.name for part in parts if part.repeated])
-    found: list[BlockSpec] = []
+    blocks: list[BlockSpec] = []
     for part in parts:
         block = _block(part, config, ranks, recomputed=part.name in again)
-        found += [block] if block.held else []
-        if part.tied and found:
-            found[-1] = replace(found[-1], then=found[-1].then + part.tied)
-    return tuple(found)
+        blocks += [block] if block.held else []
+        if part.tied and blocks:
+            blocks[-1] = replace(blocks[-1], then=blocks[-1].then + part.tied)
+    return tuple(blocks)
 
 
 def _block(part: PartShape, config: Config, ranks: int, *, recomputed: bool) -> BlockSpec:
@@ -100,32 +100,32 @@ def parts_of(config: Config) -> tuple[PartShape, ...]:
     if (parts := config.ranks.tensor) == 1:
         return config.hf.parts
     return tuple(
-        replace(one, params=tuple(param.of_part(parts) for param in one.params))
-        for one in config.hf.parts
+        replace(part, params=tuple(param.of_part(parts) for param in part.params))
+        for part in config.hf.parts
     )
 
 
 def num_tensors(config: Config) -> int:
     """Return the number of parameter tensors; a tied one counts once. Of a stage of a pipeline
     those of earlier stages count, too: norms have their place in the whole model."""
-    own = sum(len(part.params) for part in parts_of(config))
+    tensors = sum(len(part.params) for part in parts_of(config))
     if config.hf is not None:
-        return config.hf.tensors_before + own
+        return config.hf.tensors_before + tensors
     if config.stage is None or config.stage.is_first:
-        return own
+        return tensors
     tables = 2 if config.model.positions == "learned" else 1
     of_layer = sum(map(len, _layer(config.model).values())) + (2 if config.model.num_experts else 0)
-    return own + tables + config.stage.first_layer * of_layer
+    return tensors + tables + config.stage.first_layer * of_layer
 
 
 @lru_cache(maxsize=16)
 def _parts_of_shape(shape: ModelShape, stage: Stage | None) -> tuple[PartShape, ...]:
     """Kept, as a search asks for the same shape in many placements."""
     first = 0 if stage is None else stage.first_layer
-    found = [*_layers(shape, range(first, first + shape.num_layers))]
+    parts = [*_layers(shape, range(first, first + shape.num_layers))]
     if stage is None or stage.is_first:
-        found = [*_tables(shape), *found]
-    return tuple([*found, *_end(shape)] if stage is None or stage.is_last else found)
+        parts = [*_tables(shape), *parts]
+    return tuple([*parts, *_end(shape)] if stage is None or stage.is_last else parts)
 
 
 def _tables(shape: ModelShape) -> Iterator[PartShape]:
@@ -148,7 +148,7 @@ def _layers(shape: ModelShape, numbers: Sequence[int]) -> Iterator[PartShape]:
         if not listed:  # every module is its own block
             yield from (PartShape(name, params, leaf=True) for name, params in modules.items())
         else:
-            params = tuple(one for many in modules.values() for one in many)
+            params = tuple(param for many in modules.values() for param in many)
             yield PartShape(f"blocks.{number}", params, repeated=True)
 
 
@@ -167,23 +167,23 @@ def _named(
     """Return the weight and, if there is one, the bias. `listed`: of a layer in a list."""
     names = (f"{module}.weight", f"{module}.bias")
     return tuple(
-        ParamShape(name, one, hidden=listed and len(one) == 2)
-        for name, one in zip(names, sizes, strict=False)
+        ParamShape(name, size, hidden=listed and len(size) == 2)
+        for name, size in zip(names, sizes, strict=False)
     )
 
 
 def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
     """Return module of a layer → sizes of its parameters."""
     heads = (shape.num_heads + 2 * shape.kv_heads) * shape.head_dim
-    found = {
+    modules = {
         "attention_norm": _norm(shape),
         "attention.qkv": _linear(shape, shape.d_model, heads),
         "attention.out": _linear(shape, shape.num_heads * shape.head_dim, shape.d_model),
         "mlp_norm": _norm(shape),
     }
     if shape.num_experts:
-        return found | {"mlp.router": [(shape.num_experts, shape.d_model)]}
-    return found | {
+        return modules | {"mlp.router": [(shape.num_experts, shape.d_model)]}
+    return modules | {
         "mlp.up": _linear(shape, shape.d_model, _up_width(shape)),
         "mlp.down": _linear(shape, shape.ff_width, shape.d_model),
     }
@@ -201,7 +201,7 @@ def _experts(module: str, shape: ModelShape) -> tuple[ParamShape, ...]:
         "down": (shape.held_experts, shape.d_model, shape.ff_width),
     }
     return tuple(
-        ParamShape(f"{module}.{name}", one, expert_parts=parts) for name, one in sizes.items()
+        ParamShape(f"{module}.{name}", size, expert_parts=parts) for name, size in sizes.items()
     )
 
 
@@ -221,7 +221,7 @@ def _buckets(
     of appearance."""
     sorted_in: dict[tuple[bool, bool, str, int, bool], list[ParamShape]] = {}
     needs, named = needs_of(config.optim), config.offload.skip_unused
-    skipped = {one.name: one.sizes for one in params if one.trained and skips(one.name, named)}
+    skipped = {p.name: p.sizes for p in params if p.trained and skips(p.name, named)}
     experts = experts_in(skipped)
     for param in params:
         matrix = needs.of_matrices and param.hidden and param.trained
@@ -258,11 +258,13 @@ def _bucket(
     trained = params[0].trained
     needs = needs_of(config.optim).of_bucket(matrices=matrices) if trained else _STATELESS
     numels = [prod(param.sizes) for param in params]
-    numel, found = padded(numels, ranks), []
+    numel, matrix_specs = padded(numels, ranks), []
     if needs.whole:
         offsets, numel = placed(numels, ranks)
     if matrices:
-        found = [MatrixSpec(at, *one.sizes) for at, one in zip(offsets, params, strict=True)]
+        matrix_specs = [
+            MatrixSpec(at, *param.sizes) for at, param in zip(offsets, params, strict=True)
+        ]
     return BucketSpec(
         name,
         numel,
@@ -271,7 +273,7 @@ def _bucket(
         format_for(config.offload.state.format, dtype),
         ranks,
         needs.moments,
-        tuple(sorted(found)),
+        tuple(sorted(matrix_specs)),
         needs.whole and not matrices,
         experts=experts,
     )
@@ -280,5 +282,5 @@ def _bucket(
 def working_dtype(param: ParamShape, config: Config) -> str:
     """Dtype of the working weight."""
     named = any(fnmatchcase(param.name, pattern) for pattern in config.offload.weights.keep_fp32)
-    kept = param.fp32 or named
-    return PRECISIONS["fp32" if kept else config.offload.precision]
+    in_fp32 = param.fp32 or named
+    return PRECISIONS["fp32" if in_fp32 else config.offload.precision]

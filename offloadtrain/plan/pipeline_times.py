@@ -76,7 +76,7 @@ class PipelineTimes:
     def bubbles(self) -> tuple[float, ...]:
         """Rank → share of the step in which its device does not compute."""
         busy = (sum(self.compute_s[rank :: self.ranks]) for rank in range(self.ranks))
-        return tuple(1 - one / self.seconds for one in busy)
+        return tuple(1 - busy_s / self.seconds for busy_s in busy)
 
 
 def pipeline_times(
@@ -95,11 +95,13 @@ def pipeline_times(
     else:  # each further microbatch takes as long as those between the two sizes
         small, large = (_step_s(costs, links, schedule, n, ranks) for n in (few, some))
         seconds = large + (count - some) * (large - small) / (some - few)
-    each = [sum(one.forward + one.backward for one in cost.computed.values()) for cost in costs]
+    each = [
+        sum(block.forward + block.backward for block in cost.computed.values()) for cost in costs
+    ]
     return PipelineTimes(
         seconds,
         ranks,
-        tuple(count * one for one in each),
+        tuple(count * stage_s for stage_s in each),
         tuple(links),
         count * sum(cost.flops for cost in costs) / ranks,
         count * sum(cost.recomputed_flops for cost in costs) / ranks,
@@ -114,8 +116,8 @@ def as_part_of(
     Args:
         peak: FLOPs per second of the data sheet; 0: unknown.
     """
-    config, stages = held[0].config, [one.config.stage for one in held]
-    sent = sum((not own.is_first) + (not own.is_last) for own in stages if own is not None)
+    config, stages = held[0].config, [placed.config.stage for placed in held]
+    sent = sum((not stage.is_first) + (not stage.is_last) for stage in stages if stage is not None)
     nbytes = times.links[0].nbytes * config.train.grad_accum_steps
     return replace(
         alone,
@@ -136,7 +138,8 @@ def least_seconds(stages: Sequence[Placement], machine: Machine, schedule: Sched
     count = stages[0].config.train.grad_accum_steps
     of_stages = [Costs(stage, machine) for stage in stages]
     each = [
-        sum(one.forward + one.backward for one in costs.computed.values()) for costs in of_stages
+        sum(block.forward + block.backward for block in costs.computed.values())
+        for costs in of_stages
     ]
     flush = 0.0 if schedule == "2bw" else sum(each) - max(each)
     return max(count * max(each) + flush, *(costs.least_moving_s for costs in of_stages))
@@ -149,18 +152,18 @@ def links_of(stages: Sequence[Placement], machine: Machine) -> list[Link]:
     width = stages[0].spec.replicas * stages[0].config.ranks.tensor
     tokens = stages[0].config.train.micro_batch * stages[0].config.data.seq_len
     nbytes = tokens * stages[0].config.model.d_model * stages[0].weight_bytes
-    found, ranks = [], len(stages) // stages[0].config.ranks.stages_per_rank
+    links, ranks = [], len(stages) // stages[0].config.ranks.stages_per_rank
     for stage in range(len(stages) - 1):
         ends = stage % ranks * width, (stage + 1) % ranks * width
-        numbers = [(ends[0] + one, ends[1] + one) for one in range(width)]
+        numbers = [(ends[0] + part, ends[1] + part) for part in range(width)]
         pairs = [(rank // machine.gpus, other // machine.gpus) for rank, other in numbers]
         crossing = [pair for pair in pairs if pair[0] != pair[1]]
         gbps = machine.gpu_link_gbps
         if crossing:
-            most = max(sum(one[0] == host for one in crossing) for host, _ in crossing)
+            most = max(sum(pair[0] == host for pair in crossing) for host, _ in crossing)
             gbps = min(gbps, machine.node_link_gbps / most)
-        found.append(Link(stage, bool(crossing), nbytes / (1e9 * gbps), nbytes))
-    return found
+        links.append(Link(stage, bool(crossing), nbytes / (1e9 * gbps), nbytes))
+    return links
 
 
 @dataclass(slots=True)
@@ -193,26 +196,28 @@ def _rank(costs: Sequence[Costs], schedule: Schedule, rank: int, ranks: int, cou
         costs: of each of them.
     """
     steps = _STEPS + (schedule == "2bw")  # whose last one is not decided
-    driven = [_driven(one, schedule, count) for one in costs]
+    driven = [_driven(stage_costs, schedule, count) for stage_costs in costs]
     order = rank_order(schedule, rank, ranks, len(costs), count, steps)
     turns = [
-        (stage, own.take(turn), own.launches)
+        (stage, driver.take(turn), driver.launches)
         for stage, turn in order
-        for own in [driven[stage // ranks]]
+        for driver in [driven[stage // ranks]]
     ]
-    alone, found = [timed(one.operations) for one in driven], _Rank()
+    alone, result = [timed(driver.operations) for driver in driven], _Rank()
     places: list[list[int]] = [[] for _ in costs]
     """Of a stage: its launch → the rank's."""
     for stage, turn, end in turns:
-        own = stage // ranks
-        for one in alone[own][len(places[own]) : end]:
-            places[own].append(len(found.program))
-            found.program.append(Timed(one.op, tuple(places[own][at] for at in one.after)))
-            found.seconds.append(costs[own].seconds(one.op))
-        at = StageTurn(turn.turn, places[own][turn.first], places[own][turn.last])
-        found.turns[OfStage(stage, turn.turn)] = at
-        found.starts[at.first] = OfStage(stage, turn.turn)
-    return found
+        local = stage // ranks
+        for operation in alone[local][len(places[local]) : end]:
+            places[local].append(len(result.program))
+            result.program.append(
+                Timed(operation.op, tuple(places[local][at] for at in operation.after))
+            )
+            result.seconds.append(costs[local].seconds(operation.op))
+        at = StageTurn(turn.turn, places[local][turn.first], places[local][turn.last])
+        result.turns[OfStage(stage, turn.turn)] = at
+        result.starts[at.first] = OfStage(stage, turn.turn)
+    return result
 
 
 def _driven(costs: Costs, schedule: Schedule, count: int) -> Driven:
@@ -236,11 +241,11 @@ def _simulated(ranks: Sequence[_Rank], links: Sequence[Link]) -> list[list[float
                 start = 0.0 if turn is None else arrivals.of(*turn)
                 if start is None:  # another stage comes first
                     break
-                one = rank.program[len(done)]
-                before = (done[other] for other in one.after)
-                start = max(start, latest[number].get(one.op.lane, 0.0), *before, 0.0)
+                operation = rank.program[len(done)]
+                before = (done[other] for other in operation.after)
+                start = max(start, latest[number].get(operation.op.lane, 0.0), *before, 0.0)
                 done.append(start + rank.seconds[len(done)])
-                latest[number][one.op.lane] = done[-1]
+                latest[number][operation.op.lane] = done[-1]
                 left = True
     assert all(len(end) == len(rank.program) for end, rank in zip(ends, ranks, strict=True))
     return ends
@@ -270,7 +275,7 @@ class _Arrivals:
                 return 0.0
             case "decide":
                 squared = turn._replace(kind="squares")
-                squares = [self._end(one, squared) for one in range(self._count)]
+                squares = [self._end(number, squared) for number in range(self._count)]
                 known = [end for end in squares if end is not None]
                 return max(known) if len(known) == len(squares) else None
 
@@ -284,7 +289,7 @@ class _Arrivals:
 
     def _end(self, stage: int, turn: Turn) -> float | None:
         rank = stage % len(self._ranks)
-        found = self._ranks[rank].turns.get(OfStage(stage, turn))
-        if found is None or found.last >= len(self._ends[rank]):
+        stage_turn = self._ranks[rank].turns.get(OfStage(stage, turn))
+        if stage_turn is None or stage_turn.last >= len(self._ends[rank]):
             return None
-        return self._ends[rank][found.last]
+        return self._ends[rank][stage_turn.last]

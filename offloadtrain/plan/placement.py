@@ -122,7 +122,9 @@ class Placement:
         """Device bytes of frozen weights that are not streamed: they are torch's."""
         parts = (part for part in parts_of(self.config) if part.name not in self.spec.streamed)
         frozen = (param for part in parts for param in part.params if not param.trained)
-        return sum(prod(one.sizes) * ITEMSIZE[working_dtype(one, self.config)] for one in frozen)
+        return sum(
+            prod(param.sizes) * ITEMSIZE[working_dtype(param, self.config)] for param in frozen
+        )
 
 
 def place(

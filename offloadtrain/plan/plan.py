@@ -86,34 +86,34 @@ class Plan:
 
     @cached_property
     def activations(self) -> Activations:
-        found = (activations(one, on_cpu=self.machine.on_cpu) for one in self.held)
-        return together(list(found))
+        of_stages = (activations(placed, on_cpu=self.machine.on_cpu) for placed in self.held)
+        return together(list(of_stages))
 
     @property
     def stage_names(self) -> str:
         """The rank's stages, and what they hold; "" without a pipeline."""
-        stages = [one.config.stage for one in self.held if one.config.stage is not None]
+        stages = [placed.config.stage for placed in self.held if placed.config.stage is not None]
         return names_of(stages) if stages else ""
 
     @property
     def engine_device(self) -> dict[str, int]:
         """Owner → bytes on each device, without activations and torch's needs."""
-        return added(one.device() for one in self.held)
+        return added(placed.device() for placed in self.held)
 
     @property
     def frozen_bytes(self) -> int:
         """As of `Placement`."""
-        return sum(one.frozen_bytes for one in self.held)
+        return sum(placed.frozen_bytes for placed in self.held)
 
     @cached_property
     def device(self) -> dict[str, int]:
         """Owner → bytes on each device, at the peak."""
-        held = self.engine_device | self.activations.owners()
+        owners = self.engine_device | self.activations.owners()
         if frozen := self.frozen_bytes:
-            held["frozen weights"] = frozen
+            owners["frozen weights"] = frozen
         if self.placed.spec.has_state_on(Tier.DEVICE) and not self.machine.on_cpu:
-            held["Adam at work"] = UPDATE_BYTES
-        return held
+            owners["Adam at work"] = UPDATE_BYTES
+        return owners
 
     @property
     def process_bytes(self) -> int:
@@ -123,9 +123,9 @@ class Plan:
     @property
     def second_copy_budget(self) -> int:
         """Host bytes of a rank for the state and its second copies."""
-        beside = self.process_bytes + self.built_bytes
-        beside += sum(self.device.values()) if self.machine.on_cpu else 0
-        return max(self.machine.host_memory_bytes // self.local_ranks - beside, 0)
+        other_bytes = self.process_bytes + self.built_bytes
+        other_bytes += sum(self.device.values()) if self.machine.on_cpu else 0
+        return max(self.machine.host_memory_bytes // self.local_ranks - other_bytes, 0)
 
     @cached_property
     def copied(self) -> Placement:
@@ -136,13 +136,13 @@ class Plan:
     @cached_property
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
-        others = (one.host() for one in self.beside)
-        return added([self.copied.host(), *others]) | {PROCESS: self.process_bytes}
+        other_stages = (placed.host() for placed in self.beside)
+        return added([self.copied.host(), *other_stages]) | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:
         """The same without optional second copies."""
-        return added(one.host() for one in self.held) | {PROCESS: self.process_bytes}
+        return added(placed.host() for placed in self.held) | {PROCESS: self.process_bytes}
 
     @cached_property
     def disk(self) -> dict[str, int]:
@@ -152,16 +152,16 @@ class Plan:
     @property
     def wear(self) -> Wear:
         """What all ranks of a host write to its drive."""
-        found = self.prediction
-        return wear(found.disk, self.machine, self.local_ranks, found.seconds)
+        prediction = self.prediction
+        return wear(prediction.disk, self.machine, self.local_ranks, prediction.seconds)
 
     @cached_property
     def prediction(self) -> Prediction:
         alone = predict(self.copied, self.machine)
         if self.pipeline is None:
             return alone
-        for one in self.beside:
-            alone = alone.beside(predict(one, self.machine))
+        for placed in self.beside:
+            alone = alone.beside(predict(placed, self.machine))
         return as_part_of(alone, self.pipeline, self.held, 1e12 * self.machine.peak_tflops)
 
     @cached_property
@@ -189,13 +189,13 @@ class Plan:
         return self._peaks(self.host, self.device)
 
     def _peaks(self, host: Mapping[str, int], device: Mapping[str, int]) -> dict[str, int]:
-        beside = sum(device.values()) if self.machine.on_cpu else 0
+        device_bytes = sum(device.values()) if self.machine.on_cpu else 0
         still = sum(self.engine_device.values()) + self.frozen_bytes
         still = still if self.machine.on_cpu else 0
         state = sum(host.values()) - host.get("block inputs", 0)
         peaks = {
             "init": state + still + self.built_bytes,
-            "step": sum(host.values()) + beside,
+            "step": sum(host.values()) + device_bytes,
             "checkpoint": sum(host.values()) + still,
         }
         return {moment: size * self.local_ranks for moment, size in peaks.items()}
@@ -221,9 +221,9 @@ class Plan:
         spec, part = self.placed.spec, self.placed.config
         blocks = spec.blocks
         if part.stage is not None or part.ranks.tensor > 1:
-            one = replace(part.ranks, tensor=1)
-            whole = replace(part, stage=None, model=self.job.model, hf=self.job.hf, ranks=one)
-            blocks = blocks_of(whole, spec.ranks)
+            ranks = replace(part.ranks, tensor=1)
+            undivided = replace(part, stage=None, model=self.job.model, hf=self.job.hf, ranks=ranks)
+            blocks = blocks_of(undivided, spec.ranks)
         buckets = [
             bucket
             for block in blocks
@@ -243,7 +243,9 @@ class Plan:
     def spill_bytes(self) -> int:
         """Bytes of host memory of all ranks for what a save copies."""
         spec = self.placed.spec
-        of_one = sum(one.spec.spill_bytes(b) for one in self.held for b in one.spec.buckets)
+        of_one = sum(
+            placed.spec.spill_bytes(b) for placed in self.held for b in placed.spec.buckets
+        )
         return spec.replicas * self.job.ranks.tensor * of_one
 
     @property
@@ -274,20 +276,20 @@ class Plan:
         return self.problems if cannot else []
 
     def _problems(self, host: Mapping[str, int], device: Mapping[str, int]) -> list[str]:
-        found = []
+        problems = []
         used = sum(device.values())
         if not self.machine.on_cpu and used > self.device_room:
-            found.append(_too_much("the device", used, self.device_room, device))
+            problems.append(_too_much("the device", used, self.device_room, device))
         limit = self.job.offload.memory.host_limit
-        held = sum(host.values()) - host.get(PROCESS, 0)
-        if limit is not None and held > limit:
-            found.append(_too_much("offload.host_memory_limit", held, limit, host))
+        job_bytes = sum(host.values()) - host.get(PROCESS, 0)
+        if limit is not None and job_bytes > limit:
+            problems.append(_too_much("offload.host_memory_limit", job_bytes, limit, host))
         moment, peak = max(self._peaks(host, device).items(), key=lambda item: item[1])
         if peak > self.host_room:
             owners = dict(host) | (dict(device) if self.machine.on_cpu else {})
             many = {owner: size * self.local_ranks for owner, size in owners.items()}
-            found.append(_too_much(f"the host ({moment})", peak, self.host_room, many))
-        return found
+            problems.append(_too_much(f"the host ({moment})", peak, self.host_room, many))
+        return problems
 
     @property
     def device_has_room(self) -> bool:
@@ -313,9 +315,9 @@ class Plan:
         CPU, whose device has the host's memory."""
         if self.machine.on_cpu:
             return 0.0
-        beside = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
-        beside += self._more_experts_bytes
-        return state_share.most(self.placed, int(self.device_room * FULL) - beside)
+        other_bytes = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
+        other_bytes += self._more_experts_bytes
+        return state_share.most(self.placed, int(self.device_room * FULL) - other_bytes)
 
     @property
     def balanced_layers(self) -> tuple[int, ...]:
@@ -358,8 +360,8 @@ def make(
     if machine.on_cpu and ranks > machine.gpus:
         machine = replace(machine, gpus=ranks)
 
-    def planned(one: Config) -> Plan:
-        return _placed(one, name, machine, ranks, trace, stage)
+    def planned(candidate: Config) -> Plan:
+        return _placed(candidate, name, machine, ranks, trace, stage)
 
     return planned(decided(job, planned))
 
@@ -372,11 +374,11 @@ def _placed(
     if job.ranks.pipeline == 1:
         return Plan(job, name, machine, place(part, count, trace=trace, copies=copies))
     numbers, ranks = range(job.ranks.stages), job.ranks.pipeline
-    stages = (of_stage(part, one) for one in numbers)
-    placed = [place(one, count, trace=trace, copies=copies) for one in stages]
+    stages = (of_stage(part, number) for number in numbers)
+    placed = [place(stage_job, count, trace=trace, copies=copies) for stage_job in stages]
     plans = [
-        Plan(job, name, machine, placed[one], tuple(placed[one + ranks :: ranks]))
-        for one in range(ranks)
+        Plan(job, name, machine, placed[rank], tuple(placed[rank + ranks :: ranks]))
+        for rank in range(ranks)
     ]
     most = max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
     chosen = most if stage is None else plans[stage]

@@ -62,8 +62,10 @@ class Prediction:
     def beside(self, other: Prediction) -> Prediction:
         """Return the work and transfers of two stages on one rank, one after the other."""
 
-        def lanes(one: Mapping[str, float], two: Mapping[str, float]) -> dict[str, float]:
-            return {lane: one.get(lane, 0.0) + two.get(lane, 0.0) for lane in {*one, *two}}
+        def lanes(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+            return {
+                lane: first.get(lane, 0.0) + second.get(lane, 0.0) for lane in {*first, *second}
+            }
 
         return replace(
             self,

@@ -139,9 +139,9 @@ def _head(plan: Plan) -> str:
         lines.append(_of_hf(plan))
     if plan.ranks > 1:
         lines.append(f"{explain(job, config, plan.ranks)}; ZeRO stage {spec.zero_stage}")
-    if held := plan.stage_names:
+    if stages := plan.stage_names:
         needs = "which needs" if config.ranks.stages_per_rank == 1 else "whose rank needs"
-        lines.append(f"memory, lanes and bus: {held}, {needs} the most memory")
+        lines.append(f"memory, lanes and bus: {stages}, {needs} the most memory")
     if spec.has_state_on(Tier.DEVICE):
         there = {spec.block_of[bucket.name].name for bucket in spec.buckets_on(Tier.DEVICE)}
         share = 100 * device_share(spec)
@@ -183,9 +183,9 @@ def _memory(plan: Plan) -> str:
         lines += [f"disk{each}: {_sum(plan.disk)}", *_rows(plan.disk)]
     peaks = ", ".join(f"{moment} {format_bytes(n)}" for moment, n in plan.host_peaks.items())
     many = f", {plan.local_ranks} ranks" if plan.local_ranks > 1 else ""
-    beside = ", including the device's bytes" if plan.machine.on_cpu else ""
+    device_note = ", including the device's bytes" if plan.machine.on_cpu else ""
     room = format_bytes(plan.host_room)
-    lines.append(f"peaks of a host{many}: {peaks}; it has {room}{beside}")
+    lines.append(f"peaks of a host{many}: {peaks}; it has {room}{device_note}")
     return "\n".join(lines)
 
 
@@ -199,32 +199,32 @@ def _rows(owners: Mapping[str, int]) -> list[str]:
 
 
 def _step(plan: Plan) -> str:
-    found, machine = plan.prediction, plan.machine
+    step, machine = plan.prediction, plan.machine
     lines = [
-        f"step: {format_seconds(found.seconds)}, of which the device waits "
-        f"{format_seconds(found.exposed)}",
+        f"step: {format_seconds(step.seconds)}, of which the device waits "
+        f"{format_seconds(step.exposed)}",
         f"  {'lane':8} {'':22} {'busy':>9} {'waits':>9}",
     ]
     for lane, meaning in LANES.items():
-        if busy := found.busy_s.get(lane, 0.0):
-            exposed = found.exposed_s.get(lane, 0.0)
+        if busy := step.busy_s.get(lane, 0.0):
+            exposed = step.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
     lines += [*_stages(plan), *_copies(plan), *_parts(plan), *_experts(plan)]
     mfu = ""
-    if found.mfu is not None:
-        mfu = f"; MFU {100 * found.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
+    if step.mfu is not None:
+        mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
     lines.append(
-        f"{format_count(found.tokens_per_s)} tokens/s, {found.tflops:.3g} Tflop/s per rank "
-        f"(6 N + 12 L d T per token), {found.hardware_tflops:.3g} with recompute{mfu}"
+        f"{format_count(step.tokens_per_s)} tokens/s, {step.tflops:.3g} Tflop/s per rank "
+        f"(6 N + 12 L d T per token), {step.hardware_tflops:.3g} with recompute{mfu}"
     )
-    buckets = [bucket for one in plan.held for bucket in one.spec.buckets]
+    buckets = [bucket for placed in plan.held for bucket in placed.spec.buckets]
     owned = sum(bucket.params / bucket.ranks for bucket in buckets)
     lines.append(
-        f"bus: {format_bytes(found.d2h_bytes)} down, {format_bytes(found.h2d_bytes)} up per step "
-        f"and rank ({(found.d2h_bytes + found.h2d_bytes) / owned:.2f} bytes per parameter owned); "
-        f"DRAM: {format_bytes(found.dram_bytes)} by the host's kernels"
-        + (f"; to other ranks: {format_bytes(found.comm_bytes)}" if plan.ranks > 1 else "")
+        f"bus: {format_bytes(step.d2h_bytes)} down, {format_bytes(step.h2d_bytes)} up per step "
+        f"and rank ({(step.d2h_bytes + step.h2d_bytes) / owned:.2f} bytes per parameter owned); "
+        f"DRAM: {format_bytes(step.dram_bytes)} by the host's kernels"
+        + (f"; to other ranks: {format_bytes(step.comm_bytes)}" if plan.ranks > 1 else "")
     )
     if plan.job.offload.activations.mode == "offload_saved":
         lines.append(saved_tensors.told(plan.placed, machine))
@@ -256,40 +256,40 @@ def _stages(plan: Plan) -> Iterator[str]:
 
 def _copies(plan: Plan) -> Iterator[str]:
     """Yield a line on what the copies of the state send each other."""
-    spec, found = plan.placed.spec, plan.prediction
+    spec, step = plan.placed.spec, plan.prediction
     if spec.copies > 1:
         among = AmongCopies(spec, plan.machine, plan.job.ranks.tensor)
         where = "inside the host" if among.hosts == 1 else f"between {among.hosts} hosts"
         yield (
             f"  hybrid sharding: {spec.copies} copies of the state, each in {spec.ranks} shards; "
-            f"sums of a shard over the copies send {format_bytes(found.copies_bytes)} per step and "
-            f"rank, {format_seconds(found.copies_s)} {where}"
+            f"sums of a shard over the copies send {format_bytes(step.copies_bytes)} per step and "
+            f"rank, {format_seconds(step.copies_s)} {where}"
         )
 
 
 def _parts(plan: Plan) -> Iterator[str]:
     """Yield a line on what the parts of matrices send each other, which the device waits for."""
-    parts, found = plan.job.ranks.tensor, plan.prediction
+    parts, step = plan.job.ranks.tensor, plan.prediction
     if parts > 1:
         where = "inside the host" if parts <= plan.machine.gpus else "between hosts"
         divided = "attention's" if plan.job.model.num_experts else "the layers'"
         yield (
             f"  tensor parallel: each rank holds 1/{parts} of {divided} matrices; sums over the "
-            f"parts send {format_bytes(found.parts_bytes)} per step and rank, "
-            f"{format_seconds(found.parts_s)} {where}"
+            f"parts send {format_bytes(step.parts_bytes)} per step and rank, "
+            f"{format_seconds(step.parts_s)} {where}"
         )
 
 
 def _experts(plan: Plan) -> Iterator[str]:
     """Yield a line on the tokens on their way to experts, which the device waits for."""
-    ranks, found = plan.job.ranks.expert, plan.prediction
+    ranks, step = plan.job.ranks.expert, plan.prediction
     if ranks > 1:
-        held = plan.job.model.num_experts // ranks
+        local_experts = plan.job.model.num_experts // ranks
         inside = AmongExperts(plan.placed, plan.machine).hosts == 1
         yield (
-            f"  expert parallel: each rank holds {held} of {plan.job.model.num_experts} experts of "
-            f"a layer; tokens on their way send {format_bytes(found.experts_bytes)} per step and "
-            f"rank, {format_seconds(found.experts_s)} "
+            f"  expert parallel: each rank holds {local_experts} of {plan.job.model.num_experts} "
+            f"experts of a layer; tokens on their way send {format_bytes(step.experts_bytes)} per "
+            f"step and rank, {format_seconds(step.experts_s)} "
             f"{'inside the host' if inside else 'between hosts'}, if all experts get as many"
         )
 
@@ -311,13 +311,13 @@ def _disk(plan: Plan) -> str:
 
 
 def _wear(plan: Plan) -> str:
-    found = plan.wear
+    wear = plan.wear
     until = "its rating is unknown (disk_tbw in the machine file)"
-    if found.days is not None:
-        until = f"its rating of {plan.machine.disk_tbw:g} TB is reached in {found.days:.3g} days"
+    if wear.days is not None:
+        until = f"its rating of {plan.machine.disk_tbw:g} TB is reached in {wear.days:.3g} days"
     return (
-        f"wear of a host's drive: {format_bytes(found.per_step)} per step, "
-        f"{found.per_day / 1e12:.3g} TB per day; {until}"
+        f"wear of a host's drive: {format_bytes(wear.per_step)} per step, "
+        f"{wear.per_day / 1e12:.3g} TB per day; {until}"
     )
 
 

@@ -35,10 +35,10 @@ def hidden_above(placed: Placement, machine: Machine) -> int:
 
 def told(placed: Placement, machine: Machine) -> str:
     """Say how many tensors move and, where compute does not hide them, which it would."""
-    sizes, asked = placed.block_inputs, placed.config.offload.activations.offload_saved_above
+    sizes, threshold = placed.block_inputs, placed.config.offload.activations.offload_saved_above
     if not sizes:
         return (
-            f"saved tensors: none has {format_bytes(asked)}, so nothing moves: lower "
+            f"saved tensors: none has {format_bytes(threshold)}, so nothing moves: lower "
             "offload.offload_saved_above"
         )
     size = format_bytes(sum(sizes))

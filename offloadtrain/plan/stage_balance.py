@@ -27,19 +27,19 @@ def balanced(stages: Sequence[Placement], machine: Machine) -> tuple[int, ...]:
     Args:
         stages: of a pipeline with the layers divided in any way.
     """
-    before, layers, behind = 0, list[int](), 0
+    before, layers, after = 0, list[int](), 0
     for stage in stages:
         computed = Costs(stage, machine).computed
         for block in stage.spec.blocks:
             seconds = computed[block.name].forward + computed[block.name].backward
-            taken = round(1e9 * seconds)  # layers that are alike take exactly as long
+            duration = round(1e9 * seconds)  # layers that are alike take exactly as long
             if block.repeated:
-                layers.append(taken)
+                layers.append(duration)
             elif layers:
-                behind += taken
+                after += duration
             else:
-                before += taken
-    return divided(layers, before, behind, len(stages))
+                before += duration
+    return divided(layers, before, after, len(stages))
 
 
 def divided(layers: Sequence[int], before: int, behind: int, stages: int) -> tuple[int, ...]:
@@ -52,18 +52,18 @@ def divided(layers: Sequence[int], before: int, behind: int, stages: int) -> tup
         before, behind: nanoseconds of the first stage before its layers, of the last behind them.
     """
     ends = [0, *accumulate(layers)]
-    beside = [before, *[0] * (stages - 2), behind]
+    outside = [before, *[0] * (stages - 2), behind]
     best: dict[int, _Division] = {0: (0, 0, ())}
     """Of the first stages: where they end → their best division."""
     for stage in range(stages):
-        found: dict[int, _Division] = {}
+        next_best: dict[int, _Division] = {}
         most = len(layers) - LEAST * (stages - 1 - stage)
         for first, (longest, squares, each) in best.items():
             for end in range(first + LEAST, most + 1):
-                taken = ends[end] - ends[first] + beside[stage]
-                one = (max(longest, taken), squares + taken**2, (*each, end - first))
-                found[end] = min(found.get(end, one), one)
-        best = found
+                duration = ends[end] - ends[first] + outside[stage]
+                division = (max(longest, duration), squares + duration**2, (*each, end - first))
+                next_best[end] = min(next_best.get(end, division), division)
+        best = next_best
     return best[len(layers)][2]
 
 

@@ -28,8 +28,8 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
     count, (few, some) = costs.spec.config.grad_accum_steps, MICRO_STEPS
     if count <= some:
         return _prediction(costs, _of_layers(costs, costs.spec))
-    one, two = (_of_layers(costs, with_micro_steps(costs.spec, n)) for n in (few, some))
-    return _prediction(costs, _beyond(one, two, count - some))
+    small, large = (_of_layers(costs, with_micro_steps(costs.spec, n)) for n in (few, some))
+    return _prediction(costs, _beyond(small, large, count - some))
 
 
 def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
@@ -38,8 +38,10 @@ def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
     Raises:
         MachineError: as `predict`.
     """
-    found = Costs(placed, machine).computed.values()
-    return Seconds(sum(one.forward for one in found), sum(one.backward for one in found))
+    computed = Costs(placed, machine).computed.values()
+    return Seconds(
+        sum(block.forward for block in computed), sum(block.backward for block in computed)
+    )
 
 
 _LAYERS, _FEW_LAYERS = 30, (16, 24)
@@ -53,8 +55,8 @@ def _of_layers(costs: Costs, spec: StepSpec) -> Steady:
     if layers <= _LAYERS or spec.config.update != "exact" or not _alike(spec):
         return steady(spec, costs.seconds, nbytes)
     few, some = _FEW_LAYERS
-    one, two = (steady(_with_layers(spec, n), costs.seconds, nbytes) for n in (few, some))
-    return _beyond(one, two, (layers - some) / (some - few))
+    small, large = (steady(_with_layers(spec, n), costs.seconds, nbytes) for n in (few, some))
+    return _beyond(small, large, (layers - some) / (some - few))
 
 
 def _alike(spec: StepSpec) -> bool:
@@ -77,11 +79,11 @@ def _with_layers(spec: StepSpec, count: int) -> StepSpec:
     """Return the spec with the first of its layers only."""
     layers = [block for block in spec.blocks if block.repeated]
     left_out = {block.name for block in layers[count:]}
-    return replace(spec, blocks=tuple(one for one in spec.blocks if one.name not in left_out))
+    return replace(spec, blocks=tuple(block for block in spec.blocks if block.name not in left_out))
 
 
-def _beyond(one: Steady, two: Steady, times: float) -> Steady:
-    """Add what `two` has more than `one`, so many times, to `two`."""
+def _beyond(small: Steady, large: Steady, times: float) -> Steady:
+    """Return `large` plus `times` the difference between `large` and `small`."""
 
     def beyond(a: float, b: float) -> float:
         return b + times * (b - a)
@@ -90,9 +92,9 @@ def _beyond(one: Steady, two: Steady, times: float) -> Steady:
         return {lane: max(beyond(a.get(lane, 0.0), b.get(lane, 0.0)), 0.0) for lane in {*a, *b}}
 
     return Steady(
-        beyond(one.seconds, two.seconds),
-        lanes(one.busy, two.busy),
-        lanes(one.exposed, two.exposed),
+        beyond(small.seconds, large.seconds),
+        lanes(small.busy, large.busy),
+        lanes(small.exposed, large.exposed),
     )
 
 
@@ -100,17 +102,17 @@ def with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
     return replace(spec, config=spec.config.replace(grad_accum_steps=count))
 
 
-def _prediction(costs: Costs, found: Steady) -> Prediction:
+def _prediction(costs: Costs, step: Steady) -> Prediction:
     placed, machine = costs.placed, costs.machine
     tokens, micro_steps = placed.config.batch_tokens, placed.config.train.grad_accum_steps
-    seconds = found.seconds
+    seconds = step.seconds
     flops, again = costs.flops * micro_steps, costs.recomputed_flops * micro_steps
     down, up, sent = costs.moved_bytes
     peak = machine.peak_tflops * 1e12
     return Prediction(
         seconds=seconds,
-        busy_s=found.busy,
-        exposed_s=found.exposed,
+        busy_s=step.busy,
+        exposed_s=step.exposed,
         tokens_per_s=tokens * placed.spec.replicas / seconds,
         tflops=flops / seconds / 1e12,
         hardware_tflops=(flops + again) / seconds / 1e12,

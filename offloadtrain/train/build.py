@@ -152,17 +152,17 @@ def _mesh(job: Config, device: torch.device, ranks: Ranks) -> Mesh:
 
 
 def _precision(
-    asked: Precision, device: torch.device, ranks: Ranks, resumed: ResumedSettings | None
+    requested: Precision, device: torch.device, ranks: Ranks, resumed: ResumedSettings | None
 ) -> tuple[Precision, str]:
     """Return the precision for all ranks and the whole run: "auto" is measured once.
 
     Raises:
         ConfigError: this rank's GPU does not compute in it.
     """
-    if asked == "auto" and resumed is not None:
+    if requested == "auto" and resumed is not None:
         chosen, why = resumed.precision, "as before"
     else:
-        chosen, why = ranks.broadcast_object(resolve_precision(asked, device))
+        chosen, why = ranks.broadcast_object(resolve_precision(requested, device))
     resolve_precision(chosen, device)
     return chosen, why
 
@@ -200,7 +200,7 @@ def _offloaded(
         stage = pipelined.offload_stage(config, shape, terms, mesh, device)
         return stage, stage.pipeline.optimizer, stage
     if config.hf is not None:
-        found, optimizer = hf_job.build(
+        module, optimizer = hf_job.build(
             config.hf,
             update_rule(config),
             lambda model: decay_groups(model, config),
@@ -210,7 +210,7 @@ def _offloaded(
             terms=terms,
             mesh=None if mesh.is_plain else mesh,
         )
-        return found, optimizer, None
+        return module, optimizer, None
     model = divided(shape, mesh)
     model.chunked_loss = terms
     return OwnModel(model), offload_job(model, config, device, mesh), None
@@ -219,8 +219,8 @@ def _offloaded(
 def empty_model(config: Config) -> torch.nn.Module:
     """Return the job's model on the meta device; `model.hf` must be described."""
     if config.hf is not None:
-        found: torch.nn.Module = hf_job.described_model(config.hf)
-        return found
+        model: torch.nn.Module = hf_job.described_model(config.hf)
+        return model
     with torch.device("meta"):
         return Transformer(config.model)
 
@@ -288,23 +288,23 @@ def _planned(
         machine = _rates_of(rates, machine)
     machine = replace(machine, gpus=rank_info.local_size)
     trace = needed_trace(config, machine, ranks.size)
-    own = settled(config, name, machine, ranks.size, trace)
+    local = settled(config, name, machine, ranks.size, trace)
     # By rank 0's memory and rates. What is sent has no tuples.
-    options, each = ranks.broadcast_object([own.offload.options(), own.ranks.layers_per_stage])
+    options, each = ranks.broadcast_object([local.offload.options(), local.ranks.layers_per_stage])
     stages = replace(config.ranks, layers_per_stage=tuple(each))
     chosen = replace(config, offload=OffloadConfig(**options), ranks=stages)
-    found = make(chosen, name, machine, ranks.size, trace, mesh.stages.rank)
-    if problems := found.certain_problems:
+    plan = make(chosen, name, machine, ranks.size, trace, mesh.stages.rank)
+    if problems := plan.certain_problems:
         raise PlanError(
             f"{config.name} does not fit: {' '.join(problems)}. What to change: offloadtrain plan"
         )
-    return found
+    return plan
 
 
 def _rates_of(rates: Machine, here: Machine) -> Machine:
     """Return this machine's memory with other rates, which keep this machine's values if unset."""
     open_rates = ("bf16_tflops", "fp16_tflops", "fp32_tflops")
-    kept: dict[str, Any] = {
+    chosen: dict[str, Any] = {
         rate: getattr(rates, rate) or getattr(here, rate) for rate in open_rates
     }
     return replace(
@@ -313,5 +313,5 @@ def _rates_of(rates: Machine, here: Machine) -> Machine:
         gpu_memory=here.gpu_memory,
         host_memory=here.host_memory,
         node_link_gbps=rates.node_link_gbps or rates.gpu_link_gbps,
-        **kept,
+        **chosen,
     )

@@ -159,12 +159,12 @@ class DistributedRun:
             self._log.ended("stopped" if early else "failed", str(error))
         if self._run is not None:
             self._run.close()
-        told = (
+        advice = (
             ""
             if self.rank_info.rank
             else told_early(StoppedEarlyError(self._stop.requested or cause))
         )
-        text = told if early else f"rank {self.rank_info.rank}: RankError: {error}"
+        text = advice if early else f"rank {self.rank_info.rank}: RankError: {error}"
         self._leave(text, self._code_of(error))
 
     def _stops_early(self) -> bool:

@@ -63,16 +63,16 @@ def check(plan: Plan) -> str:
     """
     ledger = laid_out(plan)
     launches, layers, left_out = 0, 0, 0
-    for one in _placements(plan):
-        some, part = some_of(one.spec), one.config
-        found, faults = proved(some, one.input_bytes, None if part.ranks.flushes else part.stage)
+    for placed in _placements(plan):
+        some, part = some_of(placed.spec), placed.config
+        count, faults = proved(some, placed.input_bytes, None if part.ranks.flushes else part.stage)
         if faults:
             raise DryRunError(
                 f"the program of a step has {len(faults)} faults, the first: {faults[0]}"
             )
-        launches += found
+        launches += count
         layers += part.model.num_layers
-        left_out += len(one.spec.blocks) - len(some.blocks)
+        left_out += len(placed.spec.blocks) - len(some.blocks)
     total = sum(row.bytes for row in ledger.rows())
     of_one = "" if plan.placed.spec.is_single else "of a rank "
     of_some = f"of {layers - left_out} of the blocks " if left_out else ""
@@ -140,10 +140,12 @@ def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
 
 def _first_difference(spec: StepSpec, planned: StepSpec) -> str:
     pairs = zip_longest(spec.blocks, planned.blocks)
-    block = next((f"block {one} and {other}" for one, other in pairs if one != other), "")
+    block = next((f"block {first} and {other}" for first, other in pairs if first != other), "")
     fields = (f.name for f in dataclasses.fields(StepSpec) if f.name != "blocks")
     of_spec = ((f, getattr(spec, f), getattr(planned, f)) for f in fields)
-    return block or next(f"{f} {one} and {other}" for f, one, other in of_spec if one != other)
+    return block or next(
+        f"{f} {first} and {other}" for f, first, other in of_spec if first != other
+    )
 
 
 def _compare(ledger: Ledger, specs: Sequence[StepSpec]) -> None:
@@ -161,9 +163,9 @@ def _compare(ledger: Ledger, specs: Sequence[StepSpec]) -> None:
     }
     booked = {(row.tier, row.owner): row.bytes for row in ledger.rows()}
     for tier, owner in sorted(expected.keys() | booked.keys()):
-        said, found = expected.get((tier, owner), 0), booked.get((tier, owner), 0)
-        if said != found:
-            raise DryRunError(f"{owner} on the {tier}: planned {said} bytes, laid out {found}")
+        planned, actual = expected.get((tier, owner), 0), booked.get((tier, owner), 0)
+        if planned != actual:
+            raise DryRunError(f"{owner} on the {tier}: planned {planned} bytes, laid out {actual}")
 
 
 def proved(

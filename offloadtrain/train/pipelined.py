@@ -135,8 +135,8 @@ class PipelinedCausalLm(PipelinedModel):
 
 
 def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    whole = [part for part in parts if part is not None]
-    return torch.cat(whole) if whole else None
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def offload_stage(
@@ -150,19 +150,19 @@ def offload_stage(
         terms: those of a loss in parts; None: whole logits.
     """
     assert config.stage is not None
-    held = held_stages(config.ranks, config.stage.index, shape.num_layers)
+    stages = held_stages(config.ranks, config.stage.index, shape.num_layers)
     if config.hf is not None:
-        return _of_transformers(config, held, terms, mesh, device)
+        return _of_transformers(config, stages, terms, mesh, device)
     model = divided(shape, mesh)
     model.chunked_loss = terms
     init = initializer(model, config.train.seed, mesh)
     made = _pipeline(model, config, mesh, device, param_init_fn=init)
-    return PipelinedModel(made, held, shape.max_seq_len, shape.vocab_size)
+    return PipelinedModel(made, stages, shape.max_seq_len, shape.vocab_size)
 
 
 def _of_transformers(
     config: Config,
-    held: Sequence[Stage],
+    stages: Sequence[Stage],
     terms: LossTerms | None,
     mesh: Mesh,
     device: torch.device,
@@ -179,9 +179,9 @@ def _of_transformers(
     made = _pipeline(lm.module, config, mesh, device, **more)
     if weights is not None:
         weights.close(partly=True)
-    if terms is not None and held[-1].is_last:
+    if terms is not None and stages[-1].is_last:
         chunk_loss(made.optimizers[-1].model, **asdict(terms))
-    return PipelinedCausalLm(made, held, *sizes, loss, lm.chunked)
+    return PipelinedCausalLm(made, stages, *sizes, loss, lm.chunked)
 
 
 def _pipeline(

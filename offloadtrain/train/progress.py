@@ -98,6 +98,6 @@ class StepStats:
         columns = zip(*(map(float, row) for row in rows), strict=True)
         losses, steps, comms, _, asks, saves, written = columns
         least = min(comms)
-        own = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
+        own_ms = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
         of_replicas = losses[: replicas * parts : parts]
-        return cls(sum(of_replicas) / replicas, own, any(asks), any(saves), all(written))
+        return cls(sum(of_replicas) / replicas, own_ms, any(asks), any(saves), all(written))

@@ -146,8 +146,8 @@ def open_run(
         RunFolderError: the folder is in use, or contains a run that must not be mixed with a new
             one.
     """
-    own = _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
-    choice = _Choice.of(ranks.broadcast_object(own.plain()))
+    local = _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
+    choice = _Choice.of(ranks.broadcast_object(local.plain()))
     skipped = list(choice.skipped)
     for path in choice.candidates:
         opened = _opened(path, ranks)
@@ -183,10 +183,10 @@ def _opened(path: Path, ranks: Ranks) -> Opened:
 
 
 def _nothing_good(path: Path, opened: Opened) -> str:
-    told = "".join(f"\n  {why}" for _, why in opened.damaged)
+    reasons = "".join(f"\n  {why}" for _, why in opened.damaged)
     return (
         f"{path / 'checkpoints'} has no valid checkpoint to resume from; it was not changed. To "
-        f"start over, use another --run-dir.{told}"
+        f"start over, use another --run-dir.{reasons}"
     )
 
 

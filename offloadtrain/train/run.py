@@ -93,12 +93,12 @@ def run(
         if ranks.rank == 0:
             seconds, stopped = trainer.progress.seconds, outcome.status == "stopped"
             events = folder.events()
-            told = run_summary.words(
+            summary = run_summary.words(
                 *(folder.path, events, config, seconds, outcome.step),
                 stopped=stopped,
                 nproc=1 if distributed is None else distributed.nproc,
             )
-            console.say(told)
+            console.say(summary)
             tell(str(folder.path))
     return outcome.status
 

@@ -125,7 +125,7 @@ class RunFolder:
         self.path = path
         self._lock = -1
         self._runs_dir = path.parent
-        self._new = self._dated = self._kept = self._announced = False
+        self._new = self._dated = self._permanent = self._announced = False
         self._made: list[Path] = []
 
     @property
@@ -170,7 +170,7 @@ class RunFolder:
             RunFolderError: it cannot be made, or another start has begun in it meanwhile.
         """
         self.announce()
-        self._kept = self._kept or not self._announced
+        self._permanent = self._permanent or not self._announced
         try:
             self._make_folders()
             os.truncate(self._lock, 0)
@@ -203,9 +203,9 @@ class RunFolder:
         Raises:
             OSError: the folder is kept, but runs_dir/latest cannot point to it.
         """
-        if self._kept or self._lock < 0:
+        if self._permanent or self._lock < 0:
             return
-        self._kept = True
+        self._permanent = True
         if self.path.parent.resolve() == self._runs_dir.resolve():
             _point_latest(self.path)
 
@@ -225,7 +225,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Remove a folder without step or checkpoint, and release the lock. Idempotent."""
-        if not self._kept and not _has_checkpoint(self.path):
+        if not self._permanent and not _has_checkpoint(self.path):
             _remove(self._made)
         self._made = []
         if self._lock >= 0:
@@ -309,8 +309,8 @@ def _stamp(runs_dir: Path, name: str) -> str:
 def of_job(runs_dir: Path, name: str) -> list[Path]:
     """Return the run folders of the job `name`, the newest first."""
     form = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:\+(\d+))?")
-    found = [(form.fullmatch(path.name), path) for path in runs_dir.glob("*-*") if path.is_dir()]
-    dated = [(match[1], int(match[2] or 0), path) for match, path in found if match]
+    matches = [(form.fullmatch(path.name), path) for path in runs_dir.glob("*-*") if path.is_dir()]
+    dated = [(match[1], int(match[2] or 0), path) for match, path in matches if match]
     return [path for *_, path in sorted(dated, reverse=True)]
 
 

@@ -55,16 +55,16 @@ class SecondStop:
         os.close(self._reader)
 
     def _watch(self) -> None:
-        first_s, own = None, 0
-        while found := os.read(self._reader, 1):
+        first_s, repeats = None, 0
+        while byte := os.read(self._reader, 1):
             now_s = time.monotonic()
-            if found[0] not in self._numbers:
+            if byte[0] not in self._numbers:
                 continue
             if first_s is None:
                 first_s = now_s
-                self._first(found[0])
-            elif own < self.repeated:
-                own += 1
+                self._first(byte[0])
+            elif repeats < self.repeated:
+                repeats += 1
             elif now_s - first_s >= REPEAT_S:
                 self._again()
 

@@ -53,8 +53,8 @@ def divide_matrices(model: Transformer, mesh: DeviceMesh) -> None:
     Args:
         mesh: its only axis are the ranks that hold the parts; they divide heads and hidden units.
     """
-    for one in model.blocks:
-        block = cast(TransformerBlock, one)
+    for module in model.blocks:
+        block = cast(TransformerBlock, module)
         attention, mlp = block.attention, block.mlp
         heads = (attention.num_heads, attention.kv_heads, attention.kv_heads)
         _fuse(attention.qkv, *(count * attention.head_dim for count in heads))

@@ -117,10 +117,10 @@ def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) ->
             f"{val.path} is of another tokenizer ({val.header.tokenizer}) than {train.path} "
             f"({train.header.tokenizer}): prepare both with one"
         )
-    asked = config.data.tokenizer
-    if asked and identity not in ("", tokenizer(asked).identity):
+    wanted = config.data.tokenizer
+    if wanted and identity not in ("", tokenizer(wanted).identity):
         raise ConfigError(
-            f"data.tokenizer = {asked}, but {train.path} was prepared with another one "
+            f"data.tokenizer = {wanted}, but {train.path} was prepared with another one "
             f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
         )
     if config.train.sample_tokens:

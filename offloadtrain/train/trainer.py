@@ -134,11 +134,11 @@ class Trainer:
             if self.progress.step == 0:
                 self._evaluate()
             while self.progress.step < config.steps and not self._stops(stop):
-                done, told = self._step(stop)
-                self.saving.poll(self.progress, told.written)
+                done, stats = self._step(stop)
+                self.saving.poll(self.progress, stats.written)
                 if done:
                     self._between_steps()
-                self._answer(stop, told)
+                self._answer(stop, stats)
             if self.progress.step < config.steps:
                 self.saving.save(self.progress)
                 return Outcome("stopped", self.progress.step, self.progress.val_loss)
@@ -163,12 +163,12 @@ class Trainer:
         report = self.optimizer.last_step
         assert report is not None
         row = self._row(self._loss.wait(), clock, report, stop)
-        told = self._told(self._ranks.all_gather_host(row))
-        self._count(report, clock, told, lr, spike)
+        stats = self._stats_of(self._ranks.all_gather_host(row))
+        self._count(report, clock, stats, lr, spike)
         if spike and self.saving.spikes.goes_back:
             self.saving.roll_back(spike, self.progress)
             self._emergency.step_ended()
-        return not report.skipped, told
+        return not report.skipped, stats
 
     @property
     def _named_nonfinite(self) -> str:
@@ -177,7 +177,7 @@ class Trainer:
         return f"Not finite: the gradients of {last.named_nonfinite if last else 'no parameter'}"
 
     def _count(
-        self, report: StepReport, clock: StepClock, told: StepStats, lr: float, spike: str = ""
+        self, report: StepReport, clock: StepClock, stats: StepStats, lr: float, spike: str = ""
     ) -> None:
         """Count and log a step that was decided, and report what was wrong with it."""
         number = self.progress.step + 1
@@ -185,8 +185,8 @@ class Trainer:
             tokens=self.config.batch_tokens, skipped=report.skipped, seconds=clock.total_ms / 1e3
         )
         self._emergency.step_ended()
-        self._log.step(number, self.progress, report, clock, told, lr=lr)
-        self._check_step(number, report, told.loss, spike)
+        self._log.step(number, self.progress, report, clock, stats, lr=lr)
+        self._check_step(number, report, stats.loss, spike)
 
     def _row(
         self, loss: float, clock: StepClock, report: StepReport | None, stop: StopRequests
@@ -201,8 +201,8 @@ class Trainer:
         row = [loss, clock.total_ms, comm_ms, noted, asks, stop.wants_checkpoint]
         return [*row, self.saving.written]
 
-    def _told(self, of_ranks: torch.Tensor) -> StepStats:
-        """Take in the rows of all ranks."""
+    def _stats_of(self, of_ranks: torch.Tensor) -> StepStats:
+        """Return the statistics of a step from the rows of all ranks; note their stop requests."""
         self._all_stop = bool(of_ranks[:, 3].any())
         parts = self.config.ranks.tensor
         return StepStats.of(of_ranks, replicas=self._replicas.size, parts=parts)
@@ -291,16 +291,16 @@ class Trainer:
 
     # ---- between steps
 
-    def _answer(self, stop: StopRequests, told: StepStats) -> None:
+    def _answer(self, stop: StopRequests, stats: StepStats) -> None:
         """Serve SIGUSR1 and rank 0's requests, here where the state is consistent.
 
         Raises:
             AbortedError: an abort was requested.
         """
-        if told.saves:
+        if stats.saves:
             stop.wants_checkpoint = False
             self.saving.begin(self.progress)
-        if not told.asks:
+        if not stats.asks:
             return
         polled, self._polled = self._polled, []
         for entry in self._ranks.broadcast_object([asdict(request) for request in polled]):

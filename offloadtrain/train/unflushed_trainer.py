@@ -43,7 +43,7 @@ def trainer_of(config: Config, context: TrainingContext, run: RunFolder, log: Ru
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingStep:
     """A step whose microbatches were run and whose update was asked for.
 
     Attributes:
@@ -60,8 +60,8 @@ class _Asked:
 class UnflushedTrainer(Trainer):
     """See [Note: Overlapping steps]."""
 
-    _asked: _Asked | None = None
-    """The step that is not decided, if there is one."""
+    _pending: _PendingStep | None = None
+    """The step whose update has not been decided yet, or None."""
 
     @property
     def _pipeline(self) -> Pipeline:
@@ -71,47 +71,47 @@ class UnflushedTrainer(Trainer):
     def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
         """Run the microbatches of a step, and end the step before; return whether a step has ended
         with nothing in flight and was not skipped, and what ranks exchanged."""
-        clock, told = StepClock(), _NOTHING
-        if self._asked is None:
+        clock, stats = StepClock(), _NOTHING
+        if self._pending is None:
             self._log.before_step(self.optimizer)
         try:
             losses, divides = self._run(clock)
         except LossScaleError as error:
             # On every stage, before a microbatch of this step is sent: the one in flight can end.
-            assert self._asked is not None
+            assert self._pending is not None
             named = self._named_nonfinite
-            self._end(self._asked)
+            self._end(self._pending)
             self.saving.save(self.progress)
             raise LossScaleError(f"{error}. {named}") from error
-        if self._asked is not None:
-            told = self._ended(self._asked, losses)
+        if self._pending is not None:
+            stats = self._ended(self._pending, losses)
             self._log.before_step(self.optimizer)
         lr = self._set_learning_rate()
         self._pipeline.step()
         clock.lap("optimizer")
         row = self._row(math.nan, clock, self.optimizer.last_step, stop)
         # No rank waits for another one here: the rows are taken in when the step has ended.
-        self._asked = asked = _Asked(clock, lr, divides, self._ranks.send_host(row))
-        if not self._flush_is_due(told):
-            return False, told
-        told = self._end(asked)
+        self._pending = pending = _PendingStep(clock, lr, divides, self._ranks.send_host(row))
+        if not self._flush_is_due(stats):
+            return False, stats
+        stats = self._end(pending)
         assert self.optimizer.last_step is not None
-        return not self.optimizer.last_step.skipped, told
+        return not self.optimizer.last_step.skipped, stats
 
-    def _end(self, asked: _Asked) -> StepStats:
+    def _end(self, pending: _PendingStep) -> StepStats:
         """End the step in flight, and keep the delay."""
         HEARTBEAT.enter(f"end of step {self.progress.step + 1}")
         left = self._pipeline.drain(newest=False)
-        asked.clock.lap("backward")
+        pending.clock.lap("backward")
         assert left is not None
-        self._asked = None
-        return self._ended(asked, left)
+        self._pending = None
+        return self._ended(pending, left)
 
     def _run(self, clock: StepClock) -> tuple[Tensor, bool]:
         """Run the microbatches of a step; return the losses of the step before, and whether this
         one's loss is the mean of its own."""
         assert self._pipelined is not None
-        number = self.progress.step + (1 if self._asked is None else 2)
+        number = self.progress.step + (1 if self._pending is None else 2)
         HEARTBEAT.enter(f"forward and backward of step {number}")
         count, device = self._local.train.grad_accum_steps, self.optimizer.device
         divisor = loss_divisor(self.batches, count, self._replicas.size)
@@ -121,28 +121,28 @@ class UnflushedTrainer(Trainer):
         clock.lap("backward")
         return losses, divisor is None
 
-    def _ended(self, asked: _Asked, losses: Tensor) -> StepStats:
+    def _ended(self, pending: _PendingStep, losses: Tensor) -> StepStats:
         """Count and log a step that was decided; `losses`: of its microbatches."""
-        own = of_step(losses, divides=asked.divides).item()
+        own_loss = of_step(losses, divides=pending.divides).item()
         # Waits for the replicas of this stage, which have just decided the step together, and not
         # for other stages.
-        of_replicas = self._replicas.all_gather_host([own])[:, 0].tolist()
+        of_replicas = self._replicas.all_gather_host([own_loss])[:, 0].tolist()
         # Every stage has sent its row before what this one has received since.
-        told = self._told(asked.receive())
-        told = replace(told, loss=sum(of_replicas) / len(of_replicas))
+        stats = self._stats_of(pending.receive())
+        stats = replace(stats, loss=sum(of_replicas) / len(of_replicas))
         assert self.optimizer.last_step is not None
-        self._count(self.optimizer.last_step, asked.clock, told, asked.lr)
-        return told
+        self._count(self.optimizer.last_step, pending.clock, stats, pending.lr)
+        return stats
 
-    def _flush_is_due(self, told: StepStats) -> bool:
-        """Tell whether something is to be done behind the step in flight; alike on all ranks."""
+    def _flush_is_due(self, stats: StepStats) -> bool:
+        """Return True if something must be done after the step in flight; the same on all ranks."""
         config, step = self.config.train, self.progress.step + 1
         every = [number for number in (config.eval_every, config.checkpoint_every) if number]
         return (
             step >= config.steps
             or any(step % number == 0 for number in every)
-            or told.asks
-            or told.saves
+            or stats.asks
+            or stats.saves
             or self._all_stop
             # If it is skipped, the run ends behind it, with a checkpoint.
             or self.progress.skipped_in_a_row == MAX_SKIPS - 1

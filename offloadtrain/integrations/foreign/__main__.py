@@ -32,8 +32,8 @@ _CPU_S, _BYTES_PER_CPU_S = 300, 10_000_000
 def main(arguments: Sequence[str]) -> int:
     out = sys.stdout.buffer
     try:
-        sources = [Path(one) for one in arguments]
-        wanted = [_wanted(one) for one in json.load(sys.stdin)]
+        sources = [Path(argument) for argument in arguments]
+        wanted = [_wanted(entry) for entry in json.load(sys.stdin)]
         _limit(sum(map(_num_bytes, sources)))
         ordered, facts = read(sources, wanted)
         _tell(out, facts)
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _wanted(one: list[Any]) -> Wanted:
-    name, shape, aliases, *rest = one
+def _wanted(entry: list[Any]) -> Wanted:
+    name, shape, aliases, *rest = entry
     return Wanted(name, tuple(shape), tuple(aliases), *rest)
 
 
@@ -93,22 +93,22 @@ def read(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Ordered, di
         ForeignError: a source cannot be read, or is not of the model.
     """
     try:
-        found, kind = _found(sources, wanted)
-        ordered = Ordered(found, wanted)
+        checkpoint, kind = _recognized(sources, wanted)
+        ordered = Ordered(checkpoint, wanted)
     except ForeignError as error:
         text = str(error)
         origin = str(sources[0])
         raise ForeignError(text if text.startswith(origin) else f"{origin}: {text}") from None
-    groups = [[list(group.names), dict(group.values)] for group in found.groups]
+    groups = [[list(group.names), dict(group.values)] for group in checkpoint.groups]
     return ordered, {
         "kind": kind,
-        "step": found.step,
+        "step": checkpoint.step,
         "groups": groups,
         "notes": ordered.notes,
     }
 
 
-def _found(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Found, str]:
+def _recognized(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Found, str]:
     for source in sources:
         if not source.exists():
             raise ForeignError(f"{source} is not there")

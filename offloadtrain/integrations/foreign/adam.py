@@ -53,21 +53,23 @@ def hyperparameters(groups: Any) -> list[dict[str, Any]]:
     Raises:
         ForeignError: they ask for another update than Adam's.
     """
-    found = [groups[key] for key in sorted(groups)] if isinstance(groups, Mapping) else groups
-    if not found or not all(isinstance(group, Mapping) for group in found):
+    listed = [groups[key] for key in sorted(groups)] if isinstance(groups, Mapping) else groups
+    if not listed or not all(isinstance(group, Mapping) for group in listed):
         raise ForeignError("the optimizer's 'param_groups' are not a list of dictionaries")
-    for group in found:
-        if asked := [key for key in ("amsgrad", "maximize") if group.get(key)]:
-            raise ForeignError(f"the optimizer has {asked[0]} = True, which no job can go on with")
-    return [dict(group) for group in found]
+    for group in listed:
+        if unsupported := [key for key in ("amsgrad", "maximize") if group.get(key)]:
+            raise ForeignError(
+                f"the optimizer has {unsupported[0]} = True, which no job can go on with"
+            )
+    return [dict(group) for group in listed]
 
 
 def values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers that decide about an update."""
-    found = {key: group[key] for key in _VALUES if group.get(key) is not None}
+    values = {key: group[key] for key in _VALUES if group.get(key) is not None}
     return {
-        key: [number(one) for one in value] if isinstance(value, list | tuple) else number(value)
-        for key, value in found.items()
+        key: [number(item) for item in value] if isinstance(value, list | tuple) else number(value)
+        for key, value in values.items()
     }
 
 
@@ -117,9 +119,11 @@ def _moments(name: str, entry: Any) -> dict[str, Lazy]:
             f"{', '.join(MOMENTS)}"
         )
     values = {key: entry[key] for key in MOMENTS}
-    if not all(isinstance(one, Tensor | Lazy) for one in values.values()):
+    if not all(isinstance(value, Tensor | Lazy) for value in values.values()):
         raise ForeignError(f"'{name}' has state that is not a tensor")
-    return {key: one if isinstance(one, Lazy) else Lazy.of(one) for key, one in values.items()}
+    return {
+        key: value if isinstance(value, Lazy) else Lazy.of(value) for key, value in values.items()
+    }
 
 
 def _names_by_key(
@@ -133,14 +137,17 @@ def _names_by_key(
     flat = [key for of_group in keys for key in of_group]
     if all(isinstance(key, str) for key in flat):
         return {key: names.own(key) for key in flat}
-    told = [group.get("param_names") for group in groups]
-    if all(isinstance(one, list) and len(one) == len(k) for one, k in zip(told, keys, strict=True)):
-        pairs = zip(flat, (name for one in told for name in one or ()), strict=True)
+    named = [group.get("param_names") for group in groups]
+    if all(
+        isinstance(of_group, list) and len(of_group) == len(k)
+        for of_group, k in zip(named, keys, strict=True)
+    ):
+        pairs = zip(flat, (name for of_group in named for name in of_group or ()), strict=True)
         return {key: names.own(str(name)) for key, name in pairs}
     order = _in_order([len(of_group) for of_group in keys], params)
-    found = dict(zip(flat, order, strict=True))
-    _check_shapes(found, state, params)
-    return found
+    names_by_key = dict(zip(flat, order, strict=True))
+    _check_shapes(names_by_key, state, params)
+    return names_by_key
 
 
 def _in_order(sizes: Sequence[int], params: Sequence[OrderedParam]) -> list[str]:
@@ -150,13 +157,15 @@ def _in_order(sizes: Sequence[int], params: Sequence[OrderedParam]) -> list[str]
     Raises:
         ForeignError: neither is certain.
     """
-    for held in (params, [one for one in params if one.trained]):
-        matrices = [one.name for one in held if len(one.shape) >= 2]
-        others = [one.name for one in held if len(one.shape) < 2]
-        orders: dict[tuple[int, ...], list[str]] = {(len(held),): [one.name for one in held]}
-        if len(matrices) != len(others):
-            orders[len(matrices), len(others)] = matrices + others
-            orders[len(others), len(matrices)] = others + matrices
+    for candidates in (params, [param for param in params if param.trained]):
+        matrices = [param.name for param in candidates if len(param.shape) >= 2]
+        vectors = [param.name for param in candidates if len(param.shape) < 2]
+        orders: dict[tuple[int, ...], list[str]] = {
+            (len(candidates),): [param.name for param in candidates]
+        }
+        if len(matrices) != len(vectors):
+            orders[len(matrices), len(vectors)] = matrices + vectors
+            orders[len(vectors), len(matrices)] = vectors + matrices
         if tuple(sizes) in orders:
             return orders[tuple(sizes)]
     raise ForeignError(
@@ -167,12 +176,12 @@ def _in_order(sizes: Sequence[int], params: Sequence[OrderedParam]) -> list[str]
 
 
 def _check_shapes(
-    found: Mapping[Any, str], state: Mapping[Any, Any], params: Sequence[OrderedParam]
+    names_by_key: Mapping[Any, str], state: Mapping[Any, Any], params: Sequence[OrderedParam]
 ) -> None:
-    shapes = {one.name: one.shape for one in params}
+    shapes = {param.name: param.shape for param in params}
     wrong = [
         name
-        for key, name in found.items()
+        for key, name in names_by_key.items()
         if isinstance(state.get(key), Mapping)
         and any(tuple(state[key][m].shape) != shapes[name] for m in MOMENTS if m in state[key])
     ]

@@ -64,35 +64,35 @@ def _put(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
 
 
 def _lazy(folder: Path, index: Index, key: str) -> Lazy:
-    one = index.tensors[key]
-    chunks = one.chunks
+    tensor = index.tensors[key]
+    chunks = tensor.chunks
     inside = all(
-        len(offsets) == len(sizes) == len(one.shape)
-        and all(o + s <= n for o, s, n in zip(offsets, sizes, one.shape, strict=True))
+        len(offsets) == len(sizes) == len(tensor.shape)
+        and all(o + s <= n for o, s, n in zip(offsets, sizes, tensor.shape, strict=True))
         for offsets, sizes in chunks
     )
-    if not inside or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(one.shape):
+    if not inside or sum(math.prod(sizes) for _, sizes in chunks) != math.prod(tensor.shape):
         raise ForeignError(f"{folder / INDEX}: '{key}' is not whole, or parts of it overlap")
     for offsets, _ in chunks:
         if (key, offsets) not in index.pieces:
             raise ForeignError(f"{folder / INDEX}: '{key}' has no bytes for its part at {offsets}")
-    dtype = getattr(torch, one.dtype)
-    return Lazy(one.shape, dtype, lambda: _assembled(folder, index, key, one, dtype))
+    dtype = getattr(torch, tensor.dtype)
+    return Lazy(tensor.shape, dtype, lambda: _assembled(folder, index, key, tensor, dtype))
 
 
 def _assembled(
-    folder: Path, index: Index, key: str, one: IndexedTensor, dtype: torch.dtype
+    folder: Path, index: Index, key: str, tensor: IndexedTensor, dtype: torch.dtype
 ) -> Tensor:
-    whole = torch.zeros(one.shape, dtype=dtype)
-    for offsets, sizes in one.chunks:
+    assembled = torch.zeros(tensor.shape, dtype=dtype)
+    for offsets, sizes in tensor.chunks:
         piece = index.pieces[key, offsets]
         part = load_bytes(f"{folder / piece.file}, '{key}'", _bytes(folder, piece))
         fits = isinstance(part, Tensor) and tuple(part.shape) == sizes and part.dtype == dtype
         if not fits:
             raise ForeignError(f"{folder / piece.file}: '{key}' is not what the index says")
         places = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
-        whole[places] = part
-    return whole
+        assembled[places] = part
+    return assembled
 
 
 def _object(folder: Path, index: Index, key: str) -> Any:

@@ -118,13 +118,17 @@ def read_index(path: Path) -> Index:
 def _index(state: dict[str, Any]) -> Index:
     entries = state["state_dict_metadata"]
     paths = state["planner_data"] or {key: (key,) for key in entries}
-    tensors = {key: _tensor(one.state) for key, one in entries.items() if "chunks" in one.state}
+    tensors = {
+        key: _tensor(entry.state) for key, entry in entries.items() if "chunks" in entry.state
+    }
     pieces = {_key(at.state): _piece(info.state) for at, info in state["storage_data"].items()}
     return Index({key: tuple(at) for key, at in paths.items()}, tensors, pieces)
 
 
 def _tensor(state: dict[str, Any]) -> IndexedTensor:
-    chunks = ((_size(one.state["offsets"]), _size(one.state["sizes"])) for one in state["chunks"])
+    chunks = (
+        (_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in state["chunks"]
+    )
     # Its properties are pickled as a tuple, of which the dtype is the first.
     dtype = state["properties"].state[0]
     if dtype not in _DTYPES:
@@ -148,7 +152,7 @@ def _piece(state: dict[str, Any]) -> Piece:
 
 def _size(record: Record) -> tuple[int, ...]:
     """Return the numbers of a `torch.Size`."""
-    found = tuple(int(number) for number in (record.args[0] if record.args else ()))
-    if any(number < 0 for number in found):
-        raise ForeignError(f"a tensor has the size {found}")
-    return found
+    size = tuple(int(number) for number in (record.args[0] if record.args else ()))
+    if any(number < 0 for number in size):
+        raise ForeignError(f"a tensor has the size {size}")
+    return size

@@ -88,10 +88,10 @@ def read_folder(folder: Path, wanted: Sequence[Wanted]) -> Found:
     }
     groups = _groups(states[0], shapes, names)
     step = one_step(_steps(states))
-    own = {names.own(name): lazy for name, lazy in weights.items()}
+    renamed = {names.own(name): lazy for name, lazy in weights.items()}
     scaled = first.get("dynamic_loss_scale")
     notes = ["its loss scale is not taken over: the job's begins anew"] if scaled else []
-    return Found(own, moments, step, groups, notes)
+    return Found(renamed, moments, step, groups, notes)
 
 
 def _files(folder: Path, form: re.Pattern[str]) -> list[Path]:
@@ -109,8 +109,8 @@ def _files(folder: Path, form: re.Pattern[str]) -> list[Path]:
 
 def _part(path: Path) -> Mapping[str, Any]:
     """Return the optimizer's part of one rank."""
-    found = _table(path, load(path)).get("optimizer_state_dict")
-    return _table(path, found)
+    state = _table(path, load(path)).get("optimizer_state_dict")
+    return _table(path, state)
 
 
 def _table(path: Path, value: Any) -> Mapping[str, Any]:
@@ -126,12 +126,12 @@ def _listed(folder: Path, model: Mapping[str, Any], key: str) -> Sequence[Any]:
     return value
 
 
-def _check_count(folder: Path, part: Mapping[str, Any], found: int) -> None:
-    count = part.get("partition_count", found)
-    counts = {int(number(one)) for one in (count if isinstance(count, list) else [count])}
-    if counts != {found}:
+def _check_count(folder: Path, part: Mapping[str, Any], num_files: int) -> None:
+    count = part.get("partition_count", num_files)
+    counts = {int(number(item)) for item in (count if isinstance(count, list) else [count])}
+    if counts != {num_files}:
         raise ForeignError(
-            f"{folder} was written by {max(counts)} ranks, and has {found} *_optim_states.pt"
+            f"{folder} was written by {max(counts)} ranks, and has {num_files} *_optim_states.pt"
         )
 
 
@@ -162,7 +162,7 @@ def _state(part: Mapping[str, Any], stage: int) -> _State:
         raise ForeignError(f"a rank has no '{key}', or other groups in '{base}'")
     flats = {"master": masters} | {kind: [e.get(kind) for e in entries] for kind in MOMENTS}
     for kind, tensors in flats.items():
-        if not all(isinstance(one, Tensor) and one.ndim == 1 for one in tensors):
+        if not all(isinstance(tensor, Tensor) and tensor.ndim == 1 for tensor in tensors):
             raise ForeignError(f"a rank has no {kind}: the state is not Adam's")
     for kind in MOMENTS:
         _check_flats(kind, flats[kind], masters)
@@ -193,18 +193,18 @@ class _Flat:
         return self._ends[-1] if self._ends else 0
 
     def within(self, lo: int, hi: int) -> list[Tensor]:
-        found = []
+        pieces = []
         for part, end in zip(self._parts, self._ends, strict=True):
             begin = end - part.numel()
             if begin < hi and lo < end:
-                found.append(part[max(lo - begin, 0) : hi - begin])
-        return found
+                pieces.append(part[max(lo - begin, 0) : hi - begin])
+        return pieces
 
 
 def _stages_1_and_2(
     folder: Path, shapes: Sequence[Shapes], states: Sequence[_State]
 ) -> dict[str, dict[str, Lazy]]:
-    found: dict[str, dict[str, Lazy]] = {}
+    lazies: dict[str, dict[str, Lazy]] = {}
     if any(len(state.flats["master"]) != len(shapes) for state in states):
         raise ForeignError(f"{folder}: ranks have other groups than the model's {len(shapes)}")
     for number_, group in enumerate(shapes):
@@ -212,26 +212,26 @@ def _stages_1_and_2(
         lo = 0
         for name, shape in group.items():
             hi = lo + math.prod(shape)
-            found[name] = {kind: _gathered([flats[kind]], lo, hi, shape) for kind in _KINDS}
+            lazies[name] = {kind: _gathered([flats[kind]], lo, hi, shape) for kind in _KINDS}
             lo = hi
         _check_used(folder, lo, flats["master"].numel, 2 * len(states))
-    return found
+    return lazies
 
 
 def _stage_3(
     folder: Path, shapes: Sequence[Shapes], states: Sequence[_State]
 ) -> dict[str, dict[str, Lazy]]:
-    found: dict[str, dict[str, Lazy]] = {}
+    lazies: dict[str, dict[str, Lazy]] = {}
     flats = {kind: [_Flat(state.flats[kind]) for state in states] for kind in _KINDS}
     lo = 0
     for group in shapes:
         for name, shape in group.items():
             hi = lo - (-math.prod(shape) // len(states))
-            found[name] = {kind: _gathered(flats[kind], lo, hi, shape) for kind in _KINDS}
+            lazies[name] = {kind: _gathered(flats[kind], lo, hi, shape) for kind in _KINDS}
             lo = hi
     for flat in flats["master"]:
         _check_used(folder, lo, flat.numel, 1)
-    return found
+    return lazies
 
 
 def _check_used(folder: Path, used: int, there: int, align: int) -> None:
@@ -249,8 +249,8 @@ def _lazy(parts: list[Tensor], shape: tuple[int, ...]) -> Lazy:
     """Put views together when they are read; what is behind the last element is padding."""
 
     def read() -> Tensor:
-        whole = torch.cat(parts) if parts else torch.empty(0)
-        return whole[: math.prod(shape)].view(shape)
+        flat = torch.cat(parts) if parts else torch.empty(0)
+        return flat[: math.prod(shape)].view(shape)
 
     return Lazy(shape, torch.float32, read)
 
@@ -260,16 +260,16 @@ def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Lazy]:
     model = models[0]
     module = model.get("module") or {}
     buffers = {name: module.get(name) for name in model.get("buffer_names") or ()}
-    found = {name: Lazy.of(one) for name, one in buffers.items() if isinstance(one, Tensor)}
+    lazies = {name: Lazy.of(value) for name, value in buffers.items() if isinstance(value, Tensor)}
     for name, size in (model.get("frozen_param_shapes") or {}).items():
-        held = models if stage == 3 else models[:1]
-        pieces = [(one.get("frozen_param_fragments") or {}).get(name) for one in held]
-        parts = [one.reshape(-1) for one in pieces if isinstance(one, Tensor)]
+        sources = models if stage == 3 else models[:1]
+        pieces = [(source.get("frozen_param_fragments") or {}).get(name) for source in sources]
+        parts = [piece.reshape(-1) for piece in pieces if isinstance(piece, Tensor)]
         shape = tuple(map(int, size))
         if not parts or sum(part.numel() for part in parts) < math.prod(shape):
             raise ForeignError(f"'{name}' was frozen, and not all of its values were saved")
-        found[name] = Lazy(shape, parts[0].dtype, _lazy(parts, shape).read)
-    return found
+        lazies[name] = Lazy(shape, parts[0].dtype, _lazy(parts, shape).read)
+    return lazies
 
 
 def _groups(state: _State, shapes: Sequence[Shapes], names: Names) -> list[Group]:

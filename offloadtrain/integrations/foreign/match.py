@@ -28,10 +28,10 @@ class Ordered:
         Raises:
             ForeignError: a tensor is missing, or is in no model of this job, or has another shape.
         """
-        self._found, self._wanted = found, wanted
+        self._source, self._wanted = found, wanted
         check_weights(found.weights, wanted)
-        trained = {one.name for one in wanted if one.trained}
-        missing = [one.name for one in wanted if one.trained and one.name not in found.moments]
+        trained = {t.name for t in wanted if t.trained}
+        missing = [t.name for t in wanted if t.trained and t.name not in found.moments]
         surplus = [name for name in found.moments if name not in trained]
         if missing:
             raise ForeignError(
@@ -41,36 +41,42 @@ class Ordered:
             raise ForeignError(
                 f"its optimizer has state of {some(surplus)}, not trained by the job"
             )
-        for one in wanted:
-            first, *others = (self._found.weights[name] for name in self._names(one))
-            if others and not all(torch.equal(first.read(), other.read()) for other in others):
+        for target in wanted:
+            first, *tied = (self._source.weights[name] for name in self._names(target))
+            if tied and not all(torch.equal(first.read(), other.read()) for other in tied):
                 raise ForeignError(
-                    f"{some(self._names(one))} are tied in the job, and differ in the checkpoint"
+                    f"{some(self._names(target))} are tied in the job, and differ in the checkpoint"
                 )
-            if one.trained:
-                for kind, lazy in found.moments[one.name].items():
-                    _check(one.name, f"{kind} of ", lazy, one)
+            if target.trained:
+                for kind, lazy in found.moments[target.name].items():
+                    _check(target.name, f"{kind} of ", lazy, target)
 
-    def _names(self, one: Wanted) -> list[str]:
-        return [name for name in (one.name, *one.aliases) if name in self._found.weights]
+    def _names(self, target: Wanted) -> list[str]:
+        return [name for name in (target.name, *target.aliases) if name in self._source.weights]
 
     @property
     def notes(self) -> list[str]:
         """Return what the user should know about these weights."""
-        lazies = (self._found.weights[self._names(one)[0]] for one in self._wanted if one.trained)
+        lazies = (
+            self._source.weights[self._names(target)[0]]
+            for target in self._wanted
+            if target.trained
+        )
         narrow = sorted({str(lazy.dtype) for lazy in lazies if lazy.dtype != torch.float32})
-        told = [f"its weights are {', '.join(narrow)}: masters have these values"] if narrow else []
-        return [*self._found.notes, *told]
+        remarks = (
+            [f"its weights are {', '.join(narrow)}: masters have these values"] if narrow else []
+        )
+        return [*self._source.notes, *remarks]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield 1-D tensors: of each that is trained the fp32 weight and the moments, else it."""
-        for one in self._wanted:
-            dtype = torch.float32 if one.trained else getattr(torch, one.dtype)
-            weight = self._found.weights[self._names(one)[0]]
+        for target in self._wanted:
+            dtype = torch.float32 if target.trained else getattr(torch, target.dtype)
+            weight = self._source.weights[self._names(target)[0]]
             yield weight.read().to(dtype).reshape(-1)
-            if one.trained:
+            if target.trained:
                 for kind in MOMENTS:
-                    yield self._found.moments[one.name][kind].read().float().reshape(-1)
+                    yield self._source.moments[target.name][kind].read().float().reshape(-1)
 
 
 def check_weights(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> None:
@@ -79,33 +85,33 @@ def check_weights(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> None
     Raises:
         ForeignError: naming the first that differ.
     """
-    known = {name for one in wanted for name in (one.name, *one.aliases)}
-    missing = [one.name for one in wanted if not weights.keys() & {one.name, *one.aliases}]
+    known = {name for t in wanted for name in (t.name, *t.aliases)}
+    missing = [t.name for t in wanted if not weights.keys() & {t.name, *t.aliases}]
     surplus = [name for name in weights if name not in known]
     if missing:
         raise ForeignError(f"it lacks {some(missing)} of the job's model{_instead(surplus)}")
     if surplus:
         raise ForeignError(f"it holds {some(surplus)}, which the job's model does not have")
-    for one in wanted:
-        for name in weights.keys() & {one.name, *one.aliases}:
-            _check(name, "", weights[name], one)
+    for target in wanted:
+        for name in weights.keys() & {target.name, *target.aliases}:
+            _check(name, "", weights[name], target)
 
 
 def _instead(surplus: Sequence[str]) -> str:
     return f", and holds {some(surplus)}, which the model does not have" if surplus else ""
 
 
-def _check(name: str, kind: str, lazy: Lazy, one: Wanted) -> None:
-    if lazy.shape != one.shape:
+def _check(name: str, kind: str, lazy: Lazy, target: Wanted) -> None:
+    if lazy.shape != target.shape:
         raise ForeignError(
-            f"{kind}'{name}' has the shape {lazy.shape} in the checkpoint, and {one.shape} in the "
-            "job's model"
+            f"{kind}'{name}' has the shape {lazy.shape} in the checkpoint, and {target.shape} in "
+            "the job's model"
         )
-    wide = lazy.dtype not in _WIDENED if one.trained else not _converts(lazy.dtype, one.dtype)
+    wide = lazy.dtype not in _WIDENED if target.trained else not _converts(lazy.dtype, target.dtype)
     if wide:
         raise ForeignError(f"{kind}'{name}' is {lazy.dtype}, which is not converted")
 
 
 def _converts(source: torch.dtype, target: str) -> bool:
-    own = getattr(torch, target)
-    return source == own or (source.is_floating_point and own.is_floating_point)
+    dtype = getattr(torch, target)
+    return source == dtype or (source.is_floating_point and dtype.is_floating_point)

@@ -17,8 +17,10 @@ class Names:
 
     def __init__(self, found: Sequence[str], wanted: Sequence[Wanted]) -> None:
         bare = [_unwrapped(name) for name in found]
-        own = any(name.startswith(_BEFORE) for one in wanted for name in (one.name, *one.aliases))
-        self._prefix = "" if own or not all(n.startswith(_BEFORE) for n in bare) else _BEFORE
+        has_prefix = any(
+            name.startswith(_BEFORE) for target in wanted for name in (target.name, *target.aliases)
+        )
+        self._prefix = "" if has_prefix or not all(n.startswith(_BEFORE) for n in bare) else _BEFORE
 
     def own(self, name: str) -> str:
         """Return the name without wrappers."""

@@ -60,20 +60,22 @@ class Foreign:
         Raises:
             ForeignError: the reader has ended before the last.
         """
-        for one in self._wanted:
-            kinds = ("master", *MOMENTS) if one.trained else ("weight",)
-            dtype = torch.float32 if one.trained else getattr(torch, one.dtype)
-            yield one, {kind: self._tensor(one, dtype) for kind in kinds}
+        for target in self._wanted:
+            kinds = ("master", *MOMENTS) if target.trained else ("weight",)
+            dtype = torch.float32 if target.trained else getattr(torch, target.dtype)
+            yield target, {kind: self._tensor(target, dtype) for kind in kinds}
 
-    def _tensor(self, one: Wanted, dtype: torch.dtype) -> Tensor:
-        whole = torch.empty(one.shape, dtype=dtype, device="cpu")
-        rest = whole.view(-1).view(torch.uint8).numpy().data
+    def _tensor(self, target: Wanted, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(target.shape, dtype=dtype, device="cpu")
+        rest = tensor.view(-1).view(torch.uint8).numpy().data
         while len(rest):
             count = self._pipe.readinto(rest)  # type: ignore[attr-defined]
             if not count:
-                raise ForeignError(f"{self._source}: the reader ended in the midst of '{one.name}'")
+                raise ForeignError(
+                    f"{self._source}: the reader ended in the midst of '{target.name}'"
+                )
             rest = rest[count:]
-        return whole
+        return tensor
 
 
 @contextmanager
@@ -119,9 +121,9 @@ def open_foreign(
 
 
 def _environment() -> Mapping[str, str]:
-    found = {key: os.environ[key] for key in _KEPT if key in os.environ}
+    variables = {key: os.environ[key] for key in _KEPT if key in os.environ}
     root = str(Path(offloadtrain.__file__).parent.parent)
-    return found | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return variables | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _facts(source: Path, process: subprocess.Popen[bytes]) -> dict[str, Any]:

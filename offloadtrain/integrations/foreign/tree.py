@@ -62,11 +62,11 @@ def _is_optimizer(value: Any) -> bool:
 def _is_model(value: Any) -> bool:
     if not isinstance(value, Mapping) or not value:
         return False
-    return all(isinstance(one, Tensor | Lazy) and isinstance(k, str) for k, one in value.items())
+    return all(isinstance(item, Tensor | Lazy) and isinstance(k, str) for k, item in value.items())
 
 
 def _model(models: Sequence[tuple[tuple[str, ...], Any]]) -> Mapping[str, Any]:
-    preferred = [one for one in models if one[0] and one[0][-1] in _MODEL_KEYS]
+    preferred = [entry for entry in models if entry[0] and entry[0][-1] in _MODEL_KEYS]
     chosen = preferred if len(models) > 1 else models
     if len(chosen) != 1:
         keys = ", ".join(".".join(path) or "the top" for path, _ in models)
@@ -80,6 +80,11 @@ def _model(models: Sequence[tuple[tuple[str, ...], Any]]) -> Mapping[str, Any]:
 
 def _params(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> list[OrderedParam]:
     """Return the model's parameters in the order of the source, a tied one once."""
-    known = {name: one for one in wanted for name in (one.name, *one.aliases) if one.is_param}
+    known = {
+        name: target
+        for target in wanted
+        for name in (target.name, *target.aliases)
+        if target.is_param
+    }
     in_order = dict.fromkeys(known[name] for name in weights if name in known)
-    return [OrderedParam(one.name, one.shape, one.trained) for one in in_order]
+    return [OrderedParam(target.name, target.shape, target.trained) for target in in_order]

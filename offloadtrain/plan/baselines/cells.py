@@ -44,8 +44,8 @@ class Checked:
 
 def checked(peer: str) -> list[Checked]:
     """Return the throughputs published of a peer on one host or more, and what its model gives."""
-    found = list(_of_peers(peer))
-    return [*_of_papers(), *found] if peer == DEEPSPEED else found
+    cells = list(_of_peers(peer))
+    return [*_of_papers(), *cells] if peer == DEEPSPEED else cells
 
 
 def run_of(cell: Mapping[str, Any], machine: Machine) -> Run:
@@ -91,8 +91,8 @@ def _of_peers(peer: str) -> Iterator[Checked]:
         work = _work(series, machine)
         for cell in series["cells"]:
             if cell["peer"] == peer:
-                own = replace(work, frees_gradients=cell.get("frees_gradients", True))
-                seconds = PEERS[peer].seconds(own, machine)
+                cell_work = replace(work, frees_gradients=cell.get("frees_gradients", True))
+                seconds = PEERS[peer].seconds(cell_work, machine)
                 yield Checked(cell["cell"], 1 / seconds, 1 / cell["published_s"])
 
 

@@ -113,12 +113,12 @@ def _fsdp2_device(work: Work) -> dict[str, float]:
     """Two gathered blocks, and what is outside, which stays; on the way of the largest group: its
     fp32 shard before the gather, 16-bit gradients, their copy to be reduced, the fp32 shard."""
     group = max(work.largest_block, work.outside)
-    held = {
+    owners = {
         "gathered weights": 2.0 * (2 * work.largest_block + work.outside),
         "gradients outside of blocks": 2.0 * work.outside,
         "on the way": 2.0 * group + 4.0 * group / work.ranks,
     }
-    return _with_activations(held, work)
+    return _with_activations(owners, work)
 
 
 def _fsdp2_host(work: Work) -> dict[str, float]:
@@ -151,8 +151,8 @@ def _gathered_s(work: Work, machine: Machine) -> float:
 
 def _torchao_device(work: Work) -> dict[str, float]:
     keeps = work.micro_steps > 1 or not work.frees_gradients
-    held = {"weights": 2.0 * work.params, "gradients": 2.0 * work.params if keeps else 0.0}
-    return _with_activations(held, work)
+    owners = {"weights": 2.0 * work.params, "gradients": 2.0 * work.params if keeps else 0.0}
+    return _with_activations(owners, work)
 
 
 def _torchao_host(work: Work) -> dict[str, float]:
@@ -171,8 +171,8 @@ def _torchao_seconds(work: Work, machine: Machine) -> float:
 # ── what they share ──
 
 
-def _with_activations(held: dict[str, float], work: Work) -> dict[str, float]:
-    return held | {"activations": float(work.activation_bytes)}
+def _with_activations(owners: dict[str, float], work: Work) -> dict[str, float]:
+    return owners | {"activations": float(work.activation_bytes)}
 
 
 def _host_s(bytes_per_param: float, work: Work, machine: Machine) -> float:

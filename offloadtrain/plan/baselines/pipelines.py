@@ -94,19 +94,19 @@ def _versions(schedule: Schedule, pipe: Pipeline, stage: int) -> int:
 
 def _activation_bytes(schedule: Schedule, pipe: Pipeline, stage: int) -> float:
     """Count stashed microbatches: all of them in GPipe, else those between a stage and the last."""
-    behind = pipe.stages - stage
-    stashed = pipe.micro_batches if schedule == "gpipe" else min(behind, pipe.micro_batches)
+    in_flight = pipe.stages - stage
+    stashed = pipe.micro_batches if schedule == "gpipe" else min(in_flight, pipe.micro_batches)
     inputs = stashed * input_bytes(pipe.shape, pipe.micro_batch)
-    whole = layer_bytes(pipe.shape, pipe.micro_batch) * pipe.shape.num_layers / pipe.stages
-    return inputs + (whole if pipe.recompute else stashed * whole)
+    layers_bytes = layer_bytes(pipe.shape, pipe.micro_batch) * pipe.shape.num_layers / pipe.stages
+    return inputs + (layers_bytes if pipe.recompute else stashed * layers_bytes)
 
 
 def _stage_seconds(pipe: Pipeline, machine: Machine) -> float:
     """Time of one microbatch on one stage, with the transfers of its input and gradient."""
-    whole = compute_seconds(
+    total = compute_seconds(
         pipe.shape, pipe.micro_batch, machine, pipe.kernels, recompute=pipe.recompute
     )
-    compute = (whole.forward + whole.backward) / pipe.stages
+    compute = (total.forward + total.backward) / pipe.stages
     moved = 2 * input_bytes(pipe.shape, pipe.micro_batch) if pipe.stages > 1 else 0.0
     return compute + moved / _link(pipe.stages, machine)
 

@@ -235,18 +235,20 @@ def with_largest_micro_batch(run: Run, machine: Machine, software: Software, mos
 
 def largest_model(run: Run, machine: Machine, software: Software) -> float:
     """Parameters of the deepest model of this width that fits; depth need not be whole."""
-    one, two = (replace(run, shape=replace(run.shape, num_layers=n)) for n in (1, 2))
+    shallow, deep = (replace(run, shape=replace(run.shape, num_layers=n)) for n in (1, 2))
     usable = machine.gpu_memory_bytes - machine.gpu_reserved_bytes
-    layers = _depth(gpu_bytes(one, software), gpu_bytes(two, software), usable)
-    host, deeper = (host_bytes(each, machine, software) for each in (one, two))
+    layers = _depth(gpu_bytes(shallow, software), gpu_bytes(deep, software), usable)
+    host, deeper = (host_bytes(each, machine, software) for each in (shallow, deep))
     layers = min(layers, _depth(host, deeper, machine.host_memory_bytes))
-    params = num_params(one.shape)
-    return params + (layers - 1) * (num_params(two.shape) - params)
+    params = num_params(shallow.shape)
+    return params + (layers - 1) * (num_params(deep.shape) - params)
 
 
-def _depth(one: float, two: float, limit: float) -> float:
+def _depth(one_layer: float, two_layers: float, limit: float) -> float:
     """Return the layers that fit, extrapolated linearly from the bytes of one and two layers."""
-    return 1 + (limit - one) / (two - one) if two > one else math.inf
+    return (
+        1 + (limit - one_layer) / (two_layers - one_layer) if two_layers > one_layer else math.inf
+    )
 
 
 # ── time ──
@@ -258,8 +260,8 @@ def step_times(run: Run, machine: Machine, software: Software) -> Times:
     transfers = _transfers(run, machine, backward)
     gradients, optimizer = _update(run, machine, software)
     if run.dpu:
-        beside = run.micro_steps * (forward + backward) + transfers
-        optimizer = max(0.0, optimizer - beside)
+        overlapped = run.micro_steps * (forward + backward) + transfers
+        optimizer = max(0.0, optimizer - overlapped)
     return Times(
         forward=run.micro_steps * forward,
         backward=run.micro_steps * backward,
@@ -296,10 +298,10 @@ def compute_seconds(
 def _compute(run: Run, machine: Machine, software: Software) -> tuple[float, float]:
     """Forward and backward of one microbatch; backward has the recompute."""
     kernels = replace(run.kernels, split=run.mp)
-    found = run.computed or compute_seconds(
+    computed = run.computed or compute_seconds(
         run.shape, run.micro_batch, machine, kernels, recompute=run.recompute
     )
-    return found.forward / software.compute_share, found.backward / software.compute_share
+    return computed.forward / software.compute_share, computed.backward / software.compute_share
 
 
 def _sums_on_host(run: Run) -> bool:

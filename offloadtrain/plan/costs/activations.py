@@ -28,8 +28,8 @@ def activations(placed: Placement, *, on_cpu: bool) -> Activations:
     """Return the larger of two moments: the backward of the loss, and of the last layer. A trace
     has looked at all moments of one microbatch."""
     if placed.traced is not None:
-        found = placed.traced.activations
-        return replace(found, saved=found.saved * placed.in_flight)
+        traced = placed.traced.activations
+        return replace(traced, saved=traced.saved * placed.in_flight)
     in_backward, stage = _in_backward(placed, on_cpu), placed.config.stage
     if stage is not None and not stage.is_last:
         return in_backward
@@ -39,33 +39,33 @@ def activations(placed: Placement, *, on_cpu: bool) -> Activations:
 def together(stages: Sequence[Activations]) -> Activations:
     """Return those of several stages on one device: all keep what they have saved, and one of them
     computes."""
-    at_work = max(stages, key=lambda one: one.total - one.saved)
-    return replace(at_work, saved=sum(one.saved for one in stages))
+    at_work = max(stages, key=lambda stage: stage.total - stage.saved)
+    return replace(at_work, saved=sum(stage.saved for stage in stages))
 
 
 def _at_loss(placed: Placement, on_cpu: bool) -> Activations:
     model, weight, tokens = placed.config.model, placed.weight_bytes, _tokens(placed)
-    kept, head = _kept_of_layers(placed, on_cpu), 0
+    saved, head = _kept_of_layers(placed, on_cpu), 0
     if placed.config.train.chunked_loss:
         logits = _part_bytes(placed, on_cpu) + tokens * model.d_model * (4 + weight)
         head = model.vocab_size * model.d_model * weight
     else:
         logits = 2 * weight * tokens * model.vocab_size + _rows_bytes(placed, on_cpu)
     logits += tokens * _norm(model, weight, on_cpu)  # the final norm's input and output
-    return Activations(kept, 0, logits, head, _documents(placed), "loss")
+    return Activations(saved, 0, logits, head, _documents(placed), "loss")
 
 
 def _in_backward(placed: Placement, on_cpu: bool) -> Activations:
     """Compute the last layer's backward: all activations are saved, and its gradients appear."""
     model, weight = placed.config.model, placed.weight_bytes
-    kept = _kept_of_layers(placed, on_cpu)
+    saved = _kept_of_layers(placed, on_cpu)
     if _recomputed(placed) < model.num_layers:  # the last layer keeps all of it
-        kept -= _layer_bytes(placed, on_cpu)
+        saved -= _layer_bytes(placed, on_cpu)
     else:
-        kept -= placed.input_bytes  # the layer saves it anyway
+        saved -= placed.input_bytes  # the layer saves it anyway
     work, gradients = max(_walk(placed, on_cpu), key=sum)
     table = model.vocab_size * model.d_model * weight if model.tie_embeddings else 0
-    return Activations(kept, work, 0, gradients + table, _documents(placed), "backward")
+    return Activations(saved, work, 0, gradients + table, _documents(placed), "backward")
 
 
 def _walk(placed: Placement, on_cpu: bool) -> Iterator[tuple[int, int]]:
@@ -112,13 +112,13 @@ def _walk_of_mlp(model: ModelShape, weight: int) -> Iterator[tuple[int, int]]:
 
 def _kept_of_layers(placed: Placement, on_cpu: bool) -> int:
     again = _recomputed(placed)
-    whole = (
+    not_recomputed = (
         (placed.config.model.num_layers - again) * _layer_bytes(placed, on_cpu) * placed.in_flight
     )
     if placed.config.offload.activations.mode == "recompute" and placed.spec.input_parts == 1:
-        return whole + again * placed.input_bytes * placed.in_flight
+        return not_recomputed + again * placed.input_bytes * placed.in_flight
     # Those in flight to or from the host, or gathered.
-    return whole + min(again, 3) * placed.input_bytes
+    return not_recomputed + min(again, 3) * placed.input_bytes
 
 
 def _recomputed(placed: Placement) -> int:

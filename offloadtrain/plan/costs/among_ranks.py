@@ -133,8 +133,8 @@ class AmongExperts:
         inside = _of_others(self.row_bytes, self.count) / (machine.gpu_link_gbps * 1e9)
         if self.hosts == 1:
             return inside
-        beside = max(min(self.count, machine.gpus // self._apart), 1)  # of one group on one host
-        leaving = machine.gpus * self.row_bytes * (self.count - beside) / self.count
+        on_host = max(min(self.count, machine.gpus // self._apart), 1)  # of one group on one host
+        leaving = machine.gpus * self.row_bytes * (self.count - on_host) / self.count
         return max(inside, leaving / (machine.node_link_gbps * 1e9))
 
     @property

@@ -99,7 +99,7 @@ class Costs:
 
     def __init__(self, placed: Placement, machine: Machine) -> None:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
-        self._buckets = {one.name: one for block in self.spec.blocks for one in block.held}
+        self._buckets = {bucket.name: bucket for block in self.spec.blocks for bucket in block.held}
         self.parts = AmongParts(placed, machine)
         self.copies = AmongCopies(self.spec, machine, self.parts.count)
         self.experts = AmongExperts(placed, machine)
@@ -139,15 +139,17 @@ class Costs:
             case Kind.ORTHOGONALIZE:
                 # The matrix that begins there, of the first rank's shard.
                 bucket = self._buckets[op.owner]
-                matrix = next(one for one in bucket.matrices if one.offset == op.lo)
+                matrix = next(
+                    candidate for candidate in bucket.matrices if candidate.offset == op.lo
+                )
                 width = sqrt(matrix.rows * matrix.columns)
                 return newton_schulz_flops(matrix) / self.machine.flops(self._precision, width)
         if op.lane in DISK_LANES:
             return self.disk.seconds(op)
         key = op.kind, op.owner
-        if (found := self._moved.get(key)) is None:
-            found = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
-        return found
+        if (seconds := self._moved.get(key)) is None:
+            seconds = self._moved[key] = self._moved_s(op.kind, self._buckets[op.owner])
+        return seconds
 
     @cached_property
     def computed(self) -> dict[str, Seconds]:
@@ -170,15 +172,15 @@ class Costs:
         # A compiled forward runs again as a whole: its graph is one node.
         shorter = alone.forward if compiled else again_seconds(model, seq_len, *where, split)
         again_s = shorter + self.parts.sum_s + 2 * self.experts.exchange_s
-        last, found = self.spec.blocks[-1].name, {}
+        last, by_block = self.spec.blocks[-1].name, {}
         for block in self.spec.blocks:
             # one layer, whose modules are blocks: its time counts in the last one
             layers = block.repeated or (block.name == last and not self.placed.repeated)
             forward = layers * layer.forward + (block.name == last) * head.forward
             again = again_s if block.recomputed else 0.0
             backward = layers * layer.backward + (block.name == last) * head.backward
-            found[block.name] = Seconds(forward, backward + again)
-        return by_reading(self.spec.blocks, found)
+            by_block[block.name] = Seconds(forward, backward + again)
+        return by_reading(self.spec.blocks, by_block)
 
     @property
     def flops(self) -> float:
@@ -203,9 +205,9 @@ class Costs:
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         compiled = self.placed.config.offload.compile_blocks
         of_layer = block_flops_per_token if compiled else again_flops_per_token
-        beside = self.parts.flops_again
-        layer = of_layer(model, seq_len) / self.parts.count + beside
-        return self._tokens * (layer * self.placed.recomputed + 3 * beside * model.num_layers)
+        parts_flops = self.parts.flops_again
+        layer = of_layer(model, seq_len) / self.parts.count + parts_flops
+        return self._tokens * (layer * self.placed.recomputed + 3 * parts_flops * model.num_layers)
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:
         machine, weight = self.machine, bucket.weight_bytes
@@ -283,8 +285,8 @@ class Costs:
     def _dram(self) -> float:
         """The memory bandwidth of one rank's cores."""
         machine = self.machine
-        whole = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
-        return 1e9 * whole / self._sharers
+        host_gbps = machine.dram_gbps if self._local == 1 else machine.shared_dram_gbps
+        return 1e9 * host_gbps / self._sharers
 
     def _adam_rate(self, bucket: BucketSpec) -> float:
         """Parameters per second of one rank; the memory's limit where none were measured. Other
@@ -341,28 +343,28 @@ class Costs:
         on_host = spec.buckets_on(Tier.HOST)
         crossing = sum(bucket.shard_numel * bucket.weight_bytes for bucket in on_host)
         summed = sum(
-            (one.ranks - 1)
-            * one.shard_numel
-            * (micro_steps * spec.reduced_bytes(one) + one.weight_bytes)
-            for one in spec.buckets
+            (bucket.ranks - 1)
+            * bucket.shard_numel
+            * (micro_steps * spec.reduced_bytes(bucket) + bucket.weight_bytes)
+            for bucket in spec.buckets
         )
         streamed = [block for block in spec.blocks if block.name in spec.streamed]
-        trained = [one for block in streamed for one in block.buckets]
+        trained = [bucket for block in streamed for bucket in block.buckets]
         from_shards = not spec.config.weights.offloaded
         up = crossing
         if not from_shards:
             up += self._loaded(streamed, _SHARD) - sum(map(_SHARD, trained))
         inputs = sum(self.placed.block_inputs) * micro_steps
         sent = summed + self._loaded(streamed, _SENT) - sum(map(_SENT, trained))
-        matrices = sum(one.numel for bucket in on_host for one in bucket.matrices_of(0))
-        beside = matrices * MATRIX_BYTES + inputs
+        matrices = sum(matrix.numel for bucket in on_host for matrix in bucket.matrices_of(0))
+        extra = matrices * MATRIX_BYTES + inputs
         down = sum(
             bucket.shard_numel
             * self._down_bytes(bucket)
             * (1 if spec.sums_on_device(bucket) else micro_steps)
             for bucket in on_host
         )
-        return down + beside, up + beside, sent
+        return down + extra, up + extra, sent
 
     @property
     def least_moving_s(self) -> float:
@@ -374,7 +376,7 @@ class Costs:
     def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
         """Return the bytes for streamed blocks in forward and backward of every microbatch, except
         those still in slots. `bytes_of`: a bucket that is loaded → what that moves."""
-        size_of = {one.name: sum(map(bytes_of, one.held)) for one in streamed}
+        size_of = {block.name: sum(map(bytes_of, block.held)) for block in streamed}
         layers = [size_of[block.name] for block in streamed if block.repeated]
         slots, passes = self.spec.slots, 2 * self.spec.config.grad_accum_steps
         loads = max(passes * (len(layers) - slots) + slots, len(layers))

@@ -381,7 +381,7 @@ def by_reading(blocks: Sequence[BlockSpec], found: Mapping[str, Seconds]) -> dic
     it, runs behind the last reading: a tied head waits for its weights."""
     nothing, last = Seconds(0.0, 0.0), blocks[-1].name
     readings = readings_of(blocks)
-    times = {one.owner: found.get(one.owner, nothing) for one in readings}
+    times = {reading.owner: found.get(reading.owner, nothing) for reading in readings}
     if (at := readings[-1]).again:
         times[at.owner], times[last] = times[last], nothing
     return times

@@ -85,18 +85,18 @@ def _moved(spec: StepSpec) -> tuple[int, int]:
         return state, state
     count = spec.config.grad_accum_steps
     few, some = MICRO_STEPS
-    found = _of_program(spec, min(count, some))
+    totals = _of_program(spec, min(count, some))
     if count <= some:
-        return found
+        return totals
     before = _of_program(spec, few)
-    more = [(count - some) * (b - a) for a, b in zip(before, found, strict=True)]
-    return found[0] + more[0], found[1] + more[1]
+    more = [(count - some) * (b - a) for a, b in zip(before, totals, strict=True)]
+    return totals[0] + more[0], totals[1] + more[1]
 
 
 def _of_program(spec: StepSpec, micro_steps: int) -> tuple[int, int]:
     config = spec.config.replace(grad_accum_steps=micro_steps, warmup_steps=0)
-    found = moved(replace(spec, config=config), DISK_LANES)
-    return sum(found.get(lane, 0) for lane in READING), found.get(Lane.DISK_WRITE, 0)
+    by_lane = moved(replace(spec, config=config), DISK_LANES)
+    return sum(by_lane.get(lane, 0) for lane in READING), by_lane.get(Lane.DISK_WRITE, 0)
 
 
 def _shared(from_disk: int, to_disk: int, read: float, write: float, both: float) -> float:

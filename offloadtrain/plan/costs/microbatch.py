@@ -114,12 +114,12 @@ class TracedStep:
     @property
     def flops(self) -> float:
         """Forward and backward, recompute counted."""
-        return sum(one.forward.flops + one.backward.flops for one in self.blocks.values())
+        return sum(block.forward.flops + block.backward.flops for block in self.blocks.values())
 
     @property
     def recomputed(self) -> float:
         """FLOPs of the forwards that run again in backward."""
-        return sum(one.backward.recomputed for one in self.blocks.values())
+        return sum(block.backward.recomputed for block in self.blocks.values())
 
 
 Trace = Callable[[Config], TracedStep]

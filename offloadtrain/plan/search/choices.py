@@ -41,7 +41,7 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
         for state, precisions in STATE_PRECISIONS.items()
         if precision in (*precisions, "auto") and FORMATS[state].keeps_moments(moments)
     )
-    own = job.hf is None and job.model.num_experts
+    own_experts = job.hf is None and job.model.num_experts
     of_stage = ranks // (job.ranks.pipeline * job.ranks.tensor)
     return {
         "offload.working": distinct("device", "host", job.offload.weights.tier),
@@ -52,7 +52,7 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
         "offload.sums_down": distinct(job.offload.gradients.sums_dtype, "working"),
         "ranks.shard": distinct(job.ranks.shard, 0),
         "ranks.expert": distinct(
-            job.ranks.expert, gcd(job.model.num_experts, of_stage) if own else 1
+            job.ranks.expert, gcd(job.model.num_experts, of_stage) if own_experts else 1
         ),
         "train.micro_batch": smaller_batches(job),
     }
@@ -68,8 +68,8 @@ def smaller_batches(job: Config) -> tuple[int, ...]:
 
 def larger_batches(job: Config) -> tuple[int, ...]:
     """Return the doubled microbatch, in half the number, if that is whole."""
-    whole = job.train.grad_accum_steps % 2 == 0
-    return (2 * job.train.micro_batch,) if whole else ()
+    is_even = job.train.grad_accum_steps % 2 == 0
+    return (2 * job.train.micro_batch,) if is_even else ()
 
 
 def microbatches_of(job: Config, micro_batch: int) -> int:
@@ -78,7 +78,7 @@ def microbatches_of(job: Config, micro_batch: int) -> int:
 
 
 def distinct(*values: Any) -> tuple[Any, ...]:
-    return tuple(one for at, one in enumerate(values) if one not in values[:at])
+    return tuple(value for at, value in enumerate(values) if value not in values[:at])
 
 
 def value_of(job: Config, dotted: str) -> Any:

@@ -83,7 +83,7 @@ def compare(plan: Plan, trace: Trace | None = None) -> list[Row]:
 
 def accuracy(system: str) -> Accuracy | None:
     """None: no throughput of it is published with its machine and batch."""
-    errors = [one.error for one in checked(system)]
+    errors = [cell.error for cell in checked(system)]
     if not errors:
         return None
     return Accuracy(
@@ -109,10 +109,10 @@ def table(rows: Sequence[Row], plan: Plan) -> str:
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the rows as plain values in bytes and seconds."""
-    found = ((row, accuracy(row.system)) for row in rows)
+    rated = ((row, accuracy(row.system)) for row in rows)
     return [
         asdict(row) | {"fits": not row.problem, "accuracy": known and asdict(known)}
-        for row, known in found
+        for row, known in rated
     ]
 
 
@@ -155,15 +155,15 @@ def _row(name: str, peer: Peer, plan: Plan, trace: Trace | None) -> Row:
 def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
     """Return the job as others run it: weights on the device, layers recomputed unless the job
     keeps their activations, and one copy of the state."""
-    kept = not job.offload.activations.recomputes
+    keeps = not job.offload.activations.recomputes
     again = job.offload.activations.recompute_blocks
     offload = job.offload.replace(
         working="device",
         resident_blocks=None,
         state="fp32",
         state_on="host",
-        activation="keep" if kept else "recompute",
-        recompute_blocks=None if kept else again,
+        activation="keep" if keeps else "recompute",
+        recompute_blocks=None if keeps else again,
     )
     ranks = plan.placed.spec.replicas
     alike = replace(job, offload=offload, ranks=replace(job.ranks, shard=0))
@@ -171,7 +171,9 @@ def _placed(job: Config, plan: Plan, trace: Trace | None) -> Placement:
 
 
 def _work(placed: Placement, machine: Machine) -> Work:
-    blocks = [sum(b.params for b in one.buckets) for one in placed.spec.blocks if one.repeated]
+    blocks = [
+        sum(b.params for b in block.buckets) for block in placed.spec.blocks if block.repeated
+    ]
     params = placed.config.num_trained
     return Work(
         shape=placed.config.model,
@@ -217,23 +219,23 @@ def _problems(
     if peer.most_ranks is not None and work.ranks > peer.most_ranks:
         yield f"it trains on {peer.most_ranks} GPU."
     rooms = ("a GPU", device, plan.device_room), ("a host", host, plan.host_room)
-    for where, held, room in rooms:
-        if (used := sum(held.values())) > room:
+    for where, owners, room in rooms:
+        if (used := sum(owners.values())) > room:
             yield f"{where} needs {format_bytes(used)} and has {format_bytes(room)}."
 
 
 def _line(row: Row) -> str:
     at_least = "≥ " if row.lower_bound else ""
     rate = "-" if row.problem else at_least + format_count(row.tokens_per_s)
-    device, host = (format_bytes(sum(held.values())) for held in (row.device, row.host))
+    device, host = (format_bytes(sum(owners.values())) for owners in (row.device, row.host))
     return (
         f"{row.system:23} {'no' if row.problem else 'yes':4} {device:>9} {host:>9} "
         f"{row.micro_batch:10} {rate:>8}  {'yes' if row.clips else 'no':5}  {row.master}"
     )
 
 
-def _owners(held: Mapping[str, float]) -> str:
-    largest = sorted(held.items(), key=lambda item: -item[1])
+def _owners(owners: Mapping[str, float]) -> str:
+    largest = sorted(owners.items(), key=lambda item: -item[1])
     return ", ".join(f"{owner} {format_bytes(size)}" for owner, size in largest if size)
 
 
@@ -243,9 +245,9 @@ def _accuracy(system: str) -> str:
             "4 steps on an H200 took 1 to 27 % longer, a 5th with wrong guesses of `speculative` "
             "70 % (docs/gpu.md); its model of a GPU's time: docs/validation.md"
         )
-    if (found := accuracy(system)) is None:
+    if (measured := accuracy(system)) is None:
         known = "no throughput of it was found whose machine and batch are stated"
     else:
-        errors = f"median {100 * found.median:.0f} %, worst {100 * found.worst:+.0f} %"
-        known = f"{found.cells} cells, {errors}"
+        errors = f"median {100 * measured.median:.0f} %, worst {100 * measured.worst:+.0f} %"
+        known = f"{measured.cells} cells, {errors}"
     return f"{known}; {PEERS[system].measured}"

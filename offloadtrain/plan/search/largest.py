@@ -104,14 +104,14 @@ def _fitting(job: Config, name: str, machine: Machine, ranks: int) -> Plan | Non
     """Return the plan of the largest microbatch that fits: the whole step, which needs no sums, or
     halves of it. What does not fit in single sequences does not fit in more of them."""
     sequences = job.train.micro_batch
-    whole, *smaller = _halves(sequences // ranks)
+    full, *smaller = _halves(sequences // ranks)
 
     def planned(size: int) -> Plan:
         train = replace(job.train, micro_batch=size, grad_accum_steps=sequences // size)
         return make(replace(job, train=train), name, machine, ranks)
 
     # one microbatch of all ranks, which share it
-    if (plan := planned(whole * ranks)).fits:
+    if (plan := planned(full * ranks)).fits:
         return plan
     if not smaller or not planned(smaller[-1]).fits:
         return None

@@ -94,11 +94,11 @@ class Found:
     def keys(self) -> str:
         """The job's keys that give it, as for --set; what the job has itself is taken back where
         the division is another."""
-        config, asked = self.plan.job, self.asked
+        config, requested = self.plan.job, self.asked
         each = config.ranks.stages_per_rank
-        several = max(each, asked.ranks.stages_per_rank) > 1
+        several = max(each, requested.ranks.stages_per_rank) > 1
         layers = ",".join(map(str, config.ranks.layers_per_stage))
-        uneven = bool(layers or asked.ranks.layers_per_stage)
+        uneven = bool(layers or requested.ranks.layers_per_stage)
         return (
             f"ranks.pipeline={self.stages} ranks.schedule={config.ranks.schedule} "
             + (f"ranks.stages_per_rank={each} " if several else "")
@@ -109,22 +109,22 @@ class Found:
             + "".join(
                 f" offload.{key}={config.offload.value(key)}"
                 for key in ("sums_on", "sums_down")
-                if config.offload.value(key) != asked.offload.value(key)
+                if config.offload.value(key) != requested.offload.value(key)
             )
             + ("" if config.ranks.flushes else " offload.update=delayed offload.warmup_steps=0")
         )
 
     @property
     def _keys_of_activations(self) -> str:
-        offload, asked = self.plan.job.offload, self.asked.offload
+        offload, requested = self.plan.job.offload, self.asked.offload
         activation, count = offload.activations.mode, offload.activations.recompute_blocks
-        if count is None and asked.activations.recompute_blocks is not None:
+        if count is None and requested.activations.recompute_blocks is not None:
             activation, count = "recompute", 0  # the same: a number cannot be left out by --set
-        whole = asked.activations.partition and not offload.activations.partition
+        unpartitioned = requested.activations.partition and not offload.activations.partition
         return (
             f"offload.activation={activation}"
             + ("" if count is None else f" offload.recompute_blocks={count}")
-            + (" offload.partition_activations=false" if whole else "")
+            + (" offload.partition_activations=false" if unpartitioned else "")
         )
 
 
@@ -142,23 +142,23 @@ def search(
         PlanError: the machine cannot run the job whatever its memory.
         ConfigError: the ranks cannot be divided into the job's parts of matrices or experts.
     """
-    kept = RanksConfig(tensor=job.ranks.tensor, expert=job.ranks.expert)
-    replicas(replace(job, ranks=kept), ranks)
+    fixed = RanksConfig(tensor=job.ranks.tensor, expert=job.ranks.expert)
+    replicas(replace(job, ranks=fixed), ranks)
     groups: dict[tuple[int, Schedule], list[Found]] = {}
     for division in _divisions(job, ranks, schedules):
-        planned = (_planned(one, job, name, machine, ranks) for one in division)
+        planned = (_planned(choice, job, name, machine, ranks) for choice in division)
         # Where all activations are kept, nothing that recomputes some is faster.
-        if one := next(filter(None, planned), None):
-            groups.setdefault((one.stages, one.schedule), []).append(one)
-    return sorted(map(_best, groups.values()), key=lambda one: one.seconds)
+        if fitting := next(filter(None, planned), None):
+            groups.setdefault((fitting.stages, fitting.schedule), []).append(fitting)
+    return sorted(map(_best, groups.values()), key=lambda candidate: candidate.seconds)
 
 
 def _best(group: Sequence[Found]) -> Found:
     """Return the fastest of those that can take least."""
-    first, *others = sorted(group, key=lambda one: _least(one.plan))[:MOST]
-    for one in others:
-        if _least(one.plan) < first.seconds:
-            first = min(first, one, key=lambda each: each.seconds)
+    first, *rest = sorted(group, key=lambda each: _least(each.plan))[:MOST]
+    for candidate in rest:
+        if _least(candidate.plan) < first.seconds:
+            first = min(first, candidate, key=lambda each: each.seconds)
     return first
 
 
@@ -168,16 +168,16 @@ def table(found: Sequence[Found]) -> Iterator[str]:
         f"{'stages':>6} {'replicas':>8} {'schedule':14} {'microbatch':>10} {'x':>4} "
         f"{'activation':12} {'device':>10} {'bubble':>7} {'step':>9} {'tokens/s':>9}"
     )
-    for one in found:
-        plan, train = one.plan, one.plan.placed.config.train
+    for division in found:
+        plan, train = division.plan, division.plan.placed.config.train
         times = plan.pipeline
         bubble = f"{100 * max(times.bubbles):.0f} %" if times is not None else "-"
         yield (
-            f"{one.stages:6} {plan.placed.spec.ranks:8} {one.order if times else '-':14} "
-            f"{one.micro_batch:10} "
-            f"{train.grad_accum_steps:4} {one.activation:12} "
+            f"{division.stages:6} {plan.placed.spec.ranks:8} {division.order if times else '-':14} "
+            f"{division.micro_batch:10} "
+            f"{train.grad_accum_steps:4} {division.activation:12} "
             f"{format_bytes(sum(plan.device.values())):>10} {bubble:>7} "
-            f"{format_seconds(one.seconds):>9} "
+            f"{format_seconds(division.seconds):>9} "
             f"{format_count(plan.prediction.tokens_per_s):>9}"
         )
     yield (
@@ -185,7 +185,7 @@ def table(found: Sequence[Found]) -> Iterator[str]:
         'version stale, as offload.update = "delayed" does'
     )
     yield f"The fastest job: --set {found[0].keys}"
-    flushed = [one for one in found if one.plan.job.ranks.flushes]
+    flushed = [result for result in found if result.plan.job.ranks.flushes]
     if flushed and flushed[0] is not found[0]:
         yield f"The fastest without 2bw: --set {flushed[0].keys}"
 
@@ -193,22 +193,24 @@ def table(found: Sequence[Found]) -> Iterator[str]:
 def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
     return [
         {
-            "stages": one.stages,
-            "stages_per_rank": one.plan.job.ranks.stages_per_rank,
-            "layers_per_stage": list(one.plan.job.ranks.layers_per_stage),
-            "replicas": one.plan.placed.spec.ranks,
-            "schedule": one.schedule,
-            "micro_batch": one.micro_batch,
-            "activation": one.plan.job.offload.activations.mode,
-            "recompute_blocks": one.plan.job.offload.activations.recompute_blocks,
-            "sums_on": one.plan.job.offload.gradients.sums_tier,
-            "device_bytes": sum(one.plan.device.values()),
-            "bubbles": [] if one.plan.pipeline is None else list(one.plan.pipeline.bubbles),
-            "seconds": one.seconds,
-            "tokens_per_s": one.plan.prediction.tokens_per_s,
-            "keys": one.keys,
+            "stages": division.stages,
+            "stages_per_rank": division.plan.job.ranks.stages_per_rank,
+            "layers_per_stage": list(division.plan.job.ranks.layers_per_stage),
+            "replicas": division.plan.placed.spec.ranks,
+            "schedule": division.schedule,
+            "micro_batch": division.micro_batch,
+            "activation": division.plan.job.offload.activations.mode,
+            "recompute_blocks": division.plan.job.offload.activations.recompute_blocks,
+            "sums_on": division.plan.job.offload.gradients.sums_tier,
+            "device_bytes": sum(division.plan.device.values()),
+            "bubbles": []
+            if division.plan.pipeline is None
+            else list(division.plan.pipeline.bubbles),
+            "seconds": division.seconds,
+            "tokens_per_s": division.plan.prediction.tokens_per_s,
+            "keys": division.keys,
         }
-        for one in found
+        for division in found
     ]
 
 
@@ -218,12 +220,12 @@ def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterat
     sequences = job.train.micro_batch * job.train.grad_accum_steps
     groups = ranks // job.ranks.tensor
     for stages in (n for n in range(1, groups + 1) if groups % n == 0):
-        own, rest = divmod(sequences, groups // stages)
+        share, rest = divmod(sequences, groups // stages)
         if rest:
             continue
         for of_job in _orders(job, stages, schedules):
             for size in (
-                1 << power for power in range(own.bit_length()) if own % (1 << power) == 0
+                1 << power for power in range(share.bit_length()) if share % (1 << power) == 0
             ):
                 for variant in _with_sums(job, sequences // size):
                     tried = (
@@ -246,7 +248,7 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
     """Yield the schedules that the model's layers allow on so many ranks."""
     for schedule in schedules if stages > 1 else ALONE:
         for per_rank in PER_RANK if schedule == INTERLEAVED else (1,):
-            one = RanksConfig(
+            candidate = RanksConfig(
                 pipeline=stages,
                 schedule=schedule,
                 stages_per_rank=per_rank,
@@ -254,8 +256,8 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
                 tensor=job.ranks.tensor,
                 expert=job.ranks.expert,
             )
-            if not any(contradictions(one, job.model, is_own=job.hf is None, samples=False)):
-                yield one
+            if not any(contradictions(candidate, job.model, is_own=job.hf is None, samples=False)):
+                yield candidate
 
 
 def _problems(job: Config) -> Iterator[str]:
@@ -281,13 +283,15 @@ def _divided(
     return replace(job, ranks=ranks, train=train, offload=offload)
 
 
-def _planned(job: Config, asked: Config, name: str, machine: Machine, ranks: int) -> Found | None:
+def _planned(
+    job: Config, requested: Config, name: str, machine: Machine, ranks: int
+) -> Found | None:
     """Return the plan, if the ranks can share the batch so, and it fits."""
     try:
         plan = make(job, name, machine, ranks)
     except ConfigError:
         return None
-    return Found(plan, asked) if plan.fits else None
+    return Found(plan, requested) if plan.fits else None
 
 
 def _least(plan: Plan) -> float:
@@ -296,5 +300,7 @@ def _least(plan: Plan) -> float:
 
 def undivided(job: Config) -> str:
     """Say why there are no stages, if the model allows none."""
-    found = contradictions(RanksConfig(pipeline=2), job.model, is_own=job.hf is None, samples=False)
-    return next(found, "")
+    problems = contradictions(
+        RanksConfig(pipeline=2), job.model, is_own=job.hf is None, samples=False
+    )
+    return next(problems, "")

@@ -38,7 +38,7 @@ def sized(text: str) -> str:
         return abs(log(num_params(SIZES[name]) / count))
 
     for family in ("llama", ""):
-        name = min((one for one in SIZES if one.startswith(family)), key=distance)
+        name = min((size for size in SIZES if size.startswith(family)), key=distance)
         if distance(name) < NEAR:
             return name
     known = ", ".join(f"{name} ({format_count(num_params(SIZES[name]))})" for name in SIZES)

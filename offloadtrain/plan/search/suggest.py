@@ -78,18 +78,22 @@ def nearest(
     piece, and shorter sequences. If nothing fits, the only change is the one that lacks least: its
     plan does not fit.
     """
-    found = _promising(job, name, machine, ranks, trace=trace)
-    fitting = [one for one in found if one.plan.fits]
+    changes = _promising(job, name, machine, ranks, trace=trace)
+    fitting = [change for change in changes if change.plan.fits]
     fitting = fitting or _fewer_tokens(job, name, machine, ranks, trace)
     if not fitting:
         fitting = _smaller_pieces(job, name, machine, ranks, trace)
-    fitting.sort(key=lambda one: len(one.keys))
+    fitting.sort(key=lambda change: len(change.keys))
     # Without those that contain a smaller one.
     fewest = [
-        one for one in fitting if not any(two.keys.items() < one.keys.items() for two in fitting)
+        change
+        for change in fitting
+        if not any(other.keys.items() < change.keys.items() for other in fitting)
     ]
     first = _fastest(fewest[:SIMULATED])[:most]
-    return _fastest([_with_less_recompute(job, one, name, machine, ranks, trace) for one in first])
+    return _fastest(
+        [_with_less_recompute(job, change, name, machine, ranks, trace) for change in first]
+    )
 
 
 def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
@@ -97,18 +101,20 @@ def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> l
     the fastest first, among equals the one whose state is most exact."""
     largest: dict[tuple[Any, ...], Change] = {}
     as_it_is = Change({}, make(job, name, machine, ranks))
-    for one in (as_it_is, *_candidates(job, name, machine, ranks)):
-        where = tuple(str(value_of(one.plan.job, key)) for key in OFFLOAD)
-        size = one.plan.job.train.micro_batch
-        if one.plan.fits and (
+    for candidate in (as_it_is, *_candidates(job, name, machine, ranks)):
+        where = tuple(str(value_of(candidate.plan.job, key)) for key in OFFLOAD)
+        size = candidate.plan.job.train.micro_batch
+        if candidate.plan.fits and (
             where not in largest or size > largest[where].plan.job.train.micro_batch
         ):
-            largest[where] = one
+            largest[where] = candidate
     ordered = _fastest(list(largest.values()))
     best = ordered[0].plan.prediction.tokens_per_s if ordered else 0.0
-    near = [one for one in ordered if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
-    near.sort(key=lambda one: one.plan.job.offload.gradients.sums_dtype == "working")
-    near.sort(key=lambda one: list(STATE_PRECISIONS).index(one.plan.job.offload.state.format))
+    near = [
+        change for change in ordered if change.plan.prediction.tokens_per_s >= best * (1 - SAME)
+    ]
+    near.sort(key=lambda change: change.plan.job.offload.gradients.sums_dtype == "working")
+    near.sort(key=lambda change: list(STATE_PRECISIONS).index(change.plan.job.offload.state.format))
     return [*near, *ordered[len(near) :]]
 
 
@@ -128,13 +134,13 @@ def single_changes(
         "offload.update": get_args(UpdateMode),
         "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
     }
-    found = (
+    candidates = (
         _changed(job, {key: value}, name, machine, ranks, trace)
         for key, values in choices.items()
         for value in values
         if value != value_of(job, key)
     )
-    return [one for one in found if one is not None and one.plan.fits]
+    return [change for change in candidates if change is not None and change.plan.fits]
 
 
 def automatic(
@@ -147,8 +153,8 @@ def automatic(
     """
     # Every other activation policy of a traced model would take another trace.
     free = PLACES if trace is None else PLACES[:1]
-    found = _candidates(job, name, machine, ranks, free=free, trace=trace)
-    places = [one for one in found if one.plan.fits]
+    candidates = _candidates(job, name, machine, ranks, free=free, trace=trace)
+    places = [change for change in candidates if change.plan.fits]
     as_it_is = make(job, name, machine, ranks, trace)
     if as_it_is.fits:
         places.append(Change({}, as_it_is))
@@ -158,8 +164,8 @@ def automatic(
             'narrower offload.state ("split16", "int8"), a smaller microbatch or a smaller model'
         )
     best = _fastest(places)[0].plan.prediction.tokens_per_s
-    near = [one for one in places if one.plan.prediction.tokens_per_s >= best * (1 - SAME)]
-    chosen = min(near, key=lambda one: len(one.keys))
+    near = [change for change in places if change.plan.prediction.tokens_per_s >= best * (1 - SAME)]
+    chosen = min(near, key=lambda change: len(change.keys))
     return _with_less_recompute(job, chosen, name, machine, ranks, trace)
 
 
@@ -194,14 +200,14 @@ def settled(
         PlanError: no placement fits.
     """
     if job.device.placement == "auto":
-        found = automatic(resolved(job, machine), name, machine, ranks, trace)
-        job = _consistent(job, found.keys)
-    asked = (
+        best = automatic(resolved(job, machine), name, machine, ranks, trace)
+        job = _consistent(job, best.keys)
+    settings = (
         job.offload.activations.recompute_blocks,
         job.offload.state.tier,
         job.ranks.layers_per_stage,
     )
-    if "auto" not in (*asked, job.offload.gradients.sums_tier):
+    if "auto" not in (*settings, job.offload.gradients.sums_tier):
         return job
     plan = make(job, name, machine, ranks, trace)
     job = with_sums_of(replace(job, ranks=plan.job.ranks), plan.job)
@@ -273,12 +279,12 @@ def _one_microbatch(
     keys: dict[str, Any] = {"train.micro_batch": sequences}
     if job.train.global_batch_tokens:
         keys["train.global_batch_tokens"] = sequences * job.data.seq_len
-    one = applied(job, keys | {"train.grad_accum_steps": 1})
+    changed = applied(job, keys | {"train.grad_accum_steps": 1})
     if not job.train.global_batch_tokens:
         keys["train.grad_accum_steps"] = 1
-    for two in _promising(one, name, machine, ranks, free=OFFLOAD, trace=trace):
-        if two.plan.fits:
-            yield Change(keys | two.keys, two.plan)
+    for change in _promising(changed, name, machine, ranks, free=OFFLOAD, trace=trace):
+        if change.plan.fits:
+            yield Change(keys | change.keys, change.plan)
 
 
 SHORTEST = 128
@@ -298,9 +304,11 @@ def _smaller_pieces(
     shortest = _one_sequence(job, lengths[-1], name, machine, ranks, trace)
     if not any(two.plan.fits for two in shortest):
         return sorted(shortest, key=lambda two: two.plan.missing_bytes)[:1]
-    longer = (_one_sequence(job, one, name, machine, ranks, trace) for one in lengths[:-1])
-    fitting = ([two for two in found if two.plan.fits] for found in chain(longer, [shortest]))
-    return next(found for found in fitting if found)
+    longer = (_one_sequence(job, seq_len, name, machine, ranks, trace) for seq_len in lengths[:-1])
+    fitting = (
+        [change for change in changes if change.plan.fits] for changes in chain(longer, [shortest])
+    )
+    return next(changes for changes in fitting if changes)
 
 
 def _one_sequence(
@@ -316,11 +324,11 @@ def _one_sequence(
         "data.seq_len": length,
     }
     changed = {key: value for key, value in keys.items() if value != value_of(job, key)}
-    one = applied(job, changed)
+    shorter = applied(job, changed)
     if "train.global_batch_tokens" in changed:
         changed.pop("train.grad_accum_steps", None)
-    found = _promising(one, name, machine, ranks, free=OFFLOAD, trace=trace)
-    return [Change(changed | two.keys, two.plan) for two in found]
+    changes = _promising(shorter, name, machine, ranks, free=OFFLOAD, trace=trace)
+    return [Change(changed | change.keys, change.plan) for change in changes]
 
 
 def _promising(
@@ -342,14 +350,14 @@ def _promising(
     if make(job, name, machine, ranks, trace).device_has_room:
         with_room.append({})
     for keys in combinations(job, ranks, free, traced=trace is not None):
-        kept = {key: value for key, value in keys.items() if key != "offload.activation"}
-        if recomputes and keys.get("offload.activation") == "offload" and kept in with_room:
+        rest = {key: value for key, value in keys.items() if key != "offload.activation"}
+        if recomputes and keys.get("offload.activation") == "offload" and rest in with_room:
             continue
-        found = _changed(job, dict(keys), name, machine, ranks, trace)
-        if found and found.plan.device_has_room:
+        change = _changed(job, dict(keys), name, machine, ranks, trace)
+        if change and change.plan.device_has_room:
             with_room.append(keys)
-        if found:
-            yield found
+        if change:
+            yield change
 
 
 def _candidates(
@@ -362,8 +370,8 @@ def _candidates(
 ) -> Iterator[Change]:
     """Yield every combination of other values that is free of contradictions."""
     for keys in combinations(job, ranks, free, traced=trace is not None):
-        if found := _changed(job, keys, name, machine, ranks, trace):
-            yield found
+        if change := _changed(job, keys, name, machine, ranks, trace):
+            yield change
 
 
 def _changed(

@@ -123,11 +123,11 @@ def check_plot(path: str) -> None:
 
 
 def _lines(points: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
-    found: dict[tuple[str, int], list[Point]] = {}
+    lines: dict[tuple[str, int], list[Point]] = {}
     for point in points:
         if not point.problem:
-            found.setdefault((point.system, point.stage), []).append(point)
-    return found
+            lines.setdefault((point.system, point.stage), []).append(point)
+    return lines
 
 
 def _line(point: Point) -> str:
@@ -211,10 +211,10 @@ def _pipelined(job: Config, machine: Machine, schedule: Schedule, gpus: int) -> 
         recompute=job.offload.activations.recomputes,
         kernels=kernels_of(job.model, compiled=job.offload.compile_blocks),
     )
-    found = row(schedule, pipe, machine)
-    needed = found.weights_bytes + found.state_bytes + found.activation_bytes
+    estimate = row(schedule, pipe, machine)
+    needed = estimate.weights_bytes + estimate.state_bytes + estimate.activation_bytes
     room = machine.gpu_memory_bytes - machine.gpu_reserved_bytes
-    rate = micro_batches * train.micro_batch * job.data.seq_len / found.step_s
+    rate = micro_batches * train.micro_batch * job.data.seq_len / estimate.step_s
     return Point(
         system=schedule,
         stage=0,

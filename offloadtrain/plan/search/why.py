@@ -69,43 +69,48 @@ def why(plan: Plan, trace: Trace | None = None) -> Why:
         part: now.seconds / replace(plan, machine=_twice(rated, rates)).prediction.seconds - 1
         for part, rates in (PARTS | (DRIVE if plan.disk else {})).items()
     }
-    found = single_changes(plan.job, plan.name, machine, plan.ranks, trace)
-    changes = [(one, one.plan.prediction.tokens_per_s / now.tokens_per_s - 1) for one in found]
+    candidates = single_changes(plan.job, plan.name, machine, plan.ranks, trace)
+    changes = [
+        (change, change.plan.prediction.tokens_per_s / now.tokens_per_s - 1)
+        for change in candidates
+    ]
     helping = sorted((pair for pair in changes if pair[1] > SAME), key=lambda pair: -pair[1])
     keeping = [pair for pair in helping if not _note(pair[0])]
-    others = [pair for pair in helping if _note(pair[0])]
+    noted = [pair for pair in helping if _note(pair[0])]
     largest_first = dict(sorted(gains.items(), key=lambda item: -item[1]))
-    return Why(plan, largest_first, keeping[:MOST], others[:MOST])
+    return Why(plan, largest_first, keeping[:MOST], noted[:MOST])
 
 
 def text(found: Why) -> str:
     """Return the answer as text."""
     lines = [*_bounds(found), "what to change next, each alone (--set KEY=VALUE):"]
-    lines += [f"  {_percent(gain):>6}  {one.text}" for one, gain in found.changes]
+    lines += [f"  {_percent(gain):>6}  {change.text}" for change, gain in found.changes]
     if not found.changes:
         lines.append(f"  nothing that keeps the numbers of the run gains {_percent(SAME)}")
-    lines += [f"  {_percent(gain):>6}  {one.text} ({_note(one)})" for one, gain in found.others]
+    lines += [
+        f"  {_percent(gain):>6}  {change.text} ({_note(change)})" for change, gain in found.others
+    ]
     return "\n".join(lines)
 
 
-def _bounds(found: Why) -> list[str]:
-    plan, (part, gain) = found.plan.prediction, next(iter(found.gains.items()))
+def _bounds(answer: Why) -> list[str]:
+    plan, (part, gain) = answer.plan.prediction, next(iter(answer.gains.items()))
     waits = sorted(plan.exposed_s.items(), key=lambda item: -item[1])
-    told = ", ".join(f"{format_seconds(s)} for {lane}" for lane, s in waits if s > 0.001)
+    shown = ", ".join(f"{format_seconds(s)} for {lane}" for lane, s in waits if s > 0.001)
     bound_s, busiest = plan.bound
     return [
         f"what bounds the step: {part}; twice as fast saves {100 * gain / (1 + gain):.0f} % of it",
-        f"  compute works {format_seconds(plan.busy_s['compute'])}; it waits {told or 'never'}",
+        f"  compute works {format_seconds(plan.busy_s['compute'])}; it waits {shown or 'never'}",
         f"  no schedule is faster than its busiest lane: {busiest}, "
         f"{format_seconds(bound_s)} of {format_seconds(plan.seconds)}",
-        *(f"  {part} twice as fast: {_percent(gain)}" for part, gain in found.gains.items()),
+        *(f"  {part} twice as fast: {_percent(gain)}" for part, gain in answer.gains.items()),
     ]
 
 
 def as_json(found: Why) -> dict[str, Any]:
     """Return the answer as plain values."""
     every = (*found.changes, *found.others)
-    changes = [{"keys": one.keys, "gain": gain, "note": _note(one)} for one, gain in every]
+    changes = [{"keys": change.keys, "gain": gain, "note": _note(change)} for change, gain in every]
     return {"gains_of_twice": dict(found.gains), "changes": changes}
 
 

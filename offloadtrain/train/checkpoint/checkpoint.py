@@ -120,7 +120,7 @@ def newest_good(
     *,
     whole: bool = True,
     before: int | None = None,
-    accept: Callable[[Checkpoint], None] = lambda found: None,
+    accept: Callable[[Checkpoint], None] = lambda _: None,
 ) -> Checkpoint | None:
     """Return the newest checkpoint that is good, or None; reports each damaged one it skips.
 
@@ -140,9 +140,9 @@ def newest_good(
         if before is not None and step_of(path) >= before:
             continue
         try:
-            found = (verify if whole else open_checkpoint)(path, ranks)
-            accept(found)  # the state is the same on every rank, and so is the answer
-            return found
+            opened = (verify if whole else open_checkpoint)(path, ranks)
+            accept(opened)  # the state is the same on every rank, and so is the answer
+            return opened
         except DamagedCheckpointError as damage:
             on_damaged(path, damage)
     return None
@@ -180,10 +180,10 @@ def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
         DamagedCheckpointError: also if bytes of a tensor have changed.
         CheckpointError: a newer version of the format.
     """
-    found = open_checkpoint(path, ranks)
-    own = found.manifest.entries[ranks.rank :: ranks.size]
-    agreed(ranks, lambda: read(path, map(Reading.whole, own)))
-    return found
+    opened = open_checkpoint(path, ranks)
+    entries = opened.manifest.entries[ranks.rank :: ranks.size]
+    agreed(ranks, lambda: read(path, map(Reading.whole, entries)))
+    return opened
 
 
 def agreed(ranks: Ranks, read: Callable[[], _T]) -> _T:

@@ -64,7 +64,7 @@ class Manifest:
     def tensors_behind(self, file: str, num_bytes: int) -> str:
         """Return what a message says of the tensors in a file that reach beyond its first bytes; ""
         if there are none."""
-        lost = [one for one in self.entries if one.file == file and one.span[1] > num_bytes]
+        lost = [entry for entry in self.entries if entry.file == file and entry.span[1] > num_bytes]
         if not lost:
             return ""
         more = f" and {len(lost) - 1} more tensors" if len(lost) > 1 else ""
@@ -162,8 +162,8 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
     """Compare names and sizes with the folder; what is not a regular file is not opened."""
     expected = {**manifest.sizes, STATE: manifest.state[0]}
     try:
-        found = set(os.listdir(folder))
-        for name in sorted(found - expected.keys() - {MANIFEST}):
+        present = set(os.listdir(folder))
+        for name in sorted(present - expected.keys() - {MANIFEST}):
             raise DamagedCheckpointError(
                 f"{folder} holds {name!a}, which its manifest does not list"
             )
@@ -183,22 +183,22 @@ def _check_file(path: Path, num_bytes: int, owner: int, manifest: Manifest) -> N
         lost = manifest.tensors_behind(path.name, 0)
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}{lost}") from error
     try:
-        found = os.fstat(fd)
+        status = os.fstat(fd)
     finally:
         os.close(fd)
-    if found.st_size != num_bytes:
-        lost = manifest.tensors_behind(path.name, found.st_size)
+    if status.st_size != num_bytes:
+        lost = manifest.tensors_behind(path.name, status.st_size)
         raise DamagedCheckpointError(
-            f"{path} has {found.st_size} bytes, the manifest says {num_bytes}{lost}"
+            f"{path} has {status.st_size} bytes, the manifest says {num_bytes}{lost}"
         )
-    if found.st_uid != owner:
+    if status.st_uid != owner:
         raise DamagedCheckpointError(
-            f"{path} belongs to user {found.st_uid}, its folder to user {owner}"
+            f"{path} belongs to user {status.st_uid}, its folder to user {owner}"
         )
 
 
 def encoded_entry(entry: Entry) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    encoded: dict[str, Any] = {
         "name": entry.name,
         "kind": entry.kind,
         "dtype": entry.dtype,
@@ -211,8 +211,8 @@ def encoded_entry(entry: Entry) -> dict[str, Any]:
         "xxh3_128": [*entry.digests],
     }
     if entry.stride != dense(entry.shape):
-        found["stride"] = [*entry.stride]
-    return found
+        encoded["stride"] = [*entry.stride]
+    return encoded
 
 
 def _decoded(content: Mapping[str, Any]) -> Manifest:
@@ -222,11 +222,11 @@ def _decoded(content: Mapping[str, Any]) -> Manifest:
     for name in files:
         _require(_TENSOR_FILE.fullmatch(name), f"a file is called {ascii(name)[:80]}")
     sizes = {name: _count(file["bytes"]) for name, file in files.items()}
-    entries = tuple(decoded_entry(one) for one in _list(content["tensors"]))
+    entries = tuple(decoded_entry(item) for item in _list(content["tensors"]))
     _check_tiling(sizes, entries)
     _check_pieces(entries)
-    kept = (_count(state["bytes"]), str(state["sha256"]))
-    return Manifest(_count(content["step"]), sizes, kept, entries)
+    state_file = (_count(state["bytes"]), str(state["sha256"]))
+    return Manifest(_count(content["step"]), sizes, state_file, entries)
 
 
 def decoded_entry(one: Mapping[str, Any]) -> Entry:
@@ -275,11 +275,11 @@ def _check_pieces(entries: Iterable[Entry]) -> None:
         _require(shapes.setdefault(entry.name, shape) == shape, f"{entry.name} has two shapes")
         pieces.setdefault(entry.name, {}).setdefault(entry.kind, []).append((entry.lo, entry.hi))
     for name, kinds in pieces.items():
-        first, *others = (sorted(found) for found in kinds.values())
-        _require(all(other == first for other in others), f"kinds of {name} differ in their pieces")
+        first, *rest = (sorted(spans) for spans in kinds.values())
+        _require(all(other == first for other in rest), f"kinds of {name} differ in their pieces")
         bounds = [0, *(bound for piece in first for bound in piece), math.prod(shapes[name][0])]
-        whole = all(a == b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
-        _require(whole, f"{name} is not whole, or parts of it overlap")
+        complete = all(a == b for a, b in zip(bounds[::2], bounds[1::2], strict=True))
+        _require(complete, f"{name} is not whole, or parts of it overlap")
     trained = {name for name, kinds in pieces.items() if kinds.keys() - {UNTRAINED, WORKING}}
     in_use = {name for name, kinds in pieces.items() if WORKING in kinds}
     _require(in_use in (set(), trained), "it holds the weights in use of some parameters only")

@@ -66,7 +66,7 @@ def read(folder: Path, readings: Iterable[Reading]) -> None:
     of_files: dict[str, list[Reading]] = {}
     for reading in readings:
         of_files.setdefault(reading.entry.file, []).append(reading)
-    progress = _Progress(sum(one.hi - one.lo for wanted in of_files.values() for one in wanted))
+    progress = _Progress(sum(r.hi - r.lo for wanted in of_files.values() for r in wanted))
     with ThreadPoolExecutor(THREADS, "offloadtrain-checkpoint") as pool:
         for file, wanted in sorted(of_files.items()):
             _read_file(folder / file, wanted, pool, progress)
@@ -148,13 +148,13 @@ class _WindowReader:
         targets = sorted(filter(None, wanted), key=lambda target: target.lo)
         pieces = scatter(first, padded(last), targets, self._scratch.window)
         try:
-            found = self._file.read([piece.memory for piece in pieces], first)
+            num_read = self._file.read([piece.memory for piece in pieces], first)
         except OSError as error:
             raise DamagedCheckpointError(
                 f"{self._path} cannot be read: {error.strerror}"
             ) from error
-        if found < last - first:
-            raise DamagedCheckpointError(f"{self._path} ends at byte {first + found}")
+        if num_read < last - first:
+            raise DamagedCheckpointError(f"{self._path} ends at byte {first + num_read}")
         return pieces
 
 
@@ -168,11 +168,11 @@ def _target_of(reading: Reading, chunk: Chunk) -> Target | None:
 
 
 def _digest(pieces: Iterable[Piece], chunk: Chunk) -> str:
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for piece in pieces:
         # Hashes without the interpreter's lock.
-        found.update(piece.within(chunk.lo, chunk.hi))
-    return found.hexdigest()
+        digest.update(piece.within(chunk.lo, chunk.hi))
+    return digest.hexdigest()
 
 
 def _copy(piece: Piece, target: Target) -> None:

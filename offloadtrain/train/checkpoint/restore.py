@@ -39,18 +39,18 @@ def restore(
         DamagedCheckpointError: bytes of a tensor have changed. Values are undefined until another
             checkpoint is restored.
     """
-    own, others = optimizer.own_states(), untrained(model, optimizer)
-    shapes = {name: tuple(x.shape) for name, x in others.items()}
-    _check_same_model(found, own, shapes, optimizer, ranks)
+    states, extra = optimizer.own_states(), untrained(model, optimizer)
+    shapes = {name: tuple(x.shape) for name, x in extra.items()}
+    _check_same_model(found, states, shapes, optimizer, ranks)
     in_use = [entry for entry in found.manifest.entries if entry.kind == WORKING]
     pieces = _by_name(entry for entry in found.manifest.entries if entry.kind != WORKING)
     weights = optimizer.own_weights() if in_use else {}
 
     def load() -> None:
-        _load(found, pieces, own, optimizer)
+        _load(found, pieces, states, optimizer)
         _load(found, _by_name(in_use), weights, optimizer)
         with torch.no_grad():
-            for name, tensor in others.items():
+            for name, tensor in extra.items():
                 (entry,) = pieces[name]
                 tensor.copy_(read_whole(found, entry))
 
@@ -69,8 +69,8 @@ def read_whole(found: Checkpoint, entry: Entry) -> torch.Tensor:
     """
     values = torch.empty(entry.count, dtype=DTYPES[entry.dtype], device="cpu")
     read(found.path, [Reading.whole(entry, _bytes(values))])
-    whole = (entry.lo, entry.hi) == (0, entry.count) == (0, math.prod(entry.shape))
-    return values.as_strided(entry.shape, entry.stride) if whole else values
+    is_whole = (entry.lo, entry.hi) == (0, entry.count) == (0, math.prod(entry.shape))
+    return values.as_strided(entry.shape, entry.stride) if is_whole else values
 
 
 def _by_name(entries: Iterable[Entry]) -> _Pieces:
@@ -81,64 +81,66 @@ def _by_name(entries: Iterable[Entry]) -> _Pieces:
 
 
 def _load(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     pieces: _Pieces,
-    own: Mapping[str, Sequence[OwnState]],
+    states: Mapping[str, Sequence[OwnState]],
     optimizer: OffloadedState,
 ) -> None:
-    """Load what this rank holds of every parameter of `own`."""
-    alike = {name for name, mine in own.items() if _is_alike(pieces[name], mine[0])}
-    names = ((name, mine) for name in sorted(alike) for mine in own[name])
-    readings = [one for name, mine in names for one in _direct(pieces[name], mine)]
-    read(found.path, readings)
-    for name in sorted(own.keys() - alike):
-        _convert(found, pieces[name], own[name], optimizer)
+    """Load this rank's parts of every parameter in `states`."""
+    alike = {name for name, shards in states.items() if _is_alike(pieces[name], shards[0])}
+    names = ((name, state) for name in sorted(alike) for state in states[name])
+    readings = [reading for name, state in names for reading in _direct(pieces[name], state)]
+    read(checkpoint.path, readings)
+    for name in sorted(states.keys() - alike):
+        _convert(checkpoint, pieces[name], states[name], optimizer)
 
 
-def _is_alike(entries: Iterable[Entry], own: OwnState) -> bool:
-    """Tell whether the saved bytes are those of this optimizer's memory."""
-    dtypes = {kind: name_of(view.dtype) for kind, (view, _) in own.fields.items()}
+def _is_alike(entries: Iterable[Entry], state: OwnState) -> bool:
+    """Return True if the saved bytes have the layout of this optimizer's memory."""
+    dtypes = {kind: name_of(view.dtype) for kind, (view, _) in state.fields.items()}
     entries = list(entries)
-    same = all(dtypes.get(e.kind) == e.dtype and e.stride == own.stride for e in entries)
+    same = all(dtypes.get(e.kind) == e.dtype and e.stride == state.stride for e in entries)
     return same and {entry.kind for entry in entries} == dtypes.keys()
 
 
-def _direct(entries: Iterable[Entry], own: OwnState) -> Iterator[Reading]:
+def _direct(entries: Iterable[Entry], state: OwnState) -> Iterator[Reading]:
     """Read what this rank holds straight into its memory."""
     for entry in entries:
-        view, per = own.fields[entry.kind]
-        lo, hi = max(entry.lo, own.lo), min(entry.hi, own.hi)
+        view, per = state.fields[entry.kind]
+        lo, hi = max(entry.lo, state.lo), min(entry.hi, state.hi)
         if lo >= hi:
             continue
         # Pieces start on multiples of `per`, which the last one may end within.
         size, last = view.element_size(), -(-hi // per)
-        target = _bytes(view)[(lo - own.lo) // per * size : (last - own.lo // per) * size]
+        target = _bytes(view)[(lo - state.lo) // per * size : (last - state.lo // per) * size]
         first = (lo - entry.lo) // per * size
         yield Reading(entry, first, first + target.numel(), target)
 
 
 def _convert(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     entries: Sequence[Entry],
-    own: Sequence[OwnState],
+    states: Sequence[OwnState],
     optimizer: OffloadedState,
 ) -> None:
     """Load one parameter from another state format or memory order."""
-    if entries[0].stride != own[0].stride:
-        optimizer.load_named_state(entries[0].name, _turned(found, entries, own[0].stride), lo=0)
+    if entries[0].stride != states[0].stride:
+        optimizer.load_named_state(
+            entries[0].name, _turned(checkpoint, entries, states[0].stride), lo=0
+        )
         return
     pieces: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:
-        if any(entry.lo < mine.hi and mine.lo < entry.hi for mine in own):
+        if any(entry.lo < state.hi and state.lo < entry.hi for state in states):
             pieces.setdefault((entry.lo, entry.hi), []).append(entry)
     for (lo, hi), kinds in pieces.items():
-        loaded = {entry.kind: read_whole(found, entry) for entry in kinds}
-        whole = (lo, hi) == (0, math.prod(kinds[0].shape))
-        optimizer.load_named_state(kinds[0].name, loaded, lo=None if whole else lo)
+        loaded = {entry.kind: read_whole(checkpoint, entry) for entry in kinds}
+        is_whole = (lo, hi) == (0, math.prod(kinds[0].shape))
+        optimizer.load_named_state(kinds[0].name, loaded, lo=None if is_whole else lo)
 
 
 def _turned(
-    found: Checkpoint, entries: Iterable[Entry], stride: Sequence[int]
+    checkpoint: Checkpoint, entries: Iterable[Entry], stride: Sequence[int]
 ) -> dict[str, torch.Tensor]:
     """Read all of one parameter's state, and bring it into another order of memory: 1-D, on the
     host. Tensor parallel keeps some matrices column by column.
@@ -151,51 +153,51 @@ def _turned(
         of_kinds.setdefault(entry.kind, []).append(entry)
         if entry.count != entry.hi - entry.lo:
             raise CheckpointError(
-                f"{found.path}: {entry.kind} of '{entry.name}' was saved in the memory order "
+                f"{checkpoint.path}: {entry.kind} of '{entry.name}' was saved in the memory order "
                 f"{entry.stride}, in which each value stands for several elements, and the order "
                 f'here is {tuple(stride)}. Load it as it was saved, with offload.state = "fp32", '
                 "and save it"
             )
     turned = {}
     for kind, parts in of_kinds.items():
-        flats = [read_whole(found, one) for one in sorted(parts, key=lambda one: one.lo)]
-        saved = torch.cat([one.as_strided((one.numel(),), (1,)) for one in flats])
+        flats = [read_whole(checkpoint, part) for part in sorted(parts, key=lambda part: part.lo)]
+        saved = torch.cat([flat.as_strided((flat.numel(),), (1,)) for flat in flats])
         turned[kind] = torch.empty_like(saved)
-        whole = saved.as_strided(parts[0].shape, parts[0].stride)
-        turned[kind].as_strided(parts[0].shape, stride).copy_(whole)
+        shaped = saved.as_strided(parts[0].shape, parts[0].stride)
+        turned[kind].as_strided(parts[0].shape, stride).copy_(shaped)
     return turned
 
 
 def _check_same_model(
-    found: Checkpoint,
-    own: Mapping[str, Sequence[OwnState]],
-    others: Mapping[str, tuple[int, ...]],
+    checkpoint: Checkpoint,
+    states: Mapping[str, Sequence[OwnState]],
+    extra: Mapping[str, tuple[int, ...]],
     optimizer: OffloadedState,
     ranks: Ranks,
 ) -> None:
     """Raises CheckpointError if names, shapes or what is trained differ; every rank calls this, as
     the model may be divided among them."""
-    held = {name: tuple(extent.shape) for name, extent in optimizer.extents().items()}
-    held |= others
-    trained_own = [name for name, state in own.items() if UNTRAINED not in state[0].fields]
-    of_ranks = ranks.gather((list(held.items()), trained_own))
-    mine = {name: tuple(shape) for shapes, _ in of_ranks for name, shape in shapes}
-    saved = found.manifest.shapes()
-    names = [name for name in {**saved, **mine} if saved.get(name) != mine.get(name)]
+    local_shapes = {name: tuple(extent.shape) for name, extent in optimizer.extents().items()}
+    local_shapes |= extra
+    trained_own = [name for name, state in states.items() if UNTRAINED not in state[0].fields]
+    of_ranks = ranks.gather((list(local_shapes.items()), trained_own))
+    current = {name: tuple(shape) for shapes, _ in of_ranks for name, shape in shapes}
+    saved = checkpoint.manifest.shapes()
+    names = [name for name in {**saved, **current} if saved.get(name) != current.get(name)]
     if names:
-        shown = [f"  {n}: {_of(saved, n)} in the checkpoint, {_of(mine, n)} here" for n in names]
+        shown = [f"  {n}: {_of(saved, n)} in the checkpoint, {_of(current, n)} here" for n in names]
         more = [f"  and {len(names) - 5} more"] if len(names) > 5 else []
         raise CheckpointError(
-            f"{found.path} is of another model: {len(names)} names or shapes differ.\n"
+            f"{checkpoint.path} is of another model: {len(names)} names or shapes differ.\n"
             + "\n".join(shown[:5] + more)
         )
-    trained = {entry.name for entry in found.manifest.entries if entry.kind != UNTRAINED}
+    trained = {entry.name for entry in checkpoint.manifest.entries if entry.kind != UNTRAINED}
     trained_here = {name for _, names in of_ranks for name in names}
     for name in sorted(trained ^ trained_here):
         before, now = ("is", "was not") if name in trained_here else ("is not", "was")
         raise CheckpointError(
-            f"{found.path}: '{name}' {before} trained here, and {now} when it was saved. Train the "
-            "same parameters, or start a new run"
+            f"{checkpoint.path}: '{name}' {before} trained here, and {now} when it was saved. "
+            "Train the same parameters, or start a new run"
         )
 
 

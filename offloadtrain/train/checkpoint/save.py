@@ -119,10 +119,10 @@ class Save:
         name = f"{self._final.name}.tmp-{secrets.token_hex(4)}"
         self._unfinished = folder / ranks.broadcast_object(name)
         self._file = f"rank-{ranks.rank:03d}.bin"
-        others = untrained(model, optimizer) if optimizer.saves_untrained else {}
+        extra = untrained(model, optimizer) if optimizer.saves_untrained else {}
         params = dict(model.named_parameters())
-        self._frozen = {name: tensor for name, tensor in others.items() if name in params}
-        self._regions = lay_out(self._file, optimizer.flat_states(), others)
+        self._frozen = {name: tensor for name, tensor in extra.items() if name in params}
+        self._regions = lay_out(self._file, optimizer.flat_states(), extra)
         self._writer: TensorWriter | None = None
         try:
             with _together(ranks, self._final):
@@ -131,7 +131,7 @@ class Save:
             with _together(ranks, self._final):
                 disk_space.require(folder, self._own_bytes, ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
-            self._write_others({name: x for name, x in others.items() if name not in params})
+            self._write_others({name: x for name, x in extra.items() if name not in params})
             optimizer.write_state(self)
         except BaseException:
             self.give_up()
@@ -148,7 +148,8 @@ class Save:
         # A shard that is all padding has no region.
         if regions:
             self._writer.write(
-                Part(regions[one.buffer], tensor, one.lo, one.hi) for one, tensor in parts
+                Part(regions[written.buffer], tensor, written.lo, written.hi)
+                for written, tensor in parts
             )
 
     def finish(self) -> None:
@@ -179,18 +180,22 @@ class Save:
         try:
             with _together(self._ranks, self._final):
                 entries = self._writer.entries()
-            told = [encoded_entry(entry) for entry in entries]
-            of_ranks = self._ranks.gather((self._file, self._own_bytes, told, self._writer.direct))
+            own_entries = [encoded_entry(entry) for entry in entries]
+            of_ranks = self._ranks.gather(
+                (self._file, self._own_bytes, own_entries, self._writer.direct)
+            )
             with _together(self._ranks, self._final):
                 if self._ranks.rank == 0:
                     sizes = {file: size for file, size, _, _ in of_ranks}
-                    found = [decoded_entry(one) for _, _, told, _ in of_ranks for one in told]
-                    self._publish(sizes, found)
+                    all_entries = [
+                        decoded_entry(entry) for _, _, encoded, _ in of_ranks for entry in encoded
+                    ]
+                    self._publish(sizes, all_entries)
         except BaseException:
             self.give_up()
             raise
         num_bytes = sum(size for _, size, _, _ in of_ranks)
-        direct, seconds = all(one[3] for one in of_ranks), time.perf_counter() - self._started
+        direct, seconds = all(row[3] for row in of_ranks), time.perf_counter() - self._started
         return Saved(self._final, num_bytes, seconds, direct)
 
     def _publish(self, sizes: Mapping[str, int], entries: Sequence[Entry]) -> None:
@@ -226,19 +231,19 @@ def save(
 
 def untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
     """Return the parameters that the optimizer does not hold, and the persistent buffers."""
-    held = optimizer.extents()
-    found: Tensors = {name: p for name, p in model.named_parameters() if name not in held}
+    extents = optimizer.extents()
+    tensors: Tensors = {name: p for name, p in model.named_parameters() if name not in extents}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
 
 
 def num_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
     """Return the bytes that this rank writes into a checkpoint."""
-    others = untrained(model, optimizer) if optimizer.saves_untrained else {}
-    regions: Sequence[Region] = lay_out("", optimizer.flat_states(), others)
+    extra = untrained(model, optimizer) if optimizer.saves_untrained else {}
+    regions: Sequence[Region] = lay_out("", optimizer.flat_states(), extra)
     return regions[-1].end if regions else 0
 
 

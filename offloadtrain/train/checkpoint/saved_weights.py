@@ -48,9 +48,9 @@ def saved_weights(
     chosen = ((name, of) for name, of in _pieces_by_name(found).items() if wanted(name))
     for name, pieces in chosen:
         parts = [_read(found, name, piece, rule, working) for piece in pieces]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         entry = next(iter(pieces[0].values()))
-        yield name, whole.as_strided(entry.shape, entry.stride)
+        yield name, weight.as_strided(entry.shape, entry.stride)
 
 
 def saved_state(found: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -65,70 +65,70 @@ def saved_state(found: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[st
         if pieces[0].keys() == {UNTRAINED}:
             continue
         parts = [_decoded(found, piece, *_format(name, piece, rule), kinds) for piece in pieces]
-        whole = (torch.cat(of_kind) for of_kind in zip(*parts, strict=True))
+        tensors = (torch.cat(of_kind) for of_kind in zip(*parts, strict=True))
         entry = next(iter(pieces[0].values()))
-        views = (one.as_strided(entry.shape, entry.stride) for one in whole)
+        views = (tensor.as_strided(entry.shape, entry.stride) for tensor in tensors)
         yield name, dict(zip(kinds, views, strict=True))
 
 
-def _pieces_by_name(found: Checkpoint) -> dict[str, list[_Piece]]:
+def _pieces_by_name(checkpoint: Checkpoint) -> dict[str, list[_Piece]]:
     """Return name → its pieces, in order."""
     names: dict[str, dict[int, dict[str, Entry]]] = {}
     # Update mode "delayed": the weights of the state are the newer ones.
-    for entry in (one for one in found.manifest.entries if one.kind != WORKING):
+    for entry in (e for e in checkpoint.manifest.entries if e.kind != WORKING):
         names.setdefault(entry.name, {}).setdefault(entry.lo, {})[entry.kind] = entry
     return {name: [pieces[lo] for lo in sorted(pieces)] for name, pieces in names.items()}
 
 
-def _read(found: Checkpoint, name: str, piece: _Piece, rule: AnyRule, working: bool) -> Tensor:
+def _read(checkpoint: Checkpoint, name: str, piece: _Piece, rule: AnyRule, working: bool) -> Tensor:
     """Return the weights of a piece as (n,)."""
     if piece.keys() == {UNTRAINED}:
-        return _values(found, piece[UNTRAINED])
-    source, own = _format(name, piece, rule)
+        return _values(checkpoint, piece[UNTRAINED])
+    source, piece_rule = _format(name, piece, rule)
     if source is FP32 or (working and source.holds_weight):
-        return _values(found, piece[source.master[0].name])
-    return _master(found, piece, source, own)
+        return _values(checkpoint, piece[source.master[0].name])
+    return _master(checkpoint, piece, source, piece_rule)
 
 
 def _format(name: str, piece: _Piece, rule: AnyRule) -> tuple[StateFormat, Rule]:
     """Return the format of a piece, and the rule whose moments it has."""
     dtypes = {kind: entry.dtype for kind, entry in piece.items()}
     kept_by: list[Rule] = [rule, rule.rest] if isinstance(rule, MatrixRule) else [rule]
-    for one in kept_by:
-        if source := recognise(dtypes, one.moments, FP32):
-            return source, one
+    for candidate in kept_by:
+        if source := recognise(dtypes, candidate.moments, FP32):
+            return source, candidate
     raise CheckpointError(f"the state of '{name}' is of no known format: {', '.join(piece)}")
 
 
-def _values(found: Checkpoint, entry: Entry) -> Tensor:
+def _values(checkpoint: Checkpoint, entry: Entry) -> Tensor:
     """Read a tensor as (n,), in the order of the parameter's memory."""
-    return read_whole(found, entry).as_strided((entry.count,), (1,))
+    return read_whole(checkpoint, entry).as_strided((entry.count,), (1,))
 
 
 def _decoded(
-    found: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule, kinds: Sequence[str]
+    checkpoint: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule, kinds: Sequence[str]
 ) -> list[Tensor]:
     """Return fields of fp32 state as (n,) each."""
     if source is FP32:
-        return [_values(found, piece[kind]) for kind in kinds]
+        return [_values(checkpoint, piece[kind]) for kind in kinds]
     fields, wide_fields = source.fields(rule.moments), FP32.fields(rule.moments)
-    given = [_values(found, piece[one.name]) for one in fields]
+    encoded = [_values(checkpoint, piece[f.name]) for f in fields]
     entry = next(iter(piece.values()))
     numel = entry.hi - entry.lo
-    whole = {kind: torch.empty(numel) for kind in kinds}
+    decoded = {kind: torch.empty(numel) for kind in kinds}
     for lo in range(0, numel, _DECODED):
         hi = min(lo + _DECODED, numel)
         wide = tuple(torch.empty(hi - lo) for _ in wide_fields)
-        rule.convert(source, kernels.cut(fields, given, lo, hi), FP32, wide)
+        rule.convert(source, kernels.cut(fields, encoded, lo, hi), FP32, wide)
         for field, values in zip(wide_fields, wide, strict=True):
-            if field.name in whole:
-                whole[field.name][lo:hi] = values
-    return list(whole.values())
+            if field.name in decoded:
+                decoded[field.name][lo:hi] = values
+    return list(decoded.values())
 
 
-def _master(found: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule) -> Tensor:
+def _master(checkpoint: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule) -> Tensor:
     """Return the fp32 master weights of narrow state as (n,)."""
-    given = [_values(found, piece[one.name]) for one in source.fields(rule.moments)]
-    whole = torch.empty(given[0].numel())
-    kernels.read_master(source, rule.moments, tuple(given), whole)
-    return whole
+    encoded = [_values(checkpoint, piece[f.name]) for f in source.fields(rule.moments)]
+    weights = torch.empty(encoded[0].numel())
+    kernels.read_master(source, rule.moments, tuple(encoded), weights)
+    return weights

@@ -84,19 +84,19 @@ def scatter(first: int, last: int, targets: Iterable[Target], scratch: memoryvie
 def _runs(targets: Iterable[Target]) -> Iterator[Sequence[Target]]:
     """Yield targets on the host that lie in memory as in the file, together."""
     run: list[Target] = []
-    for one in targets:
-        if run and not _goes_on(run[-1], one):
+    for target in targets:
+        if run and not _goes_on(run[-1], target):
             yield run
             run = []
-        if one.memory.device.type == "cpu":
-            run.append(one)
+        if target.memory.device.type == "cpu":
+            run.append(target)
     if run:
         yield run
 
 
-def _goes_on(before: Target, one: Target) -> bool:
-    same = before.memory.untyped_storage().data_ptr() == one.memory.untyped_storage().data_ptr()
-    return same and before.delta == one.delta and 0 <= one.lo - before.hi < _LARGEST_GAP
+def _goes_on(before: Target, target: Target) -> bool:
+    same = before.memory.untyped_storage().data_ptr() == target.memory.untyped_storage().data_ptr()
+    return same and before.delta == target.delta and 0 <= target.lo - before.hi < _LARGEST_GAP
 
 
 def _view(first: Target, lo: int, hi: int) -> memoryview | None:

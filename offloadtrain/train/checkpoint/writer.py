@@ -96,8 +96,8 @@ class TensorWriter:
             for start in [part.region.offset + part.lo * size]
             for lo, hi in part.windows(size)
         ]
-        for one in writes:
-            one.result()
+        for future in writes:
+            future.result()
 
     def finish(self) -> None:
         """All regions were written: make them durable."""
@@ -122,13 +122,13 @@ class TensorWriter:
         """
         if self.failure is not None:
             raise self.failure
-        found: dict[Entry, list[str]] = {}
+        digests_of: dict[Entry, list[str]] = {}
         for region in self._regions:
             for chunk in region.chunks:
-                digests = found.setdefault(chunk.entry, [])
+                digests = digests_of.setdefault(chunk.entry, [])
                 if chunk.lo < chunk.hi:
                     digests.append(self._digests[chunk.lo])
-        return [replace(entry, digests=tuple(digests)) for entry, digests in found.items()]
+        return [replace(entry, digests=tuple(digests)) for entry, digests in digests_of.items()]
 
     def _write(self, region: Region, values: torch.Tensor, lo: int, hi: int) -> None:
         if self.failure is not None:

@@ -43,7 +43,7 @@ class CommandHooks:
         self._on_alert, self._on_end = config.train.on_alert, config.train.on_end
         self._facts = {"RUN": str(run.resolve()), "NAME": config.name}
         self._warn, self._limit_s = warn, limit_s
-        self._told: set[str] = set()
+        self._failed_keys: set[str] = set()
         self._waiting: queue.Queue[tuple[str, list[str], dict[str, str]] | None]
         self._waiting = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
@@ -84,22 +84,22 @@ class CommandHooks:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run_all, name="hooks", daemon=True)
             self._thread.start()
-        told = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
+        variables = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
         try:
             # Hand-over to the thread of the commands, which owns the lists from here on.
-            self._waiting.put_nowait((key, list(command), self._facts | told))
+            self._waiting.put_nowait((key, list(command), self._facts | variables))
         except queue.Full:
             self._fail(key, f"{_MOST_WAITING} commands are waiting already: this one is dropped")
 
     def _run_all(self) -> None:
-        while (one := self._waiting.get()) is not None:  # waits for the next event
-            key, command, facts = one
+        while (item := self._waiting.get()) is not None:  # waits for the next event
+            key, command, facts = item
             if problem := _run(command, facts, self._limit_s):
                 self._fail(key, f"{command[0]}: {problem}")
 
     def _fail(self, key: str, problem: str) -> None:
-        if key not in self._told:
-            self._told.add(key)
+        if key not in self._failed_keys:
+            self._failed_keys.add(key)
             self._warn(f"{key}: {problem}. It is not said again")
 
 

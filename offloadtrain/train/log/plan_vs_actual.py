@@ -53,13 +53,13 @@ class Hindsight:
         ]
         return f"found / planned ({self._plan.name}): {shown}", apart
 
-    def _bytes(self, held: Sequence[MemoryRow]) -> Iterator[PlanRow]:
+    def _bytes(self, rows: Sequence[MemoryRow]) -> Iterator[PlanRow]:
         on_cpu = self._plan.machine.on_cpu
         host = {k: v for k, v in self._plan.host.items() if k != "Python, torch"}
         device = self._plan.engine_device if on_cpu else self._plan.device
         for tier, planned in ((Tier.HOST, host), (Tier.DEVICE, device)):
-            found = sum(row.peak_bytes for row in held if row.tier == tier.value)
-            yield PlanRow(f"{tier.value} bytes", sum(planned.values()), found, "bytes")
+            measured = sum(row.peak_bytes for row in rows if row.tier == tier.value)
+            yield PlanRow(f"{tier.value} bytes", sum(planned.values()), measured, "bytes")
 
     def _times(self) -> Iterator[PlanRow]:
         if not self._steps:
@@ -67,9 +67,9 @@ class Hindsight:
         predicted = self._plan.prediction
         yield PlanRow("step", predicted.seconds, statistics.median(self._steps), "s")
         for lane, planned in sorted(predicted.busy_s.items()):
-            found = statistics.median(busy.get(lane, 0.0) for busy in self._busy) / 1e3
-            if planned > _LEAST_S and found > 0:
-                yield PlanRow(f"{lane} lane", planned, found, "s")
+            measured = statistics.median(busy.get(lane, 0.0) for busy in self._busy) / 1e3
+            if planned > _LEAST_S and measured > 0:
+                yield PlanRow(f"{lane} lane", planned, measured, "s")
 
 
 def _ratio(row: PlanRow) -> float:

@@ -71,10 +71,10 @@ class RunLog:
             on_recovery=self._writes_again,
             on_removed=lambda message: console.say(f"warning: {message}"),
         )
-        self._loggers = Loggers(lambda told: self.warn("logger-failed", told))
+        self._loggers = Loggers(lambda message: self.warn("logger-failed", message))
         self._alerts = Alerts(self._alert, time.monotonic, config.train.spike_score)
         self._hooks = (
-            CommandHooks(config, run.path, lambda told: self.warn("command-failed", told))
+            CommandHooks(config, run.path, lambda message: self.warn("command-failed", message))
             if run_commands
             else None
         )
@@ -284,9 +284,9 @@ class RunLog:
             self.warn("latest-failed", f"runs_dir/latest does not point to this run: {error}")
 
     def _line(self, step: schema.Step) -> StepLine:
-        held = {tier.value: 0 for tier in Tier}
+        tier_bytes = {tier.value: 0 for tier in Tier}
         for row in self._memory.read if self._memory else ():
-            held[row.tier] += row.num_bytes
+            tier_bytes[row.tier] += row.num_bytes
         return StepLine(
             step=step.step,
             steps=self._config.train.steps,
@@ -296,8 +296,8 @@ class RunLog:
             tokens_per_s=step.tokens_per_s,
             mfu=step.mfu,
             exposed_ms=step.exposed_ms,
-            device_bytes=held["device"],
-            host_bytes=held["host"],
+            device_bytes=tier_bytes["device"],
+            host_bytes=tier_bytes["host"],
             eta_s=self._pace.seconds_left(step.step),
             now_s=time.time(),
             skipped=step.skipped,

@@ -90,13 +90,13 @@ class RunMemory:
             for row in self._optimizer.ledger.rows()
         ]
         if self._allocator is not None:
-            own = sum(row.num_bytes for row in rows if row.tier == Tier.DEVICE)
+            engine_bytes = sum(row.num_bytes for row in rows if row.tier == Tier.DEVICE)
             rows.append(
                 schema.MemoryRow(
                     owner="activations and gradients",
                     tier=Tier.DEVICE.value,
-                    num_bytes=max(self._allocator.read().allocated - own, 0),
-                    peak_bytes=max(self._allocator.run_peak - own, 0),
+                    num_bytes=max(self._allocator.read().allocated - engine_bytes, 0),
+                    peak_bytes=max(self._allocator.run_peak - engine_bytes, 0),
                 )
             )
         return tuple(rows)

@@ -63,7 +63,7 @@ class RunStart:
             measured = bandwidth(device)
             calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
         name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-        one = peak_flops(name, context.precision)
+        flops = peak_flops(name, context.precision)
         return cls(
             run=run,
             config=config,
@@ -73,7 +73,7 @@ class RunStart:
             waiting=waiting,
             device_name=name,
             calibrated_gbps=calibrated_gbps,
-            peak_flops=one and one * context.ranks.size,
+            peak_flops=flops and flops * context.ranks.size,
         )
 
     @property
@@ -105,8 +105,8 @@ class RunStart:
         }
         if device.type == "cuda":
             plan |= {"gpu_uuid": gpu_uuid(device), "calibrated_gbps": self.calibrated_gbps}
-        if held := context.plan.stage_names:
-            plan["stage"] = held
+        if stages := context.plan.stage_names:
+            plan["stage"] = stages
         if group := group_of(self.config, context.ranks.size, context.ranks.rank):
             plan["group"] = group
         if part := part_of(self.config, context.ranks.rank):
@@ -154,5 +154,5 @@ class RunStart:
     @property
     def pins_in_vain(self) -> bool:
         """True if transfers are slow because host memory could not be page-locked."""
-        optimizer, asked = self.context.optimizer, self.config.offload.memory.pin
-        return optimizer.device.type == "cuda" and asked and not optimizer.pinned
+        optimizer, pin = self.context.optimizer, self.config.offload.memory.pin
+        return optimizer.device.type == "cuda" and pin and not optimizer.pinned

@@ -44,12 +44,12 @@ class Loggers:
         Args:
             run: the run folder; what its loggers wrote after `start_step` is dropped.
         """
-        self._kept_step = kept = start_step or -1  # step 0 is evaluated again
+        self._kept_step = kept_step = start_step or -1  # step 0 is evaluated again
         makers: dict[str, Callable[[], Logger]] = {
-            "csv": partial(Csv, run / "metrics.csv", kept),
-            "jsonl": partial(JsonLines, run / "metrics.jsonl", kept),
-            "tensorboard": partial(TensorBoard, run / "tensorboard", config, kept),
-            "wandb": partial(Wandb, run, config, kept),
+            "csv": partial(Csv, run / "metrics.csv", kept_step),
+            "jsonl": partial(JsonLines, run / "metrics.jsonl", kept_step),
+            "tensorboard": partial(TensorBoard, run / "tensorboard", config, kept_step),
+            "wandb": partial(Wandb, run, config, kept_step),
         }
         self._feeds = [_Feed(to, makers[to], self._report) for to in dict.fromkeys(config.log.to)]
 

@@ -110,7 +110,7 @@ def _differences(source: Path, foreign: Foreign, model: nn.Module, config: Confi
             f"{source} is at step {foreign.step}, and train.steps = {steps}: raise train.steps"
         )
     matrices = {name for name, param in model.named_parameters() if param.ndim >= 2}
-    told: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for group in foreign.groups:
         decoupled = group.values.get("decoupled_weight_decay", optim.name == "adamw")
         if bool(decoupled) != (optim.name == "adamw") and group.values.get("weight_decay"):
@@ -119,8 +119,8 @@ def _differences(source: Path, foreign: Foreign, model: nn.Module, config: Confi
                 f"{source} was trained with {there}'s weight decay: set optim.name = "
                 f'"{there.lower()}"'
             )
-        told |= dict.fromkeys(_other_values(group.values, group.names, matrices, config))
-    for line in told:
+        lines |= dict.fromkeys(_other_values(group.values, group.names, matrices, config))
+    for line in lines:
         yield f"{line}; the job's is used from here on"
     if not foreign.groups:
         yield "its hyperparameters were not saved; the job's are used"
@@ -130,17 +130,17 @@ def _other_values(
     values: Any, names: Sequence[str], matrices: set[str], config: Config
 ) -> Iterator[str]:
     optim = config.optim
-    for key, own in (("betas", list(optim.betas)), ("eps", optim.eps)):
-        if key in values and values[key] != own:
-            yield f"{key} = {values[key]} there and optim.{key} = {own} in the job"
+    for key, job_value in (("betas", list(optim.betas)), ("eps", optim.eps)):
+        if key in values and values[key] != job_value:
+            yield f"{key} = {values[key]} there and optim.{key} = {job_value} in the job"
     if "weight_decay" not in values:
         return
     there = values["weight_decay"]
     for name in names:
-        own = optim.weight_decay if optim.decay == "all" or name in matrices else 0.0
-        if there != own:
+        job_value = optim.weight_decay if optim.decay == "all" or name in matrices else 0.0
+        if there != job_value:
             what = "matrices" if name in matrices else "other parameters"
-            yield f"weight_decay = {there:g} of {what} there and {own:g} in the job"
+            yield f"weight_decay = {there:g} of {what} there and {job_value:g} in the job"
 
 
 def _load(context: TrainingContext, foreign: Foreign) -> None:
@@ -150,15 +150,15 @@ def _load(context: TrainingContext, foreign: Foreign) -> None:
         ForeignError: the reader has failed.
     """
     optimizer, module = context.optimizer, context.model.module
-    others, held = save.untrained(module, optimizer), optimizer.extents()
-    for one, tensors in foreign.tensors():
-        if one.trained:
-            optimizer.load_named_state(one.name, tensors)
-        elif one.name in held:
-            optimizer.load_named_state(one.name, {UNTRAINED: tensors["weight"]})
+    extra, extents = save.untrained(module, optimizer), optimizer.extents()
+    for wanted, tensors in foreign.tensors():
+        if wanted.trained:
+            optimizer.load_named_state(wanted.name, tensors)
+        elif wanted.name in extents:
+            optimizer.load_named_state(wanted.name, {UNTRAINED: tensors["weight"]})
         else:
             with torch.no_grad():
-                others[one.name].copy_(tensors["weight"])
+                extra[wanted.name].copy_(tensors["weight"])
     # Of fp16 the job's first loss scale: a source has its own, or none.
     optimizer.finish_load(step=foreign.step, scaler=optimizer.scaler_state())
     context.batches.skip(foreign.step * context.local.train.grad_accum_steps)

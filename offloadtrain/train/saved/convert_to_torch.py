@@ -45,9 +45,9 @@ def to_torch(saved: SavedRun, out: Path) -> list[str]:
         ConfigError: `out` exists, or the run was not trained with Adam.
         CheckpointError: the disk is full or failing; nothing is left of the file.
     """
-    with _whole(out) as beside:
-        tree = _write(saved, beside)
-        beside.chmod(0o600)
+    with _atomic_path(out) as temporary:
+        tree = _write(saved, temporary)
+        temporary.chmod(0o600)
     return list(_remarks(saved, tree))
 
 
@@ -60,29 +60,29 @@ def to_dcp(saved: SavedRun, out: Path) -> list[str]:
 
     Raises: as `to_torch`.
     """
-    with _whole(out) as beside:
-        flat = beside.with_name("state.pt")
+    with _atomic_path(out) as temporary:
+        flat = temporary.with_name("state.pt")
         tree = _write(saved, flat)
         values = torch.load(flat, mmap=True, weights_only=True)
         named = {"model": values["model"], "optim": _by_name(values["optimizer"])}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             state_dict_saver.save(
-                {**named, "step": values["step"]}, checkpoint_id=beside, no_dist=True
+                {**named, "step": values["step"]}, checkpoint_id=temporary, no_dist=True
             )
     return list(_remarks(saved, tree))
 
 
 @contextmanager
-def _whole(out: Path) -> Iterator[Path]:
-    """Give a path beside `out`; what is written there becomes `out`, whole or not at all."""
+def _atomic_path(out: Path) -> Iterator[Path]:
+    """Yield a temporary path in the folder of `out`; it is renamed to `out` once complete."""
     if out.exists():
         raise ConfigError(f"{out} exists already: name a new file, or remove it")
     try:
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as at:
-            beside = Path(at) / out.name
-            yield beside
-            os.rename(beside, out)
+            temporary = Path(at) / out.name
+            yield temporary
+            os.rename(temporary, out)
         sync_folder(out.absolute().parent)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
@@ -114,12 +114,12 @@ def _by_name(adam: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict with names where it has numbers."""
     groups = adam["param_groups"]
     names = [name for group in groups for name in group["param_names"]]
-    given = [{key: of[key] for key in of if key != "param_names"} for of in groups]
+    options = [{key: of[key] for key in of if key != "param_names"} for of in groups]
     return {
         "state": {names[number]: state for number, state in adam["state"].items()},
         "param_groups": [
             {**group, "params": list(of["param_names"])}
-            for group, of in zip(given, groups, strict=True)
+            for group, of in zip(options, groups, strict=True)
         ],
     }
 
@@ -127,8 +127,8 @@ def _by_name(adam: dict[str, Any]) -> dict[str, Any]:
 def _model(saved: SavedRun) -> nn.Module:
     if saved.job.hf is None:
         return empty_model(saved.job)
-    found: nn.Module = hf_job.empty_model(saved.hf_config(), saved.job.hf.lora)
-    return found
+    model: nn.Module = hf_job.empty_model(saved.hf_config(), saved.job.hf.lora)
+    return model
 
 
 def _laid_out(saved: SavedRun) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def _laid_out(saved: SavedRun) -> dict[str, Any]:
     weights: dict[str, Tensor] = {}
     first = {param: name for name, param in reversed(list(model.named_parameters()))}
     for name, value in model.state_dict(keep_vars=True).items():
-        own = first.get(value, name)  # tied weights are saved once
-        dtype = torch.float32 if own in trained else DTYPES[dtypes[own]]
-        if own not in made:
-            made[own] = torch.empty(value.shape, dtype=dtype, device="cpu")
-        weights[name] = made[own]
+        first_name = first.get(value, name)  # tied weights are saved once
+        dtype = torch.float32 if first_name in trained else DTYPES[dtypes[first_name]]
+        if first_name not in made:
+            made[first_name] = torch.empty(value.shape, dtype=dtype, device="cpu")
+        weights[name] = made[first_name]
     adam = _adam(saved, model, {param: name for param, name in first.items() if name in trained})
     return {"model": weights, "optimizer": adam, "step": saved.found.step}
 
@@ -163,16 +163,16 @@ def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str,
         eps=chosen.eps,
         weight_decay=chosen.weight_decay,
     )
-    found = optimizer.state_dict()
-    for group in found["param_groups"]:
+    state_dict = optimizer.state_dict()
+    for group in state_dict["param_groups"]:
         group["fused"] = True
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found["state"] = {
+    state_dict["state"] = {
         key: {"step": torch.tensor(float(saved.found.step))}
         | {kind: torch.empty(param.shape, device="cpu") for kind in update_rule(saved.job).moments}
         for key, param in enumerate(params)
     }
-    return found
+    return state_dict
 
 
 def _kind(saved: SavedRun) -> type[torch.optim.Adam]:
@@ -199,8 +199,8 @@ def _fill(saved: SavedRun, path: Path) -> None:
 
 def _expert_steps(saved: SavedRun) -> dict[str, list[int]]:
     """Parameter → steps of its experts, of those that were skipped where they were unused."""
-    found: dict[str, list[int]] = saved.found.state["optimizer"].get("expert_steps", {})
-    return found
+    steps: dict[str, list[int]] = saved.found.state["optimizer"].get("expert_steps", {})
+    return steps
 
 
 def _remarks(saved: SavedRun, tree: dict[str, Any]) -> Iterator[str]:

@@ -89,12 +89,12 @@ class Emergency:
                 f"The last checkpoint is {saved[0].name}" if saved else "There is no checkpoint yet"
             )
             return kind(f"{problem}\nNo emergency checkpoint: {refused}. {last}.")
-        told = f"the state after step {progress.step} was saved from host memory"
+        outcome = f"the state after step {progress.step} was saved from host memory"
         if self._config.offload.update == "delayed":
-            told += ', its newest weights only: update mode "delayed" begins anew'
-        self._log.warn("emergency-checkpoint", f"{problem}; {told}", progress.step)
+            outcome += ', its newest weights only: update mode "delayed" begins anew'
+        self._log.warn("emergency-checkpoint", f"{problem}; {outcome}", progress.step)
         return DeviceLostError(
-            f"{problem}\nNothing is lost: {told}, without the device. Resume with --resume "
+            f"{problem}\nNothing is lost: {outcome}, without the device. Resume with --resume "
             f"{self._saving.folder.parent}."
         )
 
@@ -111,19 +111,19 @@ class Emergency:
             )
         assert isinstance(self._optimizer, OffloadOptimizer)
         step = self._optimizer.salvage(failure)
-        behind = self._optimizer.tries > self._tries
-        if behind:  # decided, and not counted yet
+        uncounted = self._optimizer.tries > self._tries
+        if uncounted:  # decided, and not counted yet
             tokens, skipped = self._config.batch_tokens, step == progress.step
             progress.count(tokens=tokens, skipped=skipped, seconds=0.0)
             self._at = self._saving.here()
         if progress.step == 0:
             raise DeviceFailedError("no step is done yet")
-        self._bring_untrained(behind=behind)
+        self._bring_untrained(uncounted=uncounted)
         return self._at
 
     # ---- what is not trained: it may be on the device only
 
-    def _bring_untrained(self, *, behind: bool) -> None:
+    def _bring_untrained(self, *, uncounted: bool) -> None:
         """Replace tensors that are on the device by their values in the newest checkpoint.
 
         Raises:
@@ -133,7 +133,7 @@ class Emergency:
         lost = {name for name, tensor in untrained if on_device(tensor)}
         self._require_saved(lost)
         for name, version in buffers.items():
-            if name not in lost and not behind and version != self._buffers[name]:
+            if name not in lost and not uncounted and version != self._buffers[name]:
                 raise DeviceFailedError(f"the step that failed has changed the buffer '{name}'")
         for name, value in self._newest(lost) if lost else ():
             untrained.replace(name, value)
@@ -145,10 +145,10 @@ class Emergency:
             raise DeviceFailedError(f"'{name}' is on the device only and {why}")
 
     def _newest(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        found = checkpoint.newest_good(self._saving.folder, lambda path, why: None)
-        if found is None:
+        newest = checkpoint.newest_good(self._saving.folder, lambda path, why: None)
+        if newest is None:
             raise CheckpointError("frozen weights are in no valid checkpoint")
-        return saved_weights(found, update_rule(self._config), wanted=names.__contains__)
+        return saved_weights(newest, update_rule(self._config), wanted=names.__contains__)
 
     # ---- words
 
@@ -166,16 +166,16 @@ class Emergency:
 def device_failure(error: BaseException) -> BaseException | None:
     """Return the failure of the device that has caused an error, or that it is; None: the device is
     well."""
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        if isinstance(found, torch.OutOfMemoryError | torch.AcceleratorError):
-            return found
-        if type(found) is RuntimeError and any(text in str(found) for text in _SAYS):
-            return found
-        seen.add(id(found))
+    cause: BaseException | None = error
+    visited: set[int] = set()
+    while cause is not None and id(cause) not in visited:
+        if isinstance(cause, torch.OutOfMemoryError | torch.AcceleratorError):
+            return cause
+        if type(cause) is RuntimeError and any(text in str(cause) for text in _SAYS):
+            return cause
+        visited.add(id(cause))
         # What it was raised from, or while handling.
-        found = found.__cause__ or found.__context__
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
@@ -197,8 +197,8 @@ def _smaller(config: Config) -> Iterator[str]:
     if offload.activations.recompute_blocks is not None:
         yield "offload.recompute_blocks left out, for all layers"
     elif offload.activations.mode != "offload":
-        kept = offload.activations.mode == "keep"
-        yield f'offload.activation = "{"recompute" if kept else "offload"}"'
+        keeps = offload.activations.mode == "keep"
+        yield f'offload.activation = "{"recompute" if keeps else "offload"}"'
     if not train.chunked_loss:
         yield "train.chunked_loss = true"
     if offload.gradients.sums_tier != "host":

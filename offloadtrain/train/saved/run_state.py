@@ -95,11 +95,11 @@ class RunState:
         state, ranks = found.state, self._ranks
         self._batches.load_state_dict(state["data"])
         self._spikes.load_state_dict(state["spikes"])
-        own = ranks.rank // self._config.ranks.tensor
-        if own < len(state["rng"]):
-            rng.restore(state["rng"][own])
+        replica = ranks.rank // self._config.ranks.tensor
+        if replica < len(state["rng"]):
+            rng.restore(state["rng"][replica])
         else:  # a new rank: numbers that no other rank draws
-            rng.seed_all(self._config.train.seed + own + found.step * ranks.size)
+            rng.seed_all(self._config.train.seed + replica + found.step * ranks.size)
 
     def changes(self, found: Checkpoint) -> Iterator[tuple[str, str]]:
         """Yield (code, warning) for what has changed since the checkpoint.
@@ -112,8 +112,8 @@ class RunState:
                 f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
                 f"but this run uses {self._precision!r}"
             )
-        own = self._tokens.tokenizer_id
-        if own and found.state["tokenizer"] not in ("", own):
+        tokenizer_id = self._tokens.tokenizer_id
+        if tokenizer_id and found.state["tokenizer"] not in ("", tokenizer_id):
             raise ConfigError(
                 f"{found.path} was trained on tokens of another tokenizer than the data's, "
                 f"{self._tokens.tokenizer}: its tokens would mean something else"
@@ -134,34 +134,35 @@ class RunState:
             yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
 
 
-def _changes_since(found: Checkpoint, job: Config) -> list[str]:
+def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:
     """Return "key: old -> new" for every key of the job that changed.
 
     Raises:
         ConfigError: it is a job of another model.
     """
-    before, hf = found.state["hf_config"], job.hf
+    before, hf = checkpoint.state["hf_config"], job.hf
     if (before is None) != (hf is None):
         how = "without model.hf" if before is None else "from a model.hf"
-        raise ConfigError(f"{found.path} is of another model: it was trained {how}")
+        raise ConfigError(f"{checkpoint.path} is of another model: it was trained {how}")
     if hf is not None and identity_of(before) != hf.identity:
         raise ConfigError(
-            f"{found.path} is of another model: its config.json is not that of model.hf = {hf.hf!r}"
+            f"{checkpoint.path} is of another model: its config.json is not that of model.hf = "
+            f"{hf.hf!r}"
         )
-    changed = _differences(found.state["config"], as_tables(job))
+    changed = _differences(checkpoint.state["config"], as_tables(job))
     if structural := [line for line in changed if line.startswith(_STRUCTURAL)]:
-        raise ConfigError(f"{found.path} is of another model: {'; '.join(structural)}")
+        raise ConfigError(f"{checkpoint.path} is of another model: {'; '.join(structural)}")
     return changed
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Return "key: old -> new" for every leaf that differs; lists and tuples are alike."""
-    found: list[str] = []
+    changes: list[str] = []
     for key, value in now.items():
         before = saved.get(key)
         if isinstance(value, Mapping):
             nested = before if isinstance(before, Mapping) else {}
-            found += _differences(nested, value, f"{prefix}{key}.")
+            changes += _differences(nested, value, f"{prefix}{key}.")
         elif before != (list(value) if isinstance(value, tuple) else value):
-            found.append(f"{prefix}{key}: {before} -> {value}")
-    return found
+            changes.append(f"{prefix}{key}: {before} -> {value}")
+    return changes

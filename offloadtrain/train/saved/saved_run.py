@@ -89,33 +89,33 @@ def open_saved(path: Path) -> SavedRun:
         CheckpointError: none of its checkpoints is valid.
     """
     if (path / MANIFEST).is_file():
-        one = checkpoint.verify(path)
-        require_run_state(one)
-        return _of(one)
+        verified = checkpoint.verify(path)
+        require_run_state(verified)
+        return _of(verified)
     if not is_run(path):
         raise ConfigError(
             f"{path} is neither a run folder (it has no folder checkpoints) nor a checkpoint (it "
             f"has no {MANIFEST})"
         )
     damaged: list[str] = []
-    found = checkpoint.newest_good(
+    newest = checkpoint.newest_good(
         path / "checkpoints",
         lambda at, why: damaged.append(f"{at.name}: {why}"),
         accept=require_run_state,
     )
-    if found is None and not damaged:
+    if newest is None and not damaged:
         raise ConfigError(f"{path} has no checkpoint yet")
-    if found is None:
+    if newest is None:
         raise CheckpointError(f"{path} has no valid checkpoint. " + "; ".join(damaged))
     for line in damaged:
         _log.warning("%s is damaged and was passed over: %s", path, line)
-    return _of(found)
+    return _of(newest)
 
 
-def _of(found: checkpoint.Checkpoint) -> SavedRun:
-    state, origin = found.state, str(found.path)
+def _of(opened: checkpoint.Checkpoint) -> SavedRun:
+    state, origin = opened.state, str(opened.path)
     job = jobs.of_tables(state["config"], origin, state["hf_config"])
-    return SavedRun(found, job, state["tokenizer_name"])
+    return SavedRun(opened, job, state["tokenizer_name"])
 
 
 def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bool = False) -> str:
@@ -140,12 +140,12 @@ def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bo
         raise ConfigError("--merge: the model was trained without adapters (model.lora)")
     as_dtype = PRECISIONS[dtype or ("fp32" if adapters and not merge else "bf16")]
     model = _empty_model(saved)
-    with new_folder(folder) as beside:
+    with new_folder(folder) as temporary:
         if adapters and not merge:
-            write_adapters(model, beside, _masters(saved), as_dtype)
+            write_adapters(model, temporary, _masters(saved), as_dtype)
         else:
-            _write_whole(saved, model, beside, as_dtype)
-        _write_words(saved, beside)
+            _write_whole(saved, model, temporary, as_dtype)
+        _write_words(saved, temporary)
     return type(bare(model) if merge else model).__name__
 
 
@@ -158,9 +158,11 @@ def _write_whole(saved: SavedRun, model: Any, folder: Path, dtype: torch.dtype) 
         weights, bare_model = merged_weights(model, _masters(saved)), bare(model)
     prefix = BASE_PREFIX if bare_model is not model else ""
     params = {name for name, _ in model.named_parameters()}
-    kept = {} if saved.job.hf is None else dict(saved.weights(wanted=lambda n: n not in params))
+    saved_buffers = (
+        {} if saved.job.hf is None else dict(saved.weights(wanted=lambda n: n not in params))
+    )
     buffers = dict(bare_model.named_buffers())
-    buffers |= {name.removeprefix(prefix): buffer for name, buffer in kept.items()}
+    buffers |= {name.removeprefix(prefix): buffer for name, buffer in saved_buffers.items()}
     write_weights(bare_model, folder, weights, buffers, dtype, "5GB")
     write_configuration(bare_model, folder, dtype)
     if saved.job.hf is not None:

@@ -36,9 +36,9 @@ def require_run_state(found: Checkpoint) -> None:
         )
 
 
-def _is_of_step(found: Checkpoint) -> bool:
-    state = found.state
-    return bool(found.step == state["progress"]["step"] == state["optimizer"]["step"])
+def _is_of_step(checkpoint: Checkpoint) -> bool:
+    state = checkpoint.state
+    return bool(checkpoint.step == state["progress"]["step"] == state["optimizer"]["step"])
 
 
 def _is_count(value: Any) -> bool:

@@ -86,7 +86,7 @@ class Saving:
             unfinished=checkpoint.unfinished(folder),
             saves=saves,
             keep_last=config.keep_last,
-            kept=_kept(config, step),
+            kept=_num_permanent(config, step),
         )
         if problem:
             self._log.warn("disk-small", problem)
@@ -121,18 +121,18 @@ class Saving:
             raise self._no_rollback(spike, f"train.max_rollbacks = {most} rollbacks are used up")
         # One that was begun before the spike is the newest to go back to.
         self.finish(progress)
-        behind, at = self._batches.state_dict(), progress.step
+        data_state, at = self._batches.state_dict(), progress.step
         earlier = self._resume_newest()
         if earlier is None:
             raise self._no_rollback(spike, "there is no checkpoint to go back to")
-        self._batches.load_state_dict(behind)
+        self._batches.load_state_dict(data_state)
         progress.go_back(earlier)
         self.spikes.rollbacks.append((at + 1, progress.step))
         self._log.warn(
             "rolled-back",
             f"{spike}: back to step {progress.step}; the data goes on at sample "
-            f"{behind['sample']} of epoch {behind['epoch']}, behind the batches that led to it "
-            f"(rollback {len(self.spikes.rollbacks)} of {self._config.train.max_rollbacks})",
+            f"{data_state['sample']} of epoch {data_state['epoch']}, behind the batches that led "
+            f"to it (rollback {len(self.spikes.rollbacks)} of {self._config.train.max_rollbacks})",
             at + 1,
         )
 
@@ -140,19 +140,19 @@ class Saving:
         """Load the newest checkpoint whose tensors verify; None if there is none."""
         before: int | None = None
         while True:
-            found = checkpoint.newest_good(
+            newest = checkpoint.newest_good(
                 *(self.folder, self._warn_of_damage, self._ranks),
                 whole=False,
                 before=before,
                 accept=require_run_state,
             )
-            if found is None:
+            if newest is None:
                 return None
             try:
-                return self.resume(found)
+                return self.resume(newest)
             except DamagedCheckpointError as damage:
-                self._warn_of_damage(found.path, damage)
-                before = found.step
+                self._warn_of_damage(newest.path, damage)
+                before = newest.step
 
     def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
         """Of one that is skipped; it is set aside, for its step is trained and saved again."""
@@ -307,7 +307,7 @@ class Saving:
         return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
 
 
-def _kept(config: TrainConfig, step: int) -> int:
+def _num_permanent(config: TrainConfig, step: int) -> int:
     """Return the number of later checkpoints that `keep_every` keeps."""
     if not (config.keep_every and config.checkpoint_every):
         return 0

@@ -111,12 +111,12 @@ def words_of(trained: TrainedModel) -> Words:
         DataError, CausalLmError: it is not here.
     """
     if (saved := trained.saved) is not None:
-        own = tokenizers.tokenizer(saved.tokenizer)
+        tokenizer = tokenizers.tokenizer(saved.tokenizer)
         return Words(
-            lambda text: [*own.begin, *own.encode_batch([text])[0].tolist()],
-            own.decode,
-            own.end_of_document,
-            lambda: chat_template(own, saved.job.data.chat_template),
+            lambda text: [*tokenizer.begin, *tokenizer.encode_batch([text])[0].tolist()],
+            tokenizer.decode,
+            tokenizer.end_of_document,
+            lambda: chat_template(tokenizer, saved.job.data.chat_template),
         )
     other = causal_lm.tokenizer(trained.path)
     return Words(
@@ -200,15 +200,15 @@ def evaluate(
     width = seq_len * tokens.tokens.itemsize
     total, counted, done = 0.0, 0, 0
     while done < wanted:
-        found = batches.next()
-        part = Batch(*(None if x is None else x[: wanted - done] for x in found))  # type: ignore[arg-type]
+        full_batch = batches.next()
+        part = Batch(*(None if x is None else x[: wanted - done] for x in full_batch))  # type: ignore[arg-type]
         total += loss_of(model, to_device(part, trained.device), 1.0).item()
         counted += int((part.targets_BT != IGNORED).sum())
         done += len(part.tokens_BT)
         if progress is not None:
             progress(done * width, wanted * width)
-    whole = wanted == batches.windows and trained.packing == "stream"
-    left_out = len(tokens) - 1 - wanted * seq_len if whole else 0
+    complete = wanted == batches.windows and trained.packing == "stream"
+    left_out = len(tokens) - 1 - wanted * seq_len if complete else 0
     return Evaluation(total / max(1, counted), counted, left_out)
 
 

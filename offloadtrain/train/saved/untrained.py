@@ -39,8 +39,8 @@ class Untrained:
 
     def versions_of_buffers(self) -> Versions:
         """Only of what a forward may change."""
-        found = ((name, *self._tables[name]) for name in self._buffers)
-        return {name: _version(table[leaf]) for name, table, leaf in found}
+        buffers = ((name, *self._tables[name]) for name in self._buffers)
+        return {name: _version(table[leaf]) for name, table, leaf in buffers}
 
     def replace(self, name: str, value: Tensor) -> None:
         """Make the model hold these values, on the host."""

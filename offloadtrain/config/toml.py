@@ -234,8 +234,8 @@ def converted(kind: Any, value: Any) -> Any:
         # first.
         special: dict[type, Any] = {dict: Mapping, str: Literal}
         of_value = special.get(type(value))
-        own = [option for option in get_args(kind) if get_origin(option) is of_value is not None]
-        kind = (own or get_args(kind))[0]
+        fits = [option for option in get_args(kind) if get_origin(option) is of_value is not None]
+        kind = (fits or get_args(kind))[0]
     if get_origin(kind) is Literal:
         return _one_of(get_args(kind), value)
     if get_origin(kind) is tuple:

@@ -27,7 +27,7 @@ from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, HUNG, STOPPE
 from offloadtrain.runtime.heartbeat import CPU_MOVES_S
 from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
 from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, NO_PROGRESS, REPORT_S, judge
-from offloadtrain.train.second_stop import REPEAT_S
+from offloadtrain.train.signals import REPEAT_S
 
 GRACE_S = 10.0
 """Time for the other ranks to end, after one has failed."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
-from offloadtrain.model.generate import uncompiled
-from offloadtrain.model.language_model import Sampling
+from offloadtrain.model.language_model import Sampling, uncompiled
 from offloadtrain.model.loss import cross_entropy
 
 

@@ -2,7 +2,7 @@
 
 The forward of most of them ends in two lines: `logits = self.lm_head(hidden_states)`, and
 `self.loss_function(logits=logits, labels=labels, …)`. While a forward with labels runs, the head
-computes the loss itself, in parts ([Note: Parts of the vocabulary] in `model/chunked_loss.py`), and
+computes the loss itself, in parts ([Note: Parts of the vocabulary] in `model/loss.py`), and
 the loss function returns that. The source of the model's forward says whether it ends so; one that
 does more with its logits is refused, by name.
 """
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.config.data_options import IGNORED
+from offloadtrain.config.sections import IGNORED
 from offloadtrain.engine import ModelError
-from offloadtrain.model.chunked_loss import linear_cross_entropy
+from offloadtrain.model.loss import linear_cross_entropy
 
 _KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "vocab_size"}
 """Keywords of transformers' loss for causal language models that change its value."""

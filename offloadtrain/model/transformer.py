@@ -16,12 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.model.chunked_loss import linear_cross_entropy
 from offloadtrain.model.experts import Experts, MixtureOfExperts
-from offloadtrain.model.layers import Embedding, Linear, activated
-from offloadtrain.model.loss import cross_entropy
-from offloadtrain.model.own_draws import own_draws
-from offloadtrain.model.rotary import RotaryTables, rotate
+from offloadtrain.model.layers import Embedding, Linear, RotaryTables, activated, own_draws, rotate
+from offloadtrain.model.loss import cross_entropy, linear_cross_entropy
 
 Rotary = tuple[Tensor, Tensor]  # cos_TP, sin_TP, or cos_B1TP, sin_B1TP; fp32
 

@@ -25,7 +25,7 @@ _BOTH_ENDS = 3
 
 
 class AlikePieces:
-    """A `model.piece_sizes.Few`."""
+    """A `model.loss.Few`."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter

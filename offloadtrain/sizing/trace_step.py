@@ -37,7 +37,7 @@ from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
-from offloadtrain.model.piece_sizes import cpu_stands_for, few_stand_for_all
+from offloadtrain.model.loss import cpu_stands_for, few_stand_for_all
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.runtime.arena import Ledger, MetaArena

@@ -15,7 +15,7 @@ from offloadtrain.train import run_folder
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.saved.saved_state import require_run_state
+from offloadtrain.train.saved_state import require_run_state
 
 Say = Callable[[str], None]
 

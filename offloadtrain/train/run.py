@@ -2,32 +2,131 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 from offloadtrain.boundary.output import tell
 from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import explain
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.job import Config
+from offloadtrain.events import oom_kills, set_up_file
 from offloadtrain.events.control import Requests
+from offloadtrain.events.set_up_file import SetUpNow
+from offloadtrain.hardware import cgroup
+from offloadtrain.hardware.host_memory import least_room
 from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.runtime.arena import Ledger, is_out_of_memory
+from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.distributed_run import DistributedRun
-from offloadtrain.train.guards import Guards
 from offloadtrain.train.log import run_summary
-from offloadtrain.train.log.console import Console
-from offloadtrain.train.log.progress_bar import ProgressBar
+from offloadtrain.train.log.console import Console, ProgressBar
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.log.shown_set_up import ShownSetUp
-from offloadtrain.train.memory_errors import NamedMemoryErrors
 from offloadtrain.train.resume import Opened, open_run
-from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.run_folder import RunFolder, start_ticks
+from offloadtrain.train.signals import Guards
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import trainer_of
+
+
+class NamedMemoryErrors:
+    """Turns a refusal of Python, of torch or of the kernel into a HostMemoryError, which names the
+    tightest limit and the largest owners.
+
+    Attributes:
+        ledger: of the engine; empty until it is made.
+    """
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+
+    def __enter__(self) -> NamedMemoryErrors:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and is_out_of_memory(error):
+            reason = str(error).strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
+            raise HostMemoryError(
+                f"the host gives no more memory ({reason}): {least_room()}. Held by the engine: "
+                f"{self.ledger.summary()}. Set a smaller train.micro_batch, "
+                'offload.activation = "recompute" or a narrower offload.state'
+            ) from error
+
+
+EVERY_S = 0.5
+
+
+class ShownSetUp:
+    """Writes what a heartbeat says into the folder, from a thread, until the context is left."""
+
+    def __init__(
+        self, folder: Path, warn: Callable[[str], None], heartbeat: Heartbeat = HEARTBEAT
+    ) -> None:
+        """`warn`: called once if the file cannot be written; the set-up goes on unseen."""
+        self._folder, self._warn, self._heartbeat = folder, warn, heartbeat
+        self._over = threading.Event()
+        self._since_s = time.time()
+        self._kills = oom_kills.count(cgroup.oom_counters())
+        self._thread = threading.Thread(target=self._run, name="shown-set-up", daemon=True)
+
+    def __enter__(self) -> ShownSetUp:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Remove the file: the log has begun, or the start is refused. Idempotent."""
+        self._over.set()
+        self._thread.join()
+        set_up_file.remove(self._folder)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                set_up_file.write(self._folder, self._now())
+            except OSError as error:
+                self._warn(f"the set-up's progress cannot be written: {error}")
+                return
+            if self._over.wait(EVERY_S):
+                return
+
+    def _now(self) -> SetUpNow:
+        part = self._heartbeat.part
+        return SetUpNow(
+            pid=os.getpid(),
+            pid_start_ticks=start_ticks(),
+            host=socket.gethostname(),
+            since_s=self._since_s,
+            time_s=time.time(),
+            phase=self._heartbeat.phase,
+            part=part.what if part else "",
+            done_bytes=part.done_bytes if part else 0,
+            total_bytes=part.total_bytes if part else 0,
+            oom_kills=self._kills,
+        )
+
 
 MOST_TOLD = 20
 """Warnings of damaged checkpoints at one start."""

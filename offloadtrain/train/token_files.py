@@ -7,12 +7,11 @@ from pathlib import Path
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.data.masking import Masking
+from offloadtrain.data.batches import Masking
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.source import HUB, PYTHON_STDLIB
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import DataError, Progress, TokenFile
-from offloadtrain.data.verified import verify
+from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
 from offloadtrain.runtime.process_group import Ranks
 
 _log = logging.getLogger(__name__)

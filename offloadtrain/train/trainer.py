@@ -27,8 +27,7 @@ import torch
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
-from offloadtrain.data.batches import Batches
-from offloadtrain.data.prefetch import Prefetch
+from offloadtrain.data.batches import Batches, Prefetch
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.events.control import Request, Requests
@@ -38,6 +37,7 @@ from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.emergency import Emergency
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.losses import (
     LateLoss,
@@ -49,8 +49,7 @@ from offloadtrain.train.losses import (
 )
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.saved.emergency import Emergency
-from offloadtrain.train.saved.saving import ADVICE, Saving, TrainingError
+from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.token_files import masking_of
 

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config import job as jobs
-from offloadtrain.config.data_options import Packing
 from offloadtrain.config.job import (
     OFFLOAD,
     Config,
@@ -31,6 +30,7 @@ from offloadtrain.config.job import (
 )
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.config.offload import OPTIONS, STATE_PRECISIONS, OffloadConfig
+from offloadtrain.config.sections import Packing
 from offloadtrain.config.toml import converted
 from tests import levels
 

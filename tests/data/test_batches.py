@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.data.batches import Batches
-from offloadtrain.data.token_writer import write_tokens
-from offloadtrain.data.tokens import DataError, TokenFile
+from offloadtrain.data.tokens import DataError, TokenFile, write_tokens
 from tests import levels
 
 

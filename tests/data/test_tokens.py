@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.data.token_writer import TokenWriter, write_tokens
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter, write_tokens
 from tests import levels
 
 Damage = Callable[[bytes], bytes]

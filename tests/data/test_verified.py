@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from offloadtrain.data import tokens as token_files
-from offloadtrain.data.token_writer import write_tokens
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
-from offloadtrain.data.verified import verify
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, verify, write_tokens
 
 
 @pytest.fixture

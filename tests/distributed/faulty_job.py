@@ -22,7 +22,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import token_files
-from offloadtrain.train.checkpoint.writer import TensorWriter
+from offloadtrain.train.checkpoint.save import TensorWriter
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import UnflushedTrainer
 

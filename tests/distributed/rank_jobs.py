@@ -24,7 +24,7 @@ from offloadtrain.train.checkpoint.save import save
 from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.resume import open_run
-from offloadtrain.train.saved.saved_run import language_model, open_saved
+from offloadtrain.train.saved_run import language_model, open_saved
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.unflushed_trainer import trainer_of
 from tests.train.small_job import JOB, AnyEvent, write_text

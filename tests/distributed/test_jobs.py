@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from offloadtrain.events import alerts
-from offloadtrain.model.own_draws import own_draws
+from offloadtrain.model.layers import own_draws
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import PartError, Range, is_distributed, share_of
@@ -22,7 +22,7 @@ from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.losses import loss_of
 from offloadtrain.train.pipelined import PipelinedModel
 from offloadtrain.train.progress import StepStats
-from offloadtrain.train.saved.saved_run import open_saved
+from offloadtrain.train.saved_run import open_saved
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run

@@ -21,7 +21,7 @@ from offloadtrain.events import schema
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import trainer as trainers
 from offloadtrain.train import unflushed_trainer
-from offloadtrain.train.saved.saving import TrainingError
+from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Outcome, Trainer
 from tests.distributed.conftest import Run

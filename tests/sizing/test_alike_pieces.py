@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.model import chunked_loss
-from offloadtrain.model import loss as whole_loss
-from offloadtrain.model.piece_sizes import few_stand_for_all, made_of_each
+from offloadtrain.model import loss as loss_module
+from offloadtrain.model.loss import few_stand_for_all, made_of_each
 from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.sizing import trace_step as tracing
 from offloadtrain.sizing.alike_pieces import AlikePieces
@@ -37,8 +36,8 @@ class Head(nn.Module):
         targets = torch.zeros(len(x), dtype=torch.long)
         hidden = self.layers(x)
         if self.in_parts:
-            return chunked_loss.linear_cross_entropy(hidden, self.head.weight, targets)
-        return whole_loss.cross_entropy(self.head(hidden), targets)
+            return loss_module.linear_cross_entropy(hidden, self.head.weight, targets)
+        return loss_module.cross_entropy(self.head(hidden), targets)
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4, 9, 10])
@@ -48,11 +47,11 @@ def test_a_few_pieces_stand_for_all(
 ) -> None:
     """10 pieces, or parts of 64 classes, are all of one size; of the others the last is smaller."""
     rows, classes = -(-ROWS // pieces), -(-CLASSES // pieces)
-    monkeypatch.setattr(whole_loss, "_ROWS_BYTES_CPU", 4 * CLASSES * rows)
-    monkeypatch.setattr(chunked_loss, "classes_of_part", lambda tokens, on_cpu: classes)
+    monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", 4 * CLASSES * rows)
+    monkeypatch.setattr(loss_module, "classes_of_part", lambda tokens, on_cpu: classes)
     ran: list[Any] = []
     name = "parts" if in_parts else "_row_ranges"
-    module: Any = chunked_loss if in_parts else whole_loss
+    module: Any = loss_module
     cut = getattr(module, name)
 
     def traced() -> TracedStep:
@@ -84,8 +83,8 @@ def test_pieces_that_are_left_out_do_not_run(monkeypatch: pytest.MonkeyPatch) ->
         asked.append(len(given[0]))
         return kept(*given, **options)
 
-    monkeypatch.setattr(whole_loss, "F", SimpleNamespace(cross_entropy=noted))
-    monkeypatch.setattr(whole_loss, "_ROWS_BYTES_CPU", 4 * CLASSES * 11)
+    monkeypatch.setattr(loss_module, "F", SimpleNamespace(cross_entropy=noted))
+    monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", 4 * CLASSES * 11)
     tracing.trace_step(
         Head(in_parts=False),
         lambda model: model(torch.empty(ROWS, WIDTH)),

@@ -27,8 +27,7 @@ from offloadtrain.train.checkpoint.manifest import (
     digest_of,
 )
 from offloadtrain.train.checkpoint.restore import restore
-from offloadtrain.train.checkpoint.save import save
-from offloadtrain.train.checkpoint.writer import Part, TensorWriter
+from offloadtrain.train.checkpoint.save import Part, TensorWriter, save
 from tests.train.toy_state import ToyModel, ToyState, filled, same
 
 

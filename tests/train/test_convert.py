@@ -27,7 +27,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint.saved_weights import saved_state
 from offloadtrain.train.losses import loss_of
 from offloadtrain.train.saved import convert_to_torch
-from offloadtrain.train.saved.saved_run import open_saved
+from offloadtrain.train.saved_run import open_saved
 from offloadtrain.train.token_files import open_tokens
 from offloadtrain.train.update_rules import decay_groups, update_rule
 from tests.integrations.foreign_sources import save_dcp, save_torch, save_zero, state_of

@@ -22,11 +22,11 @@ from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.integrations import export
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
 from offloadtrain.model.experts import MixtureOfExperts
-from offloadtrain.model.rotary import RotaryTables
+from offloadtrain.model.layers import RotaryTables
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint import save, saved_weights
 from offloadtrain.train.saved import convert_to_torch
-from offloadtrain.train.saved.saved_run import open_saved
+from offloadtrain.train.saved_run import open_saved
 from tests.train.small_job import run, small_job
 
 SMALL = ModelShape(vocab_size=97, num_layers=2, d_model=32, num_heads=4, max_seq_len=24)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from offloadtrain.config.data_options import IGNORED
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
+from offloadtrain.config.sections import IGNORED
 from offloadtrain.data.batches import Batches
 from offloadtrain.events import schema
 from offloadtrain.hardware.machine import find
@@ -31,9 +31,9 @@ from offloadtrain.plan.plan import make
 from offloadtrain.train.build import described
 from offloadtrain.train.dry_run import laid_out
 from offloadtrain.train.job_trace import needed_trace
-from offloadtrain.train.saved.saved_run import open_saved
-from offloadtrain.train.saved.trained_model import evaluate, open_model
+from offloadtrain.train.saved_run import open_saved
 from offloadtrain.train.token_files import open_tokens
+from offloadtrain.train.trained_model import evaluate, open_model
 from offloadtrain.train.update_rules import decay_groups, update_rule
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text

@@ -14,9 +14,9 @@ import torch
 from offloadtrain.config.job import ConfigError
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaler
+from offloadtrain.train import saved_state
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
-from offloadtrain.train.saved import rng
 from offloadtrain.train.trainer import Trainer
 from tests.numerics.test_compiled_blocks import generates
 from tests.train.conftest import StopAfter
@@ -166,10 +166,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(
 
 
 def test_all_random_states_come_back() -> None:
-    rng.seed_all(5)
-    before = rng.capture()
+    saved_state.seed_all(5)
+    before = saved_state.random_states().as_json
     drawn = [(random.random(), np.random.randn(), torch.rand(3).tolist()) for _ in range(2)]
-    rng.restore(before)
+    saved_state.restore_random_states(before)
     assert drawn == [(random.random(), np.random.randn(), torch.rand(3).tolist()) for _ in range(2)]
 
 

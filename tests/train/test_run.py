@@ -24,7 +24,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.log.console import Console
-from offloadtrain.train.saved.saving import TrainingError
+from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.trainer import MAX_SKIPS
 from tests import levels
 from tests.train.conftest import StopAfter

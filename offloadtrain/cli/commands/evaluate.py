@@ -45,8 +45,8 @@ def evaluate(
         Print one JSON object.
     """
     from offloadtrain.runtime.device import resolve_device
-    from offloadtrain.train.log.progress_bar import ProgressBar
-    from offloadtrain.train.saved import trained_model
+    from offloadtrain.train import trained_model
+    from offloadtrain.train.log.console import ProgressBar
 
     trained = trained_model.open_model(source, resolve_device(device))
     with ProgressBar("evaluating") as bar:

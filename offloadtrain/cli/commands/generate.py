@@ -51,7 +51,7 @@ def generate(
     """
     from offloadtrain.model.language_model import Sampling
     from offloadtrain.runtime.device import resolve_device
-    from offloadtrain.train.saved.trained_model import answered, continued, open_model
+    from offloadtrain.train.trained_model import answered, continued, open_model
 
     trained = open_model(source, resolve_device(device))
     chosen = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from offloadtrain.config.units import format_count
-from offloadtrain.train.log.progress_bar import ProgressBar
+from offloadtrain.train.log.console import ProgressBar
 
 
 def prepare(

@@ -16,7 +16,7 @@ from offloadtrain.config.offload import (
     OffloadConfig,
     UpdateMode,
 )
-from offloadtrain.config.optim_options import contradictions
+from offloadtrain.config.sections import optim_contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan import state_share
 from offloadtrain.plan.automatic import with_state_on, with_sums_of
@@ -388,7 +388,7 @@ def _changed(
     changed = _consistent(job, keys)
     if changed.train.grad_accum_steps == 1 and keys.keys() & SUMS:
         return None  # nothing is summed
-    of_rule = contradictions(changed.optim, changed.offload)
+    of_rule = optim_contradictions(changed.optim, changed.offload)
     if any(map(any, (changed.offload.problems(), of_rule, problems_of_ranks(changed)))):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Console output: one live line, or a plain line every few seconds.
+"""Console output: one live line, or a plain line every few seconds; a bar for long preparations.
 
 Everything goes to stderr: stdout is for data.
 """
@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TextIO
@@ -19,8 +19,6 @@ from typing import TextIO
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.config.units import format_bytes, format_clock, format_duration, format_rate
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-
-_RAMP = "▁▂▃▄▅▆▇█"
 
 SILENCE_S = 8.0
 """Silence after which the current activity is printed."""
@@ -185,50 +183,47 @@ class Console:
                 self._stream.flush()
 
 
-def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:
-    """Return losses by step as a text plot with labelled axes.
-
-    Args:
-        points: (step, loss), steps ascending; non-finite losses are omitted.
-        width, height: of the plot, in characters, without its labels.
-    """
-    finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
-    if not finite:
-        return "no losses to plot"
-    columns = _columns(finite, width)
-    known = [value for value in columns if value is not None]
-    low, high = min(known), max(known)
-    rows = [_row(columns, low, high, row, height) for row in reversed(range(height))]
-    labels = [_label(high), *[""] * (height - 2), _label(low)] if height > 1 else [_label(high)]
-    body = [f"{label:>8} │{row}" for label, row in zip(labels, rows, strict=True)]
-    first, last = str(finite[0][0]), str(finite[-1][0])
-    last = "" if first == last else last.rjust(max(len(columns) - len(first), len(last) + 1))
-    axis = f"{'':>8} └{'─' * len(columns)}"
-    return "\n".join(line.rstrip() for line in (*body, axis, f"{'':>10}{first}{last}"))
+_BAR_CELLS = 30
+_TERMINAL_INTERVAL_S, _PLAIN_INTERVAL_S = 0.1, 5.0
 
 
-def _label(loss: float) -> str:
-    return f"{loss:.3f}" if abs(loss) < 1e4 else f"{loss:.2e}"
+class ProgressBar:
+    """A bar on stderr if it is a terminal, otherwise a plain line now and then."""
 
+    def __init__(self, label: str, on_shown: Callable[[], None] | None = None) -> None:
+        """`on_shown`: called after each print."""
+        self._label, self._on_shown = label, on_shown
+        self._stream = unfiltered(sys.stderr)
+        self._terminal = self._stream.isatty()
+        self._shown_at = time.monotonic()
+        self._shown = False
 
-def _columns(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
-    """The mean loss of each column's steps; a column between two points takes the earlier one's."""
-    first, last = points[0][0], points[-1][0]
-    count = min(width, max(last - first + 1, 1))
-    sums: list[list[float]] = [[] for _ in range(count)]
-    for step, loss in points:
-        sums[min((step - first) * count // max(last - first + 1, 1), count - 1)].append(loss)
-    columns: list[float | None] = []
-    for values in sums:
-        columns.append(sum(values) / len(values) if values else (columns[-1] if columns else None))
-    return columns
+    def show(self, done_bytes: int, total_bytes: int) -> None:
+        HEARTBEAT.advance(self._label, done_bytes, total_bytes)
+        interval = _TERMINAL_INTERVAL_S if self._terminal else _PLAIN_INTERVAL_S
+        now = time.monotonic()
+        if now - self._shown_at < interval:
+            return
+        self._shown_at, self._shown = now, True
+        share = done_bytes / total_bytes if total_bytes else 1.0
+        cells = int(share * _BAR_CELLS)
+        bar = "█" * cells + "░" * (_BAR_CELLS - cells)
+        sizes = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
+        text = sanitize(f"{self._label} {bar} {share:4.0%}  {sizes}")
+        with suppress(OSError, ValueError):  # the pipe's reader has left
+            print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=self._stream)
+            print(end="" if self._terminal else "\n", file=self._stream, flush=True)
+        if self._on_shown is not None:
+            self._on_shown()
 
+    def __enter__(self) -> ProgressBar:
+        return self
 
-def _row(columns: Sequence[float | None], low: float, high: float, row: int, height: int) -> str:
-    span = (high - low) or 1.0
-    cells = []
-    for value in columns:
-        eighths = 0 if value is None else 1 + round((value - low) / span * (8 * height - 1))
-        filled = eighths - 8 * row
-        cells.append(" " if filled <= 0 else _RAMP[min(filled, 8) - 1])
-    return "".join(cells)
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the line of the bar."""
+        if self._terminal and self._shown:
+            with suppress(OSError, ValueError):
+                print("\r\x1b[K", end="", file=self._stream, flush=True)

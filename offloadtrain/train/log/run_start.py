@@ -16,10 +16,12 @@ from offloadtrain.events import schema
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import SystemInfo
 from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.plan.plan import PROCESS, Plan
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.train.build import TrainingContext
-from offloadtrain.train.log.records import plan_facts
 from offloadtrain.train.log.run_memory import gpu_uuid
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.update_rules import update_rule
@@ -156,3 +158,27 @@ class RunStart:
         """True if transfers are slow because host memory could not be page-locked."""
         optimizer, pin = self.context.optimizer, self.config.offload.memory.pin
         return optimizer.device.type == "cuda" and pin and not optimizer.pinned
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """Return what `RunStarted.plan` holds of a plan: bytes by tier and owner, and times."""
+    host = {owner: size for owner, size in plan.host.items() if owner != PROCESS}
+    return {
+        "machine": plan.name,
+        "memory": {"device": plan.engine_device, "host": host},
+        "process_bytes": plan.process_bytes,
+        "activations": plan.activations.owners(),
+        "step": asdict(plan.prediction),
+        "adam_bytes_per_step": sum(_update_bytes(placed.spec) for placed in plan.held),
+    }
+
+
+def _update_bytes(spec: StepSpec) -> int:
+    """Count the bytes that updates move through one rank's host memory in a step."""
+
+    def of_one(bucket: BucketSpec) -> float:
+        gradient = 4 if spec.holds_sum(bucket) else bucket.weight_bytes
+        moved = bucket.format.traffic_per_param(bucket.moments, bucket.weight_bytes, gradient)
+        return moved * bucket.params
+
+    return round(sum(map(of_one, spec.buckets)) / spec.ranks)

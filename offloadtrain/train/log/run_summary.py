@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_duration
 from offloadtrain.events import log_lines, schema
-from offloadtrain.train.log.console import loss_curve
+
+_RAMP = "▁▂▃▄▅▆▇█"
 
 
 def words(
@@ -90,3 +93,52 @@ def next_commands(run: Path, config: Config, *, stopped: bool, nproc: int = 1) -
     ]
     commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
     return f"run folder: {run}\nnext:\n{commands}"
+
+
+def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:
+    """Return losses by step as a text plot with labelled axes.
+
+    Args:
+        points: (step, loss), steps ascending; non-finite losses are omitted.
+        width, height: of the plot, in characters, without its labels.
+    """
+    finite = [(step, loss) for step, loss in points if math.isfinite(loss)]
+    if not finite:
+        return "no losses to plot"
+    columns = _columns(finite, width)
+    known = [value for value in columns if value is not None]
+    low, high = min(known), max(known)
+    rows = [_row(columns, low, high, row, height) for row in reversed(range(height))]
+    labels = [_label(high), *[""] * (height - 2), _label(low)] if height > 1 else [_label(high)]
+    body = [f"{label:>8} │{row}" for label, row in zip(labels, rows, strict=True)]
+    first, last = str(finite[0][0]), str(finite[-1][0])
+    last = "" if first == last else last.rjust(max(len(columns) - len(first), len(last) + 1))
+    axis = f"{'':>8} └{'─' * len(columns)}"
+    return "\n".join(line.rstrip() for line in (*body, axis, f"{'':>10}{first}{last}"))
+
+
+def _label(loss: float) -> str:
+    return f"{loss:.3f}" if abs(loss) < 1e4 else f"{loss:.2e}"
+
+
+def _columns(points: Sequence[tuple[int, float]], width: int) -> list[float | None]:
+    """The mean loss of each column's steps; a column between two points takes the earlier one's."""
+    first, last = points[0][0], points[-1][0]
+    count = min(width, max(last - first + 1, 1))
+    sums: list[list[float]] = [[] for _ in range(count)]
+    for step, loss in points:
+        sums[min((step - first) * count // max(last - first + 1, 1), count - 1)].append(loss)
+    columns: list[float | None] = []
+    for values in sums:
+        columns.append(sum(values) / len(values) if values else (columns[-1] if columns else None))
+    return columns
+
+
+def _row(columns: Sequence[float | None], low: float, high: float, row: int, height: int) -> str:
+    span = (high - low) or 1.0
+    cells = []
+    for value in columns:
+        eighths = 0 if value is None else 1 + round((value - low) / span * (8 * height - 1))
+        filled = eighths - 8 * row
+        cells.append(" " if filled <= 0 else _RAMP[min(filled, 8) - 1])
+    return "".join(cells)

@@ -1,5 +1,5 @@
-"""What of a run is saved, and what is made of it again: saving, resuming, exports, samples.
+"""Runs made of checkpoints of other trainers, and the other way round.
 
-The files themselves are the matter of `checkpoint/`. Start at `saving.py`; a trained model:
-`trained_model.py`.
+`convert.py` makes a run folder from a foreign checkpoint; `convert_to_torch.py` writes a checkpoint
+for torch. The files of our own checkpoints are in `checkpoint/`. Start at `convert.py`.
 """

@@ -21,10 +21,10 @@ from offloadtrain.train.build import TrainingContext, assemble, described, empty
 from offloadtrain.train.checkpoint import save
 from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.memory_errors import NamedMemoryErrors
 from offloadtrain.train.progress import Progress
+from offloadtrain.train.run import NamedMemoryErrors
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.saved.saving import Saving
+from offloadtrain.train.saving import Saving
 
 ADAMS = ("adamw", "adam")
 """The rules whose state torch and DeepSpeed keep as we do."""

@@ -29,7 +29,7 @@ from offloadtrain.train.checkpoint.layout import DTYPES
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_state
 from offloadtrain.train.saved.convert import ADAMS
-from offloadtrain.train.saved.saved_run import SavedRun
+from offloadtrain.train.saved_run import SavedRun
 from offloadtrain.train.update_rules import decay_groups, update_rule
 
 MASTER = "master"

@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from offloadtrain.config.job import Config
 from offloadtrain.integrations.foreign.reader import open_foreign
+from offloadtrain.train import saved_run
 from offloadtrain.train.build import described, empty_model
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.log.console import Console
-from offloadtrain.train.saved import convert, saved_run
+from offloadtrain.train.saved import convert
 from offloadtrain.train.saved.convert_to_torch import to_dcp, to_torch
 from tests.train.small_job import run, small_job
 from tests.train.storage.exports import CalledOf

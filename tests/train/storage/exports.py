@@ -17,8 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from offloadtrain.train import saved_run
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.saved import saved_run
 from tests.train.small_job import run, small_job
 from tests.train.storage.saves import Case, in_fork, refuse_damage
 

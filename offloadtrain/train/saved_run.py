@@ -35,7 +35,7 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
-from offloadtrain.train.saved.saved_state import require_run_state
+from offloadtrain.train.saved_state import require_run_state
 from offloadtrain.train.update_rules import update_rule
 
 BASE_PREFIX = "base_model.model."

@@ -26,8 +26,7 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.progress import Progress
-from offloadtrain.train.saved.run_state import Position
-from offloadtrain.train.saved.saving import Saving
+from offloadtrain.train.saving import Position, Saving
 from offloadtrain.train.update_rules import update_rule
 
 _NAMED = 4

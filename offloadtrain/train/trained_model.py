@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain.config.data_options import IGNORED, Packing
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data import tokenizer as tokenizers
 from offloadtrain.data.batches import Batch, Batches
 from offloadtrain.data.chat import ChatError, ChatTemplate, chat_template
-from offloadtrain.data.tokens import Progress, TokenFile
-from offloadtrain.data.verified import verify
+from offloadtrain.data.tokens import Progress, TokenFile, verify
 from offloadtrain.integrations import causal_lm
 from offloadtrain.model.language_model import LanguageModel, Sampling
 from offloadtrain.train.losses import loss_of, to_device
-from offloadtrain.train.saved.saved_run import SavedRun, is_run, language_model, open_saved
+from offloadtrain.train.saved_run import SavedRun, is_run, language_model, open_saved
 from offloadtrain.train.token_files import masking_of
 
 SEQ_LEN_MOST = 1024

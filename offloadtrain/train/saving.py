@@ -1,15 +1,30 @@
-"""The checkpoints of a run, as the trainer sees them: room for them, saving, resuming."""
+"""The checkpoints of a run, as the trainer sees them: room for them, saving, resuming.
+
+`Saving` writes and restores checkpoints, `RunState` collects what they hold besides tensors
+(checked by `saved_state.py`), and `Untrained` tracks frozen parameters and buffers.
+"""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.config.job import Config, TrainConfig
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.hf_model import identity_of, read_config
+from offloadtrain.config.job import Config, TrainConfig, as_tables
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.toml import field_kinds
+from offloadtrain.engine.experts import merged_steps
 from offloadtrain.train.build import TrainingContext
-from offloadtrain.train.checkpoint import checkpoint, disk_space, save
+from offloadtrain.train.checkpoint import checkpoint, save
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpointError,
@@ -17,12 +32,16 @@ from offloadtrain.train.checkpoint.manifest import (
 )
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.log.run_log import RunLog
+from offloadtrain.train.losses import Spikes
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.saved.run_state import Position, RunState
-from offloadtrain.train.saved.saved_state import require_run_state
-from offloadtrain.train.saved.untrained import Untrained, Versions
-from offloadtrain.train.spikes import Spikes
+from offloadtrain.train.saved_state import (
+    RandomStates,
+    random_states,
+    require_run_state,
+    restore_random_states,
+    seed_all,
+)
 
 _SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
 ADVICE = {
@@ -78,7 +97,7 @@ class Saving:
             return
         every = config.checkpoint_every
         saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
-        problem = disk_space.shortage(
+        problem = save.shortage(
             folder,
             save.num_bytes(self._model, self._optimizer, self._ranks),
             self._ranks,
@@ -111,7 +130,7 @@ class Saving:
 
     def roll_back(self, spike: str, progress: Progress) -> None:
         """Go back to the newest good checkpoint, and on from it behind the batches used so far. See
-        [Note: Spikes] in `spikes.py`. Every rank calls this, between steps.
+        [Note: Spikes] in `losses.py`. Every rank calls this, between steps.
 
         Raises:
             TrainingError: no rollback is left, or there is no checkpoint.
@@ -313,3 +332,193 @@ def _num_permanent(config: TrainConfig, step: int) -> int:
         return 0
     every = math.lcm(config.keep_every, config.checkpoint_every)
     return config.steps // every - step // every
+
+
+_STRUCTURAL = tuple(f"model.{key}" for key in (*field_kinds(ModelShape), "lora"))
+"""Keys of a job that make it another model. The folder of `model.hf` may have moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The end of a step: the next one begins with these random states, at this place in the
+    data, and compares its loss with these."""
+
+    rng: RandomStates
+    data: Mapping[str, Any]
+    spikes: Mapping[str, Any]
+
+
+class RunState:
+    """The state of a run outside of its tensors: collected for a checkpoint, and loaded."""
+
+    def __init__(self, config: Config, context: TrainingContext, spikes: Spikes) -> None:
+        self._config, self._spikes = config, spikes
+        self._ranks, self._precision = context.ranks, context.precision
+        self._optimizer, self._batches = context.optimizer, context.batches
+        self._tokens, self._val_tokens = context.train_tokens.header, context.val_tokens
+        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
+
+    def here(self) -> Position:
+        """Return the position of the run now; between steps it is the end of the last one."""
+        return Position(random_states(), self._batches.state_dict(), self._spikes.state_dict())
+
+    def at(self, progress: Progress, at: Position) -> Mapping[str, Any]:
+        """Return what a checkpoint at this position keeps. A collective."""
+        hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        return {
+            "optimizer": {
+                "step": progress.step,
+                "scaler": self._optimizer.scaler_state(),
+                # Only where experts are skipped: earlier versions know no such key.
+                **({"expert_steps": steps} if (steps := self._expert_steps()) else {}),
+            },
+            "progress": asdict(progress),
+            "data": at.data,
+            "spikes": at.spikes,
+            "held_out": self._held_out(),
+            "tokenizer": self._tokens.tokenizer_id,
+            # The ranks that hold the parts of matrices draw the same.
+            "rng": self._ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
+            "param_groups": hyperparameters,
+            "precision": self._precision,
+            "threads": torch.get_num_threads(),
+            "config": as_tables(self._config),
+            "tokenizer_name": self._tokens.tokenizer,
+            "hf_config": self._hf_config,
+        }
+
+    def _expert_steps(self) -> dict[str, list[int]]:
+        """Return the steps of all experts, of those that are skipped where they are unused. Where
+        there are any, a collective: ranks may hold different ones."""
+        if not self._config.offload.skip_unused:
+            return {}
+        return merged_steps(self._ranks.gather(self._optimizer.expert_steps))
+
+    def _held_out(self) -> str | None:
+        """Return the hash of the validation tokens."""
+        return None if self._val_tokens is None else self._val_tokens.header.content
+
+    def load(self, found: Checkpoint) -> None:
+        """Go on as the checkpoint says, with its data, random numbers and losses."""
+        state, ranks = found.state, self._ranks
+        self._batches.load_state_dict(state["data"])
+        self._spikes.load_state_dict(state["spikes"])
+        replica = ranks.rank // self._config.ranks.tensor
+        if replica < len(state["rng"]):
+            restore_random_states(state["rng"][replica])
+        else:  # a new rank: numbers that no other rank draws
+            seed_all(self._config.train.seed + replica + found.step * ranks.size)
+
+    def changes(self, found: Checkpoint) -> Iterator[tuple[str, str]]:
+        """Yield (code, warning) for what has changed since the checkpoint.
+
+        Raises:
+            ConfigError: the changes make it another run.
+        """
+        if self._precision != found.state["precision"]:
+            raise ConfigError(
+                f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
+                f"but this run uses {self._precision!r}"
+            )
+        tokenizer_id = self._tokens.tokenizer_id
+        if tokenizer_id and found.state["tokenizer"] not in ("", tokenizer_id):
+            raise ConfigError(
+                f"{found.path} was trained on tokens of another tokenizer than the data's, "
+                f"{self._tokens.tokenizer}: its tokens would mean something else"
+            )
+        before, threads = found.state.get("threads"), torch.get_num_threads()
+        if before not in (None, threads):
+            yield (
+                "threads-changed",
+                f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
+                "losses may now differ in their last digits",
+            )
+        changed = _changes_since(found, self._config)
+        if found.state.get("held_out", self._held_out()) != self._held_out():
+            changed.append(
+                "the held-out tokens: validation losses are not comparable with earlier ones"
+            )
+        if changed:
+            yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
+
+
+def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:
+    """Return "key: old -> new" for every key of the job that changed.
+
+    Raises:
+        ConfigError: it is a job of another model.
+    """
+    before, hf = checkpoint.state["hf_config"], job.hf
+    if (before is None) != (hf is None):
+        how = "without model.hf" if before is None else "from a model.hf"
+        raise ConfigError(f"{checkpoint.path} is of another model: it was trained {how}")
+    if hf is not None and identity_of(before) != hf.identity:
+        raise ConfigError(
+            f"{checkpoint.path} is of another model: its config.json is not that of model.hf = "
+            f"{hf.hf!r}"
+        )
+    changed = _differences(checkpoint.state["config"], as_tables(job))
+    if structural := [line for line in changed if line.startswith(_STRUCTURAL)]:
+        raise ConfigError(f"{checkpoint.path} is of another model: {'; '.join(structural)}")
+    return changed
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return "key: old -> new" for every leaf that differs; lists and tuples are alike."""
+    changes: list[str] = []
+    for key, value in now.items():
+        before = saved.get(key)
+        if isinstance(value, Mapping):
+            nested = before if isinstance(before, Mapping) else {}
+            changes += _differences(nested, value, f"{prefix}{key}.")
+        elif before != (list(value) if isinstance(value, tuple) else value):
+            changes.append(f"{prefix}{key}: {before} -> {value}")
+    return changes
+
+
+Versions = Mapping[str, tuple[int, int]]
+"""Name → what differs once its values have changed."""
+
+
+class Untrained:
+    """The part of a model in a checkpoint that is not optimizer state."""
+
+    def __init__(self, model: nn.Module, optimizer: save.OffloadedState) -> None:
+        self._tables: dict[str, tuple[dict[str, Any], str]] = {}
+        for name in save.untrained(model, optimizer):
+            prefix, _, leaf = name.rpartition(".")
+            module = model.get_submodule(prefix)
+            table = module._parameters if leaf in module._parameters else module._buffers
+            self._tables[name] = table, leaf
+        buffers = [name for name, (table, leaf) in self._tables.items() if not _frozen(table[leaf])]
+        self._buffers = tuple(buffers)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names with tensors."""
+        return ((name, table[leaf]) for name, (table, leaf) in self._tables.items())
+
+    def versions(self) -> Versions:
+        return {name: _version(tensor) for name, tensor in self}
+
+    def versions_of_buffers(self) -> Versions:
+        """Only of what a forward may change."""
+        buffers = ((name, *self._tables[name]) for name in self._buffers)
+        return {name: _version(table[leaf]) for name, table, leaf in buffers}
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Make the model hold these values, on the host."""
+        table, leaf = self._tables[name]
+        value = value.to(table[leaf].dtype).view(table[leaf].shape)
+        frozen = _frozen(table[leaf])
+        table[leaf] = nn.Parameter(value, requires_grad=False) if frozen else value
+
+
+def _frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), tensor._version

@@ -9,7 +9,7 @@ runs/<UTC time>-<name>/
     events/rank000.jsonl, rank000.ring    the log, and the newest samples of memory
     checkpoints/
     control/            requests from outside (control.py)
-    metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if asked for (log/loggers.py)
+    metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if requested (loggers.py)
 runs/latest             → the newest that has taken a step
 """
 

@@ -23,7 +23,7 @@ from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
-from offloadtrain.train.checkpoint.saved_weights import saved_weights
+from offloadtrain.train.checkpoint.restore import saved_weights
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.saving import Position, Saving

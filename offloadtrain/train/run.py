@@ -29,11 +29,9 @@ from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.distributed_run import DistributedRun
-from offloadtrain.train.log import run_summary
-from offloadtrain.train.log.console import Console, ProgressBar
+from offloadtrain.train.log.console import Console, ProgressBar, run_summary
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.resume import Opened, open_run
-from offloadtrain.train.run_folder import RunFolder, start_ticks
+from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
 from offloadtrain.train.signals import Guards
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import trainer_of
@@ -192,7 +190,7 @@ def run(
         if ranks.rank == 0:
             seconds, stopped = trainer.progress.seconds, outcome.status == "stopped"
             events = folder.events()
-            summary = run_summary.words(
+            summary = run_summary(
                 *(folder.path, events, config, seconds, outcome.step),
                 stopped=stopped,
                 nproc=1 if distributed is None else distributed.nproc,

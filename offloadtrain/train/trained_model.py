@@ -1,25 +1,248 @@
-"""A trained model to sample from and to evaluate: of a run, or of a folder of transformers."""
+"""A trained model out of a run, a checkpoint or a folder of transformers, without an engine.
+
+It is opened from a checkpoint (`open_saved`) or from either (`open_model`), exported to
+transformers, sampled from, and evaluated.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.hf_model import HfModel
+from offloadtrain.config.job import Config
 from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data import tokenizer as tokenizers
 from offloadtrain.data.batches import Batch, Batches
 from offloadtrain.data.chat import ChatError, ChatTemplate, chat_template
-from offloadtrain.data.tokens import Progress, TokenFile, verify
-from offloadtrain.integrations import causal_lm
-from offloadtrain.model.language_model import LanguageModel, Sampling
+from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
+from offloadtrain.integrations import causal_lm, hf_job
+from offloadtrain.integrations.adapters import bare, merged_weights, write_adapters
+from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
+from offloadtrain.integrations.export import (
+    new_folder,
+    write_configuration,
+    write_tokenizer,
+    write_weights,
+)
+from offloadtrain.integrations.own_model import empty_model as empty_own_model
+from offloadtrain.integrations.own_model import renamed, tokenizer_files
+from offloadtrain.model.language_model import LanguageModel, OwnModel, Sampling
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.train.build import masking_of
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
+from offloadtrain.train.checkpoint.restore import saved_weights
 from offloadtrain.train.losses import loss_of, to_device
-from offloadtrain.train.saved_run import SavedRun, is_run, language_model, open_saved
-from offloadtrain.train.token_files import masking_of
+from offloadtrain.train.saved_state import require_run_state
+from offloadtrain.train.update_rules import update_rule
+
+BASE_PREFIX = "base_model.model."
+"""Of the base model's names in a PEFT model."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A verified checkpoint and the job that it is of.
+
+    Attributes:
+        tokenizer: name of the one that made its tokens; `data.tokenizer` knows it.
+    """
+
+    found: checkpoint.Checkpoint
+    job: Config
+    tokenizer: str
+
+    @property
+    def precision(self) -> str:
+        """The precision of its working weights in training: "bf16", "fp16" or "fp32"."""
+        return str(self.found.state["precision"])
+
+    def weights(
+        self, *, working: bool = False, wanted: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `saved_weights` yields."""
+        rule = update_rule(self.job)
+        return saved_weights(self.found, rule, working=working, wanted=wanted)
+
+    def hf_config(self) -> Any:
+        """Return the configuration of its model of transformers, as it was trained."""
+        assert self.job.hf is not None
+        config = hf_job.config_of(self.found.state["hf_config"])
+        config.name_or_path = self.job.hf.hf
+        return config
+
+
+def is_run(path: Path) -> bool:
+    """Tell whether `open_saved` takes this folder: a run's, or one of its checkpoints."""
+    return (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
+
+
+def open_saved(path: Path) -> SavedRun:
+    """Open a checkpoint, or the newest valid one of a run folder, and verify its files.
+
+    Raises:
+        ConfigError: there is no run, or it has no checkpoint.
+        CheckpointError: none of its checkpoints is valid.
+    """
+    if (path / MANIFEST).is_file():
+        verified = checkpoint.verify(path)
+        require_run_state(verified)
+        return _of(verified)
+    if not is_run(path):
+        raise ConfigError(
+            f"{path} is neither a run folder (it has no folder checkpoints) nor a checkpoint (it "
+            f"has no {MANIFEST})"
+        )
+    damaged: list[str] = []
+    newest = checkpoint.newest_good(
+        path / "checkpoints",
+        lambda at, why: damaged.append(f"{at.name}: {why}"),
+        accept=require_run_state,
+    )
+    if newest is None and not damaged:
+        raise ConfigError(f"{path} has no checkpoint yet")
+    if newest is None:
+        raise CheckpointError(f"{path} has no valid checkpoint. " + "; ".join(damaged))
+    for line in damaged:
+        _log.warning("%s is damaged and was passed over: %s", path, line)
+    return _of(newest)
+
+
+def _of(opened: checkpoint.Checkpoint) -> SavedRun:
+    state, origin = opened.state, str(opened.path)
+    job = jobs.of_tables(state["config"], origin, state["hf_config"])
+    return SavedRun(opened, job, state["tokenizer_name"])
+
+
+def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bool = False) -> str:
+    """Write what `AutoModelForCausalLM.from_pretrained` loads, from master weights; return the name
+    of the model's class. Holds one shard of host memory, and writes a whole folder or none.
+
+    Args:
+        folder: new or empty.
+        dtype: of the weights: "bf16", "fp16" or "fp32"; default "bf16", and "fp32" of adapters.
+        merge: write the base with its adapters merged in, instead of the adapters alone, which
+            `PeftModel.from_pretrained` loads.
+
+    Raises:
+        NoClassError: no class of transformers has the model's shape.
+        ConfigError: there are no adapters to merge.
+        FileExistsError: `folder` has something in it.
+    """
+    transformers_package("export")
+    hf = saved.job.hf
+    adapters = hf is not None and hf.lora is not None
+    if merge and not adapters:
+        raise ConfigError("--merge: the model was trained without adapters (model.lora)")
+    as_dtype = PRECISIONS[dtype or ("fp32" if adapters and not merge else "bf16")]
+    model = _empty_model(saved)
+    with new_folder(folder) as temporary:
+        if adapters and not merge:
+            write_adapters(model, temporary, _masters(saved), as_dtype)
+        else:
+            _write_whole(saved, model, temporary, as_dtype)
+        _write_words(saved, temporary)
+    return type(bare(model) if merge else model).__name__
+
+
+def _write_whole(saved: SavedRun, model: Any, folder: Path, dtype: torch.dtype) -> None:
+    if saved.job.hf is None:
+        weights, bare_model = renamed(saved.job.model, saved.weights()), model
+    elif saved.job.hf.lora is None:
+        weights, bare_model = _masters(saved), model
+    else:
+        weights, bare_model = merged_weights(model, _masters(saved)), bare(model)
+    prefix = BASE_PREFIX if bare_model is not model else ""
+    params = {name for name, _ in model.named_parameters()}
+    saved_buffers = (
+        {} if saved.job.hf is None else dict(saved.weights(wanted=lambda n: n not in params))
+    )
+    buffers = dict(bare_model.named_buffers())
+    buffers |= {name.removeprefix(prefix): buffer for name, buffer in saved_buffers.items()}
+    write_weights(bare_model, folder, weights, buffers, dtype, "5GB")
+    write_configuration(bare_model, folder, dtype)
+    if saved.job.hf is not None:
+        _copy_generation(saved.job.hf, folder)
+
+
+def _copy_generation(hf: HfModel, folder: Path) -> None:
+    """Replace the generation configuration, which config.json has made, by that of the model."""
+    name = "generation_config.json"
+    try:
+        source = hf.folder / name
+    except FileNotFoundError:
+        _log.warning("model.hf = '%s' is not here: %s is made from config.json", hf.hf, name)
+        return
+    if source.exists():
+        shutil.copyfile(source, folder / name)
+
+
+def _masters(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `OffloadOptimizer.master_weights` yields: frozen weights are widened."""
+    params = {name for name, _ in _empty_model(saved).named_parameters()}
+    for name, value in saved.weights(wanted=params.__contains__):
+        yield name, value.float() if value.is_floating_point() else value
+
+
+def _empty_model(saved: SavedRun) -> Any:
+    """Return the model of transformers, with its adapters, on the meta device."""
+    if saved.job.hf is None:
+        end = _end_of_document(saved.tokenizer)
+        return empty_own_model(saved.job.model, end_of_document=end)
+    return hf_job.empty_model(saved.hf_config(), saved.job.hf.lora)
+
+
+def _write_words(saved: SavedRun, folder: Path) -> None:
+    source, words = tokenizer_files(saved.tokenizer)
+    hf = saved.job.hf
+    if source is None and words is None and hf is not None and Path(hf.hf).is_dir():
+        source = Path(hf.hf)
+    write_tokenizer(source, folder, words)
+
+
+def _end_of_document(name: str) -> int | None:
+    try:
+        return tokenizer(name).end_of_document
+    except DataError:  # its files are not here
+        return None
+
+
+def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:
+    """Return the model with its working weights in the run's precision, in eval mode.
+
+    Besides its own memory, which it takes in the working dtype at once, it holds one weight.
+    """
+    dtype, hf = PRECISIONS[saved.precision], saved.job.hf
+    module: Any
+    if hf is None:
+        with torch.device("meta"):
+            module = Transformer(saved.job.model).to(dtype)
+        module = module.to_empty(device=device)
+        module.tie()  # on the way there a tied head has become a weight of its own
+    else:
+        module = hf_job.unset_model(saved.hf_config(), hf.lora, dtype).to(device)
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in saved.weights(working=True):
+            tensors[name].copy_(value)
+    module.eval()
+    return OwnModel(module) if hf is None else CausalLm.of(module)
+
 
 SEQ_LEN_MOST = 1024
 """Tokens per sequence in the evaluation of a folder, which names no length that it was trained

@@ -35,7 +35,7 @@ from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.train.build import TrainingContext
+from offloadtrain.train.build import TrainingContext, masking_of
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.emergency import Emergency
 from offloadtrain.train.log.run_log import RunLog
@@ -51,7 +51,6 @@ from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
-from offloadtrain.train.token_files import masking_of
 
 if TYPE_CHECKING:
     from offloadtrain.train.pipelined import PipelinedModel

@@ -18,14 +18,14 @@ from offloadtrain.events.control import Requests
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train.build import assemble, described
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.layout import Entry
+from offloadtrain.train.checkpoint.manifest import Entry
 from offloadtrain.train.checkpoint.restore import read_whole, restore
 from offloadtrain.train.checkpoint.save import save
 from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.resume import open_run
-from offloadtrain.train.saved_run import language_model, open_saved
+from offloadtrain.train.run_folder import open_run
 from offloadtrain.train.signals import StopRequests
+from offloadtrain.train.trained_model import language_model, open_saved
 from offloadtrain.train.unflushed_trainer import trainer_of
 from tests.train.small_job import JOB, AnyEvent, write_text
 

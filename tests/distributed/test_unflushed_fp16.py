@@ -12,7 +12,7 @@ import pytest
 
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaleError, LossScaler
-from offloadtrain.train.saved_run import open_saved
+from offloadtrain.train.trained_model import open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import TWO_VERSIONS
 from tests.distributed.rank_jobs import (

@@ -20,11 +20,12 @@ import xxhash
 from offloadtrain.hardware import direct_io
 from offloadtrain.hardware.direct_io import BLOCK, DirectFile
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.layout import Region, lay_out
 from offloadtrain.train.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpointError,
+    Region,
     digest_of,
+    lay_out,
 )
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Part, TensorWriter, save

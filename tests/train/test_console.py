@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.units import format_clock
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.train.log.console import Console, StepLine, format_step
-from offloadtrain.train.log.run_summary import loss_curve
+from offloadtrain.train.log.console import Console, StepLine, format_step, loss_curve
 
 LINE = StepLine(
     step=3,

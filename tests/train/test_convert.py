@@ -24,11 +24,11 @@ from offloadtrain.data.batches import Batches
 from offloadtrain.hardware import atomic_io
 from offloadtrain.model.language_model import OwnModel
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.train.checkpoint.saved_weights import saved_state
+from offloadtrain.train.build import open_tokens
+from offloadtrain.train.checkpoint.restore import saved_state
 from offloadtrain.train.losses import loss_of
 from offloadtrain.train.saved import convert_to_torch
-from offloadtrain.train.saved_run import open_saved
-from offloadtrain.train.token_files import open_tokens
+from offloadtrain.train.trained_model import open_saved
 from offloadtrain.train.update_rules import decay_groups, update_rule
 from tests.integrations.foreign_sources import save_dcp, save_torch, save_zero, state_of
 from tests.train.small_job import run, small_job, tensor_hashes

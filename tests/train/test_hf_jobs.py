@@ -28,12 +28,10 @@ from offloadtrain.integrations import hf_job
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import make
-from offloadtrain.train.build import described
+from offloadtrain.train.build import described, open_tokens
 from offloadtrain.train.dry_run import laid_out
 from offloadtrain.train.job_trace import needed_trace
-from offloadtrain.train.saved_run import open_saved
-from offloadtrain.train.token_files import open_tokens
-from offloadtrain.train.trained_model import evaluate, open_model
+from offloadtrain.train.trained_model import evaluate, open_model, open_saved
 from offloadtrain.train.update_rules import decay_groups, update_rule
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text

@@ -8,8 +8,7 @@ import pytest
 
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config, ConfigError, load
-from offloadtrain.train.resume import open_run
-from offloadtrain.train.run_folder import RunFolder, RunFolderError
+from offloadtrain.train.run_folder import RunFolder, RunFolderError, open_run
 from tests.train.conftest import StopAfter
 from tests.train.small_job import run, small_job
 

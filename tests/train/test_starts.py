@@ -282,7 +282,7 @@ def test_only_damaged_checkpoints_are_left_for_a_person(
 
 def test_a_folder_taken_while_the_model_was_built_is_left_alone(tmp_path: Path) -> None:
     """Two starts of one command: who begins second is refused, and removes nothing."""
-    from offloadtrain.train.resume import open_run
+    from offloadtrain.train.run_folder import open_run
 
     job, mine = small_job(tmp_path), tmp_path / "mine"
     late = open_run(job, run_dir=mine, resume="never", say=print)

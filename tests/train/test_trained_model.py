@@ -20,7 +20,7 @@ from offloadtrain.integrations import causal_lm
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.train.saved_run import language_model, open_saved
+from offloadtrain.train.trained_model import language_model, open_saved
 from tests.train.small_job import events_of, run, small_job
 
 Captured = pytest.CaptureFixture[str]

@@ -97,7 +97,7 @@ def _to_run(
 
 def _from_run(source: Path, out: Path, to: Literal["torch", "dcp"]) -> None:
     from offloadtrain.train.saved.convert_to_torch import to_dcp, to_torch
-    from offloadtrain.train.saved_run import open_saved
+    from offloadtrain.train.trained_model import open_saved
 
     write = {"torch": to_torch, "dcp": to_dcp}[to]
     for line in write(open_saved(source), out):

@@ -35,8 +35,8 @@ def export(
     """
     from offloadtrain.cli.interrupts import ends_as_interrupted
     from offloadtrain.config.errors import ConfigError
-    from offloadtrain.train.saved_run import export as write
-    from offloadtrain.train.saved_run import open_saved
+    from offloadtrain.train.trained_model import export as write
+    from offloadtrain.train.trained_model import open_saved
 
     saved = open_saved(source)
     try:

@@ -1,6 +1,6 @@
 """The checkpoints in a folder: found, verified, pruned.
 
-A checkpoint is a folder `step-00001200` of one tensor file per rank (`layout.py`), `state.json`
+A checkpoint is a folder `step-00001200` of one tensor file per rank (`manifest.py`), `state.json`
 (all other state of the run) and `manifest.json` (every file, every tensor with its hashes, and its
 own hash). There is no pickle in it.
 

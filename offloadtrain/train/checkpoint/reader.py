@@ -31,8 +31,7 @@ from offloadtrain.hardware.direct_io import (
     padded,
 )
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.train.checkpoint.layout import Chunk, Entry
-from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
+from offloadtrain.train.checkpoint.manifest import Chunk, DamagedCheckpointError, Entry
 
 _LARGEST_GAP = 1024
 """Bytes of padding between two parameters of a buffer: less than `spec.ALIGN` elements."""

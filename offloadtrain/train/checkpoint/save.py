@@ -39,14 +39,17 @@ from offloadtrain.hardware.direct_io import (
 from offloadtrain.runtime.process_group import ALONE, Extent, Ranks
 from offloadtrain.step.program.operations import Written
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.layout import Chunk, Entry, Region, lay_out
 from offloadtrain.train.checkpoint.manifest import (
     MANIFEST,
     STATE,
     CheckpointError,
+    Chunk,
+    Entry,
     NotFiniteError,
+    Region,
     decoded_entry,
     encoded_entry,
+    lay_out,
     write_manifest,
 )
 

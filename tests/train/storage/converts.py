@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from offloadtrain.config.job import Config
 from offloadtrain.integrations.foreign.reader import open_foreign
-from offloadtrain.train import saved_run
+from offloadtrain.train import trained_model
 from offloadtrain.train.build import described, empty_model
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.log.console import Console
@@ -50,11 +50,11 @@ def cases(scratch: Path) -> list[Case]:
     trained = scratch / "trained"
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         assert run(job, trained) == 0
-    to_torch(saved_run.open_saved(trained), scratch / "source.pt")
+    to_torch(trained_model.open_saved(trained), scratch / "source.pt")
     longer = replace(job, train=replace(job.train, steps=9))
     directions = {
-        "to torch": Direction(lambda out: to_torch(saved_run.open_saved(trained), out), _file),
-        "to dcp": Direction(lambda out: to_dcp(saved_run.open_saved(trained), out), _folder),
+        "to torch": Direction(lambda out: to_torch(trained_model.open_saved(trained), out), _file),
+        "to dcp": Direction(lambda out: to_dcp(trained_model.open_saved(trained), out), _folder),
         "to a run": Direction(_from_file(longer, scratch / "source.pt"), _run),
     }
     return [case for name, one in directions.items() for case in _of(name, one, scratch)]

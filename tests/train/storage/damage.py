@@ -14,8 +14,7 @@ import pytest
 
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.layout import Entry
-from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError, digest_of
+from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError, Entry, digest_of
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
 from tests.train.storage.linked_ranks import on_threads

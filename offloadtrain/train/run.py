@@ -184,20 +184,19 @@ def run(
         log.started(context, trainer.progress, waiting)
         set_up.close()
         guards.stop.defer()
-        outcome = trainer.train(requests, guards.stop)
-        log.ended(outcome.status)
+        status = trainer.train(requests, guards.stop)
+        log.ended(status)
         context.optimizer.close()
         if ranks.rank == 0:
-            seconds, stopped = trainer.progress.seconds, outcome.status == "stopped"
-            events = folder.events()
+            progress = trainer.progress
             summary = run_summary(
-                *(folder.path, events, config, seconds, outcome.step),
-                stopped=stopped,
+                *(folder.path, folder.events(), config, progress.seconds, progress.step),
+                stopped=status == "stopped",
                 nproc=1 if distributed is None else distributed.nproc,
             )
             console.say(summary)
             tell(str(folder.path))
-    return outcome.status
+    return status
 
 
 def _warn_of_damage(problems: Sequence[str], log: RunLog) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -64,15 +64,6 @@ class AbortedError(OffloadTrainError):
     """An abort was requested."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a start: all steps done, or stopped on request and resumable."""
-
-    status: Literal["done", "stopped"]
-    step: int
-    val_loss: float | None
-
-
 class Trainer:
     """One run, from its first or latest step to its last, or until a stop is requested."""
 
@@ -90,6 +81,8 @@ class Trainer:
         self.model = context.model.module
         self.optimizer.warns_of_skips = False  # the run log reports each one
         self.batches, self.val_tokens = context.batches, context.val_tokens
+        # Groups may have peaks of their own (Muon's matrices and the rest), on the same schedule.
+        self._lr_ratios = [group["lr"] / config.optim.lr for group in self.optimizer.param_groups]
         self.progress = Progress()
         self._precision = context.precision
         self._tokenizer = context.train_tokens.header.tokenizer
@@ -108,8 +101,9 @@ class Trainer:
 
     # ---- the loop
 
-    def train(self, requests: Requests | None, stop: StopRequests) -> Outcome:
-        """Train from `progress.step` to the job's last step.
+    def train(self, requests: Requests | None, stop: StopRequests) -> Literal["done", "stopped"]:
+        """Train from `progress.step` to the job's last step, or until a stop. A stopped run can be
+        resumed.
 
         Args:
             requests: requests from outside, answered by rank 0.
@@ -134,14 +128,20 @@ class Trainer:
             while self.progress.step < config.steps and not self._stops(stop):
                 done, stats = self._step(stop)
                 self.saving.poll(self.progress, stats.written)
-                if done:
-                    self._between_steps()
+                step = self.progress.step
+                if done and step < config.steps:
+                    if config.eval_every and step % config.eval_every == 0:
+                        self._evaluate()
+                    if config.checkpoint_every and step % config.checkpoint_every == 0:
+                        self.saving.begin(self.progress)
                 self._answer(stop, stats)
-            if self.progress.step < config.steps:
-                self.saving.save(self.progress)
-                return Outcome("stopped", self.progress.step, self.progress.val_loss)
-            self._finish()
-        return Outcome("done", self.progress.step, self.progress.val_loss)
+            finished = self.progress.step >= config.steps
+            if finished:
+                self._evaluate()
+            self.saving.save(self.progress)
+            if finished and config.sample_tokens:
+                self._sample()
+        return "done" if finished else "stopped"
 
     def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
         """Try one optimizer step; return whether it was not skipped, and what ranks exchanged."""
@@ -219,10 +219,8 @@ class Trainer:
             warmup_steps=optim.warmup_steps,
             min_ratio=optim.min_lr_ratio,
         )
-        for group in self.optimizer.param_groups:
-            # Under muon, what is no matrix has a rate of its own, on the same schedule.
-            is_rest = not group.get("use_muon", True)
-            group["lr"] = lr * (optim.adamw_lr / optim.lr) if is_rest else lr
+        for group, ratio in zip(self.optimizer.param_groups, self._lr_ratios, strict=True):
+            group["lr"] = lr * ratio
         return lr
 
     def _accumulate(self, clock: StepClock) -> None:
@@ -317,13 +315,6 @@ class Trainer:
             if request.action == "abort":
                 raise AbortedError(f"aborted on request after step {step}; nothing was saved")
 
-    def _between_steps(self) -> None:
-        step, config = self.progress.step, self.config.train
-        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-            self._evaluate()
-        if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
-            self.saving.begin(self.progress)
-
     @torch.no_grad()
     def _evaluate(self) -> None:
         """Evaluate the mean loss over the first `eval_batches` of the held-out tokens, always the
@@ -360,14 +351,6 @@ class Trainer:
         clock.lap("evaluation")
         self.progress.seconds += clock.total_ms / 1e3
         self._log.evaluated(self.progress, count * batch * seq_len * ranks.size, clock.total_ms)
-
-    # ---- the end
-
-    def _finish(self) -> None:
-        self._evaluate()
-        self.saving.save(self.progress)
-        if self.config.train.sample_tokens:
-            self._sample()
 
     def _sample(self) -> None:
         """Let the model continue the prompt."""

@@ -132,8 +132,8 @@ def train(folder: Path, data: Path, *, resume: bool = False, **options: Any) -> 
             trainer.resume(opened.found)
         assert opened.begin(job=text, resolved=text, ranks=ranks) == []
         log.started(context, trainer.progress)
-        outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())
-        log.ended(outcome.status)
+        status = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())
+        log.ended(status)
         context.optimizer.close()
     rank = ranks.rank
     ranks.close()
@@ -141,9 +141,9 @@ def train(folder: Path, data: Path, *, resume: bool = False, **options: Any) -> 
     plan = events_of_rank(folder, schema.RunStarted, rank)[-1].plan
     rows = events_of_rank(folder, schema.Memory, rank)[-1].rows
     return RankRun(
-        status=outcome.status,
+        status=status,
         losses={step.step: step.loss for step in steps},
-        val_loss=outcome.val_loss,
+        val_loss=trainer.progress.val_loss,
         tokens=steps[-1].tokens,
         comm_bytes=steps[-1].comm_bytes,
         d2h_bytes=[step.d2h_bytes for step in steps],

@@ -23,7 +23,7 @@ from offloadtrain.train import trainer as trainers
 from offloadtrain.train import unflushed_trainer
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.signals import StopRequests
-from offloadtrain.train.trainer import Outcome, Trainer
+from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DEEP, TWO_VERSIONS
 from tests.distributed.rank_jobs import (
@@ -142,7 +142,7 @@ def train_with_request(
     here = ranks.rank == rank
     ranks.close()
 
-    def with_request(trainer: Trainer, requests: Any, stop: StopRequests) -> Outcome:
+    def with_request(trainer: Trainer, requests: Any, stop: StopRequests) -> str:
         log, log_step = trainer._log, trainer._log.step
 
         def then_request(number: int, *args: Any, **more: Any) -> None:

@@ -118,17 +118,9 @@ class Spikes:
         self._losses: deque[float] = deque(maxlen=SPIKE_HISTORY)
         self.rollbacks: list[tuple[int, int]] = []
 
-    @property
-    def goes_back(self) -> bool:
-        return self._config.on_spike == "rollback"
-
-    @property
-    def last_rollback_is_used(self) -> bool:
-        return len(self.rollbacks) >= self._config.max_rollbacks
-
-    def found(self, loss: LateLoss, step: int) -> str:
-        """Tell whether the step must not be made: the reason, or "". Every rank calls this between
-        its backward and its update."""
+    def problem_of(self, loss: LateLoss, step: int) -> str:
+        """Return why the step must not be made, or "". Every rank calls this between its backward
+        and its update."""
         if self._config.on_spike == "report":
             return ""
         # Waits for the forward of the last microbatch, then for the ranks: one more exchange per

@@ -6,8 +6,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -37,33 +37,24 @@ from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import trainer_of
 
 
-class NamedMemoryErrors:
-    """Turns a refusal of Python, of torch or of the kernel into a HostMemoryError, which names the
-    tightest limit and the largest owners.
-
-    Attributes:
-        ledger: of the engine; empty until it is made.
+@contextmanager
+def named_memory_errors() -> Iterator[Callable[[Ledger], None]]:
+    """Turn a refusal of Python, of torch or of the kernel into a HostMemoryError, which names the
+    tightest limit and the largest owners. Yields a function that takes the engine's Ledger, once
+    there is one.
     """
-
-    def __init__(self) -> None:
-        self.ledger = Ledger()
-
-    def __enter__(self) -> NamedMemoryErrors:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None and is_out_of_memory(error):
-            reason = str(error).strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
-            raise HostMemoryError(
-                f"the host gives no more memory ({reason}): {least_room()}. Held by the engine: "
-                f"{self.ledger.summary()}. Set a smaller train.micro_batch, "
-                'offload.activation = "recompute" or a narrower offload.state'
-            ) from error
+    ledgers = [Ledger()]
+    try:
+        yield ledgers.append
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise HostMemoryError(
+            f"the host gives no more memory ({reason}): {least_room()}. Held by the engine: "
+            f"{ledgers[-1].summary()}. Set a smaller train.micro_batch, "
+            'offload.activation = "recompute" or a narrower offload.state'
+        ) from error
 
 
 EVERY_S = 0.5
@@ -165,17 +156,22 @@ def run(
         stack.enter_context(guards.reporting(log.hung))
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
-        memory = stack.enter_context(NamedMemoryErrors())
+        set_ledger = stack.enter_context(named_memory_errors())
         set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
         context = _build(config, opened, distributed, console)
-        memory.ledger = context.optimizer.ledger
+        set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)
         trainer = trainer_of(config, context, folder, log)
         _resume(trainer, opened, ranks)
         trainer.saving.check_room(trainer.progress.step)
         resolved = jobs.dump(with_sums_of(config, context.plan.job))
         _warn_of_damage(opened.begin(job=job_text, resolved=resolved, ranks=ranks), log)
-        _warn_without_locks(folder, log, ranks)
+        if ranks.rank == 0 and not folder.has_locks:
+            log.warn(
+                "no-locks",
+                f"the file system of {folder.path} keeps no locks (flock): nothing stops a second "
+                "process from training in this folder",
+            )
         if distributed is not None:
             distributed.began(folder)
         guards.watchdog.run = str(folder.path.resolve())
@@ -205,15 +201,6 @@ def _warn_of_damage(problems: Sequence[str], log: RunLog) -> None:
         log.warn("checkpoint-damaged", problem)
     if (more := len(problems) - MOST_TOLD) > 0:
         log.warn("checkpoint-damaged", f"{more} more damaged checkpoints are set aside")
-
-
-def _warn_without_locks(folder: RunFolder, log: RunLog, ranks: Ranks) -> None:
-    if ranks.rank == 0 and not folder.has_locks:
-        log.warn(
-            "no-locks",
-            f"the file system of {folder.path} keeps no locks (flock): nothing stops a second "
-            "process from training in this folder",
-        )
 
 
 def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:

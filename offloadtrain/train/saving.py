@@ -69,7 +69,7 @@ class Saving:
         self._batches = context.batches
         self._saved_step = -1
         self.spikes = Spikes(config.train, context.replicas)
-        self._state = RunState(config, context, self.spikes)
+        self.state = RunState(config, context, self.spikes)
         self.untrained = Untrained(self._model, self._optimizer)
         self.saved_untrained: Versions = {}
         """What was not trained, as the newest checkpoint has it."""
@@ -77,10 +77,6 @@ class Saving:
         """As the checkpoint that is being written has it."""
         self._writing: save.Save | None = None
         self._told_of_page_cache = False
-
-    def here(self) -> Position:
-        """Return the position of the run now; between steps it is the end of the last one."""
-        return self._state.here()
 
     @property
     def folder(self) -> Path:
@@ -120,11 +116,11 @@ class Saving:
             CheckpointError, ConfigError: it is of another model.
             DataError: it was trained on other tokens.
         """
-        for code, message in self._state.changes(found):
+        for code, message in self.state.changes(found):
             self._log.warn(code, message)
         delayed = restore(found, self._model, self._optimizer, self._ranks)
         self._optimizer.finish_load(**found.state["optimizer"], delayed=delayed)
-        self._state.load(found)
+        self.state.load(found)
         self._saved_step, self.saved_untrained = found.step, self.untrained.versions()
         return Progress(**found.state["progress"])
 
@@ -135,8 +131,8 @@ class Saving:
         Raises:
             TrainingError: no rollback is left, or there is no checkpoint.
         """
-        if self.spikes.last_rollback_is_used:
-            most = self._config.train.max_rollbacks
+        most = self._config.train.max_rollbacks
+        if len(self.spikes.rollbacks) >= most:
             raise self._no_rollback(spike, f"train.max_rollbacks = {most} rollbacks are used up")
         # One that was begun before the spike is the newest to go back to.
         self.finish(progress)
@@ -151,7 +147,7 @@ class Saving:
             "rolled-back",
             f"{spike}: back to step {progress.step}; the data goes on at sample "
             f"{data_state['sample']} of epoch {data_state['epoch']}, behind the batches that led "
-            f"to it (rollback {len(self.spikes.rollbacks)} of {self._config.train.max_rollbacks})",
+            f"to it (rollback {len(self.spikes.rollbacks)} of {most})",
             at + 1,
         )
 
@@ -198,7 +194,7 @@ class Saving:
             TrainingError: weights of the checkpoint before it, which ends first, are not finite.
         """
         try:
-            self._begin(progress, self._state.here())
+            self._begin(progress, self.state.here())
         except CheckpointError as error:
             self._failed(progress.step, error)
         # Where writes are not asynchronous, or the model is small, all is written by now.
@@ -219,7 +215,7 @@ class Saving:
             # The lanes have stopped in the midst of a checkpoint, which is removed.
             self._writing.give_up()
             self._writing, self._saved_step = None, -1
-        self._begin(progress, at or self._state.here())
+        self._begin(progress, at or self.state.here())
         if self._writing is not None:
             self._commit(progress)
 
@@ -266,7 +262,7 @@ class Saving:
             progress.step,
             self._model,
             self._optimizer,
-            self._state.at(progress, at),
+            self.state.at(progress, at),
             ranks=self._ranks,
         )
         self._saved_step, self._begun_untrained = progress.step, self.untrained.versions()

@@ -149,7 +149,7 @@ class Trainer:
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
         self._accumulate(clock)
-        spike = self.saving.spikes.found(self._loss, self.progress.step + 1)
+        spike = self.saving.spikes.problem_of(self._loss, self.progress.step + 1)
         HEARTBEAT.enter(f"update of step {self.progress.step + 1}")
         try:
             self.optimizer.step(skip=bool(spike))
@@ -163,7 +163,7 @@ class Trainer:
         row = self._row(self._loss.wait(), clock, report, stop)
         stats = self._stats_of(self._ranks.all_gather_host(row))
         self._count(report, clock, stats, lr, spike)
-        if spike and self.saving.spikes.goes_back:
+        if spike and self.config.train.on_spike == "rollback":
             self.saving.roll_back(spike, self.progress)
             self._emergency.step_ended()
         return not report.skipped, stats

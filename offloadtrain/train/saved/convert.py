@@ -22,7 +22,7 @@ from offloadtrain.train.checkpoint import save
 from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.progress import Progress
-from offloadtrain.train.run import NamedMemoryErrors
+from offloadtrain.train.run import named_memory_errors
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.saving import Saving
 
@@ -62,9 +62,9 @@ def to_run(
             console.say(f"{source}: {note}")
         run = stack.enter_context(RunFolder.new(Path(config.runs_dir), config.name, run_dir))
         log = stack.enter_context(RunLog(run, config, Console(quiet=True)))
-        memory = stack.enter_context(NamedMemoryErrors())
+        set_ledger = stack.enter_context(named_memory_errors())
         context = assemble(config)
-        memory.ledger = context.optimizer.ledger
+        set_ledger(context.optimizer.ledger)
         stack.callback(context.optimizer.close)
         _load(context, foreign)
         _tell_of_format(context, console)

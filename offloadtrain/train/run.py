@@ -27,7 +27,6 @@ from offloadtrain.runtime.arena import Ledger, is_out_of_memory
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.build import TrainingContext, assemble, described
-from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.log.console import Console, ProgressBar, run_summary
 from offloadtrain.train.log.run_log import RunLog
@@ -162,7 +161,7 @@ def run(
         set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)
         trainer = trainer_of(config, context, folder, log)
-        _resume(trainer, opened, ranks)
+        _resume(trainer, opened)
         trainer.saving.check_room(trainer.progress.step)
         resolved = jobs.dump(with_sums_of(config, context.plan.job))
         _warn_of_damage(opened.begin(job=job_text, resolved=resolved, ranks=ranks), log)
@@ -213,14 +212,10 @@ def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:
     return shown
 
 
-def _resume(trainer: Trainer, opened: Opened, ranks: Ranks) -> None:
+def _resume(trainer: Trainer, opened: Opened) -> None:
     """Load the newest checkpoint whose tensors verify: see [Note: Reading once]."""
-    while opened.found is not None:
-        try:
-            trainer.resume(opened.found)
-            return
-        except DamagedCheckpointError as damage:
-            opened.fall_back(damage, ranks)
+    if opened.found is not None and not trainer.resume(opened.found, opened.skip):
+        raise opened.no_checkpoint()
 
 
 def _build(

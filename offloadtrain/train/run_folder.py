@@ -25,7 +25,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -443,23 +443,17 @@ class Opened:
         ranks = len(state["rng"]) * (parts if type(parts) is int else 1)
         return ResumedSettings(state["precision"], ranks, state.get("threads", 0))
 
-    def fall_back(self, damage: DamagedCheckpointError, ranks: Ranks) -> None:
-        """`found` is damaged: choose the checkpoint before it. Every rank calls this.
-
-        Raises:
-            CheckpointError: there is no other.
-        """
-        assert self.found is not None
-        self._skip(self.found.path, damage)
-        folder, before = self.found.path.parent, self.found.step
-        self.found = checkpoint.newest_good(
-            folder, self._skip, ranks, whole=False, before=before, accept=require_run_state
-        )
-        if self.found is None:
-            raise CheckpointError(_nothing_good(folder.parent, self))
-
-    def _skip(self, path: Path, damage: DamagedCheckpointError) -> None:
+    def skip(self, path: Path, damage: DamagedCheckpointError) -> None:
+        """Note a damaged checkpoint; an earlier one is tried."""
         self.damaged.append((path, damage))
+
+    def no_checkpoint(self) -> CheckpointError:
+        """Return the error of a run that must be resumed, and none of its checkpoints is valid."""
+        reasons = "".join(f"\n  {why}" for _, why in self.damaged)
+        return CheckpointError(
+            f"{self.run.checkpoints} has no valid checkpoint to resume from; it was not changed. "
+            f"To start over, use another --run-dir.{reasons}"
+        )
 
     def begin(self, *, job: str, resolved: str, ranks: Ranks = ALONE) -> list[str]:
         """Begin the run after its checkpoint was accepted: from here on the folder is written.
@@ -494,24 +488,13 @@ class _Choice:
         candidates: run folders with checkpoints; the first valid one is used.
         required: fail if none of them is valid.
         skipped: newer runs without a checkpoint.
-        over: a run without a checkpoint to start over in its folder.
+        over: a run without a checkpoint to start over in its folder; empty: none.
     """
 
-    candidates: tuple[Path, ...] = ()
+    candidates: Sequence[str] = ()
     required: bool = False
-    skipped: tuple[str, ...] = ()
-    over: Path | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """Return it as JSON's types; `of` reads them."""
-        over = None if self.over is None else str(self.over)
-        return asdict(self) | {"candidates": list(map(str, self.candidates)), "over": over}
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> _Choice:
-        over = None if plain["over"] is None else Path(plain["over"])
-        candidates = tuple(map(Path, plain["candidates"]))
-        return cls(candidates, plain["required"], tuple(plain["skipped"]), over)
+    skipped: Sequence[str] = ()
+    over: str = ""
 
 
 def open_run(
@@ -530,9 +513,9 @@ def open_run(
             one.
     """
     local = _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
-    choice = _Choice.of(ranks.broadcast_object(local.plain()))
+    choice = _Choice(**ranks.broadcast_object(asdict(local)))
     skipped = list(choice.skipped)
-    for path in choice.candidates:
+    for path in map(Path, choice.candidates):
         opened = _opened(path, ranks)
         if opened.found is not None:
             if skipped:
@@ -540,15 +523,15 @@ def open_run(
             return opened
         opened.run.close()
         if choice.required:
-            raise CheckpointError(_nothing_good(path, opened))
+            raise opened.no_checkpoint()
         skipped.append(f"{path.name} (no valid checkpoint)")
-    if resume == "auto" and choice.over is None:
+    if resume == "auto" and not choice.over:
         nothing = f"skipped {', '.join(skipped)}" if skipped else f"no checkpoint of {job.name}"
         say(f"resume auto: {nothing} in {run_dir or job.runs_dir}, a new run")
     if ranks.rank:
         return Opened(RunFolder.of_rank_0())
-    if choice.over is not None:
-        return Opened(RunFolder(choice.over))
+    if choice.over:
+        return Opened(RunFolder(Path(choice.over)))
     return Opened(RunFolder.new(Path(job.runs_dir), job.name, run_dir))
 
 
@@ -557,7 +540,7 @@ def _opened(path: Path, ranks: Ranks) -> Opened:
     opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
     try:
         opened.found = checkpoint.newest_good(
-            opened.run.checkpoints, opened._skip, ranks, whole=False, accept=require_run_state
+            opened.run.checkpoints, opened.skip, ranks, whole=False, accept=require_run_state
         )
     except BaseException:
         opened.run.close()
@@ -565,19 +548,11 @@ def _opened(path: Path, ranks: Ranks) -> Opened:
     return opened
 
 
-def _nothing_good(path: Path, opened: Opened) -> str:
-    reasons = "".join(f"\n  {why}" for _, why in opened.damaged)
-    return (
-        f"{path / 'checkpoints'} has no valid checkpoint to resume from; it was not changed. To "
-        f"start over, use another --run-dir.{reasons}"
-    )
-
-
 def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice:
     if resume == "never":
         return _Choice()
     if resume != "auto":
-        return _Choice((_named(itself(Path(resume)), run_dir),), required=True)
+        return _Choice([str(_named(itself(Path(resume)), run_dir))], required=True)
     if run_dir is not None:
         return _of_folder(itself(run_dir), say)
     candidates, skipped = [], []
@@ -587,21 +562,21 @@ def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice
             skipped.append(f"{path.name} (complete)")
             break
         if saved:
-            candidates.append(path)
+            candidates.append(str(path))
         elif not candidates:
             skipped.append(f"{path.name} (no checkpoint)")
-    return _Choice(tuple(candidates), skipped=tuple(skipped))
+    return _Choice(candidates, skipped=skipped)
 
 
 def _of_folder(path: Path, say: Say) -> _Choice:
     """Resume in this folder; a run without a checkpoint is started over there, and its log is
     continued."""
     if checkpoint.find(path / "checkpoints"):
-        return _Choice((path,), required=True)
+        return _Choice([str(path)], required=True)
     if not holds_run(path):
         return _Choice()
     say(f"resume auto: {path} has no checkpoint: starting over in it; its log is kept")
-    return _Choice(over=path)
+    return _Choice(over=str(path))
 
 
 def _named(path: Path, run_dir: Path | None) -> Path:

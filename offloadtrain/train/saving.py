@@ -108,14 +108,36 @@ class Saving:
 
     # ---- resume
 
-    def resume(self, found: checkpoint.Checkpoint) -> Progress:
-        """Load the state of a checkpoint; its tensors are verified meanwhile.
+    def resume_newest(
+        self, found: checkpoint.Checkpoint | None, on_damaged: checkpoint.OnDamaged
+    ) -> Progress | None:
+        """Load the state of a checkpoint, or of the newest one before it whose tensors verify; None
+        if there is none. Every rank calls this.
 
         Raises:
-            DamagedCheckpointError: bytes of them have changed; another one must be loaded.
             CheckpointError, ConfigError: it is of another model.
             DataError: it was trained on other tokens.
         """
+        while found is not None:
+            try:
+                return self._resume(found)
+            except DamagedCheckpointError as damage:
+                on_damaged(found.path, damage)
+                found = self._newest(on_damaged, before=found.step)
+        return None
+
+    def _newest(
+        self, on_damaged: checkpoint.OnDamaged, before: int | None = None
+    ) -> checkpoint.Checkpoint | None:
+        return checkpoint.newest_good(
+            *(self.folder, on_damaged, self._ranks),
+            whole=False,
+            before=before,
+            accept=require_run_state,
+        )
+
+    def _resume(self, found: checkpoint.Checkpoint) -> Progress:
+        """Load the state of a checkpoint; its tensors are verified meanwhile."""
         for code, message in self.state.changes(found):
             self._log.warn(code, message)
         delayed = restore(found, self._model, self._optimizer, self._ranks)
@@ -137,7 +159,8 @@ class Saving:
         # One that was begun before the spike is the newest to go back to.
         self.finish(progress)
         data_state, at = self._batches.state_dict(), progress.step
-        earlier = self._resume_newest()
+        newest = self._newest(self._warn_of_damage)
+        earlier = self.resume_newest(newest, self._warn_of_damage)
         if earlier is None:
             raise self._no_rollback(spike, "there is no checkpoint to go back to")
         self._batches.load_state_dict(data_state)
@@ -150,24 +173,6 @@ class Saving:
             f"to it (rollback {len(self.spikes.rollbacks)} of {most})",
             at + 1,
         )
-
-    def _resume_newest(self) -> Progress | None:
-        """Load the newest checkpoint whose tensors verify; None if there is none."""
-        before: int | None = None
-        while True:
-            newest = checkpoint.newest_good(
-                *(self.folder, self._warn_of_damage, self._ranks),
-                whole=False,
-                before=before,
-                accept=require_run_state,
-            )
-            if newest is None:
-                return None
-            try:
-                return self.resume(newest)
-            except DamagedCheckpointError as damage:
-                self._warn_of_damage(newest.path, damage)
-                before = newest.step
 
     def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
         """Of one that is skipped; it is set aside, for its step is trained and saved again."""

@@ -36,7 +36,7 @@ from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext, masking_of
-from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint, OnDamaged
 from offloadtrain.train.emergency import Emergency
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.losses import (
@@ -95,9 +95,12 @@ class Trainer:
         self._all_stop = False
         self._emergency = Emergency(config, context, self.saving, log)
 
-    def resume(self, found: checkpoint.Checkpoint) -> None:
-        """Continue from a checkpoint; raises what `Saving.resume` raises."""
-        self.progress = self.saving.resume(found)
+    def resume(self, found: Checkpoint, on_damaged: OnDamaged) -> bool:
+        """Continue from a checkpoint, or an earlier one if it is damaged; False: none is valid.
+        Raises what `Saving.resume_newest` raises."""
+        progress = self.saving.resume_newest(found, on_damaged)
+        self.progress = progress or self.progress
+        return progress is not None
 
     # ---- the loop
 
@@ -128,12 +131,8 @@ class Trainer:
             while self.progress.step < config.steps and not self._stops(stop):
                 done, stats = self._step(stop)
                 self.saving.poll(self.progress, stats.written)
-                step = self.progress.step
-                if done and step < config.steps:
-                    if config.eval_every and step % config.eval_every == 0:
-                        self._evaluate()
-                    if config.checkpoint_every and step % config.checkpoint_every == 0:
-                        self.saving.begin(self.progress)
+                if done:
+                    self._between_steps()
                 self._answer(stop, stats)
             finished = self.progress.step >= config.steps
             if finished:
@@ -314,6 +313,13 @@ class Trainer:
             self._log.control(request, "done", step)
             if request.action == "abort":
                 raise AbortedError(f"aborted on request after step {step}; nothing was saved")
+
+    def _between_steps(self) -> None:
+        step, config = self.progress.step, self.config.train
+        if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+            self._evaluate()
+        if config.checkpoint_every and step % config.checkpoint_every == 0 and step < config.steps:
+            self.saving.begin(self.progress)
 
     @torch.no_grad()
     def _evaluate(self) -> None:

@@ -129,7 +129,7 @@ def train(folder: Path, data: Path, *, resume: bool = False, **options: Any) -> 
         context = assemble(job, ranks=ranks)
         trainer = trainer_of(job, context, run, log)
         if opened.found is not None:
-            trainer.resume(opened.found)
+            assert trainer.resume(opened.found, opened.skip) and not opened.damaged
         assert opened.begin(job=text, resolved=text, ranks=ranks) == []
         log.started(context, trainer.progress)
         status = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from offloadtrain.hardware import atomic_io
 from offloadtrain.runtime.process_group import ALONE, Ranks
@@ -38,6 +38,8 @@ from offloadtrain.train.checkpoint.manifest import (
 from offloadtrain.train.checkpoint.reader import Reading, read
 
 _T = TypeVar("_T")
+OnDamaged: TypeAlias = Callable[[Path, DamagedCheckpointError], None]
+"""Called with each damaged checkpoint that is skipped, and its problem."""
 _STEP = r"step-(?:\d{8}|[1-9]\d{8,})"
 """From step 100,000,000 on names are longer: they are not in the order of their letters."""
 _COMPLETE = re.compile(_STEP)
@@ -115,7 +117,7 @@ def step_of(path: Path) -> int:
 
 def newest_good(
     folder: Path,
-    on_damaged: Callable[[Path, DamagedCheckpointError], None],
+    on_damaged: OnDamaged,
     ranks: Ranks = ALONE,
     *,
     whole: bool = True,

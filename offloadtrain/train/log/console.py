@@ -32,44 +32,42 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of one step line; None is omitted.
+    """A step as the console shows it.
 
     Attributes:
+        record: the step's record in the log.
+        steps: of the whole run.
+        device_bytes, host_bytes: of the engine, now.
         eta_s: time left, evaluations and checkpoints included; NaN if unknown.
         now_s: Unix seconds.
+        val_loss: of the last evaluation.
     """
 
-    step: int
+    record: schema.Step
     steps: int
-    loss: float
-    grad_norm: float | None
-    lr: float
-    tokens_per_s: float
-    mfu: float | None
-    exposed_ms: float
     device_bytes: int
     host_bytes: int
     eta_s: float
     now_s: float
-    skipped: bool = False
-    loss_scale: float | None = None
     val_loss: float | None = None
 
 
 def format_step(line: StepLine) -> str:
-    """Format one line, the most important first, so that truncation loses least."""
+    """Format one line, the most important first, so that truncation loses least; what is not known
+    is omitted."""
+    step = line.record
     parts = [
-        f"step {line.step}/{line.steps} {100 * line.step // max(line.steps, 1)}%",
+        f"step {step.step}/{line.steps} {100 * step.step // max(line.steps, 1)}%",
         f"eta {format_duration(line.eta_s)} ({format_clock(line.now_s + line.eta_s, line.now_s)})",
-        f"loss {line.loss:.4f}",
+        f"loss {step.loss:.4f}",
         None if line.val_loss is None else f"val {line.val_loss:.4f}",
-        "SKIPPED" if line.skipped else None,
-        None if line.grad_norm is None else f"grad {line.grad_norm:.3g}",
-        f"lr {line.lr:.2e}",
-        format_rate(line.tokens_per_s, "tok"),
-        None if line.mfu is None else f"mfu {100 * line.mfu:.1f}%",
-        f"waits {line.exposed_ms:.1f}ms",
-        None if line.loss_scale is None else f"scale {line.loss_scale:g}",
+        "SKIPPED" if step.skipped else None,
+        None if step.grad_norm is None else f"grad {step.grad_norm:.3g}",
+        f"lr {step.lr:.2e}",
+        format_rate(step.tokens_per_s, "tok"),
+        None if step.mfu is None else f"mfu {100 * step.mfu:.1f}%",
+        f"waits {step.exposed_ms:.1f}ms",
+        None if step.loss_scale is None else f"scale {step.loss_scale:g}",
         f"dev {format_bytes(line.device_bytes)}",
         f"host {format_bytes(line.host_bytes)}",
     ]

@@ -237,8 +237,13 @@ class RunLog:
         self._writer = EventWriter(
             None,
             rank,
-            on_error=self._cannot_write,
-            on_recovery=self._writes_again,
+            on_error=lambda error: console.say(
+                f"warning: the event log cannot be written ({error.strerror}): training "
+                "continues, and writes are retried until the run ends"
+            ),
+            on_recovery=lambda lost: console.say(
+                f"the event log is being written again; {lost} records were lost"
+            ),
             on_removed=lambda message: console.say(f"warning: {message}"),
         )
         self._loggers = Loggers(lambda message: self.warn("logger-failed", message))
@@ -291,12 +296,13 @@ class RunLog:
         """
         self._progress, self._optimizer = progress, context.optimizer
         config, machine = self._config, probe(self._nvml)
-        start = RunStart.of(self._run, config, context, machine, progress.step, waiting)
+        start = RunStart(self._run, config, context, machine, progress.step, waiting)
         self._peak_flops = start.peak_flops
         self._alerts.calibrated_gbps = start.calibrated_gbps
         if self._rank == 0:
             killed = oom_kills.count(cgroup.oom_counters())
-            self._run.write_run(start.facts | {"ranks": context.ranks.size, "oom_kills": killed})
+            facts = {"name": config.name, "num_params": config.num_params}
+            self._run.write_run(facts | {"ranks": context.ranks.size, "oom_kills": killed})
         self._writer.open(self._run.events(self._rank))
         if self._rank == 0:
             self._loggers.open(self._run.path, config, progress.step)
@@ -315,7 +321,8 @@ class RunLog:
         )
         for code, message in start.warnings():
             self.warn(code, message)
-        if start.pins_in_vain:
+        optimizer = context.optimizer
+        if optimizer.device.type == "cuda" and config.offload.memory.pin and not optimizer.pinned:
             self._alerts.standing(
                 "not-pinned",
                 "host memory could not be page-locked: transfers are slow and do not overlap; "
@@ -458,20 +465,12 @@ class RunLog:
         for row in self._memory.read if self._memory else ():
             tier_bytes[row.tier] += row.num_bytes
         return StepLine(
-            step=step.step,
+            record=step,
             steps=self._config.train.steps,
-            loss=step.loss,
-            grad_norm=step.grad_norm,
-            lr=step.lr,
-            tokens_per_s=step.tokens_per_s,
-            mfu=step.mfu,
-            exposed_ms=step.exposed_ms,
             device_bytes=tier_bytes["device"],
             host_bytes=tier_bytes["host"],
             eta_s=self._pace.seconds_left(step.step),
             now_s=time.time(),
-            skipped=step.skipped,
-            loss_scale=step.loss_scale,
             val_loss=self._progress.val_loss,
         )
 
@@ -570,13 +569,3 @@ class RunLog:
             self._hooks.alert(alert)
         sign = "alert" if alert.state == "raised" else "alert over"
         self._console.say(f"{sign}: {alert.code}: {alert.message}")
-
-    def _cannot_write(self, error: OSError) -> None:
-        """Report write errors, on the writer's thread like the next method."""
-        self._console.say(
-            f"warning: the event log cannot be written ({error.strerror}): training "
-            "continues, and writes are retried until the run ends"
-        )
-
-    def _writes_again(self, lost: int) -> None:
-        self._console.say(f"the event log is being written again; {lost} records were lost")

@@ -162,8 +162,6 @@ _SIZES = {
     "train": ("checkpoint_spill",),
 }
 """Section → keys that are sizes, such as "10 GiB", or bytes."""
-_NONE_IS_ZERO = tuple(key for key, option in OFFLOAD_KEYS.items() if option.none_is_zero)
-"""Keys of [offload] for which 0 is none."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.warn) -> Config:
@@ -279,7 +277,9 @@ def _read_section(job: toml.Job, name: str) -> Any:
     if job.problems:
         return None
     if name == "offload":
-        return OFFLOAD.replace(**{k: _none_of_zero(k, value) for k, value in values.items()})
+        zeros = [key for key, value in values.items() if value == 0]
+        none = {key: None for key in zeros if OFFLOAD_KEYS[key].none_is_zero}
+        return OFFLOAD.replace(**values | none)
     return cls(**values)
 
 
@@ -291,10 +291,6 @@ def _read_sizes(job: toml.Job, table: toml.Table, section: str) -> None:
         except ValueError:
             text = toml.shown(table.pop(key))
             job.problems.append(f'{section}.{key} = {text} must be a size such as "10 GiB"')
-
-
-def _none_of_zero(key: str, value: Any) -> Any:
-    return None if key in _NONE_IS_ZERO and value == 0 else value
 
 
 def _named_size(job: toml.Job, table: toml.Table) -> toml.Table:

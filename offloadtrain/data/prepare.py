@@ -23,9 +23,8 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -206,7 +205,8 @@ def prepare(
         if prepared := _reuse(out, settings, settings.fingerprint(files)):
             return prepared
         out.mkdir(parents=True, exist_ok=True)
-        with _locked(out):
+        with open(out / ".prepare.lock", "wb") as lock_file:
+            lock(lock_file.fileno(), fcntl.LOCK_EX)
             prepared = _reuse(out, settings, settings.fingerprint(files))
             jobs = jobs or len(os.sched_getaffinity(0))
             return prepared or _build(files, out, settings, jobs, progress)
@@ -256,13 +256,6 @@ def _refuse_unguarded_script() -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError('call prepare under `if __name__ == "__main__":`')
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    with open(out / ".prepare.lock", "wb") as file:
-        lock(file.fileno(), fcntl.LOCK_EX)
-        yield
 
 
 def _reuse(out: Path, settings: _Settings, fingerprint: str) -> PreparedFiles | None:

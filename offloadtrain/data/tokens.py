@@ -26,7 +26,7 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -379,23 +379,6 @@ class TokenWriter:
         return page.ljust(HEADER_BYTES)
 
 
-def write_tokens(
-    path: str | Path,
-    pieces: Iterable[npt.NDArray[Any]],
-    *,
-    vocab_size: int,
-    tokenizer: str,
-    fingerprint: str = "",
-) -> None:
-    """Write a whole token file, atomically. Raises as `TokenWriter` does."""
-    with TokenWriter(
-        path, vocab_size=vocab_size, tokenizer=tokenizer, fingerprint=fingerprint
-    ) as writer:
-        for piece in pieces:
-            writer.write(piece)
-        writer.commit()
-
-
 def _smallest_dtype(vocab_size: int) -> str:
     for name, width in DTYPES.items():
         if 0 < vocab_size <= 1 << 8 * width:
@@ -415,12 +398,16 @@ def verify(tokens: TokenFile, progress: Progress | None = None) -> None:
     Raises:
         DataError: its tokens differ from the written ones, or are outside its vocabulary.
     """
-    facts, memory = _facts(tokens), _memory(tokens)
-    if memory is not None and _remembered(memory) == facts:
-        return
+    facts, cache = _facts(tokens), _cache_file(tokens)
+    if cache is not None:
+        with suppress(OSError):
+            if read_json(cache, max_bytes=_MOST_CACHE_BYTES, trusted_owner=True) == facts:
+                return
     tokens.scan(progress)
-    if memory is not None and _facts(tokens) == facts:  # else it has changed meanwhile
-        _remember(memory, facts)
+    if cache is not None and _facts(tokens) == facts:  # else it has changed meanwhile
+        with suppress(OSError):  # a full or read-only home: the file is read again next time
+            cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(cache, json.dumps(facts))
 
 
 def _facts(tokens: TokenFile) -> dict[str, Any]:
@@ -436,8 +423,8 @@ def _facts(tokens: TokenFile) -> dict[str, Any]:
     }
 
 
-def _memory(tokens: TokenFile) -> Path | None:
-    """Return the cache file; None: there is no folder for it."""
+def _cache_file(tokens: TokenFile) -> Path | None:
+    """Return the file with the facts of a verified one; None: there is no folder for it."""
     override = os.environ.get("OFFLOADTRAIN_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = os.path.abspath(override) if override else os.path.join(caches, "offloadtrain")
@@ -445,16 +432,3 @@ def _memory(tokens: TokenFile) -> Path | None:
         return None
     name = hashlib.blake2b(bytes(tokens.path.resolve()), digest_size=16).hexdigest()
     return Path(folder, "tokens", f"{name}.json")
-
-
-def _remembered(memory: Path) -> Any:
-    try:
-        return read_json(memory, max_bytes=_MOST_CACHE_BYTES, trusted_owner=True)
-    except OSError:
-        return None
-
-
-def _remember(memory: Path, facts: dict[str, Any]) -> None:
-    with suppress(OSError):  # a full or read-only home: the file is read again next time
-        memory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(memory, json.dumps(facts))

@@ -224,7 +224,7 @@ def assemble(
     precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
         job,
-        offload=_checked(_on_disk_of(job, job.offload.replace(precision=precision)), why),
+        offload=_offload_options(job, precision, why),
         device=replace(job.device, kind="auto"),
     )
     if problems := list(problems_of_ranks(chosen)):
@@ -386,19 +386,16 @@ def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
             raise RankError(f"rank {rank} has other tokens in {tokens.path} than rank 0")
 
 
-def _on_disk_of(job: Config, offload: OffloadConfig) -> OffloadConfig:
-    """Put what is on the disk beside the runs, unless the job names a folder for it."""
-    if not offload.uses_disk:
-        return offload
-    return offload.replace(scratch_dir=offload.memory.scratch_dir or job.runs_dir)
-
-
-def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:
-    """Refuse options that contradict the resolved precision.
+def _offload_options(job: Config, precision: Precision, why: str) -> OffloadConfig:
+    """Return the job's options with the resolved precision. What is on the disk lies next to the
+    runs, unless the job names a folder for it.
 
     Raises:
-        ConfigError: naming both keys.
+        ConfigError: an option contradicts the precision; it names both keys.
     """
+    offload = job.offload.replace(precision=precision)
+    if offload.uses_disk:
+        offload = offload.replace(scratch_dir=offload.memory.scratch_dir or job.runs_dir)
     chosen = f" (offload.precision = {offload.precision}: {why})" if why else ""
     if problems := [f"offload.{problem}{chosen}" for problem in offload.problems()]:
         raise ConfigError(*problems)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from offloadtrain.data import tokens as token_files
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, verify, write_tokens
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, verify
+from tests.data.tiny import write_tokens
 
 
 @pytest.fixture

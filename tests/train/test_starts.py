@@ -22,13 +22,14 @@ from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, ConfigError
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, write_tokens
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
 from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.run_folder import RunFolderError
 from offloadtrain.train.signals import guarded
+from tests.data.tiny import write_tokens
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, run, small_job, write_text
 

@@ -25,14 +25,13 @@ from offloadtrain.hardware.host_memory import least_room
 from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.runtime.arena import Ledger, is_out_of_memory
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
-from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.log.console import Console, ProgressBar, run_summary
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
+from offloadtrain.train.run_folder import Opened, open_run, start_ticks
 from offloadtrain.train.signals import Guards
-from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import trainer_of
 
 
@@ -116,7 +115,7 @@ class ShownSetUp:
         )
 
 
-MOST_TOLD = 20
+MOST_WARNINGS = 20
 """Warnings of damaged checkpoints at one start."""
 
 
@@ -156,12 +155,17 @@ def run(
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
         set_ledger = stack.enter_context(named_memory_errors())
-        set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
+        set_up = stack.enter_context(ExitStack())
+        if ranks.rank == 0:  # see [Note: Nothing before it begins]
+            folder.announce()
+            set_up.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
         context = _build(config, opened, distributed, console)
         set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)
         trainer = trainer_of(config, context, folder, log)
-        _resume(trainer, opened)
+        # See [Note: Reading once].
+        if opened.checkpoint and not trainer.resume(opened.checkpoint, opened.skip):
+            raise opened.no_checkpoint()
         trainer.saving.check_room(trainer.progress.step)
         resolved = jobs.dump(with_sums_of(config, context.plan.job))
         _warn_of_damage(opened.begin(job=job_text, resolved=resolved, ranks=ranks), log)
@@ -196,26 +200,10 @@ def run(
 
 def _warn_of_damage(problems: Sequence[str], log: RunLog) -> None:
     """Warn of each checkpoint that was set aside; of a folder full of junk, of the first ones."""
-    for problem in problems[:MOST_TOLD]:
+    for problem in problems[:MOST_WARNINGS]:
         log.warn("checkpoint-damaged", problem)
-    if (more := len(problems) - MOST_TOLD) > 0:
+    if (more := len(problems) - MOST_WARNINGS) > 0:
         log.warn("checkpoint-damaged", f"{more} more damaged checkpoints are set aside")
-
-
-def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:
-    """Make the folder, and show in it what rank 0 does, until closed: see [Note: Nothing before it
-    begins]."""
-    shown = ExitStack()
-    if ranks.rank == 0:
-        folder.announce()
-        shown.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
-    return shown
-
-
-def _resume(trainer: Trainer, opened: Opened) -> None:
-    """Load the newest checkpoint whose tensors verify: see [Note: Reading once]."""
-    if opened.found is not None and not trainer.resume(opened.found, opened.skip):
-        raise opened.no_checkpoint()
 
 
 def _build(

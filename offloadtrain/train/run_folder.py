@@ -43,6 +43,7 @@ from offloadtrain.hardware.atomic_io import sync_folder
 from offloadtrain.hardware.file_locks import is_at, lock, take
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
 from offloadtrain.train.saved_state import require_run_state
 
@@ -424,21 +425,21 @@ class Opened:
     """A run folder, locked and not yet changed: see [Note: Nothing before it begins].
 
     Attributes:
-        found: the checkpoint to resume from, whose tensors are verified when they are loaded; None:
+        checkpoint: the one to resume from, whose tensors are verified when they are loaded; None:
             the run begins at step 0.
         damaged: newer checkpoints that were skipped, and the problem of each.
     """
 
     run: RunFolder
-    found: checkpoint.Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     damaged: list[tuple[Path, DamagedCheckpointError]] = field(default_factory=list)
 
     @property
     def settings(self) -> ResumedSettings | None:
         """None: a new run."""
-        if self.found is None:
+        if self.checkpoint is None:
             return None
-        state = self.found.state
+        state = self.checkpoint.state
         parts = state["config"].get("ranks", {}).get("tensor", 1)
         ranks = len(state["rng"]) * (parts if type(parts) is int else 1)
         return ResumedSettings(state["precision"], ranks, state.get("threads", 0))
@@ -470,7 +471,7 @@ class Opened:
             RunFolderError: the folder cannot be made, or another start has begun in it meanwhile.
         """
         if ranks.rank == 0:
-            self.run.begin(resolved, None if self.found else job)
+            self.run.begin(resolved, None if self.checkpoint else job)
         path = Path(ranks.broadcast_object(str(self.run.path.resolve())))
         if ranks.rank:
             self.run.join(path)
@@ -517,7 +518,7 @@ def open_run(
     skipped = list(choice.skipped)
     for path in map(Path, choice.candidates):
         opened = _opened(path, ranks)
-        if opened.found is not None:
+        if opened.checkpoint is not None:
             if skipped:
                 say(f"resume auto: skipped {', '.join(skipped)}; resuming {path.name}")
             return opened
@@ -539,8 +540,8 @@ def _opened(path: Path, ranks: Ranks) -> Opened:
     """Lock the folder, and open its checkpoints until one is valid."""
     opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
     try:
-        opened.found = checkpoint.newest_good(
-            opened.run.checkpoints, opened.skip, ranks, whole=False, accept=require_run_state
+        opened.checkpoint = checkpoint.newest_good(
+            opened.run.checkpoints, opened.skip, ranks, verified=False, accept=require_run_state
         )
     except BaseException:
         opened.run.close()

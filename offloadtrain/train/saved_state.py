@@ -25,20 +25,20 @@ _MOST = 1 << 53
 Check = Callable[[Any], bool]
 
 
-def require_run_state(found: Checkpoint) -> None:
+def require_run_state(checkpoint: Checkpoint) -> None:
     """Check that the state is one that a run has saved.
 
     Raises:
         DamagedCheckpointError: a value is missing, or is not what it should be.
     """
-    state = found.state
+    state = checkpoint.state
     lacking = [key for key in _CHECKS if key not in state and key not in _OPTIONAL]
     wrong = lacking or [key for key, check in _CHECKS.items() if not check(state.get(key))]
-    wrong += [] if wrong or _is_of_step(found) else ["progress"]
+    wrong += [] if wrong or _is_of_step(checkpoint) else ["progress"]
     if wrong:
         raise DamagedCheckpointError(
-            f"{found.path / STATE} is no state of a run: '{wrong[0]}' is missing, or is not what a "
-            "run saves there"
+            f"{checkpoint.path / STATE} is no state of a run: '{wrong[0]}' is missing, or is not "
+            "what a run saves there"
         )
 
 

@@ -76,7 +76,7 @@ class Saving:
         self._begun_untrained: Versions = {}
         """As the checkpoint that is being written has it."""
         self._writing: save.Save | None = None
-        self._told_of_page_cache = False
+        self._warned_of_page_cache = False
 
     @property
     def folder(self) -> Path:
@@ -101,7 +101,7 @@ class Saving:
             unfinished=checkpoint.unfinished(folder),
             saves=saves,
             keep_last=config.keep_last,
-            kept=_num_permanent(config, step),
+            permanent=_num_permanent(config, step),
         )
         if problem:
             self._log.warn("disk-small", problem)
@@ -109,7 +109,7 @@ class Saving:
     # ---- resume
 
     def resume_newest(
-        self, found: checkpoint.Checkpoint | None, on_damaged: checkpoint.OnDamaged
+        self, source: checkpoint.Checkpoint | None, on_damaged: checkpoint.OnDamaged
     ) -> Progress | None:
         """Load the state of a checkpoint, or of the newest one before it whose tensors verify; None
         if there is none. Every rank calls this.
@@ -118,12 +118,12 @@ class Saving:
             CheckpointError, ConfigError: it is of another model.
             DataError: it was trained on other tokens.
         """
-        while found is not None:
+        while source is not None:
             try:
-                return self._resume(found)
+                return self._resume(source)
             except DamagedCheckpointError as damage:
-                on_damaged(found.path, damage)
-                found = self._newest(on_damaged, before=found.step)
+                on_damaged(source.path, damage)
+                source = self._newest(on_damaged, before=source.step)
         return None
 
     def _newest(
@@ -131,20 +131,20 @@ class Saving:
     ) -> checkpoint.Checkpoint | None:
         return checkpoint.newest_good(
             *(self.folder, on_damaged, self._ranks),
-            whole=False,
+            verified=False,
             before=before,
             accept=require_run_state,
         )
 
-    def _resume(self, found: checkpoint.Checkpoint) -> Progress:
+    def _resume(self, source: checkpoint.Checkpoint) -> Progress:
         """Load the state of a checkpoint; its tensors are verified meanwhile."""
-        for code, message in self.state.changes(found):
+        for code, message in self.state.changes(source):
             self._log.warn(code, message)
-        delayed = restore(found, self._model, self._optimizer, self._ranks)
-        self._optimizer.finish_load(**found.state["optimizer"], delayed=delayed)
-        self.state.load(found)
-        self._saved_step, self.saved_untrained = found.step, self.untrained.versions()
-        return Progress(**found.state["progress"])
+        delayed = restore(source, self._model, self._optimizer, self._ranks)
+        self._optimizer.finish_load(**source.state["optimizer"], delayed=delayed)
+        self.state.load(source)
+        self._saved_step, self.saved_untrained = source.step, self.untrained.versions()
+        return Progress(**source.state["progress"])
 
     def roll_back(self, spike: str, progress: Progress) -> None:
         """Go back to the newest good checkpoint, and on from it behind the batches used so far. See
@@ -294,8 +294,8 @@ class Saving:
         self.saved_untrained = self._begun_untrained
         self._log.saved(writing.step, saved)
         self._prune()
-        if not saved.direct and not self._told_of_page_cache:
-            self._told_of_page_cache = True
+        if not saved.direct and not self._warned_of_page_cache:
+            self._warned_of_page_cache = True
             self._log.warn(
                 "checkpoint-buffered",
                 f"the file system of {self._run.checkpoints} refuses O_DIRECT: checkpoints go "
@@ -369,17 +369,21 @@ class RunState:
             {key: value for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
+        expert_steps = {}
+        if self._config.offload.skip_unused:
+            # A collective: ranks may hold different experts.
+            expert_steps = merged_steps(self._ranks.gather(self._optimizer.expert_steps))
         return {
             "optimizer": {
                 "step": progress.step,
                 "scaler": self._optimizer.scaler_state(),
                 # Only where experts are skipped: earlier versions know no such key.
-                **({"expert_steps": steps} if (steps := self._expert_steps()) else {}),
+                **({"expert_steps": expert_steps} if expert_steps else {}),
             },
             "progress": asdict(progress),
             "data": at.data,
             "spikes": at.spikes,
-            "held_out": self._held_out(),
+            "held_out": self._validation_hash(),
             "tokenizer": self._tokens.tokenizer_id,
             # The ranks that hold the parts of matrices draw the same.
             "rng": self._ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
@@ -391,54 +395,47 @@ class RunState:
             "hf_config": self._hf_config,
         }
 
-    def _expert_steps(self) -> dict[str, list[int]]:
-        """Return the steps of all experts, of those that are skipped where they are unused. Where
-        there are any, a collective: ranks may hold different ones."""
-        if not self._config.offload.skip_unused:
-            return {}
-        return merged_steps(self._ranks.gather(self._optimizer.expert_steps))
-
-    def _held_out(self) -> str | None:
+    def _validation_hash(self) -> str | None:
         """Return the hash of the validation tokens."""
         return None if self._val_tokens is None else self._val_tokens.header.content
 
-    def load(self, found: Checkpoint) -> None:
+    def load(self, source: Checkpoint) -> None:
         """Go on as the checkpoint says, with its data, random numbers and losses."""
-        state, ranks = found.state, self._ranks
+        state, ranks = source.state, self._ranks
         self._batches.load_state_dict(state["data"])
         self._spikes.load_state_dict(state["spikes"])
         replica = ranks.rank // self._config.ranks.tensor
         if replica < len(state["rng"]):
             restore_random_states(state["rng"][replica])
         else:  # a new rank: numbers that no other rank draws
-            seed_all(self._config.train.seed + replica + found.step * ranks.size)
+            seed_all(self._config.train.seed + replica + source.step * ranks.size)
 
-    def changes(self, found: Checkpoint) -> Iterator[tuple[str, str]]:
+    def changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
         """Yield (code, warning) for what has changed since the checkpoint.
 
         Raises:
             ConfigError: the changes make it another run.
         """
-        if self._precision != found.state["precision"]:
+        if self._precision != source.state["precision"]:
             raise ConfigError(
-                f"{found.path} was trained with offload.precision = {found.state['precision']!r}, "
-                f"but this run uses {self._precision!r}"
+                f"{source.path} was trained with offload.precision = "
+                f"{source.state['precision']!r}, but this run uses {self._precision!r}"
             )
         tokenizer_id = self._tokens.tokenizer_id
-        if tokenizer_id and found.state["tokenizer"] not in ("", tokenizer_id):
+        if tokenizer_id and source.state["tokenizer"] not in ("", tokenizer_id):
             raise ConfigError(
-                f"{found.path} was trained on tokens of another tokenizer than the data's, "
+                f"{source.path} was trained on tokens of another tokenizer than the data's, "
                 f"{self._tokens.tokenizer}: its tokens would mean something else"
             )
-        before, threads = found.state.get("threads"), torch.get_num_threads()
+        before, threads = source.state.get("threads"), torch.get_num_threads()
         if before not in (None, threads):
             yield (
                 "threads-changed",
-                f"torch had {before} threads when {found.path} was saved, and has {threads} now: "
+                f"torch had {before} threads when {source.path} was saved, and has {threads} now: "
                 "losses may now differ in their last digits",
             )
-        changed = _changes_since(found, self._config)
-        if found.state.get("held_out", self._held_out()) != self._held_out():
+        changed = _changes_since(source, self._config)
+        if source.state.get("held_out", self._validation_hash()) != self._validation_hash():
             changed.append(
                 "the held-out tokens: validation losses are not comparable with earlier ones"
             )

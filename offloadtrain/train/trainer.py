@@ -95,10 +95,10 @@ class Trainer:
         self._all_stop = False
         self._emergency = Emergency(config, context, self.saving, log)
 
-    def resume(self, found: Checkpoint, on_damaged: OnDamaged) -> bool:
+    def resume(self, source: Checkpoint, on_damaged: OnDamaged) -> bool:
         """Continue from a checkpoint, or an earlier one if it is damaged; False: none is valid.
         Raises what `Saving.resume_newest` raises."""
-        progress = self.saving.resume_newest(found, on_damaged)
+        progress = self.saving.resume_newest(source, on_damaged)
         self.progress = progress or self.progress
         return progress is not None
 

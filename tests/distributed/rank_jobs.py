@@ -128,8 +128,8 @@ def train(folder: Path, data: Path, *, resume: bool = False, **options: Any) -> 
     with run, RunLog(run, job, Console(quiet=True), ranks.rank) as log:
         context = assemble(job, ranks=ranks)
         trainer = trainer_of(job, context, run, log)
-        if opened.found is not None:
-            assert trainer.resume(opened.found, opened.skip) and not opened.damaged
+        if opened.checkpoint is not None:
+            assert trainer.resume(opened.checkpoint, opened.skip) and not opened.damaged
         assert opened.begin(job=text, resolved=text, ranks=ranks) == []
         log.started(context, trainer.progress)
         status = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())

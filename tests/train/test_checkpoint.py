@@ -388,7 +388,7 @@ def test_damage_that_is_met_while_loading_names_the_tensor(tmp_path: Path) -> No
             content = bytearray(good := (path / entry.file).read_bytes())
             content[at] ^= 4
             (path / entry.file).write_bytes(content)
-            found = checkpoint.newest_good(tmp_path, never_damaged, whole=False)
+            found = checkpoint.newest_good(tmp_path, never_damaged, verified=False)
             assert found is not None and found.step == 2
             with pytest.raises(DamagedCheckpointError, match=f"{entry.kind} of '{entry.name}'"):
                 restore(found, *filled(9))

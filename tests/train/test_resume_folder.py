@@ -20,8 +20,8 @@ def opened(job: Config, resume: str, run_dir: Path | None = None) -> tuple[RunFo
     assert found.begin(job="text", resolved=jobs.dump(job)) == []
     found.run.keep()
     found.run.close()
-    assert (resume == "auto" and not found.found) == bool(said)
-    return found.run, found.found is not None
+    assert (resume == "auto" and not found.checkpoint) == bool(said)
+    return found.run, found.checkpoint is not None
 
 
 def test_a_new_run_gets_a_dated_folder(tmp_path: Path) -> None:

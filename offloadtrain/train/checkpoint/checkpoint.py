@@ -120,7 +120,7 @@ def newest_good(
     on_damaged: OnDamaged,
     ranks: Ranks = ALONE,
     *,
-    whole: bool = True,
+    verified: bool = True,
     before: int | None = None,
     accept: Callable[[Checkpoint], None] = lambda _: None,
 ) -> Checkpoint | None:
@@ -129,7 +129,7 @@ def newest_good(
     Every rank calls this and gets the same answer.
 
     Args:
-        whole: read and verify every tensor; False where they are verified while they are loaded.
+        verified: read and verify every tensor; False where that is done while they are loaded.
         before: only checkpoints of earlier steps than this.
         accept: raises DamagedCheckpointError where the caller cannot use it.
 
@@ -142,7 +142,7 @@ def newest_good(
         if before is not None and step_of(path) >= before:
             continue
         try:
-            opened = (verify if whole else open_checkpoint)(path, ranks)
+            opened = (verify if verified else open_checkpoint)(path, ranks)
             accept(opened)  # the state is the same on every rank, and so is the answer
             return opened
         except DamagedCheckpointError as damage:
@@ -184,7 +184,7 @@ def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """
     opened = open_checkpoint(path, ranks)
     entries = opened.manifest.entries[ranks.rank :: ranks.size]
-    agreed(ranks, lambda: read(path, map(Reading.whole, entries)))
+    agreed(ranks, lambda: read(path, map(Reading.all_of, entries)))
     return opened
 
 

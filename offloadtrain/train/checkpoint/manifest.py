@@ -117,7 +117,7 @@ class Region:
 
 
 def lay_out(
-    file: str, states: Iterable[FlatState], others: Mapping[str, torch.Tensor]
+    file: str, states: Iterable[FlatState], extra: Mapping[str, torch.Tensor]
 ) -> list[Region]:
     """Lay out a rank's file.
 
@@ -125,7 +125,7 @@ def lay_out(
         TypeError: a dtype that a checkpoint cannot hold.
     """
     regions: list[Region] = []
-    for flat in (*states, *(_alone(name, tensor) for name, tensor in others.items())):
+    for flat in (*states, *(_alone(name, tensor) for name, tensor in extra.items())):
         if flat.pieces:
             start = regions[-1].end if regions else 0
             regions.append(_region(file, flat, start))
@@ -379,15 +379,16 @@ def _decoded(content: Mapping[str, Any]) -> Manifest:
     return Manifest(_count(content["step"]), sizes, state_file, entries)
 
 
-def decoded_entry(one: Mapping[str, Any]) -> Entry:
-    shape = tuple(map(_count, _list(one["shape"])))
-    lo, hi = map(_count, _list(one["range"]))
-    first, last = map(_count, _list(one["span"]))
-    stride = tuple(map(_count, _list(one["stride"]))) if "stride" in one else dense(shape)
-    digests = tuple(_list(one["xxh3_128"]))
+def decoded_entry(encoded: Mapping[str, Any]) -> Entry:
+    shape = tuple(map(_count, _list(encoded["shape"])))
+    lo, hi = map(_count, _list(encoded["range"]))
+    first, last = map(_count, _list(encoded["span"]))
+    stride = tuple(map(_count, _list(encoded["stride"]))) if "stride" in encoded else dense(shape)
+    digests = tuple(_list(encoded["xxh3_128"]))
     entry = Entry(
-        *(_name(one["name"]), _name(one["kind"]), one["dtype"], shape, stride, lo, hi),
-        *(_count(one["count"]), one["file"], _count(one["offset"]), (first, last), digests),
+        *(_name(encoded["name"]), _name(encoded["kind"]), encoded["dtype"], shape, stride, lo, hi),
+        *(_count(encoded["count"]), encoded["file"], _count(encoded["offset"])),
+        *((first, last), digests),
     )
     _require(entry.dtype in DTYPES, f"{entry.name} is of no known dtype")
     _require(lo <= hi <= math.prod(shape), f"{entry.name} has elements {lo} to {hi} of {shape}")

@@ -136,7 +136,7 @@ class Reading(NamedTuple):
     target: torch.Tensor | None = None
 
     @classmethod
-    def whole(cls, entry: Entry, target: torch.Tensor | None = None) -> Reading:
+    def all_of(cls, entry: Entry, target: torch.Tensor | None = None) -> Reading:
         return cls(entry, 0, entry.nbytes, target)
 
     def chunks(self) -> list[tuple[Chunk, str]]:

@@ -28,7 +28,7 @@ _Pieces = Mapping[str, Sequence[Entry]]
 
 
 def restore(
-    found: Checkpoint,
+    source: Checkpoint,
     model: torch.nn.Module,
     optimizer: OffloadedState,
     ranks: Ranks = ALONE,
@@ -48,24 +48,24 @@ def restore(
     """
     states, extra = optimizer.own_states(), untrained(model, optimizer)
     shapes = {name: tuple(x.shape) for name, x in extra.items()}
-    _check_same_model(found, states, shapes, optimizer, ranks)
-    in_use = [entry for entry in found.manifest.entries if entry.kind == WORKING]
-    pieces = _by_name(entry for entry in found.manifest.entries if entry.kind != WORKING)
+    _check_same_model(source, states, shapes, optimizer, ranks)
+    in_use = [entry for entry in source.manifest.entries if entry.kind == WORKING]
+    pieces = _by_name(entry for entry in source.manifest.entries if entry.kind != WORKING)
     weights = optimizer.own_weights() if in_use else {}
 
     def load() -> None:
-        _load(found, pieces, states, optimizer)
-        _load(found, _by_name(in_use), weights, optimizer)
+        _load(source, pieces, states, optimizer)
+        _load(source, _by_name(in_use), weights, optimizer)
         with torch.no_grad():
             for name, tensor in extra.items():
                 (entry,) = pieces[name]
-                tensor.copy_(read_whole(found, entry))
+                tensor.copy_(read_whole(source, entry))
 
     agreed(ranks, load)
     return bool(weights)
 
 
-def read_whole(found: Checkpoint, entry: Entry) -> torch.Tensor:
+def read_whole(source: Checkpoint, entry: Entry) -> torch.Tensor:
     """Read and verify one tensor, to the host.
 
     Returns:
@@ -75,7 +75,7 @@ def read_whole(found: Checkpoint, entry: Entry) -> torch.Tensor:
         DamagedCheckpointError: its bytes have changed.
     """
     values = torch.empty(entry.count, dtype=DTYPES[entry.dtype], device="cpu")
-    read(found.path, [Reading.whole(entry, _bytes(values))])
+    read(source.path, [Reading.all_of(entry, _bytes(values))])
     is_whole = (entry.lo, entry.hi) == (0, entry.count) == (0, math.prod(entry.shape))
     return values.as_strided(entry.shape, entry.stride) if is_whole else values
 
@@ -224,7 +224,7 @@ _DECODED = 1 << 18
 
 
 def saved_weights(
-    found: Checkpoint,
+    source: Checkpoint,
     rule: AnyRule,
     *,
     working: bool = False,
@@ -244,15 +244,15 @@ def saved_weights(
     Raises:
         CheckpointError: the state is of no format that is known here.
     """
-    chosen = ((name, of) for name, of in _pieces_by_name(found).items() if wanted(name))
+    chosen = ((name, of) for name, of in _pieces_by_name(source).items() if wanted(name))
     for name, pieces in chosen:
-        parts = [_read(found, name, piece, rule, working) for piece in pieces]
+        parts = [_read(source, name, piece, rule, working) for piece in pieces]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
         entry = next(iter(pieces[0].values()))
         yield name, weight.as_strided(entry.shape, entry.stride)
 
 
-def saved_state(found: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def saved_state(source: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (name, {"master" and the rule's moments}) of every trained parameter: fp32, in its
     shape, on the host, decoded from any state format.
 
@@ -260,10 +260,10 @@ def saved_state(found: Checkpoint, rule: AnyRule) -> Iterator[tuple[str, dict[st
         CheckpointError: the state is of no format that is known here.
     """
     kinds = [field.name for field in FP32.fields(rule.moments)]
-    for name, pieces in _pieces_by_name(found).items():
+    for name, pieces in _pieces_by_name(source).items():
         if pieces[0].keys() == {UNTRAINED}:
             continue
-        parts = [_decoded(found, piece, *_format(name, piece, rule), kinds) for piece in pieces]
+        parts = [_decoded(source, piece, *_format(name, piece, rule), kinds) for piece in pieces]
         tensors = (torch.cat(of_kind) for of_kind in zip(*parts, strict=True))
         entry = next(iter(pieces[0].values()))
         views = (tensor.as_strided(entry.shape, entry.stride) for tensor in tensors)

@@ -252,7 +252,7 @@ def shortage(
     there: int,
     saves: int,
     keep_last: int,
-    kept: int = 0,
+    permanent: int = 0,
     unfinished: Iterable[Path] = (),
 ) -> str:
     """Return a sentence on the missing space, "" if there is enough.
@@ -260,14 +260,14 @@ def shortage(
     Args:
         there: number of existing checkpoints.
         saves: number of future checkpoints.
-        kept: those of them that stay for good.
+        permanent: those of them that stay for good.
         unfinished: see `require_space`.
 
     Raises:
         CheckpointError: not even one fits.
     """
     needed, free = require_space(folder, num_bytes, ranks, unfinished)
-    at_once = min(saves, keep_last + 1 - min(there, keep_last) + kept)
+    at_once = min(saves, keep_last + 1 - min(there, keep_last) + permanent)
     if free >= at_once * needed:
         return ""
     return (

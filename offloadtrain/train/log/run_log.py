@@ -119,11 +119,11 @@ class Hindsight:
         self._steps.append(step_ms / 1e3)
         self._busy.append(report.busy_ms)
 
-    def rows(self, held: Sequence[MemoryRow]) -> tuple[PlanRow, ...]:
+    def rows(self, owners: Sequence[MemoryRow]) -> tuple[PlanRow, ...]:
         """Return rows of bytes by tier and, if there were steps, of times."""
-        return (*self._bytes(held), *self._times())
+        return (*self._bytes(owners), *self._times())
 
-    def told(self, rows: Sequence[PlanRow]) -> tuple[str, list[str]]:
+    def compare(self, rows: Sequence[PlanRow]) -> tuple[str, list[str]]:
         """Return a line for all rows, and the rows to warn of."""
         shown = ", ".join(f"{row.what} {_ratio(row):.2f}" for row in rows)
         apart = [
@@ -165,7 +165,7 @@ def step_record(
     progress: Progress,
     report: StepReport,
     clock: StepClock,
-    told: StepStats,
+    stats: StepStats,
     *,
     lr: float,
     rank: int,
@@ -181,10 +181,10 @@ def step_record(
         scaling: the loss is scaled.
         peaks: most bytes on the device and on the host within the step.
     """
-    many = len(told.own_ms) > 1
+    many = len(stats.own_ms) > 1
     return schema.Step(
         step=number,
-        loss=told.loss,
+        loss=stats.loss,
         lr=lr,
         tokens=progress.tokens,
         grad_norm=report.grad_norm,
@@ -200,8 +200,8 @@ def step_record(
         comm_bytes=report.comm_bytes,
         disk_read_bytes=report.disk_read_bytes,
         disk_written_bytes=report.disk_written_bytes,
-        own_ms=told.own_ms[rank] if many else 0.0,
-        ranks_ms=told.own_ms if many and rank == 0 else (),
+        own_ms=stats.own_ms[rank] if many else 0.0,
+        ranks_ms=stats.own_ms if many and rank == 0 else (),
         early_buckets=report.early_buckets,
         speculation_hit=report.speculation_hit,
         mfu=mfu,
@@ -375,7 +375,7 @@ class RunLog:
         if self._hindsight is None or self._optimizer is None:
             return
         rows = self._hindsight.rows(self.memory_rows())
-        message, apart = self._hindsight.told(rows)
+        message, apart = self._hindsight.compare(rows)
         self._writer.emit(schema.PlanCompared(rows=rows, message=message))
         self._console.say(message)
         if apart:
@@ -410,7 +410,7 @@ class RunLog:
         progress: Progress,
         report: StepReport,
         clock: StepClock,
-        told: StepStats,
+        stats: StepStats,
         *,
         lr: float,
     ) -> None:
@@ -422,7 +422,7 @@ class RunLog:
             progress,
             report,
             clock,
-            told,
+            stats,
             lr=lr,
             rank=self._rank,
             batch_tokens=self._config.batch_tokens,

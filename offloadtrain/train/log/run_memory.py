@@ -44,19 +44,19 @@ class UnaccountedMemory:
         self._ledger = ledger
         self._read = read or anonymous_bytes
         self._before = self._beyond()
-        self._is_told = self._was_beyond = False
+        self._has_warned = self._was_beyond = False
 
     def look(self) -> str | None:
         """Return the sentence to warn with, once: memory has grown past the Ledger by more than
         ALLOWED_BYTES in two looks in a row. Memory that is being mapped is in no Ledger yet."""
         beyond = self._beyond()
-        if self._is_told or beyond is None or self._before is None:
+        if self._has_warned or beyond is None or self._before is None:
             return None
         growth = beyond - self._before
         was_beyond, self._was_beyond = self._was_beyond, growth > ALLOWED_BYTES
         if not (was_beyond and self._was_beyond):
             return None
-        self._is_told = True
+        self._has_warned = True
         in_ledger = self._ledger.total(Tier.HOST)
         return (
             f"this process has {format_bytes(in_ledger + beyond)} of host memory, of which the "

@@ -107,7 +107,7 @@ class Config:
 
     def __post_init__(self) -> None:
         of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
-        # Memory for saves beside the next steps, from the host's arena: not where neither is.
+        # Host memory for saves that overlap the next steps: only where saves and host state exist.
         if not self.train.checkpoint_every or self.offload.state.tier in ("device", "disk"):
             of_train["checkpoint_spill"] = 0
         object.__setattr__(self, "offload", self.offload.replace(**of_train))

@@ -320,7 +320,7 @@ def train_contradictions(train: TrainConfig, offload: OffloadConfig) -> Iterator
 
 
 _Rule: TypeAlias = tuple[Callable[[Any], object], str]
-"""Whether a value holds, and the words for what is allowed."""
+"""A predicate on the value, and a description of the allowed values."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

@@ -26,9 +26,9 @@ from offloadtrain.data.tokens import DataError
 
 PIECE_BYTES = 4 << 20
 _TABLE_BYTES = 1 << 20
-"""Of JSONL: no document spans two pieces, and small ones keep all workers busy to the end."""
+"""Size of a piece of JSONL. Small pieces keep all workers busy to the end."""
 _MOST_SLICES = 8
-"""Of a row group of Parquet, which each worker decodes as a whole."""
+"""Most pieces of a row group of Parquet, which each worker decodes completely."""
 _LOOKED_AT = 4096
 """Bytes after a cut of text in which the end of a line or a space is sought."""
 

@@ -21,7 +21,7 @@ from offloadtrain.data.tokens import DataError
 PYTHON_STDLIB = "python-stdlib"
 HUB = "hf:"
 _MOST_BYTES = 16 << 20
-"""Of what `datasets` writes beside its files."""
+"""Size limit of the JSON files that `datasets` writes."""
 FileKind = Literal["text", "jsonl", "csv", "parquet", "arrow"]
 _SUFFIXES: dict[str, FileKind] = {
     ".jsonl": "jsonl",

@@ -167,7 +167,7 @@ class DistributedRun:
         self._leave(text, self._code_of(error))
 
     def _stops_early(self) -> bool:
-        """Whether this rank or one that could say so was told to stop while it was building."""
+        """Return True if this rank or any reachable one was asked to stop during set-up."""
         return self._failures.stopped_early or self._stop.stops_building
 
     def _leave(self, text: str, code: int) -> NoReturn:

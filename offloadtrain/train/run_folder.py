@@ -142,7 +142,7 @@ class RunFolder:
 
     @property
     def has_locks(self) -> bool:
-        """Whether the file system keeps locks; some network file systems are mounted without."""
+        """True if the file system supports locks; some network file systems are mounted without."""
         return lock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property

@@ -72,9 +72,9 @@ class Saving:
         self.state = RunState(config, context, self.spikes)
         self.untrained = Untrained(self._model, self._optimizer)
         self.saved_untrained: Versions = {}
-        """What was not trained, as the newest checkpoint has it."""
+        """Versions of untrained tensors in the newest checkpoint."""
         self._begun_untrained: Versions = {}
-        """As the checkpoint that is being written has it."""
+        """Versions of untrained tensors in the checkpoint that is being written."""
         self._writing: save.Save | None = None
         self._warned_of_page_cache = False
 
@@ -147,7 +147,7 @@ class Saving:
         return Progress(**source.state["progress"])
 
     def roll_back(self, spike: str, progress: Progress) -> None:
-        """Go back to the newest good checkpoint, and on from it behind the batches used so far. See
+        """Load the newest good checkpoint, and continue from it with the batches not used yet. See
         [Note: Spikes] in `losses.py`. Every rank calls this, between steps.
 
         Raises:
@@ -175,7 +175,7 @@ class Saving:
         )
 
     def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
-        """Of one that is skipped; it is set aside, for its step is trained and saved again."""
+        """Warn about a damaged checkpoint and rename it: its step is trained and saved again."""
         self._log.warn("checkpoint-damaged", f"{damage}. An earlier one is used.")
         if self._ranks.rank == 0:
             try:

@@ -1,4 +1,4 @@
-"""What can end the process of a run: stop signals, and the watchdog.
+"""Stop signals of a run's process, and the watchdog that ends it when it hangs.
 
 Ctrl-C, SIGTERM from Slurm, Kubernetes or systemd, and SIGHUP of a lost terminal request a stop.
 SIGUSR1 requests a checkpoint, and training goes on. Nothing here imports torch.
@@ -106,7 +106,7 @@ class StoppedEarlyError(BaseException):
 class StopRequests:
     """While entered, signals are requests; the second stop ends the process at once.
 
-    Until `defer` a stop raises StoppedEarlyError: building ends where it is, or behind the import
+    Until `defer` a stop raises StoppedEarlyError: building ends where it is, or after the import
     that is under way (whoever imports half a module again may find anything; numpy calls itself
     without end). From then on it is only noted: the loop checks `requested` between two steps,
     where the state is consistent. A run that is ended at once (status 1, nothing is saved) keeps
@@ -187,7 +187,7 @@ class StopRequests:
             _write(f"{name}: stopping after this step, with a checkpoint; repeat: end at once")
 
     def _end_building(self, number: int, frame: FrameType | None) -> None:
-        """Raise StoppedEarlyError, now or behind the import that the signal came into."""
+        """Raise StoppedEarlyError, now or after the import that the signal has interrupted."""
         if not _imports(frame):
             raise StoppedEarlyError(str(self.requested))
 

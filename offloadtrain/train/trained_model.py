@@ -50,7 +50,7 @@ from offloadtrain.train.saved_state import require_run_state
 from offloadtrain.train.update_rules import update_rule
 
 BASE_PREFIX = "base_model.model."
-"""Of the base model's names in a PEFT model."""
+"""Prefix of the base model's names in a PEFT model."""
 
 _log = logging.getLogger(__name__)
 

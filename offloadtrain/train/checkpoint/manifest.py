@@ -107,7 +107,7 @@ class Region:
 
     @property
     def end(self) -> int:
-        """Behind its padding."""
+        """The offset after its padding."""
         return self.offset + padded(self.nbytes)
 
     def within(self, lo: int, hi: int) -> Sequence[Chunk]:

@@ -170,7 +170,7 @@ def read(folder: Path, readings: Iterable[Reading]) -> None:
 
 @dataclass(slots=True)
 class _Progress:
-    """How much has been read, for whoever waits: a large checkpoint takes minutes."""
+    """Reports how much has been read: a large checkpoint takes minutes."""
 
     total_bytes: int
     done_bytes: int = 0

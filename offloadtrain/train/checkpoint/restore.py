@@ -233,10 +233,10 @@ def saved_weights(
     """Yield (name, tensor) of every parameter and persistent buffer, in its shape, on the host.
 
     What was trained comes as its fp32 master weights, decoded from any state format; the rest as
-    it was saved. Holds one tensor and the state beside it.
+    it was saved. Holds one tensor and its state in memory.
 
     Args:
-        rule: the one that trained them: its moments lie beside them.
+        rule: the rule that trained them, whose moments were saved with them.
         working: where the state holds the working weight itself, yield that: it is not always the
             master rounded to nearest.
         wanted: whether to read the one of this name.

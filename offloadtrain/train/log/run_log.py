@@ -330,7 +330,7 @@ class RunLog:
             )
 
     def _set_up(self) -> schema.SetUp:
-        """What came before the first step, in this start."""
+        """Return the durations of this start before its first step."""
         before = self._spent_before_s
         parts = {part: s - before.get(part, 0.0) for part, s in HEARTBEAT.spent_s.items()}
         return schema.SetUp(

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: a record, console lines, warnings."""
+"""The start of a run: its first record, the introduction on the console, and warnings."""
 
 from __future__ import annotations
 

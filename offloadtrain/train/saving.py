@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.hf_model import identity_of, read_config
-from offloadtrain.config.job import Config, TrainConfig, as_tables
+from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.toml import field_kinds
+from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.experts import merged_steps
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint, save
@@ -88,23 +89,28 @@ class Saving:
         Raises:
             CheckpointError: not even one fits.
         """
-        config, folder = self._config.train, self._run.checkpoints
+        config, folder = self._config.train, self.folder
         if step >= config.steps:
             return
-        every = config.checkpoint_every
-        saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
-        problem = save.shortage(
-            folder,
-            save.num_bytes(self._model, self._optimizer, self._ranks),
-            self._ranks,
-            there=len(checkpoint.find(folder)),
-            unfinished=checkpoint.unfinished(folder),
-            saves=saves,
-            keep_last=config.keep_last,
-            permanent=_num_permanent(config, step),
+        regions, _ = save.lay_out_state("", self._model, self._optimizer)
+        needed, free = save.require_space(
+            folder, save.size_of(regions), self._ranks, checkpoint.unfinished(folder)
         )
-        if problem:
-            self._log.warn("disk-small", problem)
+        every, permanent = config.checkpoint_every, 0
+        saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
+        if every and config.keep_every:
+            steps_apart = math.lcm(config.keep_every, every)
+            permanent = config.steps // steps_apart - step // steps_apart
+        existing = min(len(checkpoint.find(folder)), config.keep_last)
+        at_once = min(saves, config.keep_last + 1 - existing + permanent)
+        if free < at_once * needed:
+            self._log.warn(
+                "disk-small",
+                f"{format_bytes(free)} is free in {folder}, which is {free // needed} times the "
+                f"{format_bytes(needed)} of a checkpoint, and train.keep_last = {config.keep_last} "
+                f"takes {at_once} times that (a new one is written before the oldest goes): later "
+                "ones will fail. Free some space, or set runs_dir to a larger disk",
+            )
 
     # ---- resume
 
@@ -325,14 +331,6 @@ class Saving:
         if not self._config.offload.skip_nonfinite:
             advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
         return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
-
-
-def _num_permanent(config: TrainConfig, step: int) -> int:
-    """Return the number of later checkpoints that `keep_every` keeps."""
-    if not (config.keep_every and config.checkpoint_every):
-        return 0
-    every = math.lcm(config.keep_every, config.checkpoint_every)
-    return config.steps // every - step // every
 
 
 _STRUCTURAL = tuple(f"model.{key}" for key in (*field_kinds(ModelShape), "lora"))

@@ -91,7 +91,6 @@ class TensorWriter:
     """Writes and hashes regions; holds a window of memory per thread, and no copy of the state.
 
     Attributes:
-        num_bytes: of the file.
         failure: the first error; nothing more is written then.
     """
 
@@ -101,12 +100,11 @@ class TensorWriter:
             OSError: the file cannot be made, or its disk is full.
         """
         self._regions = regions
-        self.num_bytes = regions[-1].end if regions else 0
         self.failure: Exception | None = None
         self._digests: dict[int, str] = {}
         """First byte of a chunk → its hash."""
         self._scratch = threading.local()
-        self._file = DirectFile.create(path, self.num_bytes)
+        self._file = DirectFile.create(path, size_of(regions))
         self._pool = ThreadPoolExecutor(THREADS, "offloadtrain-checkpoint")
 
     @property
@@ -226,7 +224,7 @@ def require_space(
     needed = int(int(ranks.all_gather_host([num_bytes]).sum()) * 1.05) + (1 << 20)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = os.statvfs(there)
-    free = disk.f_bavail * disk.f_frsize + sum(map(_held_bytes, unfinished))
+    free = disk.f_bavail * disk.f_frsize + sum(map(_allocated_bytes, unfinished))
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "
@@ -236,46 +234,12 @@ def require_space(
     return needed, free
 
 
-def _held_bytes(folder: Path) -> int:
+def _allocated_bytes(folder: Path) -> int:
     """Return the allocated bytes, which may be less than the size of a truncated file; 0 for what
     is no folder of files."""
     if folder.is_symlink() or not folder.is_dir():
         return 0
     return sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
-
-
-def shortage(
-    folder: Path,
-    num_bytes: int,
-    ranks: Ranks,
-    *,
-    there: int,
-    saves: int,
-    keep_last: int,
-    permanent: int = 0,
-    unfinished: Iterable[Path] = (),
-) -> str:
-    """Return a sentence on the missing space, "" if there is enough.
-
-    Args:
-        there: number of existing checkpoints.
-        saves: number of future checkpoints.
-        permanent: those of them that stay for good.
-        unfinished: see `require_space`.
-
-    Raises:
-        CheckpointError: not even one fits.
-    """
-    needed, free = require_space(folder, num_bytes, ranks, unfinished)
-    at_once = min(saves, keep_last + 1 - min(there, keep_last) + permanent)
-    if free >= at_once * needed:
-        return ""
-    return (
-        f"{format_bytes(free)} is free in {folder}, which is {free // needed} times the "
-        f"{format_bytes(needed)} of a checkpoint, and train.keep_last = {keep_last} takes "
-        f"{at_once} times that (a new one is written before the oldest goes): later ones will "
-        "fail. Free some space, or set runs_dir to a larger disk"
-    )
 
 
 Tensors = dict[str, torch.Tensor]
@@ -358,27 +322,22 @@ class Save:
         name = f"{self._final.name}.tmp-{secrets.token_hex(4)}"
         self._unfinished = folder / ranks.broadcast_object(name)
         self._file = f"rank-{ranks.rank:03d}.bin"
-        extra = untrained(model, optimizer) if optimizer.saves_untrained else {}
+        self._regions, extra = lay_out_state(self._file, model, optimizer)
         params = dict(model.named_parameters())
         self._frozen = {name: tensor for name, tensor in extra.items() if name in params}
-        self._regions = lay_out(self._file, optimizer.flat_states(), extra)
         self._writer: TensorWriter | None = None
         try:
             with _together(ranks, self._final):
                 if ranks.rank == 0:
                     _make(self._unfinished)
             with _together(ranks, self._final):
-                require_space(folder, self._own_bytes, ranks)
+                require_space(folder, size_of(self._regions), ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
             self._write_others({name: x for name, x in extra.items() if name not in params})
             optimizer.write_state(self)
         except BaseException:
             self.give_up()
             raise
-
-    @property
-    def _own_bytes(self) -> int:
-        return self._regions[-1].end if self._regions else 0
 
     def write(self, bucket: str, parts: Sequence[tuple[Written, torch.Tensor]]) -> None:
         """Write parts of the buffers of a bucket."""
@@ -421,7 +380,7 @@ class Save:
                 entries = self._writer.entries()
             own_entries = [encoded_entry(entry) for entry in entries]
             of_ranks = self._ranks.gather(
-                (self._file, self._own_bytes, own_entries, self._writer.direct)
+                (self._file, size_of(self._regions), own_entries, self._writer.direct)
             )
             with _together(self._ranks, self._final):
                 if self._ranks.rank == 0:
@@ -479,10 +438,16 @@ def untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
     return tensors
 
 
-def num_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
-    """Return the bytes that this rank writes into a checkpoint."""
+def lay_out_state(
+    file: str, model: torch.nn.Module, optimizer: OffloadedState
+) -> tuple[list[Region], Tensors]:
+    """Lay out this rank's file; return its regions, and the untrained tensors in them."""
     extra = untrained(model, optimizer) if optimizer.saves_untrained else {}
-    regions: Sequence[Region] = lay_out("", optimizer.flat_states(), extra)
+    return lay_out(file, optimizer.flat_states(), extra), extra
+
+
+def size_of(regions: Sequence[Region]) -> int:
+    """Return the bytes of a file with these regions."""
     return regions[-1].end if regions else 0
 
 

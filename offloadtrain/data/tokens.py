@@ -84,10 +84,6 @@ class TokenHeader:
     masked: bool = False
 
     @property
-    def token_bytes(self) -> int:
-        return self.count * DTYPES[self.dtype]
-
-    @property
     def length_bytes(self) -> int:
         return self.documents * LENGTH.itemsize
 
@@ -121,7 +117,7 @@ class TokenFile:
             self.header = header
             dtype = np.dtype(self.header.dtype).newbyteorder("<")
             self.tokens: Tokens = self._map(dtype, HEADER_BYTES)
-            self._lengths_at = HEADER_BYTES + self.header.token_bytes
+            self._lengths_at = HEADER_BYTES + self.tokens.nbytes
             self.counted: npt.NDArray[np.uint8] | None = None
             if self.header.masked:
                 at = self._lengths_at + self.header.length_bytes

@@ -209,7 +209,8 @@ class Saving:
         except CheckpointError as error:
             self._failed(progress.step, error)
         # Where writes are not asynchronous, or the model is small, all is written by now.
-        self.poll(progress, self._ranks.all_gather_host([self.written])[:, 0].all().item())
+        if self._ranks.all_gather_host([self.written]).all():
+            self.finish(progress)
 
     def save(self, progress: Progress, at: Position | None = None) -> None:
         """Save the state after this step, unless it was saved already, and wait for it.
@@ -234,18 +235,6 @@ class Saving:
     def written(self) -> bool:
         """This rank has written its part of the checkpoint that is not committed yet."""
         return self._writing is not None and self._writing.written
-
-    def poll(self, progress: Progress, all_written: object) -> None:
-        """Between steps: commit the checkpoint that every rank has written.
-
-        Args:
-            all_written: `written` of every rank; the same on all of them.
-
-        Raises:
-            TrainingError: its weights are not finite.
-        """
-        if all_written:
-            self.finish(progress)
 
     def finish(self, progress: Progress) -> None:
         """Wait for the checkpoint that is being written, if there is one, and commit it.

@@ -130,7 +130,8 @@ class Trainer:
                 self._evaluate()
             while self.progress.step < config.steps and not self._stops(stop):
                 done, stats = self._step(stop)
-                self.saving.poll(self.progress, stats.written)
+                if stats.written:
+                    self.saving.finish(self.progress)
                 if done:
                     self._between_steps()
                 self._answer(stop, stats)

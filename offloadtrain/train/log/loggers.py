@@ -12,11 +12,11 @@ import os
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeAlias
@@ -76,73 +76,70 @@ def row_of(event: Source, time_s: float) -> Row:
 COLUMNS = ("step", "time_s", *STEP_SCALARS, "val_loss")
 
 
-class JsonLines:
+class _RowFile(ABC):
+    """A file with a line for each row, written at once: a killed run has lost no row."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        """Append to the file after its rows up to `resumed_step`; below 0: begin it anew."""
+        if resumed_step >= 0 and path.exists():
+            self._cut(path, resumed_step)
+        fd = open_descriptor(path, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if resumed_step < 0:
+            os.truncate(fd, 0)
+        self._file = open(fd, "a", buffering=1, encoding="utf-8", newline="")
+
+    def _cut(self, path: Path, resumed_step: int) -> None:
+        """Cut the file before its first row after `resumed_step`, or before a torn last row."""
+        valid_bytes = 0
+        with open(open_descriptor(path, flags=os.O_RDWR), "rb+") as file:
+            for line in file:
+                if not line.endswith(b"\n") or self.step_of(line) > resumed_step:
+                    break
+                valid_bytes += len(line)
+            file.truncate(valid_bytes)
+
+    @abstractmethod
+    def step_of(self, line: bytes) -> int:
+        """Return the step of a row."""
+
+    def close(self, *, failed: bool) -> None:
+        self._file.close()
+
+
+class JsonLines(_RowFile):
     """One object per row. JSON has no nan and inf: they are strings, as in the event log."""
 
-    def __init__(self, path: Path, kept_step: int) -> None:
-        """Append to the file after its rows up to `kept_step`; below 0: begin it anew."""
-        self._file = _opened(path, kept_step, lambda line: int(json.loads(line)["step"]))
+    def step_of(self, line: bytes) -> int:
+        return int(json.loads(line)["step"])
 
     def log(self, row: Row) -> None:
         values = {"step": row.step, "time_s": row.time_s, **row.values}
         self._file.write(codec.encode(values).decode() + "\n")
 
-    def close(self, *, failed: bool) -> None:
-        self._file.close()
 
-
-class Csv:
+class Csv(_RowFile):
     """A row per step, and one per evaluation with `val_loss`; unknown values are empty. Memory by
     owner is left out: its columns are not known at the first row."""
 
-    def __init__(self, path: Path, kept_step: int) -> None:
-        """Append to the file after its rows up to `kept_step`; below 0: begin it anew."""
-        self._file = _opened(path, kept_step, _step_of_csv)
-        self._rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    def step_of(self, line: bytes) -> int:
+        """Return the step of a row; the header belongs to every step.
+
+        Raises:
+            ValueError: it has other columns than ours.
+        """
+        if line.startswith(b"step,"):
+            if line.decode().rstrip("\n") != ",".join(COLUMNS):
+                raise ValueError("metrics.csv has other columns: move it away")
+            return 0
+        return int(line.split(b",")[0])
 
     def log(self, row: Row) -> None:
         if not row.values.keys() & set(COLUMNS):
             return
+        rows = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore", lineterminator="\n")
         if self._file.tell() == 0:
-            self._rows.writeheader()
-        self._rows.writerow({"step": row.step, "time_s": row.time_s, **row.values})
-
-    def close(self, *, failed: bool) -> None:
-        self._file.close()
-
-
-def _step_of_csv(line: bytes) -> int:
-    """Return the step of a row; the header belongs to every step.
-
-    Raises:
-        ValueError: it has other columns than ours.
-    """
-    if line.startswith(b"step,"):
-        if line.decode().rstrip("\n") != ",".join(COLUMNS):
-            raise ValueError("metrics.csv has other columns: move it away")
-        return 0
-    return int(line.split(b",")[0])
-
-
-def _opened(path: Path, kept_step: int, step_of: Callable[[bytes], int]) -> TextIOWrapper:
-    if kept_step >= 0 and path.exists():
-        _cut(path, kept_step, step_of)
-    # line buffering: a killed run has lost no row
-    fd = open_descriptor(path, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    if kept_step < 0:
-        os.truncate(fd, 0)
-    return open(fd, "a", buffering=1, encoding="utf-8", newline="")
-
-
-def _cut(path: Path, kept_step: int, step_of: Callable[[bytes], int]) -> None:
-    """Cut the file before its first row after `kept_step`, or before a torn last row."""
-    kept_bytes = 0
-    with open(open_descriptor(path, flags=os.O_RDWR), "rb+") as file:
-        for line in file:
-            if not line.endswith(b"\n") or step_of(line) > kept_step:
-                break
-            kept_bytes += len(line)
-        file.truncate(kept_bytes)
+            rows.writeheader()
+        rows.writerow({"step": row.step, "time_s": row.time_s, **row.values})
 
 
 _FLUSH_S = 10
@@ -151,11 +148,11 @@ _FLUSH_S = 10
 class TensorBoard:
     """Event files, one per start; readers drop what a resumed run does again."""
 
-    def __init__(self, folder: Path, config: Config, kept_step: int) -> None:
+    def __init__(self, folder: Path, config: Config, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        again = kept_step + 1
+        again = resumed_step + 1
         self._writer = SummaryWriter(str(folder), purge_step=again, flush_secs=_FLUSH_S)
         job = dict(_flat(as_tables(config)))
         for summary in hparams(job, {"loss": 0.0, "val_loss": 0.0}):
@@ -190,7 +187,7 @@ class Wandb:
     start resumed from an earlier checkpoint does not send steps again.
     """
 
-    def __init__(self, run: Path, config: Config, kept_step: int) -> None:
+    def __init__(self, run: Path, config: Config, resumed_step: int) -> None:
         """
         Raises:
             ValueError: no key is known, and the mode is online; W&B would ask on the terminal.
@@ -201,7 +198,7 @@ class Wandb:
             raise ValueError("no key: run `wandb login`, or set WANDB_MODE=offline")
         self._state = run / "wandb" / "run.json"
         own_folder(self._state.parent)
-        known = kept_step >= 0 and self._state.exists()
+        known = resumed_step >= 0 and self._state.exists()
         state = read_json(self._state, max_bytes=_MOST_BYTES) if known else {}
         self._id: str = state.get("id") or secrets.token_hex(8)
         self._sent_step = self._last_step = int(state.get("last_step", -1))
@@ -252,7 +249,7 @@ class Loggers:
         """`report` gets a sentence per failed logger, on that logger's thread."""
         self._report = report
         self._feeds: list[_Feed] = []
-        self._kept_step = -1
+        self._resumed_step = -1
 
     def open(self, run: Path, config: Config, start_step: int) -> None:
         """Start the threads; files are made with the first row.
@@ -260,19 +257,19 @@ class Loggers:
         Args:
             run: the run folder; what its loggers wrote after `start_step` is dropped.
         """
-        self._kept_step = kept_step = start_step or -1  # step 0 is evaluated again
+        self._resumed_step = resumed_step = start_step or -1  # step 0 is evaluated again
         makers: dict[str, Callable[[], Logger]] = {
-            "csv": partial(Csv, run / "metrics.csv", kept_step),
-            "jsonl": partial(JsonLines, run / "metrics.jsonl", kept_step),
-            "tensorboard": partial(TensorBoard, run / "tensorboard", config, kept_step),
-            "wandb": partial(Wandb, run, config, kept_step),
+            "csv": partial(Csv, run / "metrics.csv", resumed_step),
+            "jsonl": partial(JsonLines, run / "metrics.jsonl", resumed_step),
+            "tensorboard": partial(TensorBoard, run / "tensorboard", config, resumed_step),
+            "wandb": partial(Wandb, run, config, resumed_step),
         }
         self._feeds = [_Feed(to, makers[to], self._report) for to in dict.fromkeys(config.log.to)]
 
     def emit(self, event: Source) -> None:
         """Queue the event for every logger; never blocks. An evaluation of the step that a run
         resumes after is already there."""
-        if event.step > self._kept_step:
+        if event.step > self._resumed_step:
             now_s = time.time()
             for feed in self._feeds:
                 feed.put(event, now_s)

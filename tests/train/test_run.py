@@ -146,6 +146,17 @@ def test_the_schedule_reaches_the_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_group_follows_the_schedule_from_its_own_rate(tmp_path: Path) -> None:
+    """Under Muon, what is no matrix of a layer has a rate of its own."""
+    job = small_job(tmp_path, "optim.name=muon", "optim.adamw_lr=1e-3", "train.steps=6")
+    assert run(job, tmp_path / "run") == 0
+    lr = events_of(tmp_path / "run", schema.Step)[-1].lr
+    newest = checkpoint.find(tmp_path / "run" / "checkpoints")[0]
+    groups = json.loads((newest / "state.json").read_text())["param_groups"]
+    rates = {(group["use_muon"], group["lr"]) for group in groups}
+    assert rates == {(True, lr), (False, lr * (1e-3 / 1e-2))}
+
+
 def test_learning_happens_and_seeds_matter(tmp_path: Path) -> None:
     for name, overrides in (("one", ()), ("two", ()), ("three", ("train.seed=7",))):
         assert run(small_job(tmp_path, *overrides), tmp_path / name) == 0

@@ -42,50 +42,6 @@ from offloadtrain.hardware.file_locks import lock
 
 _LEAST_PART = 256  # bytes of a text file on either side of a cut
 _FAR = 2.0  # a side with so many times more or fewer tokens than asked for
-
-
-def cut_all(files: Sequence[SourceFile], val_fraction: float, at_words: bool) -> list[Piece]:
-    """Split all files; if whole files cannot give the fraction, so that their ends can be held
-    out."""
-    tails = _tails(files, val_fraction)
-    return [
-        piece for file in files for piece in cut(file, tails.get(file.name, 0), at_words=at_words)
-    ]
-
-
-def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
-    """Return name → bytes at its end to hold out; empty if whole files are held out."""
-    if not val_fraction or any(file.is_table for file in files):
-        return {}
-    ends = {file.name: round(file.num_bytes * val_fraction) for file in files}
-    if len(files) == 1:
-        size = files[0].num_bytes
-        return {name: min(max(end, 1), size - 1) for name, end in ends.items()}
-    hashes = {file.name: hash64(os.fsencode(file.name)) for file in files}
-    chosen = math.ceil(val_fraction * 2.0**64)
-    threshold = divide(chosen, min(hashes.values()), max(hashes.values()))
-    total = sum(file.num_bytes for file in files)
-    chosen_bytes = sum(file.num_bytes for file in files if hashes[file.name] < threshold)
-    if near(chosen_bytes, val_fraction, total):
-        return {}
-    sizes = {file.name: file.num_bytes for file in files}
-    tails = {
-        name: end for name, end in ends.items() if _LEAST_PART <= end <= sizes[name] - _LEAST_PART
-    }
-    return tails if near(sum(tails.values()), val_fraction, total) else {}
-
-
-def near(size: int, fraction: float, total: int) -> bool:
-    """Return whether both sides are near their targets."""
-    sides = (size, fraction * total), (total - size, (1 - fraction) * total)
-    return all(target / _FAR <= actual <= target * _FAR for actual, target in sides)
-
-
-def divide(threshold: int, lowest: int, highest: int) -> int:
-    """Move the threshold just enough to leave a document on each side, if there are two."""
-    return max(min(threshold, highest), lowest + 1)
-
-
 _VERSION = 3  # version of the rules in this package; a new one makes cached files stale
 _SHOWN_BAD_LINES = 10
 _MOST_JOBS = 4096
@@ -386,3 +342,45 @@ def _why_not(files: Sequence[SourceFile], tally: _Tally) -> str:
     if tally.highest < 0:
         return f"{where}: no line holds text ({tally.skipped_lines} skipped)"
     return f"{where}: a single document, so none can be held out; set val_fraction = 0"
+
+
+def cut_all(files: Sequence[SourceFile], val_fraction: float, at_words: bool) -> list[Piece]:
+    """Split all files; if whole files cannot give the fraction, so that their ends can be held
+    out."""
+    tails = _tails(files, val_fraction)
+    return [
+        piece for file in files for piece in cut(file, tails.get(file.name, 0), at_words=at_words)
+    ]
+
+
+def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
+    """Return name → bytes at its end to hold out; empty if whole files are held out."""
+    if not val_fraction or any(file.is_table for file in files):
+        return {}
+    ends = {file.name: round(file.num_bytes * val_fraction) for file in files}
+    if len(files) == 1:
+        size = files[0].num_bytes
+        return {name: min(max(end, 1), size - 1) for name, end in ends.items()}
+    hashes = {file.name: hash64(os.fsencode(file.name)) for file in files}
+    chosen = math.ceil(val_fraction * 2.0**64)
+    threshold = divide(chosen, min(hashes.values()), max(hashes.values()))
+    total = sum(file.num_bytes for file in files)
+    chosen_bytes = sum(file.num_bytes for file in files if hashes[file.name] < threshold)
+    if near(chosen_bytes, val_fraction, total):
+        return {}
+    sizes = {file.name: file.num_bytes for file in files}
+    tails = {
+        name: end for name, end in ends.items() if _LEAST_PART <= end <= sizes[name] - _LEAST_PART
+    }
+    return tails if near(sum(tails.values()), val_fraction, total) else {}
+
+
+def near(size: int, fraction: float, total: int) -> bool:
+    """Return whether both sides are near their targets."""
+    sides = (size, fraction * total), (total - size, (1 - fraction) * total)
+    return all(target / _FAR <= actual <= target * _FAR for actual, target in sides)
+
+
+def divide(threshold: int, lowest: int, highest: int) -> int:
+    """Move the threshold just enough to leave a document on each side, if there are two."""
+    return max(min(threshold, highest), lowest + 1)

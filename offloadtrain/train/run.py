@@ -25,12 +25,12 @@ from offloadtrain.hardware.host_memory import least_room
 from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.runtime.arena import Ledger, is_out_of_memory
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
-from offloadtrain.runtime.process_group import ALONE
+from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.log.console import Console, ProgressBar, run_summary
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.run_folder import Opened, open_run, start_ticks
+from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
 from offloadtrain.train.signals import Guards
 from offloadtrain.train.unflushed_trainer import trainer_of
 
@@ -155,10 +155,7 @@ def run(
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
         set_ledger = stack.enter_context(named_memory_errors())
-        set_up = stack.enter_context(ExitStack())
-        if ranks.rank == 0:  # see [Note: Nothing before it begins]
-            folder.announce()
-            set_up.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
+        set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
         context = _build(config, opened, distributed, console)
         set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)
@@ -168,13 +165,9 @@ def run(
             raise opened.no_checkpoint()
         trainer.saving.check_room(trainer.progress.step)
         resolved = jobs.dump(with_sums_of(config, context.plan.job))
-        _warn_of_damage(opened.begin(job=job_text, resolved=resolved, ranks=ranks), log)
-        if ranks.rank == 0 and not folder.has_locks:
-            log.warn(
-                "no-locks",
-                f"the file system of {folder.path} keeps no locks (flock): nothing stops a second "
-                "process from training in this folder",
-            )
+        problems = opened.begin(job=job_text, resolved=resolved, ranks=ranks)
+        if ranks.rank == 0:
+            _warn_of_folder(folder, problems, log)
         if distributed is not None:
             distributed.began(folder)
         guards.watchdog.run = str(folder.path.resolve())
@@ -187,23 +180,36 @@ def run(
         log.ended(status)
         context.optimizer.close()
         if ranks.rank == 0:
-            progress = trainer.progress
-            summary = run_summary(
-                *(folder.path, folder.events(), config, progress.seconds, progress.step),
-                stopped=status == "stopped",
-                nproc=1 if distributed is None else distributed.nproc,
-            )
-            console.say(summary)
+            progress, nproc = trainer.progress, 1 if distributed is None else distributed.nproc
+            facts = (folder.path, folder.events(), config, progress.seconds, progress.step)
+            console.say(run_summary(*facts, stopped=status == "stopped", nproc=nproc))
             tell(str(folder.path))
     return status
 
 
-def _warn_of_damage(problems: Sequence[str], log: RunLog) -> None:
-    """Warn of each checkpoint that was set aside; of a folder full of junk, of the first ones."""
+def _warn_of_folder(folder: RunFolder, problems: Sequence[str], log: RunLog) -> None:
+    """Warn of each checkpoint that was set aside; of a folder full of junk, of the first ones; and
+    of a file system without locks."""
     for problem in problems[:MOST_WARNINGS]:
         log.warn("checkpoint-damaged", problem)
     if (more := len(problems) - MOST_WARNINGS) > 0:
         log.warn("checkpoint-damaged", f"{more} more damaged checkpoints are set aside")
+    if not folder.has_locks:
+        log.warn(
+            "no-locks",
+            f"the file system of {folder.path} keeps no locks (flock): nothing stops a second "
+            "process from training in this folder",
+        )
+
+
+def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:
+    """Make the folder, and show the progress of rank 0 in it until the stack is closed: see
+    [Note: Nothing before it begins]."""
+    shown = ExitStack()
+    if ranks.rank == 0:
+        folder.announce()
+        shown.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
+    return shown
 
 
 def _build(

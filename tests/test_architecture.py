@@ -152,9 +152,9 @@ def test_single_doors() -> None:
     assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
     assert _importers("torch.distributed.pipelining") <= {"pipeline_schedule.py"}
     assert _importers("torch.distributed.device_mesh") <= {"mesh.py"}
-    assert _importers("torch.distributed.checkpoint") <= {"convert_to_torch.py"}
+    assert _importers("torch.distributed.checkpoint") <= {"torch_export.py"}
     doors = {"process_group.py", "rendezvous.py", "lost_ranks.py"}
-    doors |= {"mesh.py", "tensor_styles.py", "pipeline_schedule.py", "convert_to_torch.py"}
+    doors |= {"mesh.py", "tensor_styles.py", "pipeline_schedule.py", "torch_export.py"}
     assert _importers("torch.distributed") <= doors
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}
@@ -195,12 +195,12 @@ def _runs_content(source: str) -> set[str]:
     return (names & modules) | calls
 
 
-LOADS_TORCH = {"hf.py", "rank_files.py", "scale.py", "safe_load.py", "convert_to_torch.py"}
+LOADS_TORCH = {"hf.py", "rank_files.py", "scale.py", "safe_load.py", "torch_export.py"}
 """With weights_only: the Trainer's schedule, a rank's state, what a benchmark's ranks told; files
 of other trainers, in a process of its own; a file that we have just laid out."""
 
-READS_PICKLES = {"dcp_metadata.py"}
-"""Its unpickler resolves no name: tests/integrations/test_foreign_hostile.py."""
+READS_PICKLES = {"dcp_folder.py"}
+"""Its unpickler resolves no name: tests/convert/test_foreign_hostile.py."""
 
 
 def test_no_content_of_a_file_is_run() -> None:

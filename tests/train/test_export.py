@@ -19,13 +19,13 @@ from torch.nn.functional import linear as linear_of
 
 from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES, ModelShape
+from offloadtrain.convert import torch_export
 from offloadtrain.integrations import export
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
 from offloadtrain.model.experts import MixtureOfExperts
 from offloadtrain.model.rotary import RotaryTables
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint import save, saved_weights
-from offloadtrain.train.saved import convert_to_torch
 from offloadtrain.train.saved.saved_run import open_saved
 from tests.train.small_job import run, small_job
 
@@ -232,7 +232,7 @@ def test_a_signal_leaves_no_half_of_a_folder(
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(export, "save_file", interrupted)
-    monkeypatch.setattr(convert_to_torch, "_fill", interrupted)
+    monkeypatch.setattr(torch_export, "_fill", interrupted)
     for command in (["export"], ["convert", "--to", "torch"]):
         assert main([*command, str(trained_run), str(tmp_path / "out")]) == 1
         said = capsys.readouterr().err

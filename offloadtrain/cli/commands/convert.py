@@ -80,8 +80,8 @@ def _to_run(
 ) -> None:
     from offloadtrain.config import job as jobs
     from offloadtrain.config import toml
+    from offloadtrain.convert.run_import import to_run
     from offloadtrain.train.log.console import Console
-    from offloadtrain.train.saved.convert import to_run
 
     for path in filter(None, (source, optimizer)):
         if not os.path.exists(path):
@@ -96,7 +96,7 @@ def _to_run(
 
 
 def _from_run(source: Path, out: Path, to: Literal["torch", "dcp"]) -> None:
-    from offloadtrain.train.saved.convert_to_torch import to_dcp, to_torch
+    from offloadtrain.convert.torch_export import to_dcp, to_torch
     from offloadtrain.train.saved.saved_run import open_saved
 
     write = {"torch": to_torch, "dcp": to_dcp}[to]

@@ -30,9 +30,9 @@ def import_deepspeed(
     trainer_args
         JSON of TrainingArguments, or the script that makes them: what "auto" stands for.
     """
-    from offloadtrain.integrations import deepspeed
+    from offloadtrain.convert import deepspeed_config
 
-    loaded = deepspeed.load(config, trainer_args)
+    loaded = deepspeed_config.load(config, trainer_args)
     text = loaded.job() if to == "job" else loaded.mixin()
     if out is None:
         print(text, end="")

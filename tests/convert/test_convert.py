@@ -20,17 +20,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
+from offloadtrain.convert import torch_export
 from offloadtrain.data.batches import Batches
 from offloadtrain.hardware import atomic_io
 from offloadtrain.model.language_model import OwnModel
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint.saved_weights import saved_state
 from offloadtrain.train.losses import loss_of
-from offloadtrain.train.saved import convert_to_torch
 from offloadtrain.train.saved.saved_run import open_saved
 from offloadtrain.train.token_files import open_tokens
 from offloadtrain.train.update_rules import decay_groups, update_rule
-from tests.integrations.foreign_sources import save_dcp, save_torch, save_zero, state_of
+from tests.convert.foreign_sources import save_dcp, save_torch, save_zero, state_of
 from tests.train.small_job import run, small_job, tensor_hashes
 from tests.train.test_hf_jobs import LORA, hf_job_of
 from tests.train.test_resume import SKIPS
@@ -312,7 +312,7 @@ def test_a_full_disk_leaves_nothing(
     capsys.readouterr()
     for at in ("os.posix_fallocate", "os.rename"):
         with monkeypatch.context() as patch:
-            patch.setattr(convert_to_torch.os, at.removeprefix("os."), full)
+            patch.setattr(torch_export.os, at.removeprefix("os."), full)
             out = str(tmp_path / "a.pt")
             assert main(["convert", str(tmp_path / "run"), out, "--to", "torch"]) == 1
         assert "a.pt cannot be written: No space left" in capsys.readouterr().err

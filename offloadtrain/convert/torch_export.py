@@ -22,13 +22,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.convert.run_import import ADAMS
 from offloadtrain.hardware.atomic_io import sync_folder
 from offloadtrain.integrations import hf_job
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.checkpoint.layout import DTYPES
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_state
-from offloadtrain.train.saved.convert import ADAMS
 from offloadtrain.train.saved.saved_run import SavedRun
 from offloadtrain.train.update_rules import decay_groups, update_rule
 

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from offloadtrain.cli.main import main
-from offloadtrain.integrations.foreign.__main__ import read
-from offloadtrain.integrations.foreign.dcp_metadata import read_index
-from offloadtrain.integrations.foreign.found import ForeignError
-from offloadtrain.integrations.foreign.reader import open_foreign
-from offloadtrain.train.saved.convert import wanted_of
-from tests.integrations.foreign_sources import Toy, save_dcp, save_torch, save_zero, trained_toy
+from offloadtrain.convert.checkpoint import ForeignError
+from offloadtrain.convert.dcp_folder import read_index
+from offloadtrain.convert.reader import open_foreign
+from offloadtrain.convert.reader_process import read
+from offloadtrain.convert.run_import import model_tensors
+from tests.convert.foreign_sources import Toy, save_dcp, save_torch, save_zero, trained_toy
 from tests.train.small_job import JOB, write_text
 
 pytestmark = pytest.mark.slow
 
-WANTED = list(wanted_of(Toy()))
+WANTED = list(model_tensors(Toy()))
 
 
 class Payload:
@@ -204,7 +204,7 @@ def test_the_reader_holds_no_secret_and_can_do_little(
     adam.step()
     path = save_torch(tmp_path / "a.pt", model, adam)
     before = set(children())
-    with open_foreign(path, None, list(wanted_of(model))) as foreign:
+    with open_foreign(path, None, list(model_tensors(model))) as foreign:
         (pid,) = set(children()) - before
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         names = {one.partition(b"=")[0] for one in environment if one}

@@ -12,10 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from offloadtrain.integrations.foreign.__main__ import read
-from offloadtrain.integrations.foreign.found import MOMENTS, ForeignError
-from offloadtrain.train.saved.convert import wanted_of
-from tests.integrations.foreign_sources import (
+from offloadtrain.convert.checkpoint import MOMENTS, ForeignError
+from offloadtrain.convert.reader_process import read
+from offloadtrain.convert.run_import import model_tensors
+from tests.convert.foreign_sources import (
     Toy,
     groups_of,
     save_dcp,
@@ -31,7 +31,7 @@ Save = Callable[[Path, Toy, torch.optim.Optimizer], list[Path]]
 
 def values(paths: list[Path], model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return every tensor as the reader would send it, and the facts."""
-    wanted = list(wanted_of(model))
+    wanted = list(model_tensors(model))
     ordered, facts = read(paths, wanted)
     sent = ordered.tensors()
     found: dict[str, Any] = {}

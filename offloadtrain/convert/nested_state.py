@@ -1,28 +1,110 @@
-"""The state dict of a torch optimizer, read as Adam's: by the names of parameters."""
+"""Model and optimizer in nested dictionaries, as torch's own loops and FSDP save them.
+
+`read_trees` finds them; the state dict of the optimizer is read as Adam's, by parameters' names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from offloadtrain.integrations.foreign.found import MOMENTS, ForeignError, Group, Lazy, some
-from offloadtrain.integrations.foreign.names import Names
+from offloadtrain.convert.checkpoint import (
+    MOMENTS,
+    ForeignCheckpoint,
+    ForeignError,
+    Group,
+    LazyTensor,
+    ModelTensor,
+    quoted,
+    unwrapper,
+)
+from offloadtrain.convert.match import check_weights
 
-Moments = dict[str, dict[str, Lazy]]
+Moments = dict[str, dict[str, LazyTensor]]
 
+_MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
+"""Preferred where there are several models, such as averages of weights."""
+_MOST_DEPTH = 4
 _VALUES = ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 
 
-class OrderedParam(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    trained: bool
+def read_trees(
+    trees: Sequence[Mapping[Any, Any]], wanted: Sequence[ModelTensor]
+) -> ForeignCheckpoint:
+    """Find the model's weights and the state of one Adam, in one dictionary or in two.
+
+    Raises:
+        ForeignError: there is none of them, or more than one.
+    """
+    tables = [table for tree in trees for table in _tables((), tree)]
+    weights = _model([(path, table) for path, table in tables if _is_model(table)])
+    optimizers = [table for _, table in tables if _is_optimizer(table)]
+    if len(optimizers) != 1:
+        raise ForeignError(
+            f"it holds {len(optimizers) or 'no'} state of an optimizer (a dictionary of "
+            "'state' and 'param_groups'); one is needed, in the same file or with --optimizer"
+        )
+    unwrap = unwrapper(weights, wanted)
+    lazies = {
+        unwrap(name): value if isinstance(value, LazyTensor) else LazyTensor.of(value)
+        for name, value in weights.items()
+    }
+    # Checked first: an optimizer numbers the parameters of an incomplete model differently.
+    check_weights(lazies, wanted)
+    by_name = {
+        name: target
+        for target in wanted
+        for name in (target.name, *target.aliases)
+        if target.is_param
+    }
+    # In the order of the checkpoint, a tied parameter once.
+    params = list(dict.fromkeys(by_name[name] for name in lazies if name in by_name))
+    moments, step, groups = _adam_state(optimizers[0], params, unwrap)
+    return ForeignCheckpoint(lazies, moments, step, groups)
 
 
-def adam_state(
-    optimizer: Mapping[str, Any], params: Sequence[OrderedParam], names: Names
+def _tables(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every model and optimizer, from the top."""
+    if len(path) > _MOST_DEPTH:
+        return
+    if _is_optimizer(value) or _is_model(value):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _tables((*path, str(key)), inner)
+    elif isinstance(value, list) and len(value) == 1:
+        yield from _tables(path, value[0])
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"state", "param_groups"} <= value.keys()
+
+
+def _is_model(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value:
+        return False
+    return all(
+        isinstance(item, Tensor | LazyTensor) and isinstance(k, str) for k, item in value.items()
+    )
+
+
+def _model(models: Sequence[tuple[tuple[str, ...], Any]]) -> Mapping[str, Any]:
+    preferred = [entry for entry in models if entry[0] and entry[0][-1] in _MODEL_KEYS]
+    chosen = preferred if len(models) > 1 else models
+    if len(chosen) != 1:
+        keys = ", ".join(".".join(path) or "the top" for path, _ in models)
+        raise ForeignError(
+            f"it holds {len(models) or 'no'} dictionary of weights{f' ({keys})' if keys else ''}; "
+            f"one is needed, under {', '.join(map(repr, _MODEL_KEYS))}"
+        )
+    table: Mapping[str, Any] = chosen[0][1]
+    return table
+
+
+def _adam_state(
+    optimizer: Mapping[str, Any], params: Sequence[ModelTensor], unwrap: Callable[[str], str]
 ) -> tuple[Moments, int, list[Group]]:
     """Return the moments by name, the step, and the groups.
 
@@ -33,7 +115,7 @@ def adam_state(
         ForeignError: it is not Adam's, its parameters have no certain names, or steps differ.
     """
     groups = hyperparameters(optimizer["param_groups"])
-    by_key = _names_by_key(groups, optimizer["state"], params, names)
+    by_key = _names_by_key(groups, optimizer["state"], params, unwrap)
     moments: Moments = {}
     steps: dict[str, float] = {}
     for key, entry in optimizer["state"].items():
@@ -103,7 +185,7 @@ def number(value: Any) -> float:
     Raises:
         ForeignError: it is neither.
     """
-    value = value.read() if isinstance(value, Lazy) else value
+    value = value.read() if isinstance(value, LazyTensor) else value
     if isinstance(value, Tensor) and value.numel() == 1:
         return float(value)
     if isinstance(value, bool | int | float):
@@ -111,7 +193,7 @@ def number(value: Any) -> float:
     raise ForeignError(f"the optimizer has {type(value).__name__} where a number is expected")
 
 
-def _moments(name: str, entry: Any) -> dict[str, Lazy]:
+def _moments(name: str, entry: Any) -> dict[str, LazyTensor]:
     keys = set(entry) - {"step"} if isinstance(entry, Mapping) else set()
     if keys != set(MOMENTS):
         raise ForeignError(
@@ -119,38 +201,39 @@ def _moments(name: str, entry: Any) -> dict[str, Lazy]:
             f"{', '.join(MOMENTS)}"
         )
     values = {key: entry[key] for key in MOMENTS}
-    if not all(isinstance(value, Tensor | Lazy) for value in values.values()):
+    if not all(isinstance(value, Tensor | LazyTensor) for value in values.values()):
         raise ForeignError(f"'{name}' has state that is not a tensor")
     return {
-        key: value if isinstance(value, Lazy) else Lazy.of(value) for key, value in values.items()
+        key: value if isinstance(value, LazyTensor) else LazyTensor.of(value)
+        for key, value in values.items()
     }
 
 
 def _names_by_key(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Any, Any],
-    params: Sequence[OrderedParam],
-    names: Names,
+    params: Sequence[ModelTensor],
+    unwrap: Callable[[str], str],
 ) -> dict[Any, str]:
     """Return key of the state → name: keys are names, or numbers in the groups' order."""
     keys = [list(group["params"]) for group in groups]
     flat = [key for of_group in keys for key in of_group]
     if all(isinstance(key, str) for key in flat):
-        return {key: names.own(key) for key in flat}
+        return {key: unwrap(key) for key in flat}
     named = [group.get("param_names") for group in groups]
     if all(
         isinstance(of_group, list) and len(of_group) == len(k)
         for of_group, k in zip(named, keys, strict=True)
     ):
         pairs = zip(flat, (name for of_group in named for name in of_group or ()), strict=True)
-        return {key: names.own(str(name)) for key, name in pairs}
+        return {key: unwrap(str(name)) for key, name in pairs}
     order = _in_order([len(of_group) for of_group in keys], params)
     names_by_key = dict(zip(flat, order, strict=True))
     _check_shapes(names_by_key, state, params)
     return names_by_key
 
 
-def _in_order(sizes: Sequence[int], params: Sequence[OrderedParam]) -> list[str]:
+def _in_order(sizes: Sequence[int], params: Sequence[ModelTensor]) -> list[str]:
     """Return the names of numbered parameters: all of a model, or all that are trained; in two
     groups those that decay, of two and more dimensions, and the others.
 
@@ -176,7 +259,7 @@ def _in_order(sizes: Sequence[int], params: Sequence[OrderedParam]) -> list[str]
 
 
 def _check_shapes(
-    names_by_key: Mapping[Any, str], state: Mapping[Any, Any], params: Sequence[OrderedParam]
+    names_by_key: Mapping[Any, str], state: Mapping[Any, Any], params: Sequence[ModelTensor]
 ) -> None:
     shapes = {param.name: param.shape for param in params}
     wrong = [
@@ -187,7 +270,7 @@ def _check_shapes(
     ]
     if wrong:
         raise ForeignError(
-            f"moments are of other shapes than {some(wrong)}: the optimizer has its parameters in "
-            "another order; save it from torch.optim.AdamW(model.named_parameters()), which keeps "
-            "names"
+            f"moments are of other shapes than {quoted(wrong)}: the optimizer has its parameters "
+            "in another order; save it from torch.optim.AdamW(model.named_parameters()), which "
+            "keeps names"
         )

@@ -7,23 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from offloadtrain.integrations.foreign.found import (
+from offloadtrain.convert.checkpoint import (
     MOMENTS,
+    ForeignCheckpoint,
     ForeignError,
-    Found,
-    Lazy,
-    Wanted,
-    some,
+    LazyTensor,
+    ModelTensor,
+    quoted,
 )
 
 _WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 """What fp32 holds exactly."""
 
 
-class Ordered:
+class MatchedTensors:
     """The tensors that a model wants, checked, and not read yet."""
 
-    def __init__(self, found: Found, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, found: ForeignCheckpoint, wanted: Sequence[ModelTensor]) -> None:
         """
         Raises:
             ForeignError: a tensor is missing, or is in no model of this job, or has another shape.
@@ -35,23 +35,22 @@ class Ordered:
         surplus = [name for name in found.moments if name not in trained]
         if missing:
             raise ForeignError(
-                f"its optimizer has no state of {some(missing)}, which the job trains"
+                f"its optimizer has no state of {quoted(missing)}, which the job trains"
             )
         if surplus:
             raise ForeignError(
-                f"its optimizer has state of {some(surplus)}, not trained by the job"
+                f"its optimizer has state of {quoted(surplus)}, not trained by the job"
             )
         for target in wanted:
             first, *tied = (self._source.weights[name] for name in self._names(target))
             if tied and not all(torch.equal(first.read(), other.read()) for other in tied):
-                raise ForeignError(
-                    f"{some(self._names(target))} are tied in the job, and differ in the checkpoint"
-                )
+                names = quoted(self._names(target))
+                raise ForeignError(f"{names} are tied in the job, and differ in the checkpoint")
             if target.trained:
                 for kind, lazy in found.moments[target.name].items():
                     _check(target.name, f"{kind} of ", lazy, target)
 
-    def _names(self, target: Wanted) -> list[str]:
+    def _names(self, target: ModelTensor) -> list[str]:
         return [name for name in (target.name, *target.aliases) if name in self._source.weights]
 
     @property
@@ -79,7 +78,7 @@ class Ordered:
                     yield self._source.moments[target.name][kind].read().float().reshape(-1)
 
 
-def check_weights(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> None:
+def check_weights(weights: Mapping[str, LazyTensor], wanted: Sequence[ModelTensor]) -> None:
     """Check that a checkpoint has the model's tensors, of its shapes, and no other.
 
     Raises:
@@ -89,19 +88,19 @@ def check_weights(weights: Mapping[str, Lazy], wanted: Sequence[Wanted]) -> None
     missing = [t.name for t in wanted if not weights.keys() & {t.name, *t.aliases}]
     surplus = [name for name in weights if name not in known]
     if missing:
-        raise ForeignError(f"it lacks {some(missing)} of the job's model{_instead(surplus)}")
+        raise ForeignError(f"it lacks {quoted(missing)} of the job's model{_instead(surplus)}")
     if surplus:
-        raise ForeignError(f"it holds {some(surplus)}, which the job's model does not have")
+        raise ForeignError(f"it holds {quoted(surplus)}, which the job's model does not have")
     for target in wanted:
         for name in weights.keys() & {target.name, *target.aliases}:
             _check(name, "", weights[name], target)
 
 
 def _instead(surplus: Sequence[str]) -> str:
-    return f", and holds {some(surplus)}, which the model does not have" if surplus else ""
+    return f", and holds {quoted(surplus)}, which the model does not have" if surplus else ""
 
 
-def _check(name: str, kind: str, lazy: Lazy, target: Wanted) -> None:
+def _check(name: str, kind: str, lazy: LazyTensor, target: ModelTensor) -> None:
     if lazy.shape != target.shape:
         raise ForeignError(
             f"{kind}'{name}' has the shape {lazy.shape} in the checkpoint, and {target.shape} in "

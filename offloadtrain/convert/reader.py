@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import offloadtrain
-from offloadtrain.integrations.foreign.found import MOMENTS, ForeignError, Group, Wanted
+from offloadtrain.convert.checkpoint import MOMENTS, ForeignError, Group, ModelTensor
 
 _MOST_FACTS_BYTES = 64 << 20
 _KEPT = ("PATH", "LD_LIBRARY_PATH")
@@ -35,7 +35,7 @@ _KEPT = ("PATH", "LD_LIBRARY_PATH")
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class CheckpointStream:
     """A checkpoint of another trainer that holds all that a model wants.
 
     Attributes:
@@ -49,11 +49,11 @@ class Foreign:
     step: int
     groups: Sequence[Group]
     notes: Sequence[str]
-    _wanted: Sequence[Wanted]
+    _wanted: Sequence[ModelTensor]
     _pipe: IO[bytes]
     _source: Path
 
-    def tensors(self) -> Iterator[tuple[Wanted, dict[str, Tensor]]]:
+    def tensors(self) -> Iterator[tuple[ModelTensor, dict[str, Tensor]]]:
         """Yield every wanted tensor once, in the order that they were wanted: its fp32 "master" and
         moments where it is trained, otherwise its "weight".
 
@@ -65,7 +65,7 @@ class Foreign:
             dtype = torch.float32 if target.trained else getattr(torch, target.dtype)
             yield target, {kind: self._tensor(target, dtype) for kind in kinds}
 
-    def _tensor(self, target: Wanted, dtype: torch.dtype) -> Tensor:
+    def _tensor(self, target: ModelTensor, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(target.shape, dtype=dtype, device="cpu")
         rest = tensor.view(-1).view(torch.uint8).numpy().data
         while len(rest):
@@ -80,8 +80,8 @@ class Foreign:
 
 @contextmanager
 def open_foreign(
-    source: Path, optimizer: Path | None, wanted: Sequence[Wanted]
-) -> Iterator[Foreign]:
+    source: Path, optimizer: Path | None, wanted: Sequence[ModelTensor]
+) -> Iterator[CheckpointStream]:
     """Open a checkpoint, and compare it with what is wanted; its tensors are read later.
 
     Args:
@@ -92,7 +92,7 @@ def open_foreign(
         ForeignError: it cannot be read, or is not of this model.
     """
     paths = [os.path.abspath(path) for path in (source, optimizer) if path is not None]
-    command = [sys.executable, "-P", "-m", "offloadtrain.integrations.foreign", *paths]
+    command = [sys.executable, "-P", "-m", "offloadtrain.convert.reader_process", *paths]
     with subprocess.Popen(
         command,
         env=_environment(),
@@ -107,7 +107,7 @@ def open_foreign(
                 process.stdin.close()
             facts = _facts(source, process)
             groups = [Group(tuple(names), values) for names, values in facts["groups"]]
-            yield Foreign(
+            yield CheckpointStream(
                 str(facts["kind"]),
                 int(facts["step"]),
                 groups,

@@ -1,6 +1,6 @@
 """The process that reads a checkpoint of another trainer.
 
-    python -m offloadtrain.integrations.foreign SOURCE [OPTIMIZER]
+    python -m offloadtrain.convert.reader_process SOURCE [OPTIMIZER]
 
 It takes what is wanted as JSON from stdin, and writes one line of JSON to stdout, the facts or an
 error; then the tensors, in the order they were wanted. It writes no file, starts no process, and
@@ -19,11 +19,11 @@ from typing import IO, Any
 
 import torch
 
-from offloadtrain.integrations.foreign import dcp_folder, deepspeed_folder
-from offloadtrain.integrations.foreign.found import ForeignError, Found, Wanted
-from offloadtrain.integrations.foreign.match import Ordered
-from offloadtrain.integrations.foreign.safe_load import load
-from offloadtrain.integrations.foreign.tree import found_in
+from offloadtrain.convert import dcp_folder, deepspeed_folder
+from offloadtrain.convert.checkpoint import ForeignCheckpoint, ForeignError, ModelTensor
+from offloadtrain.convert.match import MatchedTensors
+from offloadtrain.convert.nested_state import read_trees
+from offloadtrain.convert.safe_load import load
 
 _SPARE_BYTES = 4 << 30
 _CPU_S, _BYTES_PER_CPU_S = 300, 10_000_000
@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _wanted(entry: list[Any]) -> Wanted:
+def _wanted(entry: list[Any]) -> ModelTensor:
     name, shape, aliases, *rest = entry
-    return Wanted(name, tuple(shape), tuple(aliases), *rest)
+    return ModelTensor(name, tuple(shape), tuple(aliases), *rest)
 
 
 def _limit(num_bytes: int) -> None:
@@ -86,7 +86,9 @@ def _num_bytes(source: Path) -> int:
     )
 
 
-def read(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Ordered, dict[str, Any]]:
+def read(
+    sources: Sequence[Path], wanted: Sequence[ModelTensor]
+) -> tuple[MatchedTensors, dict[str, Any]]:
     """Return the tensors, not read yet, and the facts of the first line.
 
     Raises:
@@ -94,7 +96,7 @@ def read(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Ordered, di
     """
     try:
         checkpoint, kind = _recognized(sources, wanted)
-        ordered = Ordered(checkpoint, wanted)
+        ordered = MatchedTensors(checkpoint, wanted)
     except ForeignError as error:
         text = str(error)
         origin = str(sources[0])
@@ -108,7 +110,9 @@ def read(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Ordered, di
     }
 
 
-def _recognized(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Found, str]:
+def _recognized(
+    sources: Sequence[Path], wanted: Sequence[ModelTensor]
+) -> tuple[ForeignCheckpoint, str]:
     for source in sources:
         if not source.exists():
             raise ForeignError(f"{source} is not there")
@@ -124,7 +128,7 @@ def _recognized(sources: Sequence[Path], wanted: Sequence[Wanted]) -> tuple[Foun
             )
         trees.append(dcp_folder.read_folder(source) if is_dcp else load(source))
         kinds.append("torch.distributed.checkpoint" if is_dcp else "torch")
-    return found_in(trees, wanted), kinds[0]
+    return read_trees(trees, wanted), kinds[0]
 
 
 def _tell(out: IO[bytes], facts: dict[str, Any]) -> None:

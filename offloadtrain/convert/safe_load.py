@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 
 from offloadtrain.boundary.safe_open import UnsafeFileError, open_descriptor
-from offloadtrain.integrations.foreign.found import ForeignError
+from offloadtrain.convert.checkpoint import ForeignError
 
 _MOST_PICKLE_BYTES = 64 << 20
 """The description of 100,000 tensors is smaller."""

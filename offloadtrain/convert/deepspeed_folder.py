@@ -13,32 +13,32 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offloadtrain.boundary.safe_open import UnsafeFileError, read_text
-from offloadtrain.integrations.foreign.adam import (
+from offloadtrain.convert.checkpoint import (
+    MOMENTS,
+    ForeignCheckpoint,
+    ForeignError,
+    Group,
+    LazyTensor,
+    ModelTensor,
+    unwrapper,
+)
+from offloadtrain.convert.nested_state import (
     Moments,
     hyperparameters,
     number,
     one_step,
     values_of,
 )
-from offloadtrain.integrations.foreign.found import (
-    MOMENTS,
-    ForeignError,
-    Found,
-    Group,
-    Lazy,
-    Wanted,
-)
-from offloadtrain.integrations.foreign.names import Names
-from offloadtrain.integrations.foreign.safe_load import load
+from offloadtrain.convert.safe_load import load
 
 LATEST = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -63,35 +63,47 @@ def checkpoint_in(folder: Path) -> Path | None:
     return folder / tag
 
 
-def read_folder(folder: Path, wanted: Sequence[Wanted]) -> Found:
+def read_folder(folder: Path, wanted: Sequence[ModelTensor]) -> ForeignCheckpoint:
     """Return masters, moments, buffers and frozen parameters.
 
     Raises:
         ForeignError: files are missing or damaged, or the layout is none of the stages'.
     """
-    ranks = [_part(path) for path in _files(folder, _OPTIMIZER)]
+    ranks = [
+        _table(path, _table(path, load(path)).get("optimizer_state_dict"))
+        for path in _files(folder, _OPTIMIZER)
+    ]
     models = [_table(path, load(path)) for path in _files(folder, _MODEL)]
     model, first = models[0], ranks[0]
     stage = int(number(first.get("zero_stage", 1)))
     _check_count(folder, first, len(ranks))
     if stage == 3 and len(models) != len(ranks):
         raise ForeignError(f"{folder} has {len(models)} *_model_states.pt for {len(ranks)} ranks")
-    shapes = [_shapes(folder, group) for group in _listed(folder, model, "param_shapes")]
+    if not isinstance(listed := model.get("param_shapes"), list):
+        raise ForeignError(f"{folder}: the model's file has no list 'param_shapes'")
+    shapes = [
+        {str(name): tuple(map(int, shape)) for name, shape in _table(folder, group).items()}
+        for group in listed
+    ]
     read = _stage_3 if stage == 3 else _stages_1_and_2
     states = [_state(part, stage) for part in ranks]
     of_kinds = read(folder, shapes, states)
     frozen = _frozen(models, stage)
-    names = Names([*of_kinds, *frozen], wanted)
+    unwrap = unwrapper([*of_kinds, *frozen], wanted)
     weights = {name: kinds["master"] for name, kinds in of_kinds.items()} | frozen
     moments: Moments = {
-        names.own(name): {kind: kinds[kind] for kind in MOMENTS} for name, kinds in of_kinds.items()
+        unwrap(name): {kind: kinds[kind] for kind in MOMENTS} for name, kinds in of_kinds.items()
     }
-    groups = _groups(states[0], shapes, names)
-    step = one_step(_steps(states))
-    renamed = {names.own(name): lazy for name, lazy in weights.items()}
+    groups = _groups(states[0], shapes, unwrap)
+    steps = {
+        f"group {group} of rank {rank}": step
+        for rank, state in enumerate(states)
+        for group, step in enumerate(state.steps)
+    }
+    renamed = {unwrap(name): lazy for name, lazy in weights.items()}
     scaled = first.get("dynamic_loss_scale")
     notes = ["its loss scale is not taken over: the job's begins anew"] if scaled else []
-    return Found(renamed, moments, step, groups, notes)
+    return ForeignCheckpoint(renamed, moments, one_step(steps), groups, notes)
 
 
 def _files(folder: Path, form: re.Pattern[str]) -> list[Path]:
@@ -107,22 +119,9 @@ def _files(folder: Path, form: re.Pattern[str]) -> list[Path]:
     return [path for _, _, path in known]
 
 
-def _part(path: Path) -> Mapping[str, Any]:
-    """Return the optimizer's part of one rank."""
-    state = _table(path, load(path)).get("optimizer_state_dict")
-    return _table(path, state)
-
-
 def _table(path: Path, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ForeignError(f"{path} was not written by DeepSpeed")
-    return value
-
-
-def _listed(folder: Path, model: Mapping[str, Any], key: str) -> Sequence[Any]:
-    value = model.get(key)
-    if not isinstance(value, list):
-        raise ForeignError(f"{folder}: the model's file has no list '{key}'")
     return value
 
 
@@ -135,15 +134,12 @@ def _check_count(folder: Path, part: Mapping[str, Any], num_files: int) -> None:
         )
 
 
-def _shapes(folder: Path, group: Any) -> dict[str, tuple[int, ...]]:
-    return {str(k): tuple(map(int, shape)) for k, shape in _table(folder, group).items()}
-
-
-class _State:
+class _State(NamedTuple):
     """One rank's flat tensors: kind → one per group, or per sub-group of stage 3."""
 
-    def __init__(self, flats: Mapping[str, list[Tensor]], steps: list[float], groups: Any) -> None:
-        self.flats, self.steps, self.groups = flats, steps, groups
+    flats: Mapping[str, list[Tensor]]
+    steps: list[float]
+    groups: Any
 
 
 def _state(part: Mapping[str, Any], stage: int) -> _State:
@@ -203,8 +199,8 @@ class _Flat:
 
 def _stages_1_and_2(
     folder: Path, shapes: Sequence[Shapes], states: Sequence[_State]
-) -> dict[str, dict[str, Lazy]]:
-    lazies: dict[str, dict[str, Lazy]] = {}
+) -> dict[str, dict[str, LazyTensor]]:
+    lazies: dict[str, dict[str, LazyTensor]] = {}
     if any(len(state.flats["master"]) != len(shapes) for state in states):
         raise ForeignError(f"{folder}: ranks have other groups than the model's {len(shapes)}")
     for number_, group in enumerate(shapes):
@@ -220,8 +216,8 @@ def _stages_1_and_2(
 
 def _stage_3(
     folder: Path, shapes: Sequence[Shapes], states: Sequence[_State]
-) -> dict[str, dict[str, Lazy]]:
-    lazies: dict[str, dict[str, Lazy]] = {}
+) -> dict[str, dict[str, LazyTensor]]:
+    lazies: dict[str, dict[str, LazyTensor]] = {}
     flats = {kind: [_Flat(state.flats[kind]) for state in states] for kind in _KINDS}
     lo = 0
     for group in shapes:
@@ -241,26 +237,28 @@ def _check_used(folder: Path, used: int, there: int, align: int) -> None:
         )
 
 
-def _gathered(flats: Sequence[_Flat], lo: int, hi: int, shape: tuple[int, ...]) -> Lazy:
+def _gathered(flats: Sequence[_Flat], lo: int, hi: int, shape: tuple[int, ...]) -> LazyTensor:
     return _lazy([part for flat in flats for part in flat.within(lo, hi)], shape)
 
 
-def _lazy(parts: list[Tensor], shape: tuple[int, ...]) -> Lazy:
+def _lazy(parts: list[Tensor], shape: tuple[int, ...]) -> LazyTensor:
     """Put views together when they are read; what is behind the last element is padding."""
 
     def read() -> Tensor:
         flat = torch.cat(parts) if parts else torch.empty(0)
         return flat[: math.prod(shape)].view(shape)
 
-    return Lazy(shape, torch.float32, read)
+    return LazyTensor(shape, torch.float32, read)
 
 
-def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Lazy]:
+def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, LazyTensor]:
     """Return buffers, and parameters that were not trained."""
     model = models[0]
     module = model.get("module") or {}
     buffers = {name: module.get(name) for name in model.get("buffer_names") or ()}
-    lazies = {name: Lazy.of(value) for name, value in buffers.items() if isinstance(value, Tensor)}
+    lazies = {
+        name: LazyTensor.of(value) for name, value in buffers.items() if isinstance(value, Tensor)
+    }
     for name, size in (model.get("frozen_param_shapes") or {}).items():
         sources = models if stage == 3 else models[:1]
         pieces = [(source.get("frozen_param_fragments") or {}).get(name) for source in sources]
@@ -268,21 +266,13 @@ def _frozen(models: Sequence[Mapping[str, Any]], stage: int) -> dict[str, Lazy]:
         shape = tuple(map(int, size))
         if not parts or sum(part.numel() for part in parts) < math.prod(shape):
             raise ForeignError(f"'{name}' was frozen, and not all of its values were saved")
-        lazies[name] = Lazy(shape, parts[0].dtype, _lazy(parts, shape).read)
+        lazies[name] = LazyTensor(shape, parts[0].dtype, _lazy(parts, shape).read)
     return lazies
 
 
-def _groups(state: _State, shapes: Sequence[Shapes], names: Names) -> list[Group]:
+def _groups(state: _State, shapes: Sequence[Shapes], unwrap: Callable[[str], str]) -> list[Group]:
     """Return the hyperparameters of rank 0; stage 3 has one group per group of the model too."""
     if not state.groups or len(state.groups) != len(shapes):
         return []
     pairs = zip(shapes, hyperparameters(state.groups), strict=True)
-    return [Group(tuple(map(names.own, group)), values_of(values)) for group, values in pairs]
-
-
-def _steps(states: Sequence[_State]) -> dict[str, float]:
-    return {
-        f"group {at} of rank {rank}": step
-        for rank, state in enumerate(states)
-        for at, step in enumerate(state.steps)
-    }
+    return [Group(tuple(map(unwrap, group)), values_of(values)) for group, values in pairs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class ForeignError(OffloadTrainError):
     """A checkpoint of another trainer cannot be read, or is of another model."""
 
 
-class Wanted(NamedTuple):
+class ModelTensor(NamedTuple):
     """A tensor of the job's model.
 
     Attributes:
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Lazy:
+class LazyTensor:
     """A tensor that is read when it is wanted.
 
     Attributes:
@@ -50,7 +50,7 @@ class Lazy:
     read: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Lazy:
+    def of(cls, tensor: Tensor) -> LazyTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
@@ -63,7 +63,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ForeignCheckpoint:
     """Model and state of Adam, by the model's own names.
 
     Attributes:
@@ -73,14 +73,43 @@ class Found:
         notes: what the user should know, a sentence each.
     """
 
-    weights: Mapping[str, Lazy]
-    moments: Mapping[str, Mapping[str, Lazy]]
+    weights: Mapping[str, LazyTensor]
+    moments: Mapping[str, Mapping[str, LazyTensor]]
     step: int
     groups: Sequence[Group]
     notes: list[str] = field(default_factory=list)
 
 
-def some(names: Sequence[str], shown: int = 3) -> str:
+def quoted(names: Sequence[str], shown: int = 3) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(f"'{name}'" for name in names[:shown]) + more
+
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+"""What FSDP, recomputation and torch.compile insert into names."""
+_DDP_PREFIX = "module."
+"""What DistributedDataParallel puts before all names."""
+
+
+def unwrapper(names: Iterable[str], targets: Sequence[ModelTensor]) -> Callable[[str], str]:
+    """Return a function that removes the parts of a name that wrappers of modules added.
+
+    Args:
+        names: all names of the checkpoint: a prefix counts only if all have it.
+        targets: the model's tensors; a model whose own names have the prefix keeps it.
+    """
+
+    def without_wrappers(name: str) -> str:
+        for part in _WRAPPERS:
+            name = name.replace(part, "")
+        return name
+
+    has_prefix = any(
+        name.startswith(_DDP_PREFIX)
+        for target in targets
+        for name in (target.name, *target.aliases)
+    )
+    prefixed = all(without_wrappers(name).startswith(_DDP_PREFIX) for name in names)
+    prefix = _DDP_PREFIX if prefixed and not has_prefix else ""
+    return lambda name: without_wrappers(name).removeprefix(prefix)

@@ -13,8 +13,8 @@ from torch import nn
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
-from offloadtrain.integrations.foreign.found import ForeignError, Wanted
-from offloadtrain.integrations.foreign.reader import Foreign, open_foreign
+from offloadtrain.convert.checkpoint import ForeignError, ModelTensor
+from offloadtrain.convert.reader import CheckpointStream, open_foreign
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.process_group import UNTRAINED
 from offloadtrain.train.build import TrainingContext, assemble, described, empty_model
@@ -57,7 +57,7 @@ def to_run(
     config = described(config)
     model = empty_model(config)
     with ExitStack() as stack:
-        foreign = stack.enter_context(open_foreign(source, optimizer, list(wanted_of(model))))
+        foreign = stack.enter_context(open_foreign(source, optimizer, list(model_tensors(model))))
         for note in (*foreign.notes, *_differences(source, foreign, model, config)):
             console.say(f"{source}: {note}")
         run = stack.enter_context(RunFolder.new(Path(config.runs_dir), config.name, run_dir))
@@ -79,17 +79,17 @@ def to_run(
     return run.path
 
 
-def wanted_of(model: nn.Module) -> Iterator[Wanted]:
+def model_tensors(model: nn.Module) -> Iterator[ModelTensor]:
     """Yield every parameter and persistent buffer of a model."""
     named = list(model.named_parameters(remove_duplicate=False))
     for name, param in model.named_parameters():
         aliases = tuple(other for other, same in named if same is param and other != name)
         shape, dtype = tuple(param.shape), _sent(param.dtype)
-        yield Wanted(name, shape, aliases, param.requires_grad, True, dtype)
+        yield ModelTensor(name, shape, aliases, param.requires_grad, True, dtype)
     params = {name for name, _ in named}
     for name, buffer in model.state_dict().items():
         if name not in params:
-            yield Wanted(name, tuple(buffer.shape), (), False, False, _sent(buffer.dtype))
+            yield ModelTensor(name, tuple(buffer.shape), (), False, False, _sent(buffer.dtype))
 
 
 def _sent(dtype: torch.dtype) -> str:
@@ -97,7 +97,9 @@ def _sent(dtype: torch.dtype) -> str:
     return "float32" if dtype in (torch.bfloat16, torch.float16) else name_of(dtype)
 
 
-def _differences(source: Path, foreign: Foreign, model: nn.Module, config: Config) -> Iterator[str]:
+def _differences(
+    source: Path, foreign: CheckpointStream, model: nn.Module, config: Config
+) -> Iterator[str]:
     """Yield what the job does otherwise from here on.
 
     Raises:
@@ -143,7 +145,7 @@ def _other_values(
             yield f"weight_decay = {there:g} of {what} there and {job_value:g} in the job"
 
 
-def _load(context: TrainingContext, foreign: Foreign) -> None:
+def _load(context: TrainingContext, foreign: CheckpointStream) -> None:
     """Load weights and state, and stand where a run of this job is after so many steps.
 
     Raises:

@@ -15,8 +15,8 @@ import pytest
 from offloadtrain.cli.main import main
 from offloadtrain.config import job
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.integrations import deepspeed
-from offloadtrain.integrations.deepspeed import Imported
+from offloadtrain.convert import deepspeed_config
+from offloadtrain.convert.deepspeed_config import Imported
 
 SIZES = {"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "sub_group_size": 1e9}
 ZERO2: dict[str, Any] = {
@@ -82,7 +82,7 @@ def imported(config: dict[str, Any], folder: Path, arguments: str | None = None)
     if arguments is not None:
         given = folder / ("args.py" if "(" in arguments else "args.json")
         given.write_text(arguments)
-    return deepspeed.load(path, given)
+    return deepspeed_config.load(path, given)
 
 
 NVME = {"device": "nvme", "nvme_path": "/nvme"}
@@ -196,7 +196,7 @@ def test_what_has_no_counterpart_is_listed(
 def test_every_key_is_mapped_or_listed(tmp_path: Path) -> None:
     """Of each key alone: the job changes, or the key is in a list."""
     nothing = imported({}, tmp_path)
-    for name, value in deepspeed._leaves(ZERO2):
+    for name, value in deepspeed_config._leaves(ZERO2):
         found = imported(changed({}, **{name.replace(".", "__"): value}), tmp_path)
         listed = name in found.unmapped
         agrees = value in (0, True) or name.endswith(("warmup_type", "offload_optimizer.device"))
@@ -288,7 +288,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_no_framework_is_imported() -> None:
     code = (
-        "import sys, offloadtrain.integrations.deepspeed\n"
+        "import sys, offloadtrain.convert.deepspeed_config\n"
         "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -23,16 +23,16 @@ _WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 class MatchedTensors:
     """The tensors that a model wants, checked, and not read yet."""
 
-    def __init__(self, found: ForeignCheckpoint, wanted: Sequence[ModelTensor]) -> None:
+    def __init__(self, checkpoint: ForeignCheckpoint, wanted: Sequence[ModelTensor]) -> None:
         """
         Raises:
             ForeignError: a tensor is missing, or is in no model of this job, or has another shape.
         """
-        self._source, self._wanted = found, wanted
-        check_weights(found.weights, wanted)
+        self._checkpoint, self._wanted = checkpoint, wanted
+        check_weights(checkpoint.weights, wanted)
         trained = {t.name for t in wanted if t.trained}
-        missing = [t.name for t in wanted if t.trained and t.name not in found.moments]
-        surplus = [name for name in found.moments if name not in trained]
+        missing = [t.name for t in wanted if t.trained and t.name not in checkpoint.moments]
+        surplus = [name for name in checkpoint.moments if name not in trained]
         if missing:
             raise ForeignError(
                 f"its optimizer has no state of {quoted(missing)}, which the job trains"
@@ -42,22 +42,22 @@ class MatchedTensors:
                 f"its optimizer has state of {quoted(surplus)}, not trained by the job"
             )
         for target in wanted:
-            first, *tied = (self._source.weights[name] for name in self._names(target))
+            first, *tied = (self._checkpoint.weights[name] for name in self._names(target))
             if tied and not all(torch.equal(first.read(), other.read()) for other in tied):
                 names = quoted(self._names(target))
                 raise ForeignError(f"{names} are tied in the job, and differ in the checkpoint")
             if target.trained:
-                for kind, lazy in found.moments[target.name].items():
+                for kind, lazy in checkpoint.moments[target.name].items():
                     _check(target.name, f"{kind} of ", lazy, target)
 
     def _names(self, target: ModelTensor) -> list[str]:
-        return [name for name in (target.name, *target.aliases) if name in self._source.weights]
+        return [name for name in (target.name, *target.aliases) if name in self._checkpoint.weights]
 
     @property
     def notes(self) -> list[str]:
         """Return what the user should know about these weights."""
         lazies = (
-            self._source.weights[self._names(target)[0]]
+            self._checkpoint.weights[self._names(target)[0]]
             for target in self._wanted
             if target.trained
         )
@@ -65,17 +65,17 @@ class MatchedTensors:
         remarks = (
             [f"its weights are {', '.join(narrow)}: masters have these values"] if narrow else []
         )
-        return [*self._source.notes, *remarks]
+        return [*self._checkpoint.notes, *remarks]
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield 1-D tensors: of each that is trained the fp32 weight and the moments, else it."""
         for target in self._wanted:
             dtype = torch.float32 if target.trained else getattr(torch, target.dtype)
-            weight = self._source.weights[self._names(target)[0]]
+            weight = self._checkpoint.weights[self._names(target)[0]]
             yield weight.read().to(dtype).reshape(-1)
             if target.trained:
                 for kind in MOMENTS:
-                    yield self._source.moments[target.name][kind].read().float().reshape(-1)
+                    yield self._checkpoint.moments[target.name][kind].read().float().reshape(-1)
 
 
 def check_weights(weights: Mapping[str, LazyTensor], wanted: Sequence[ModelTensor]) -> None:

@@ -39,6 +39,9 @@ _FINAL = (DONE, STOPPED, USAGE, DOES_NOT_FIT)
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OUTPUT_BYTES = 1 << 16
 
+PROGRAM = ("-m", "offloadtrain")
+"""Arguments of Python that run this program."""
+
 Command = Callable[[str], Sequence[str]]
 """From the run folder to go on in ("": none has begun) to the arguments of a rank's process."""
 
@@ -327,6 +330,38 @@ class Supervisor:
             self._stopping, self._stopped_s = True, time.monotonic()
             for rank in self._ranks:
                 rank.signal(number)
+
+
+def launch(
+    ranks: int,
+    max_restarts: int,
+    arguments: Sequence[str],
+    opening: Sequence[str],
+    least_limit_s: float,
+    roles: Sequence[str] = (),
+) -> int:
+    """Run `offloadtrain` with these arguments on `ranks` ranks; return the exit code.
+
+    Args:
+        opening: arguments that choose the run folder; restarted ranks go on in the one that began.
+        least_limit_s: `train.hang_timeout_s` of the job.
+        roles: description of each rank in a pipeline, for messages.
+    """
+
+    def command(run: str) -> list[str]:
+        chosen = ("--run-dir", run, "--resume", "auto") if run else opening
+        return [sys.executable, *PROGRAM, *arguments, *chosen]
+
+    environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    supervisor = Supervisor(
+        ranks,
+        command,
+        max_restarts=max_restarts,
+        least_limit_s=least_limit_s,
+        environ=environ,
+        roles=roles,
+    )
+    return supervisor.run()
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`offloadtrain bench`."""
+"""`offloadtrain bench`, and `offloadtrain report` of what `make gpu` has measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -14,7 +15,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.units import parse_bytes
 
 if TYPE_CHECKING:
-    from offloadtrain.cli.bench.report import Row
+    from offloadtrain.cli.bench.adam import Row
 
 STATES = ("fp32", "split16", "int8")
 
@@ -211,12 +212,38 @@ def disk(
         print(bench.table(rows))
 
 
+def report(
+    folder: Path = Path("benchmarks/results"), /, *, all: bool = False, plot: Path | None = None
+) -> None:
+    """Print the steps measured on GPUs as a table, from results files only.
+
+    Parameters
+    ----------
+    folder
+        Folder with the results files of `make gpu`.
+    all
+        Also print plans, goals, the machine's rates and what was not measured.
+    plot
+        Also draw ratios, rates and exposed time as SVG files into this folder.
+    """
+    from offloadtrain.cli import results_tables
+
+    if not folder.is_dir():
+        raise results_tables.ResultsError(f"{folder}: no such folder; make gpu writes results")
+    files = results_tables.read(folder)
+    if plot is not None:
+        from offloadtrain.cli.results_plots import plot as draw
+
+        draw(files, plot)
+    print(results_tables.everything(files) if all else results_tables.summary(files))
+
+
 def _say(text: str) -> None:
     print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
 
 
 def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
-    from offloadtrain.cli.bench.report import goals, table
+    from offloadtrain.cli.bench.adam import goals, table
 
     print(f"{rows[0].n} parameters, medians of {rounds} rounds; DS: DeepSpeed\n")
     print(table(rows))
@@ -226,7 +253,7 @@ def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
 
 
 def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
-    from offloadtrain.cli.bench.peers import deepspeed_version
+    from offloadtrain.cli.bench.adam import deepspeed_version
 
     summary = _machine() | {
         "deepspeed": deepspeed_version(),

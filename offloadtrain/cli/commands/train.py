@@ -93,7 +93,7 @@ def train(
     count = _ranks_wanted(nproc, config) if rank_info.size == 1 else rank_info.size
     waiting = _choose_waiting(config, rank_info)
     if rank_info.size == 1 and nproc != "1":
-        from offloadtrain.cli.commands.launch import launch
+        from offloadtrain.cli.supervisor import launch
 
         if waiting:
             print(f"torch's threads: {waiting}", file=sys.stderr)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offloadtrain.cli.results.read import ResultsError, ResultsFile, Steps
-from offloadtrain.cli.results.tables import NOTHING
+from offloadtrain.cli.results_tables import NOTHING, ResultsError, ResultsFile, Steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -73,7 +73,7 @@ class _Rank:
     @property
     def pulse(self) -> Pulse:
         """The last pulse; if no more have come for a while, with the time since."""
-        if self._stale_s < STALE_S:
+        if self.answers():
             return self.last_pulse
         return replace(self.last_pulse, silent_s=self._stale_s, waits=False)
 
@@ -83,7 +83,7 @@ class _Rank:
         with suppress(EOFError):
             while (message := self.link.receive()) is not None:
                 heard = Pulse(**message)
-        cpu_s = _cpu_s(self.process.pid)
+        _, cpu_s = _main_thread(self.process.pid)
         if heard is not None or cpu_s - self._cpu_s >= CPU_MOVES_S:
             self.last_pulse, self._stale_s = heard or self.last_pulse, 0.0
             self._cpu_s = cpu_s
@@ -92,9 +92,10 @@ class _Rank:
 
     def state(self) -> str:
         """Return its activity, for the report of a hang."""
-        if _state(self.process.pid) in "Tt":
+        state, _ = _main_thread(self.process.pid)
+        if state in "Tt":
             doing = "stopped by a signal (SIGSTOP, SIGTSTP)"
-        elif self._stale_s >= STALE_S:
+        elif not self.answers():
             doing = "it does not answer"
         else:
             doing = "waiting for other ranks" if self.last_pulse.waits else "running"
@@ -107,10 +108,11 @@ class _Rank:
         """Print its new output, labelled; whole lines."""
         if self.process.stdout is None:
             return
-        while new := _read_some(self.process.stdout.fileno()):
-            *lines, self._rest = (self._rest + new).split(b"\n")
-            for line in lines:
-                self._print(line)
+        with suppress(BlockingIOError):  # no more for now
+            while new := os.read(self.process.stdout.fileno(), _OUTPUT_BYTES):
+                *lines, self._rest = (self._rest + new).split(b"\n")
+                for line in lines:
+                    self._print(line)
 
     def reap(self) -> None:
         """Collect its exit code, and kill the processes that it has started."""
@@ -380,30 +382,15 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _read_some(fd: int) -> bytes:
-    try:
-        return os.read(fd, _OUTPUT_BYTES)
-    except BlockingIOError:
-        return b""
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of stat(5) of the main thread after its name; [] if it has ended.
+def _main_thread(pid: int) -> tuple[str, float]:
+    """Return the state (a letter of stat(5)) and the processor time in seconds of the main thread
+    of a process; ("?", 0.0) if it has ended.
 
     Other threads that wait for the interpreter's lock wake up now and then: that is no progress.
     """
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
+            fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return []
-
-
-def _state(pid: int) -> str:
-    return (_stat(pid) or ["?"])[0]
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the processor time of the main thread, in seconds."""
-    fields = _stat(pid)
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+        return "?", 0.0
+    return fields[0], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")

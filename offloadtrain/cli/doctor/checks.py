@@ -110,11 +110,9 @@ def check_gpu(
     if nvml_names and hidden:
         advice = "Training will use the CPU. Unset CUDA_VISIBLE_DEVICES to train on a GPU."
         return Check("gpu", Status.WARN, "hidden by CUDA_VISIBLE_DEVICES", advice)
-    if not nvml_names and cuda is None:
-        advice = "Training will use the CPU. A GPU needs NVIDIA's driver and a CUDA build of torch."
-        return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
     if not nvml_names:
-        advice = "Training will use the CPU. A GPU needs NVIDIA's driver."
+        needed = "driver and a CUDA build of torch" if cuda is None else "driver"
+        advice = f"Training will use the CPU. A GPU needs NVIDIA's {needed}."
         return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
     if cuda is None:
         advice = "Install a CUDA build of torch: the installed one is for CPUs only."

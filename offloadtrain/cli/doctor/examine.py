@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import resource
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from offloadtrain.cli.doctor.measure import drive_rates, measure
 from offloadtrain.config.errors import DiskError
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.cpus import SYSFS, parse_cpulist
+from offloadtrain.hardware.file_system import free_bytes
 from offloadtrain.hardware.host_memory import stated_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.nvml import Nvml
@@ -318,11 +318,6 @@ def memory_limit(mount: Path = cgroup.MOUNT, membership: Path = cgroup.MEMBERSHI
     limit."""
     limits = cgroup.memory_limits(mount, membership)
     return min((limit.num_bytes for limit in limits), default=None)
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free bytes on the file system of a folder, for this user."""
-    return shutil.disk_usage(folder).free
 
 
 def can_pin(nbytes: int) -> bool:

@@ -135,7 +135,13 @@ def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
         device=values["device"],
         note=str(values.get("note", "")),
         steps=tuple(
-            _steps(name, measurement)
+            Steps(
+                name,
+                measurement["group"],
+                measurement["spec"],
+                measurement["figures"],
+                measurement.get("planned", {}),
+            )
             for name, measurement in measured.items()
             if "spec" in measurement
         ),
@@ -145,16 +151,6 @@ def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
             for name, measurement in measured.items()
             if (why := measurement.get("missing") or measurement.get("error"))
         },
-    )
-
-
-def _steps(name: str, measurement: Mapping[str, Any]) -> Steps:
-    return Steps(
-        name,
-        measurement["group"],
-        measurement["spec"],
-        measurement["figures"],
-        measurement.get("planned", {}),
     )
 
 

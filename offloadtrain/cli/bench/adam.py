@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.cli.bench.rounds import Case, Seconds, measure, ratio
+from offloadtrain.cli.bench.rounds import Case, Seconds, measure, ratio, torch_threads
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import (
@@ -202,117 +202,6 @@ def _numba_over_native(rows: Sequence[Row], threads: int) -> float | None:
     return numba.x_limit / native.x_limit
 
 
-def torch_cases(
-    state: Fp32State, grad: Tensor, working: Tensor, wide: Tensor, scalars: AdamScalars
-) -> dict[str, Case]:
-    """torch.optim.AdamW(fused=True), called as the optimizer calls it.
-
-    Args:
-        wide: (n,) fp32, for its gradients.
-    """
-    step = torch.tensor(float(scalars.step))
-
-    def fused() -> None:
-        torch._fused_adamw_(
-            [state.master],
-            [wide],
-            [state.exp_avg],
-            [state.exp_avg_sq],
-            [],
-            [step],
-            lr=scalars.lr,
-            beta1=scalars.beta1,
-            beta2=scalars.beta2,
-            weight_decay=scalars.weight_decay,
-            eps=scalars.eps,
-            amsgrad=False,
-            maximize=False,
-        )
-
-    return {TORCH_STEP: fused, TORCH_PATH: _path(fused, state, grad, working, wide, scalars)}
-
-
-def deepspeed_cases(
-    state: Fp32State, grad: Tensor, working: Tensor, wide: Tensor, scalars: AdamScalars
-) -> dict[str, Case]:
-    """DeepSpeedCPUAdam; empty, with one line on stderr, if it cannot be loaded or built."""
-    param = torch.nn.Parameter(state.master)
-    param.grad = wide
-    try:
-        adam = _quietly(lambda: _deepspeed_adam(param, scalars))
-    except Exception as error:  # its compiler run may raise anything
-        if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
-            return {}
-        print(f"DeepSpeed is installed but does not work: {error}", file=sys.stderr)
-        return {}
-    path = _path(adam.step, state, grad, working, wide, scalars)
-    zero2 = _from_fp32(adam.step, state, working, wide, scalars)
-    return {DEEPSPEED_STEP: adam.step, DEEPSPEED_PATH: path, DEEPSPEED_ZERO2: zero2}
-
-
-def deepspeed_version() -> str | None:
-    """Return the loaded version, None if none was."""
-    return getattr(sys.modules.get("deepspeed"), "__version__", None)
-
-
-def _path(
-    step: Callable[[], object],
-    state: Fp32State,
-    grad: Tensor,
-    working: Tensor,
-    wide: Tensor,
-    scalars: AdamScalars,
-) -> Case:
-    rest = _from_fp32(step, state, working, wide, scalars)
-
-    def path() -> None:
-        wide.copy_(grad)
-        rest()
-
-    return path
-
-
-def _from_fp32(
-    step: Callable[[], object],
-    state: Fp32State,
-    working: Tensor,
-    wide: Tensor,
-    scalars: AdamScalars,
-) -> Case:
-    def path() -> None:
-        wide.mul_(scalars.grad_scale)
-        step()
-        working.copy_(state.master)
-
-    return path
-
-
-def _deepspeed_adam(param: torch.nn.Parameter, scalars: AdamScalars) -> Any:
-    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
-        [param],
-        lr=scalars.lr,
-        betas=(scalars.beta1, scalars.beta2),
-        eps=scalars.eps,
-        weight_decay=scalars.weight_decay,
-        adamw_mode=True,
-    )
-    adam.step()
-    return adam
-
-
-def _quietly(make: Callable[[], Any]) -> Any:
-    """Redirect stdout, which is for data: its import and its compiler print there."""
-    sys.stdout.flush()
-    stdout_copy = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with contextlib.redirect_stdout(sys.stderr):
-            return make()
-    finally:
-        os.dup2(stdout_copy, 1)
-        os.close(stdout_copy)
-
-
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 RULES: dict[str, Scalars] = {
     "Lion": LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1, step=10, grad_scale=0.5),
@@ -479,13 +368,102 @@ def _under(backend: Backend, run: Callable[[], object]) -> Case:
 
 def peer_cases(b: Buffers) -> dict[Label, Case]:
     """Return the cases of torch and DeepSpeed."""
-    arguments = (b.fp32, b.grad, b.working, b.wide, SCALARS)
-    by_label: dict[Label, Case] = {}
-    for backend, cases in (("torch", torch_cases), ("deepspeed", deepspeed_cases)):
-        for name, run in cases(*arguments).items():
-            size = BYTES_PER_PARAM.get(name, FULL_PATH_BYTES)
-            by_label[Label(name, backend, "fp32", float(size))] = run
-    return by_label
+    return {
+        Label(name, backend, "fp32", float(BYTES_PER_PARAM.get(name, FULL_PATH_BYTES))): run
+        for backend, cases in (("torch", _torch_cases(b)), ("deepspeed", _deepspeed_cases(b)))
+        for name, run in cases.items()
+    }
+
+
+def _torch_cases(b: Buffers) -> dict[str, Case]:
+    """torch.optim.AdamW(fused=True), called as the optimizer calls it, with gradients in `wide`."""
+    state, step = b.fp32, torch.tensor(float(SCALARS.step))
+
+    def fused() -> None:
+        torch._fused_adamw_(
+            [state.master],
+            [b.wide],
+            [state.exp_avg],
+            [state.exp_avg_sq],
+            [],
+            [step],
+            lr=SCALARS.lr,
+            beta1=SCALARS.beta1,
+            beta2=SCALARS.beta2,
+            weight_decay=SCALARS.weight_decay,
+            eps=SCALARS.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return {TORCH_STEP: fused, TORCH_PATH: _path(fused, b)}
+
+
+def _deepspeed_cases(b: Buffers) -> dict[str, Case]:
+    """DeepSpeedCPUAdam; empty, with one line on stderr, if it cannot be loaded or built."""
+    try:
+        adam = _quietly(partial(_deepspeed_adam, b))
+    except Exception as error:  # its compiler run may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
+            return {}
+        print(f"DeepSpeed is installed but does not work: {error}", file=sys.stderr)
+        return {}
+    path, zero2 = _path(adam.step, b), _from_fp32(adam.step, b)
+    return {DEEPSPEED_STEP: adam.step, DEEPSPEED_PATH: path, DEEPSPEED_ZERO2: zero2}
+
+
+def deepspeed_version() -> str | None:
+    """Return the loaded version, None if none was."""
+    return getattr(sys.modules.get("deepspeed"), "__version__", None)
+
+
+def _path(step: Callable[[], object], b: Buffers) -> Case:
+    from_fp32 = _from_fp32(step, b)
+
+    def path() -> None:
+        b.wide.copy_(b.grad)
+        from_fp32()
+
+    return path
+
+
+def _from_fp32(step: Callable[[], object], b: Buffers) -> Case:
+    master = b.fp32.master
+
+    def path() -> None:
+        b.wide.mul_(SCALARS.grad_scale)
+        step()
+        b.working.copy_(master)
+
+    return path
+
+
+def _deepspeed_adam(b: Buffers) -> Any:
+    param = torch.nn.Parameter(b.fp32.master)
+    param.grad = b.wide
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+        [param],
+        lr=SCALARS.lr,
+        betas=(SCALARS.beta1, SCALARS.beta2),
+        eps=SCALARS.eps,
+        weight_decay=SCALARS.weight_decay,
+        adamw_mode=True,
+    )
+    adam.step()
+    return adam
+
+
+def _quietly(make: Callable[[], Any]) -> Any:
+    """Redirect stdout, which is for data: its import and its compiler print there."""
+    sys.stdout.flush()
+    stdout_copy = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            return make()
+    finally:
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
@@ -523,20 +501,10 @@ def run(
         by_key = {label.key: case for label, case in cases.items()}
         # Of one thread the processor's time, which other work on the machine lengthens less.
         clock = time.process_time if count == 1 else time.perf_counter
-        with _torch_threads(count):
+        with torch_threads(count):
             seconds = measure(by_key, rounds, partial(on_round, count), clock)
         rows += rows_of(list(cases), seconds, numel, count)
     return rows
-
-
-@contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def dispatch_us() -> float:

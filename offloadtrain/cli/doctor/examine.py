@@ -57,20 +57,10 @@ def examine(
         tell: called with each check as soon as it is done.
         say: called with the name of each measurement.
     """
-    report, nvml = Report(), Nvml()
-
-    def add(check: Check) -> None:
+    report, visit = Report(), _Visit(folder, quick, say, Nvml())
+    for check in visit.run(report):
         report.checks.append(check)
         tell(check)
-
-    visit = _Visit(folder, quick, say, nvml)
-    for check in visit.look():
-        add(check)
-    broken = {check.name for check in report.checks if check.status is Status.FAIL}
-    if not broken & NEEDED:
-        report.machine = visit.measure()
-    for check in visit.judge(report.machine):
-        add(check)
     return report
 
 
@@ -95,7 +85,15 @@ class _Visit:
         limits = [total, self.probe.host_memory_bytes, self.limit]
         return min(size for size in limits if size)
 
-    def look(self) -> Iterator[Check]:
+    def run(self, report: Report) -> Iterator[Check]:
+        """Check facts and measure; `report`: has the checks so far, and gets the measurements."""
+        yield from self._facts()
+        broken = {check.name for check in report.checks if check.status is Status.FAIL}
+        if not broken & NEEDED:
+            report.machine = self._measure()
+        yield from self._speeds(report.machine)
+
+    def _facts(self) -> Iterator[Check]:
         """Run the checks that need no measurement, and the disk's."""
         yield from self._software()
         yield from self._gpus()
@@ -178,7 +176,7 @@ class _Visit:
             self.drive = _drive(self.folder)
         return checks.check_disk(str(self.folder.resolve()), free, self.drive)
 
-    def measure(self) -> Machine:
+    def _measure(self) -> Machine:
         """Measure for seconds; with `quick` less than one each."""
         probe = self.probe
         return measure(
@@ -191,7 +189,7 @@ class _Visit:
             say=self.say,
         )
 
-    def judge(self, machine: Machine | None) -> Iterator[Check]:
+    def _speeds(self, machine: Machine | None) -> Iterator[Check]:
         """Run the checks of warm links and of speeds; `machine`: None if nothing was measured."""
         links = self.nvml.describe()
         copied = machine is not None and len(links) == len(self.gpus)

@@ -12,7 +12,7 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What Adam keeps beside the weights."""
+"""The state of Adam besides the weights."""
 
 
 class ForeignError(OffloadTrainError):
@@ -23,10 +23,10 @@ class ModelTensor(NamedTuple):
     """A tensor of the job's model.
 
     Attributes:
-        aliases: its other names; tied weights have some.
-        trained: its moments are wanted as well.
-        is_param: a parameter; else a buffer.
-        dtype: that it is sent in; by torch's name.
+        aliases: other names of the same tensor, if it is tied.
+        trained: the job trains it, so its moments are read too.
+        is_param: a parameter, not a buffer.
+        dtype: torch's name of the dtype in which the reader sends it.
     """
 
     name: str
@@ -39,10 +39,10 @@ class ModelTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is read when it is wanted.
+    """A tensor that is not read yet.
 
     Attributes:
-        read: returns it whole, on the host.
+        read: returns the full tensor, on the host.
     """
 
     shape: tuple[int, ...]
@@ -67,10 +67,11 @@ class ForeignCheckpoint:
     """Model and state of Adam, by the model's own names.
 
     Attributes:
-        weights: every parameter and buffer; of trained ones the fp32 masters, if there are any.
-        moments: name → `MOMENTS`.
-        step: optimizer steps done.
-        notes: what the user should know, a sentence each.
+        weights: every parameter and buffer; trained ones as fp32 masters, if the checkpoint has
+            them.
+        moments: parameter → kind of `MOMENTS` → tensor.
+        step: number of optimizer steps done.
+        notes: sentences for the user.
     """
 
     weights: Mapping[str, LazyTensor]

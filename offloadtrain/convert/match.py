@@ -1,4 +1,4 @@
-"""Every tensor of a checkpoint accounted for: what is sent, in the order of the model."""
+"""Match the tensors of a checkpoint with those of the job's model, without any left over."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from offloadtrain.convert.checkpoint import (
 )
 
 _WIDENED = (torch.float32, torch.bfloat16, torch.float16)
-"""What fp32 holds exactly."""
+"""Dtypes whose values fp32 represents exactly."""
 
 
 class MatchedTensors:
-    """The tensors that a model wants, checked, and not read yet."""
+    """The tensors of a checkpoint in the order of the model, checked and not read yet."""
 
     def __init__(self, checkpoint: ForeignCheckpoint, wanted: Sequence[ModelTensor]) -> None:
         """
@@ -55,7 +55,7 @@ class MatchedTensors:
 
     @property
     def notes(self) -> list[str]:
-        """Return what the user should know about these weights."""
+        """Return sentences for the user."""
         lazies = (
             self._checkpoint.weights[self._names(target)[0]]
             for target in self._wanted
@@ -68,7 +68,7 @@ class MatchedTensors:
         return [*self._checkpoint.notes, *remarks]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield 1-D tensors: of each that is trained the fp32 weight and the moments, else it."""
+        """Yield 1-D tensors: the fp32 weight and moments of a trained parameter, or the tensor."""
         for target in self._wanted:
             dtype = torch.float32 if target.trained else getattr(torch, target.dtype)
             weight = self._checkpoint.weights[self._names(target)[0]]

@@ -1,6 +1,6 @@
 """A checkpoint of another trainer, read by a process of its own.
 
-[Note: A reader of its own]
+[Note: The reader process]
 Such checkpoints are pickles. torch reads them with `weights_only`, which resolves no name but
 those of tensors, and the index of torch.distributed.checkpoint is read without resolving any. A
 defect in either would run with the rights of the process. It is therefore not this one: the reader
@@ -30,19 +30,19 @@ import offloadtrain
 from offloadtrain.convert.checkpoint import MOMENTS, ForeignError, Group, ModelTensor
 
 _MOST_FACTS_BYTES = 64 << 20
-_KEPT = ("PATH", "LD_LIBRARY_PATH")
-"""Of the environment: what finding Python's and torch's libraries may need."""
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH")
+"""Variables that Python and torch may need to find their libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStream:
-    """A checkpoint of another trainer that holds all that a model wants.
+    """The tensors of a checkpoint that matches the job's model, as the reader sends them.
 
     Attributes:
-        kind: what wrote it.
-        step: optimizer steps done.
+        kind: the library that wrote it.
+        step: number of optimizer steps done.
         groups: the hyperparameters it was trained with.
-        notes: what the user should know, a sentence each.
+        notes: sentences for the user.
     """
 
     kind: str
@@ -54,8 +54,8 @@ class CheckpointStream:
     _source: Path
 
     def tensors(self) -> Iterator[tuple[ModelTensor, dict[str, Tensor]]]:
-        """Yield every wanted tensor once, in the order that they were wanted: its fp32 "master" and
-        moments where it is trained, otherwise its "weight".
+        """Yield every tensor of the model once, in order: the fp32 "master" and the moments of a
+        trained parameter, the "weight" of other tensors.
 
         Raises:
             ForeignError: the reader has ended before the last.
@@ -82,7 +82,7 @@ class CheckpointStream:
 def open_foreign(
     source: Path, optimizer: Path | None, wanted: Sequence[ModelTensor]
 ) -> Iterator[CheckpointStream]:
-    """Open a checkpoint, and compare it with what is wanted; its tensors are read later.
+    """Open a checkpoint and compare it with the model; its tensors are read later.
 
     Args:
         source: a file of `torch.save`, a folder of torch.distributed.checkpoint or of DeepSpeed.
@@ -121,7 +121,7 @@ def open_foreign(
 
 
 def _environment() -> Mapping[str, str]:
-    variables = {key: os.environ[key] for key in _KEPT if key in os.environ}
+    variables = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
     root = str(Path(offloadtrain.__file__).parent.parent)
     return variables | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 

@@ -2,9 +2,10 @@
 
     python -m offloadtrain.convert.reader_process SOURCE [OPTIMIZER]
 
-It takes what is wanted as JSON from stdin, and writes one line of JSON to stdout, the facts or an
-error; then the tensors, in the order they were wanted. It writes no file, starts no process, and
-takes no more memory than the files have and `_SPARE_BYTES`: see [Note: A reader of its own].
+It reads the model's tensors as JSON from stdin. It writes one line of JSON to stdout, the facts or
+an error, then the tensors in the model's order. It writes no file, starts no process, and its
+memory is limited to twice the bytes of the files plus `_SPARE_BYTES`: see [Note: The reader
+process] in `reader.py`.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ def main(arguments: Sequence[str]) -> int:
         wanted = [_wanted(entry) for entry in json.load(sys.stdin)]
         _limit(sum(map(_num_bytes, sources)))
         ordered, facts = read(sources, wanted)
-        _tell(out, facts)
+        _send(out, facts)
         for tensor in ordered.tensors():
             out.write(tensor.contiguous().view(torch.uint8).numpy().data)
         out.flush()
     except ForeignError as error:
-        _tell(out, {"error": str(error)})
+        _send(out, {"error": str(error)})
         return 1
     except MemoryError:
-        _tell(out, {"error": f"{arguments[0]}: reading it takes more memory than its files have"})
+        _send(out, {"error": f"{arguments[0]}: reading it takes more memory than its files have"})
         return 1
     except Exception as error:  # whatever hostile content leads to
         why = f"{type(error).__name__} {error}".partition("\n")[0]
-        _tell(out, {"error": f"{arguments[0]}: its content is not as expected: {why}"[:300]})
+        _send(out, {"error": f"{arguments[0]}: its content is not as expected: {why}"[:300]})
         return 1
     return 0
 
@@ -131,7 +132,7 @@ def _recognized(
     return read_trees(trees, wanted), kinds[0]
 
 
-def _tell(out: IO[bytes], facts: dict[str, Any]) -> None:
+def _send(out: IO[bytes], facts: dict[str, Any]) -> None:
     out.write(json.dumps(facts).encode() + b"\n")
     out.flush()
 

@@ -1,4 +1,4 @@
-"""A run out of a checkpoint of another trainer, and the other way round."""
+"""Make a run from a checkpoint of another trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.saved.saving import Saving
 
 ADAMS = ("adamw", "adam")
-"""The rules whose state torch and DeepSpeed keep as we do."""
+"""Update rules whose state torch and DeepSpeed store in the same form."""
 
 
 def to_run(
@@ -93,14 +93,14 @@ def model_tensors(model: nn.Module) -> Iterator[ModelTensor]:
 
 
 def _sent(dtype: torch.dtype) -> str:
-    """Return the dtype that holds every value of this one on its way."""
+    """Return the dtype in which the reader sends a tensor of this dtype."""
     return "float32" if dtype in (torch.bfloat16, torch.float16) else name_of(dtype)
 
 
 def _differences(
     source: Path, foreign: CheckpointStream, model: nn.Module, config: Config
 ) -> Iterator[str]:
-    """Yield what the job does otherwise from here on.
+    """Yield the hyperparameters that change from here on.
 
     Raises:
         ConfigError: the job cannot go on from this step.
@@ -146,7 +146,7 @@ def _other_values(
 
 
 def _load(context: TrainingContext, foreign: CheckpointStream) -> None:
-    """Load weights and state, and stand where a run of this job is after so many steps.
+    """Load weights and state, and skip the batches of the steps that are done.
 
     Raises:
         ForeignError: the reader has failed.

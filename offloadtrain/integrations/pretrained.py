@@ -18,6 +18,7 @@ from offloadtrain.engine.pipeline.stage_modules import is_stage
 from offloadtrain.integrations.adapters import (
     attach,
     bare,
+    base_model,
     is_peft,
     lora_config,
     merged_weights,
@@ -171,7 +172,7 @@ def save_pretrained(
         ModelError: a model that is not of transformers, or adapters that cannot be merged.
     """
     optimizer, model = _resolve(source)
-    base = model.get_base_model() if is_peft(model) else model
+    base = base_model(model)
     if not hasattr(base, "save_pretrained"):
         raise ModelError(
             f"{type(base).__name__} is no model of transformers: save dict(master_weights()) with "

@@ -119,7 +119,7 @@ class DeferredWeights:
         def plan(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any) -> Any:
             if threading.get_ident() != thread_id:
                 return load(model, state_dict, files, config, *rest)
-            self._dtypes = kept_dtypes(model.state_dict(), config.dtype_plan or {})
+            self._dtypes = fixed_dtypes(model.state_dict(), config.dtype_plan or {})
             return self._plan(model, files, config.weight_mapping or []), None
 
         with _patching:
@@ -264,7 +264,7 @@ def _load_of(model: Any) -> Callable[..., Any]:
     )
 
 
-def kept_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+def fixed_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Return the dtype of each name that one of a model's patterns keeps in a dtype of its own.
 
     Args:

@@ -117,7 +117,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             options = merged(self.offload, settings, "TrainingArguments")
             self.optimizer = _offload(model, self._rule(), params=self._groups(model), **options)
         elif self._driven is None:
-            self._check_given(self.optimizer)
+            self._check_user_optimizer(self.optimizer)
         if self._driven is None or self._driven is not self.optimizer:
             self._driven = self._drive(model, self.optimizer)
         if self.chunked_loss:
@@ -136,7 +136,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                     "label_smoothing=…) instead"
                 )
 
-    def _check_given(self, optimizer: Any) -> None:
+    def _check_user_optimizer(self, optimizer: Any) -> None:
         """Raises ValueError for options beside an optimizer that has its own; says what else of the
         arguments it does not follow."""
         if self.offload:

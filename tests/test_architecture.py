@@ -150,11 +150,11 @@ def test_single_doors() -> None:
     assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"nvml.py"}
     assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
-    assert _importers("torch.distributed.pipelining") <= {"pipeline_schedule.py"}
+    assert _importers("torch.distributed.pipelining") <= {"schedule.py"}
     assert _importers("torch.distributed.device_mesh") <= {"mesh.py"}
     assert _importers("torch.distributed.checkpoint") <= {"convert_to_torch.py"}
     doors = {"process_group.py", "rendezvous.py", "lost_ranks.py"}
-    doors |= {"mesh.py", "tensor_styles.py", "pipeline_schedule.py", "convert_to_torch.py"}
+    doors |= {"mesh.py", "styles.py", "schedule.py", "expert_parallel.py", "convert_to_torch.py"}
     assert _importers("torch.distributed") <= doors
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}

@@ -117,7 +117,7 @@ class HfModel:
 
     def of_stage(self, stage: Stage) -> HfModel:
         """Return the part of it that is a stage of a pipeline, as
-        `engine.pipeline.stage_modules.divide` divides the module."""
+        `parallel.pipeline.stage_modules.divide` divides the module."""
         if self.parts is None:
             return self
         layers = [number for number, part in enumerate(self.parts) if part.repeated]

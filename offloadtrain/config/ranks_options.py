@@ -132,7 +132,7 @@ INTERLEAVED: Final = "interleaved"
 def kept_without_flush(stage: int, stages: int) -> tuple[int, int]:
     """Return the versions of a stage's working weights and the sums of its gradients, where steps
     follow each other without a flush: see [Note: Two versions] in `step.program.two_versions`, and
-    [Note: Without a flush] in `engine.split_step`."""
+    [Note: Without a flush] in `parallel.pipeline.split_step`."""
     return 1 if stage == stages - 1 else 2, 1 if stage == 0 else 2
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from importlib import import_module
 from inspect import cleandoc
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -29,18 +30,20 @@ from offloadtrain.engine.checks.model_checks import (
     offloaded,
     warn_of_no_layers,
 )
-from offloadtrain.engine.checks.part_checks import check_parts
 from offloadtrain.engine.compute_device import resolve_device
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.experts import check_skips
-from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.state.load_weights import ParamInit
 from offloadtrain.optim import AdamW, AnyRule
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.lanes import lanes_for
-from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.process_group import ALONE, Group, Ranks
+from offloadtrain.runtime.process_group import Group, Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -53,7 +56,7 @@ def offload(
     params: _Params | None = None,
     device: str | torch.device = "auto",
     process_group: Group | None = None,
-    mesh: DeviceMesh | Mesh | None = None,
+    mesh: DeviceMesh | Division | None = None,
     param_init_fn: ParamInit | None = None,
     **options: Unpack[OffloadOptions],
 ) -> OffloadOptimizer:
@@ -117,13 +120,15 @@ def offload(
     chosen = chosen_options(config, options).checked()
     on = resolve_device(device, chosen.precision)
     Ranks.tell_of_long_waits()
-    if mesh is None:
-        return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
-    if process_group is not None:
+    if mesh is not None and process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
-    axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
-    place = StagePlace(Stages(axes.stages), parts=axes.parts)
-    return attach(model, rule, params, chosen, on, axes.replicas, param_init_fn, place)
+    division = mesh
+    if division is None:
+        division = Division(replicas=Ranks.of(process_group, on))
+    if mesh is not None or any(map(is_distributed, model.parameters())):
+        # By name: nothing here depends on the package of divided models, which depends on this one.
+        division = import_module("offloadtrain.parallel.mesh").division_of(division, on)
+    return attach(model, rule, params, chosen, on, division, param_init_fn)
 
 
 def attach(
@@ -132,17 +137,17 @@ def attach(
     params: _Params | None,
     chosen: OffloadConfig,
     on: torch.device,
-    ranks: Ranks,
+    division: Division,
     param_init_fn: ParamInit | None,
-    place: StagePlace | None = None,
     ledger: Ledger | None = None,
 ) -> OffloadOptimizer:
-    """Offload a model, or a stage of one; the arguments are those of `offload`, resolved.
+    """Offload a model, or a part of one; the arguments are those of `offload`, resolved.
 
     Args:
-        ledger: that of the process's other stages.
+        ledger: that of the process's other engines.
     """
     _check_scratch(chosen)
+    ranks = division.replicas
     chosen.zero_stage_among(ranks.size)
     if optimizer_of(model) is not None:
         raise ModelError("the model is offloaded already: close() its optimizer first")
@@ -150,19 +155,17 @@ def attach(
     rule = rule or AdamW()
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
-    parts = ALONE if place is None else place.parts
-    check_same_model(model, groups, chosen, ranks, parts)
+    check_same_model(model, groups, chosen, division)
     check_compiled(model, chosen)
-    is_whole_model = ledger is None and (place is None or place.stages.ranks.is_single)
-    check_parts(model, rule, parts, ranks, is_stage=not is_whole_model)
+    is_whole_model = ledger is None and division.stages.is_single
+    division.check(model, rule, is_stage=not is_whole_model)
     check_skips(model, chosen, rule, whole=is_whole_model)
-    if place is not None:
-        check_same_options(chosen, rule, place)
-    if place is None or place.stages.ranks.is_single:
+    check_same_options(chosen, rule, division)
+    if division.stages.is_single:
         warn_of_no_layers(model, chosen, ranks)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
-        model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place, ledger
+        model, rule, groups, chosen, on, division, lanes, param_init_fn, ledger
     )
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()

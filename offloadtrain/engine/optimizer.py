@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,13 @@ from offloadtrain.engine.checks.evaluation_check import check_evaluations
 from offloadtrain.engine.checks.foreign_readers import ParameterReaders
 from offloadtrain.engine.checks.model_checks import ModelError, offloaded, warn_of_local_norm
 from offloadtrain.engine.checks.parameter_guard import ParameterGuard
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.eager import eager
-from offloadtrain.engine.norm import StagePlace, Stages
+from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import layers_of
 from offloadtrain.engine.release import Release
-from offloadtrain.engine.split_step import SplitStep
 from offloadtrain.engine.state import parameter_state as state
 from offloadtrain.engine.state.load_weights import ParamInit
 from offloadtrain.engine.state.state_dict_hooks import attach_state_dict_hooks
@@ -36,7 +36,16 @@ from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
-from offloadtrain.runtime.process_group import ALONE, Ranks
+
+
+class SplitSteps(Protocol):
+    """Ends the steps of an optimizer, each in several moments: see `OffloadOptimizer.split`."""
+
+    def sample_timeline(self) -> None:
+        """Record the lanes from the next decision on, until the one after it."""
+
+
+_S = TypeVar("_S", bound=SplitSteps)
 
 
 class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
@@ -50,7 +59,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     not the whole parameter.
     """
 
-    _split: SplitStep | None = None
+    _split: SplitSteps | None = None
+    """What ends the steps, each in several moments, in the place of `step`."""
     _told_of_local_norm = False
 
     def __init__(
@@ -60,15 +70,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         config: OffloadConfig,
         device: torch.device,
-        ranks: Ranks,
+        division: Division,
         lanes: Lanes,
         param_init_fn: ParamInit | None = None,
-        place: StagePlace | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """`place`: the model is a stage of a pipeline; `ledger`: that of its process's stages."""
+        """`ledger`: that of the process's other engines."""
         super().__init__(groups, common_defaults(groups, rule))
-        place = place or StagePlace(Stages(ALONE))
+        ranks = division.replicas
         self.device, self.ranks, self.ledger = device, ranks, ledger or Ledger()
         self.working_dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
@@ -77,7 +86,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self.ledger, config.memory.scratch_dir, in_memory=config.memory.scratch_in_memory
         )
         lanes.loads_cross_bus = config.weights.offloaded
-        self._joined = ranks, place.stages.ranks, place.parts
+        self._joined = ranks, division.stages, division.parts
         release = Release(self, lanes, self._arena, disk, self._joined)
         # Where it is dropped without close(), and at the end of the process.
         self._finalizer = weakref.finalize(self, release)
@@ -88,8 +97,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 self.param_groups,
                 config,
                 device=device,
-                ranks=ranks,
-                place=place,
+                division=division,
                 param_init_fn=param_init_fn,
                 lanes=lanes,
                 arena=self._arena,
@@ -100,13 +108,13 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._finalizer()
             raise
         release.engine = weakref.ref(self._engine)
-        self._part_ranks, self._stage_ranks = place.parts, place.stages.ranks
+        self._part_ranks, self._stage_ranks = division.parts, division.stages
         self.model, self._flips = model, config.update == "speculative"
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
         buckets = [bucket for block in self._blocks for bucket in block.held]
         moving = [slot.param for bucket in buckets if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
-        self._norm_size = ranks.everyone.size * place.stages.ranks.size * place.parts.size
+        self._norm_size = division.size
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -196,7 +204,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def micro_step(self) -> AbstractContextManager[None]:
         """A context: the backward inside it is one microbatch's, however autograd is called.
 
-        For stages of a pipeline, whose backward begins from gradients that another stage has sent
+        For a part of a model whose backward begins from gradients that another process has sent
         and not from a loss. In fp16 these must be of a loss that `scaled` has made.
 
         Raises:
@@ -208,7 +216,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """The backward of one microbatch is over.
 
         For loops that call `loss.backward()` several times without a forward of the model in
-        between (pipelines): otherwise gradients of two microbatches are added in the working dtype,
+        between: otherwise gradients of two microbatches are added in the working dtype,
         and count as one. `backward(loss)`, a forward and `step()` do it by themselves; nothing
         happens where no backward has begun.
         """
@@ -267,11 +275,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._step_tensor.fill_(report.step)
         return loss
 
-    def split_step(self) -> SplitStep:
-        """Return the halves of `step()`, for a pipeline without flushes."""
-        engine, groups = self._engine, self.param_groups
-        self._split = SplitStep(engine, self._check, groups, self._step_tensor)
-        return self._split
+    def split(self, make: Callable[[Engine, Callable[[], None], Tensor], _S]) -> _S:
+        """Let another object end the steps, each in several moments.
+
+        Args:
+            make: makes it of the engine, a function that raises where the model or a
+                hyperparameter cannot be updated, and the 0-dim tensor of the number of steps.
+        """
+        self._split = split = make(self._engine, self._check, self._step_tensor)
+        return split
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
@@ -281,7 +293,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         zero gradient, so that its decay and moments go on, unless `skip_unused` names it.
 
         Raises:
-            EngineError: microbatches of a pipeline without flushes are in flight.
+            EngineError: microbatches of split steps are in flight.
         """
         if self.phase is not Phase.CLOSED and not self._accumulating:
             self._engine.drop_gradients()
@@ -298,9 +310,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._fill_state()
 
     def sample_timeline(self) -> None:
-        """Record the intervals of each lane in the next step, for its report's `timeline`; of a
-        pipeline without flushes, in the step after the next one to be decided. Nothing waits for
-        the lanes until the timeline is read."""
+        """Record the intervals of each lane in the next step, for its report's `timeline`; where
+        steps are split, in the step after the next one to be decided. Nothing waits for the lanes
+        until the timeline is read."""
         (self._split or self._engine).sample_timeline()
 
     @property

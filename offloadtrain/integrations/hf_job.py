@@ -11,22 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, PipelineError
 from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
-from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
-from offloadtrain.engine.pipeline.decoder_probe import check_stages
-from offloadtrain.engine.pipeline.stage_modules import divide as divide_layers
+from offloadtrain.engine import ModelError, OffloadOptimizer, offload
+from offloadtrain.engine.division import Division
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
-from offloadtrain.integrations.tensor_plan import check_plan, divide, divided_dims
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
-from offloadtrain.runtime.mesh import DeviceMesh, Mesh
+from offloadtrain.parallel.mesh import DeviceMesh, Mesh
+from offloadtrain.parallel.pipeline.decoder_probe import check_stages
+from offloadtrain.parallel.pipeline.stage_modules import divide as divide_layers
+from offloadtrain.parallel.tensor.transformers_plan import check_plan, divide, divided_dims
 from offloadtrain.sizing.parts import parts_of_module
 
 AUTO_CLASS = "AutoModelForCausalLM"
@@ -155,7 +156,7 @@ def build(
     Args:
         seed: of random weights and of adapters.
         terms: those of a loss in parts; None: whole logits.
-        mesh: as in `offload`.
+        mesh: of the ranks; None: all of them are replicas.
 
     Raises:
         ConfigError, CausalLmError: the model cannot do these; before its weights are read.
@@ -165,10 +166,12 @@ def build(
     if mesh is not None and mesh.tensor is not None:
         lm, weights = whole_model(hf, seed=seed, terms=terms)
         divide_matrices(lm.module, mesh.tensor, weights)
-        optimizer = _offload_part(lm.module, weights, rule, groups, config, device, mesh)
+        division = mesh.division()
+        optimizer = _offload_part(lm.module, weights, rule, groups, config, device, division)
         if terms is not None:
             chunk_loss(lm.module, **asdict(terms))
         return lm, optimizer
+    division = None if mesh is None else mesh.division()
     keys = None if hf.lora is None else lora_keys(hf.lora)
     with _drawn_by(seed):
         if hf.init == "weights":
@@ -180,7 +183,7 @@ def build(
                 params=groups,
                 device=device,
                 config=config,
-                mesh=mesh,
+                mesh=division,
             )
         else:
             model = transformers.AutoModelForCausalLM.from_config(
@@ -189,7 +192,7 @@ def build(
             model = model if hf.lora is None else _with_adapters(model, hf.lora)
             param_groups = groups(model)
             optimizer = offload(
-                model, rule, params=param_groups, device=device, config=config, mesh=mesh
+                model, rule, params=param_groups, device=device, config=config, mesh=division
             )
     if terms is not None:
         chunk_loss(model, **asdict(terms))
@@ -247,12 +250,12 @@ def _offload_part(
     groups: Groups,
     config: OffloadConfig,
     device: torch.device,
-    mesh: Mesh,
+    division: Division,
 ) -> OffloadOptimizer:
     options: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
     if weights is None:
-        return offload(model, rule, mesh=mesh, **options)
-    optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **options)
+        return offload(model, rule, mesh=division, **options)
+    optimizer = offload(model, rule, mesh=division, param_init_fn=weights.fill, **options)
     weights.close()
     return optimizer
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
-from offloadtrain.engine.pipeline.stage_modules import is_stage
 from offloadtrain.integrations.adapters import (
     attach,
     bare,
@@ -34,6 +33,7 @@ from offloadtrain.integrations.export import (
 )
 from offloadtrain.integrations.source_files import check_files
 from offloadtrain.optim import AnyRule
+from offloadtrain.parallel.pipeline.stage_modules import is_stage
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 

@@ -32,8 +32,8 @@ from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks.model_checks import ModelError, check_model
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
@@ -43,7 +43,6 @@ from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedSte
 from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.sizing.alike import Run, runs_of
 from offloadtrain.sizing.alike_pieces import AlikePieces
 from offloadtrain.sizing.extend import Moment, extended, moments_of
@@ -194,8 +193,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         normalise_groups(model, None, rule),
         config,
         device=_CPU,
-        ranks=ALONE,
-        place=StagePlace(Stages(ALONE)),
+        division=Division(),
         param_init_fn=None,
         lanes=InertLanes(meter),
         arena=_HostMemory(ledger, meter, config.activations.moved),

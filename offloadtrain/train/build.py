@@ -14,22 +14,23 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.data.batches import Batches
 from offloadtrain.data.tokens import Progress, TokenFile
-from offloadtrain.engine import AnyOptimizer, OffloadOptimizer, offload
+from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
+from offloadtrain.parallel.mesh import Mesh
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
+from offloadtrain.parallel.tensor.own_model import divided, initializer
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.resume import ResumedSettings
-from offloadtrain.train.tensor_parallel import divided, initializer
 from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
 from offloadtrain.train.torch_setup import set_up_torch
 from offloadtrain.train.update_rules import decay_groups, update_rule
@@ -240,7 +241,7 @@ def offload_job(
         device=device,
         config=config.offload,
         param_init_fn=initializer(model, config.train.seed, mesh or Mesh()),
-        mesh=None if mesh is None or mesh.is_plain else mesh,
+        mesh=None if mesh is None or mesh.is_plain else mesh.division(),
     )
 
 

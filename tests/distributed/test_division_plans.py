@@ -21,6 +21,7 @@ from offloadtrain.config.job import problems_of_ranks
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.parallel import expert_parallel
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.plan import make
@@ -29,7 +30,6 @@ from offloadtrain.plan.search.choices import choices_of
 from offloadtrain.plan.search.compare import compare
 from offloadtrain.plan.search.suggest import applied, nearest, single_changes
 from offloadtrain.plan.search.why import why
-from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.process_group import Ranks, all_to_all_single
@@ -279,7 +279,7 @@ def planned_share(data: Path, **changes: Any) -> float:
         context.optimizer.step()
 
     # Gloo's threads let go of a tensor later than we do: wait for them, and take the least.
-    with patch.object(token_exchange, "all_to_all_single", slow_exchange):
+    with patch.object(expert_parallel, "all_to_all_single", slow_exchange):
         allocated = min(most_allocated(step) for _ in range(6))
     context.optimizer.close()
     ranks.close()

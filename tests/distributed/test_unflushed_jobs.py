@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.split_step import SplitStep
 from offloadtrain.events import schema
+from offloadtrain.parallel.pipeline.split_step import SplitStep
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import trainer as trainers
 from offloadtrain.train import unflushed_trainer

@@ -11,10 +11,10 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from offloadtrain.config.job import Config, loads
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.parallel.pipeline.search import search
 from offloadtrain.plan import pipeline_times as timing
 from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search.pipeline_search import search
 from offloadtrain.plan.search.why import why
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.pipeline_drive import (

@@ -14,9 +14,9 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.parallel.pipeline.search import search
 from offloadtrain.plan.automatic import decided
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search.pipeline_search import search
 from offloadtrain.plan.search.why import why
 from offloadtrain.plan.stage_balance import LEAST, divided, divisions_from
 from offloadtrain.step.proof.pipeline_drive import Schedule

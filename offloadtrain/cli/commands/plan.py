@@ -292,8 +292,8 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
 
 
 def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
+    from offloadtrain.parallel.pipeline import search as pipeline_search
     from offloadtrain.plan.resolve import resolved
-    from offloadtrain.plan.search import pipeline_search
 
     if config.hf is not None:
         raise ConfigError("--search divides the shipped transformer only: leave out model.hf")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.norm import StagePlace
+from offloadtrain.engine.division import Division
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import RankError, Ranks
 
@@ -47,11 +47,11 @@ def check_same_model(
     model: nn.Module,
     groups: list[dict[str, Any]],
     config: OffloadConfig,
-    ranks: Ranks,
-    parts: Ranks,
+    division: Division,
 ) -> None:
     """Raises RankError unless all ranks have the same model, groups and options, and all parts of
     it the same model and groups."""
+    ranks = division.replicas
     names = {param: name for name, param in model.named_parameters()}
     shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
     grouped = [[names[param] for param in group["params"]] for group in groups]
@@ -59,15 +59,15 @@ def check_same_model(
     options["zero_stage"] = str(config.zero_stage_among(ranks.size))
     description = {"model": shapes, "groups": grouped}
     check_alike(ranks.everyone, description | {"options": options}, "rank")
-    check_alike(parts, description, "part")
+    check_alike(division.parts, description, "part")
 
 
-def check_same_options(config: OffloadConfig, rule: AnyRule, place: StagePlace) -> None:
+def check_same_options(config: OffloadConfig, rule: AnyRule, division: Division) -> None:
     """Raises RankError unless all stages, and all parts of this one, have the same options and
     rule; their parameters differ."""
     for ranks, each, but in (
-        (place.stages.ranks, "stage", _OF_ONE_STAGE),
-        (place.parts, "part", _OF_ONE_HOST),
+        (division.stages, "stage", _OF_ONE_STAGE),
+        (division.parts, "part", _OF_ONE_HOST),
     ):
         options = _options(config, but=but) | {"rule": type(rule).__name__}
         check_alike(ranks, {"options": options}, each)

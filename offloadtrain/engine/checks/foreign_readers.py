@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad
 
+from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.offloaded_parameter import gradient_of, observe, release
-from offloadtrain.engine.pipeline.stage_modules import PipelineError
 from offloadtrain.engine.state.state_dict_hooks import WeightsOwner
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.runtime.user_code import OURS, TORCHS, line_of

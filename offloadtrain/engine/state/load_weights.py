@@ -20,16 +20,15 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks.model_checks import ModelError, keeps_fp32
-from offloadtrain.engine.checks.part_checks import check_same_weights
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as, rebuilt
-from offloadtrain.engine.norm import StagePlace
 from offloadtrain.engine.partition import Part
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
+from offloadtrain.runtime.tensor_parts import is_distributed
 
 _log = logging.getLogger(__name__)
 
@@ -48,19 +47,16 @@ def adopt_weights(
     rules: Sequence[AnyRule],
     config: OffloadConfig,
     device: torch.device,
-    ranks: Ranks,
-    place: StagePlace,
+    division: Division,
     param_init_fn: ParamInit | None,
 ) -> None:
     """Set masters from the weights as given, make parameters views, move the rest to the device.
-
-    Args:
-        place: its ranks of other parts hold what is not divided whole, too.
 
     Raises:
         ModelError: for values beyond the range of the working weights.
         RankError: parts hold other values of what each has whole.
     """
+    ranks = division.replicas
     block_of = {block.module: block for block in blocks}
     full, dtype = keeps_fp32(model, config.weights.keep_fp32), PRECISIONS[config.precision]
     on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
@@ -73,11 +69,17 @@ def adopt_weights(
         # Tied ones are those of an earlier part, which may have left the device.
         new = {p: name for name, p in part.parameters if p not in agreed}
         agreed.update(new)
-        _agree_on([p for p in new if not holds_experts(p)], ranks.everyone)
-        # Ranks with other experts have others: those with the same ones agree.
-        _agree_on([p for p in new if holds_experts(p)], ranks.of_experts)
+        # Ranks that hold other parts of a parameter have other values: its sharers agree.
+        params_of: dict[Ranks, list[nn.Parameter]] = {ranks: []}
+        for param in new:
+            params_of.setdefault(division.sharers(param), []).append(param)
+        for sharers, params in params_of.items():
+            _agree_on(params, sharers.everyone)
         undivided = {name: p for p, name in new.items() if not is_divided(p)}
-        _check_parts_agree(undivided, place.parts)
+        if not division.parts.is_single:
+            # Not overwritten: a module may divide itself without DTensors, which is detected here.
+            values = [local(tensor.detach()) for tensor in undivided.values()]
+            division.check_same_weights([*undivided], _checksums(values))
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
                 _adopt(bucket, rules[bucket.group], device)
@@ -261,14 +263,6 @@ def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
             first = value.cpu().contiguous()
             ranks.broadcast(first)
             value.copy_(first)
-
-
-def _check_parts_agree(undivided: Mapping[str, Tensor], parts: Ranks) -> None:
-    """Raises RankError unless all parts have the same values of undivided tensors. Not overwritten:
-    a module may divide itself without DTensors, which is detected here."""
-    if not parts.is_single:
-        values = [local(tensor.detach()) for tensor in undivided.values()]
-        check_same_weights([*undivided], _checksums(values), parts)
 
 
 def _checksums(values: Sequence[Tensor]) -> list[float]:

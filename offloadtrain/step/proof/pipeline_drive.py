@@ -48,7 +48,7 @@ class OfStage(NamedTuple):
 def rank_order(
     schedule: Schedule, rank: int, ranks: int, per_rank: int, microbatches: int, steps: int
 ) -> Iterator[OfStage]:
-    """Yield what a rank of a pipeline does with its stages, as `runtime.pipeline_schedule` runs
+    """Yield what a rank of a pipeline does with its stages, as `parallel.pipeline.schedule` runs
     them."""
     if per_rank == 1:
         turns = order(schedule, rank, ranks, microbatches, steps)

@@ -13,7 +13,7 @@ import torch
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.units import format_bytes, format_duration
-from offloadtrain.engine import AnyOptimizer, StepReport
+from offloadtrain.engine import StepReport
 from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
 from offloadtrain.events.control import Request
@@ -21,6 +21,7 @@ from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.telemetry import Sampler, probe
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import Timeline

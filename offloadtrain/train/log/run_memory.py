@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from offloadtrain.engine import AnyOptimizer, StepReport
+from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.runtime.device_memory import AllocatorCounters
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.log.unaccounted import UnaccountedMemory

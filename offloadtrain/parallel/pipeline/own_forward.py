@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from offloadtrain.config.errors import PipelineError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.partition import Part
-from offloadtrain.engine.pipeline.stage_modules import PipelineError, twin_of
+from offloadtrain.parallel.pipeline.stage_modules import twin_of
 
 _Seen = list[tuple[Any, int]]
 """Leaves of arguments or outputs; of tensors with the number of writes to them so far."""

@@ -41,14 +41,14 @@ class SplitStep:
         self,
         engine: Engine,
         check: Callable[[], None],
-        groups: Sequence[dict[str, Any]],
         step_tensor: Tensor,
+        groups: Sequence[dict[str, Any]],
     ) -> None:
         """
         Args:
             check: raises where the model or a hyperparameter cannot be updated.
-            groups: those of the optimizer.
             step_tensor: 0-dim, gets the number of steps.
+            groups: those of the optimizer.
         """
         self._engine, self._check, self._step_tensor = engine, check, step_tensor
         self._groups = groups

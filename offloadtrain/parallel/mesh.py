@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offloadtrain.engine.division import Division
+from offloadtrain.parallel.division import PartOfModel
+from offloadtrain.parallel.norm import DividedNorm
 from offloadtrain.runtime.process_group import ALONE, Group, Ranks
 from offloadtrain.runtime.tensor_parts import EXPERTS
 
@@ -112,6 +115,21 @@ class Mesh:
             names, shape = ("pp", *HYBRID_AXES, "tp"), (stages, replicas // shards, shards, parts)
         return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=names), device)
 
+    def division(self, norm: DividedNorm | None = None, **stage: Any) -> PartOfModel:
+        """Return the part of the model that one engine of this process trains.
+
+        Args:
+            norm: that of this process's other stages; None: there is one.
+            stage: fields of `Division` that a stage sets.
+        """
+        return PartOfModel(
+            replicas=self.replicas,
+            stages=self.stages,
+            parts=self.parts,
+            norm=norm or DividedNorm(self.stages, self.parts),
+            **stage,
+        )
+
     @property
     def is_plain(self) -> bool:
         """All ranks hold the whole model and share one copy of its state."""
@@ -119,15 +137,20 @@ class Mesh:
         return is_undivided and self.replicas.copies.is_single
 
 
-def keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the parameters of a module, whose first dimension are experts, DTensors along a mesh of
-    one axis; each rank keeps its part of what it has, and sends nothing."""
-    from torch.distributed.tensor import DTensor, Shard
+def division_of(mesh: DeviceMesh | Division, device: torch.device) -> Division:
+    """Return the division of a model by the axes of `offload(mesh=…)`.
 
-    for name, param in list(module.named_parameters(recurse=False)):
-        part = param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
-        made = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-        setattr(module, name, nn.Parameter(made, param.requires_grad))
+    Args:
+        mesh: or the plain division of a model that has DTensors all the same.
+
+    Raises:
+        ValueError: as `Mesh.of`.
+    """
+    if isinstance(mesh, PartOfModel):
+        return mesh
+    if isinstance(mesh, Division):
+        return PartOfModel(replicas=mesh.replicas)
+    return Mesh.of(mesh, device).division()
 
 
 def check_expert_axes(names: Sequence[str]) -> None:

@@ -7,26 +7,29 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from offloadtrain.engine.norm import EngineError, Stages
+from offloadtrain.config.errors import PipelineError
+from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
-from offloadtrain.engine.pipeline.stage_modules import PipelineError
-from offloadtrain.engine.pipeline.stage_optimizers import StageModules, StageOptimizers
 from offloadtrain.engine.step_report import Phase
-from offloadtrain.runtime.lost_ranks import telling
-from offloadtrain.runtime.mesh import Mesh
-from offloadtrain.runtime.pipeline_schedule import (
+from offloadtrain.parallel.mesh import Mesh
+from offloadtrain.parallel.norm import DividedNorm
+from offloadtrain.parallel.pipeline.schedule import (
     Forward,
     LossFn,
     Schedule,
     StageSpec,
     Unflushed,
 )
+from offloadtrain.parallel.pipeline.split_step import SplitStep
+from offloadtrain.parallel.pipeline.stage_optimizers import StageModules, StageOptimizers
+from offloadtrain.runtime.lost_ranks import telling
 
 
 class Pipeline:
@@ -45,7 +48,7 @@ class Pipeline:
         shapes: Sequence[tuple[Tensor, ...]],
         schedule: str,
         microbatches: int,
-        norm: Stages,
+        norm: DividedNorm,
         loss_fn: LossFn,
     ) -> None:
         """
@@ -283,7 +286,8 @@ class UnflushedPipeline(Pipeline):
                 f"{self.stages.size} stages: it needs as many microbatches as stages, or a third "
                 "version of the weights"
             )
-        self._step = self.optimizers[0].split_step()
+        groups = self.optimizers[0].param_groups
+        self._step = self.optimizers[0].split(partial(SplitStep, groups=groups))
         self._last: Callable[[], Tensor] | None = None
         """Waits for the losses of the last step."""
         self._unflushed = Unflushed(

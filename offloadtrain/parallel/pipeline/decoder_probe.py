@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offloadtrain.engine.partition import Part
-from offloadtrain.engine.pipeline.decoder_stages import check_decoder, cut_stage, head_of, refused
+from offloadtrain.parallel.pipeline.decoder_stages import check_decoder, cut_stage, head_of, refused
 
 _ROWS, _TOKENS = 2, 6
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import PipelineError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import evenly
 from offloadtrain.engine.autograd.casting import attach_casts
@@ -29,10 +29,6 @@ from offloadtrain.engine.state.load_weights import ParamInit, materialise
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.grouped_products import Described
 from offloadtrain.runtime.tensor_parts import is_distributed
-
-
-class PipelineError(OffloadTrainError):
-    """A model that cannot be cut into stages, or a schedule that cannot run it."""
 
 
 class StandIn(nn.Module):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.errors import PipelineError
 from offloadtrain.config.offload import OffloadConfig, OffloadOptions, chosen_options
 from offloadtrain.config.ranks_options import NO_FLUSH, kept_without_flush
 from offloadtrain.engine.api import attach
@@ -17,24 +17,23 @@ from offloadtrain.engine.checks.agreement import check_alike
 from offloadtrain.engine.checks.model_checks import check_arguments
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.experts import check_names
-from offloadtrain.engine.norm import StagePlace, Stages
-from offloadtrain.engine.pipeline.decoder_probe import check_stages
-from offloadtrain.engine.pipeline.decoder_stages import check_dtype, cut_stage, is_of_transformers
-from offloadtrain.engine.pipeline.own_forward import WholeForward
-from offloadtrain.engine.pipeline.pipeline_steps import Pipeline, UnflushedPipeline
-from offloadtrain.engine.pipeline.stage_modules import (
+from offloadtrain.engine.state.load_weights import ParamInit
+from offloadtrain.optim import AnyRule, MatrixRule
+from offloadtrain.parallel.mesh import DeviceMesh, Mesh
+from offloadtrain.parallel.norm import DividedNorm
+from offloadtrain.parallel.pipeline.decoder_probe import check_stages
+from offloadtrain.parallel.pipeline.decoder_stages import check_dtype, cut_stage, is_of_transformers
+from offloadtrain.parallel.pipeline.own_forward import WholeForward
+from offloadtrain.parallel.pipeline.schedule import SCHEDULES, LossFn
+from offloadtrain.parallel.pipeline.stage_modules import (
     InitInOrder,
-    PipelineError,
     check_alone,
     divide,
     output_of,
 )
-from offloadtrain.engine.state.load_weights import ParamInit
-from offloadtrain.optim import AnyRule, MatrixRule
+from offloadtrain.parallel.pipeline.steps import Pipeline, UnflushedPipeline
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
-from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.pipeline_schedule import SCHEDULES, LossFn
 from offloadtrain.runtime.process_group import Ranks
 
 
@@ -122,24 +121,23 @@ def pipeline(
     numbers = {param: number for number, param in enumerate(model.parameters())}
     modules, whole_forward = _own_stages(model, axes, stages_per_rank, each, chosen, inputs)
     shapes = _shapes(modules, axes.stages, inputs, chosen, whole_forward)
-    stages, optimizers, ledger = Stages(axes.stages), [], Ledger()
+    norm, optimizers, ledger = DividedNorm(axes.stages, axes.parts), [], Ledger()
     groups = None if params is None else [_listed(group) for group in params]
     for module in modules:
         if in_order is not None:
             in_order.follow(module)
         stage_groups = _own_groups(groups, module)
         first = min(numbers[param] for param in module.parameters())
-        place = StagePlace(stages, first, axes.parts, in_order=True)
+        versions, sums = 1, 1
         if schedule == NO_FLUSH:
-            place = _kept_twice(place)
-        optimizers.append(
-            attach(
-                *(module, rule, stage_groups, chosen, on, axes.replicas, in_order or param_init_fn),
-                *(place, ledger),
-            )
+            versions, sums = kept_without_flush(axes.stages.rank, axes.stages.size)
+        division = axes.division(
+            norm, first=first, weight_versions=versions, gradient_sums=sums, in_order=True
         )
+        init = in_order or param_init_fn
+        optimizers.append(attach(module, rule, stage_groups, chosen, on, division, init, ledger))
     kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline
-    return kind(optimizers, axes, shapes, schedule, microbatches, stages, loss_fn or _output)
+    return kind(optimizers, axes, shapes, schedule, microbatches, norm, loss_fn or _output)
 
 
 def _output(output: Tensor, _: Tensor) -> Tensor:
@@ -206,12 +204,6 @@ def _delayed(chosen: OffloadConfig, rule: AnyRule | None) -> OffloadConfig:
                 "the host. Take schedule = '1f1b', or leave this out"
             )
     return chosen.replace(update="delayed").checked()
-
-
-def _kept_twice(place: StagePlace) -> StagePlace:
-    """Return the place of a stage that has no flush."""
-    ranks = place.stages.ranks
-    return replace(place, kept=kept_without_flush(ranks.rank, ranks.size))
 
 
 def _check_same(

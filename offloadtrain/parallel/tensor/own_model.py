@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.integrations.expert_parallel import expert_parallel
 from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
-from offloadtrain.runtime.mesh import DeviceMesh, Mesh
+from offloadtrain.parallel.expert_parallel import expert_parallel
+from offloadtrain.parallel.mesh import DeviceMesh, Mesh
+from offloadtrain.parallel.tensor.styles import divide_linear
 from offloadtrain.runtime.tensor_parts import AS_LARGE_AS_EXPERTS, FUSED_ROWS, keep_part
-from offloadtrain.runtime.tensor_styles import divide_linear
 
 BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
 """Linear layers of a block, by the dimension of their weight that is divided."""

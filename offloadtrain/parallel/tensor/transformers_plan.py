@@ -25,10 +25,8 @@ from torch import nn
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.engine.partition import partition
-from offloadtrain.integrations.tensor_trial import problem_of
-from offloadtrain.runtime.mesh import DeviceMesh
-from offloadtrain.runtime.tensor_parts import FUSED_ROWS
-from offloadtrain.runtime.tensor_styles import (
+from offloadtrain.parallel.mesh import DeviceMesh
+from offloadtrain.parallel.tensor.styles import (
     divide_linear,
     divide_parameter,
     divided_dim,
@@ -38,6 +36,8 @@ from offloadtrain.runtime.tensor_styles import (
     sum_last_backward,
     sum_over_parts,
 )
+from offloadtrain.parallel.tensor.trial import problem_of
+from offloadtrain.runtime.tensor_parts import FUSED_ROWS
 
 _GATHERED, _CUT = "colwise_gather_output", "rowwise_split_input"
 _LINEAR = {

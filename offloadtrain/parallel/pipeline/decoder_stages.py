@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.partition import Part, remember_layers
-from offloadtrain.engine.pipeline.stage_modules import PipelineError, StandIn, cut
+from offloadtrain.parallel.pipeline.stage_modules import StandIn, cut
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")
 """Arguments that only the stage with the head takes."""

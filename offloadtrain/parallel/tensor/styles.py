@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.runtime.mesh import DeviceMesh
+from offloadtrain.parallel.mesh import DeviceMesh
 from offloadtrain.runtime.tensor_parts import is_distributed, keep_part
 
 # DTensor takes a second to import, which others do not need: functions here do it.

@@ -22,8 +22,8 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.parallel.pipeline.drive import Schedule
 from offloadtrain.plan.plan import make
-from offloadtrain.step.proof.pipeline_drive import Schedule
 
 STAGES, REPLICAS, TOKENS = 8, 8, 512
 FLUSH_EVERY = 4

@@ -125,6 +125,7 @@ def lay_out(
         available_bytes=available_bytes,
         weight_versions=division.weight_versions,
         gradient_sums=division.gradient_sums,
+        update_policy=division.update_policy,
         copies=division.replicas.copies.size,
         parts=division.parts.size,
     )

@@ -8,7 +8,8 @@ four things, and knows nothing else of the ways to divide a model:
 * who shares a bucket: `replicas` and `sharers`;
 * how the norm is summed: `norm`, a `NormExchange`;
 * where a micro-step ends: `in_order`, and `OffloadOptimizer.split` for steps in several moments;
-* which rows are added to the table of buffers: `weight_versions` and `gradient_sums`.
+* which rows are added to the table of buffers, and who updates them: `weight_versions`,
+  `gradient_sums` and `update_policy`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from offloadtrain.engine.gradients import Measured
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.step.layout.step_spec import UpdatePolicy
 
 
 class NormMember(Protocol):
@@ -91,6 +93,7 @@ class Division:
         weight_versions: versions of its working weights.
         gradient_sums: sums of its gradients; two, where a step is decided after the next one's
             gradients have begun to arrive.
+        update_policy: as in `StepSpec`.
         in_order: each backward is that of the oldest forward without one.
     """
 
@@ -101,6 +104,7 @@ class Division:
     first: int = 0
     weight_versions: int = 1
     gradient_sums: int = 1
+    update_policy: UpdatePolicy | None = None
     in_order: bool = False
 
     @property

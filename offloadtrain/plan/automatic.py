@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import StateOn
-from offloadtrain.config.ranks_options import evenly
 from offloadtrain.plan.prediction import Prediction
-from offloadtrain.plan.stage_balance import divisions_from
 
 FULL = 0.95
 """The share of the device's memory that is planned full: activations are estimated to 5 %."""
@@ -33,8 +31,7 @@ class Planned(Protocol):
     def prediction(self) -> Prediction: ...
     @property
     def fits(self) -> bool: ...
-    @property
-    def balanced_layers(self) -> tuple[int, ...]: ...
+    def divisions(self) -> Sequence[tuple[int, ...]]: ...
 
 
 def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
@@ -98,9 +95,7 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
     least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
     if job.offload.activations.recompute_blocks == "auto":
         least = _with_recompute(least, _num_layers(job))
-    balanced = planned(with_layers(least, ())).balanced_layers
-    even = evenly(sum(balanced), len(balanced))
-    tried = ((), *divisions_from(even, balanced))
+    tried = planned(with_layers(least, ())).divisions()
     fitting = (each for each in reversed(tried) if planned(with_layers(least, each)).fits)
     return with_layers(job, next(fitting, tried[-1]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
@@ -15,7 +16,6 @@ from offloadtrain.step.layout import buffer_table, placement
 from offloadtrain.step.layout.buffers import Memory, by_owner, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.proof.pipeline_drive import in_flight
 
 
 class PlanError(OffloadTrainError):
@@ -30,11 +30,13 @@ class Placement:
         config: the rank's part of the job (`batch_split.shared`), its precision resolved.
         spec: the spec of the rank's step.
         trace: tells what a microbatch of the model takes; None: of our transformer, its shape does.
+        in_flight: microbatches whose activations are in memory at once.
     """
 
     config: Config
     spec: StepSpec
     trace: Trace | None = None
+    in_flight: int = 1
 
     @cached_property
     def traced(self) -> TracedStep | None:
@@ -45,17 +47,6 @@ class Placement:
     def weight_bytes(self) -> int:
         """Bytes of a working weight, and of an activation."""
         return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
-
-    @cached_property
-    def in_flight(self) -> int:
-        """Microbatches whose activations are held at once: several on a stage of a pipeline."""
-        if self.config.stage is None:
-            return 1
-        stage, ranks = self.config.stage, self.config.ranks
-        return in_flight(
-            *(ranks.schedule, stage.index, stage.count, ranks.stages_per_rank),
-            self.config.train.grad_accum_steps,
-        )
 
     @property
     def repeated(self) -> int:
@@ -133,6 +124,8 @@ def place(
     available_bytes: int | None = None,
     trace: Trace | None = None,
     copies: int = 1,
+    in_flight: int = 1,
+    **rows: Any,
 ) -> Placement:
     """Lay out the step of one rank.
 
@@ -143,6 +136,8 @@ def place(
             copies.
         trace: see `Placement`.
         copies: the number of such groups of ranks.
+        in_flight: see `Placement`.
+        rows: the fields of the spec that a stage of several adds.
 
     Raises:
         PlanError: a device limit is too small for the slots and the unstreamed part, the stage
@@ -154,8 +149,6 @@ def place(
             "of the model, which this search does not make: plan the job by itself (offloadtrain "
             "plan JOB), or set 'offload' or 'recompute'"
         )
-    stage = config.stage
-    versions, sums = (1, 1) if stage is None else stage.kept(config.ranks.schedule)
     try:
         spec = placement.lay_out(
             blocks_of(config, ranks),
@@ -163,10 +156,9 @@ def place(
             ranks=ranks,
             num_tensors=num_tensors(config),
             available_bytes=available_bytes,
-            weight_versions=versions,
-            gradient_sums=sums,
             copies=copies,
             parts=config.ranks.tensor,
+            **rows,
         )
     except (DeviceMemoryError, OptionError) as error:
         raise PlanError(f"offload.{error}") from None
@@ -175,6 +167,6 @@ def place(
             'optim.name = "muon" updates the matrices of layers in a list, and the model has no '
             'such list that is trained: use optim.name = "adamw", or more layers'
         )
-    placed = Placement(config, spec, trace)
+    placed = Placement(config, spec, trace, in_flight)
     _ = placed.traced  # here, where what cannot be traced is an error of the placement
     return placed

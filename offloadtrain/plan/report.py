@@ -210,7 +210,7 @@ def _step(plan: Plan) -> str:
             exposed = step.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
-    lines += [*_stages(plan), *_copies(plan), *_parts(plan), *_experts(plan)]
+    lines += [*plan.stage_lines(), *_copies(plan), *_parts(plan), *_experts(plan)]
     mfu = ""
     if step.mfu is not None:
         mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -218,7 +218,7 @@ def _step(plan: Plan) -> str:
         f"{format_count(step.tokens_per_s)} tokens/s, {step.tflops:.3g} Tflop/s per rank "
         f"(6 N + 12 L d T per token), {step.hardware_tflops:.3g} with recompute{mfu}"
     )
-    buckets = [bucket for placed in plan.held for bucket in placed.spec.buckets]
+    buckets = [bucket for placed in plan.placements for bucket in placed.spec.buckets]
     owned = sum(bucket.params / bucket.ranks for bucket in buckets)
     lines.append(
         f"bus: {format_bytes(step.d2h_bytes)} down, {format_bytes(step.h2d_bytes)} up per step "
@@ -232,26 +232,6 @@ def _step(plan: Plan) -> str:
         lines += [_disk(plan), _wear(plan)]
     lines.append(_checkpoint(plan))
     return "\n".join(lines)
-
-
-def _stages(plan: Plan) -> Iterator[str]:
-    """Yield a line per stage of a pipeline: its compute, its bubble, and what it sends on."""
-    times = plan.pipeline
-    if times is None:
-        return
-    for number, busy in enumerate(times.compute_s):
-        line = (
-            f"  stage {number + 1} ({plan.stages[number].repeated} layers): computes "
-            f"{format_seconds(busy)}, bubble {100 * times.bubbles[number % times.ranks]:.0f} %"
-        )
-        if number < len(times.links):
-            link = times.links[number]
-            where = "between hosts" if link.between_hosts else "inside the host"
-            line += (
-                f"; a microbatch to the next one: {format_bytes(link.nbytes)}, "
-                f"{format_seconds(link.seconds)} {where}"
-            )
-        yield line
 
 
 def _copies(plan: Plan) -> Iterator[str]:

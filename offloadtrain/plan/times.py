@@ -19,7 +19,7 @@ from offloadtrain.step.proof.simulate import Steady, steady
 
 def predict(placed: Placement, machine: Machine) -> Prediction:
     """Simulate a step of one of `placed.spec.ranks` ranks, which fill the hosts one by one; of a
-    stage of a pipeline, as if it waited for no other (`pipeline_times`).
+    stage of a model, as if it waited for no other stage.
 
     Raises:
         MachineError: the machine does not have the precision or the links.

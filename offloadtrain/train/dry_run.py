@@ -25,6 +25,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
 from offloadtrain.parallel.division import PartOfModel
 from offloadtrain.parallel.pipeline.decoder_stages import cut_stage
+from offloadtrain.parallel.pipeline.drive import stage_steps
 from offloadtrain.parallel.pipeline.stage_modules import divide
 from offloadtrain.parallel.tensor import transformers_plan
 from offloadtrain.parallel.tensor.own_model import narrowed, with_fewer_experts
@@ -41,7 +42,6 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.proof.pipeline_drive import stage_steps
 from offloadtrain.step.proof.prove import Fault, prove_operations
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.update_rules import decay_groups, update_rule
@@ -98,7 +98,7 @@ def laid_out(plan: Plan) -> Ledger:
 
 def _placements(plan: Plan) -> tuple[Placement, ...]:
     """Return those of the rank's stages, second copies of the state included."""
-    return plan.copied, *plan.beside
+    return plan.copied, *plan.placements[1:]
 
 
 def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
@@ -115,6 +115,7 @@ def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
         first=first,
         weight_versions=planned.weight_versions,
         gradient_sums=planned.gradient_sums,
+        update_policy=planned.update_policy,
     )
     blocks, _ = make_blocks(parts, model, groups, rules, config.offload, division, lanes)
     spec = lay_out(model, blocks, config.offload, division, plan.second_copy_budget)

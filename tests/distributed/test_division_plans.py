@@ -22,6 +22,7 @@ from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.parallel import expert_parallel
+from offloadtrain.parallel.pipeline.plan import times_of
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.plan import make
@@ -351,8 +352,9 @@ def test_traffic_of_parts_of_a_stage_by_hand(options: Options) -> None:
     tensor = part.micro_batch * 32 * 32 * 4  # tokens, d_model, fp32
     of_step = 4 * (job.model.num_layers // 2) * tensor * part.grad_accum_steps
     assert plan.prediction.parts_bytes == of_step
-    assert plan.pipeline is not None and plan.ranks == 4
-    assert {link.nbytes for link in plan.pipeline.links} == {tensor}
+    times = times_of(plan)
+    assert times is not None and plan.ranks == 4
+    assert {link.nbytes for link in times.links} == {tensor}
     assert "tensor parallel: each rank holds 1/2 of the layers' matrices" in text(plan)
     for stage in (0, 1):
         assert "as planned" in dry_run.check(make(job, *find("cpu2"), 4, stage=stage))
@@ -366,8 +368,9 @@ def test_parts_of_a_stage_fill_hosts_one_by_one() -> None:
     for gpus, between, sharing in ((8, False, 0), (4, True, 4), (2, True, 2)):
         hosts = replace(machine, gpus=gpus, node_link_gbps=1.0)
         plan = make(job, name, hosts, 8)
-        assert plan.pipeline is not None
-        (link,) = plan.pipeline.links
+        times = times_of(plan)
+        assert times is not None
+        (link,) = times.links
         assert link.between_hosts is between
         if between:
             assert link.seconds == pytest.approx(link.nbytes * sharing / 1e9)

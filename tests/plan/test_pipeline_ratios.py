@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from benchmarks.pipeline_ratios import often_flushed_s, step_s
-from offloadtrain.step.proof.pipeline_drive import Schedule
+from offloadtrain.parallel.pipeline.drive import Schedule
 
 MICROBATCH = 4
 

@@ -11,13 +11,8 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from offloadtrain.config.job import Config, loads
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.parallel.pipeline.search import search
-from offloadtrain.plan import pipeline_times as timing
-from offloadtrain.plan.costs.costs import Costs
-from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search.why import why
-from offloadtrain.step.program.program import Program
-from offloadtrain.step.proof.pipeline_drive import (
+from offloadtrain.parallel.pipeline import times as timing
+from offloadtrain.parallel.pipeline.drive import (
     Schedule,
     Turn,
     in_flight,
@@ -25,6 +20,12 @@ from offloadtrain.step.proof.pipeline_drive import (
     rank_order,
     stage_steps,
 )
+from offloadtrain.parallel.pipeline.plan import stages_of, times_of
+from offloadtrain.parallel.pipeline.search import search
+from offloadtrain.plan.costs.costs import Costs
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.why import why
+from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.prove import prove
 from tests.plan.test_memory import JOB, job
 
@@ -64,7 +65,7 @@ def planned(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_is_its_compute_and_its_flush(stages: int, schedule: Schedule) -> None:
     """m microbatches, and p - 1 more where the pipeline is flushed."""
-    found = planned(stages, 8, schedule).pipeline
+    found = times_of(planned(stages, 8, schedule))
     assert found is not None
     each = found.compute_s[0] / 8
     turns = 8 if schedule == "2bw" else 8 + stages - 1
@@ -74,8 +75,8 @@ def test_a_step_is_its_compute_and_its_flush(stages: int, schedule: Schedule) ->
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_slow_links_make_a_step_longer(schedule: Schedule) -> None:
-    fast = planned(4, 8, schedule).pipeline
-    slow = planned(4, 8, schedule, replace(FREE, gpu_link_gbps=0.5)).pipeline
+    fast = times_of(planned(4, 8, schedule))
+    slow = times_of(planned(4, 8, schedule, replace(FREE, gpu_link_gbps=0.5)))
     assert fast is not None and slow is not None
     assert slow.links[0].seconds == slow.links[0].nbytes / 0.5e9 and slow.seconds > fast.seconds
 
@@ -84,7 +85,7 @@ def test_a_link_between_hosts_is_shared_by_those_who_cross() -> None:
     """Four stages of two ranks on hosts of four: the second boundary crosses, with two pairs."""
     config = pipeline(4, 8, train__micro_batch=2)
     machine = replace(FREE, gpus=4, gpu_link_gbps=100.0, node_link_gbps=10.0)
-    times = make(config, "test", machine, 8).pipeline
+    times = times_of(make(config, "test", machine, 8))
     assert times is not None
     assert [link.between_hosts for link in times.links] == [False, True, False]
     inside, crossing, _ = (link.nbytes / link.seconds for link in times.links)
@@ -94,18 +95,18 @@ def test_a_link_between_hosts_is_shared_by_those_who_cross() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_microbatches_take_what_a_simulation_of_all_takes(schedule: Schedule) -> None:
     plan = planned(2, 16, schedule, A100)
-    costs = [Costs(stage, A100) for stage in plan.stages]
-    links = timing.links_of(plan.stages, A100)
+    costs = [Costs(stage, A100) for stage in stages_of(plan)]
+    links = timing.links_of(stages_of(plan), A100)
     exact = timing._step_s(costs, links, schedule, 16, 2)
-    assert plan.pipeline is not None
-    assert plan.pipeline.seconds == pytest.approx(exact, rel=0.01)
+    times = times_of(plan)
+    assert times is not None and times.seconds == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_driven_program_of_every_stage_has_no_race(schedule: Schedule, ranks: int) -> None:
     plan = make(pipeline(2, 4, schedule), "test", A100, 2 * ranks)
-    for number, stage in enumerate(plan.stages):
+    for number, stage in enumerate(stages_of(plan)):
         operations, turns = stage_steps(Program(stage.spec), schedule, number, 2, 3)
         assert prove(operations) == []
         assert len(turns) >= 3 * 2 * stage.spec.config.grad_accum_steps
@@ -164,19 +165,19 @@ def test_stages_that_take_turns_have_less_of_a_bubble(stages: int) -> None:
     job = pipeline(stages, 8, shape={"num_layers": 16})
     in_turn = RanksConfig(pipeline=stages, schedule="interleaved", stages_per_rank=2)
     both = job, replace(job, ranks=in_turn)
-    plain, twice = (make(one, "test", FREE, stages) for one in both)
-    assert plain.pipeline is not None and twice.pipeline is not None
-    compute = max(plain.pipeline.compute_s)
-    bubbles = [one.pipeline.seconds / compute - 1 for one in (plain, twice) if one.pipeline]
+    plain, twice = (times_of(make(one, "test", FREE, stages)) for one in both)
+    assert plain is not None and twice is not None
+    compute = max(plain.compute_s)
+    bubbles = [times.seconds / compute - 1 for times in (plain, twice)]
     assert bubbles[0] == pytest.approx((stages - 1) / 8, rel=0.05)
     assert bubbles[1] == pytest.approx(bubbles[0] / 2, rel=0.1)
 
 
 def test_without_a_flush_weights_are_there_twice_but_on_the_last_stage() -> None:
     flushed, without = planned(2, 4, "1f1b", A100), planned(2, 4, "2bw", A100)
-    first, last = (stage.device()["working weights"] for stage in without.stages)
-    assert first == 2 * flushed.stages[0].device()["working weights"]
-    assert last == flushed.stages[1].device()["working weights"]
+    first, last = (stage.device()["working weights"] for stage in stages_of(without))
+    assert first == 2 * stages_of(flushed)[0].device()["working weights"]
+    assert last == stages_of(flushed)[1].device()["working weights"]
 
 
 @pytest.mark.slow
@@ -185,7 +186,7 @@ def test_the_search_tries_streamed_weights_without_a_flush() -> None:
     config = replace(config, offload=config.offload.replace(working="host"))
     found = search(config, "test", A100, 2, ("1f1b", "2bw"))
     (without,) = [one for one in found if one.schedule == "2bw"]
-    first, last = without.plan.stages
+    first, last = stages_of(without.plan)
     assert first.spec.weight_versions == 2 and last.spec.weight_versions == 1
     assert make(without.plan.job, "test", A100, 2).prediction.seconds == without.seconds
 
@@ -202,8 +203,9 @@ def test_only_the_last_stage_has_the_head() -> None:
     config = pipeline(2, 4)
     config = replace(config, model=replace(config.model, vocab_size=50_000))
     plan = make(config, "test", replace(A100, launch_us=0.0), 2)
-    assert plan.pipeline is not None
-    first, last = plan.pipeline.compute_s
+    times = times_of(plan)
+    assert times is not None
+    first, last = times.compute_s
     assert last > 1.5 * first
 
 

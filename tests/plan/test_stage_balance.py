@@ -14,12 +14,13 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.parallel.pipeline.balance import LEAST, divided, divisions_from
+from offloadtrain.parallel.pipeline.drive import Schedule
+from offloadtrain.parallel.pipeline.plan import stages_of
 from offloadtrain.parallel.pipeline.search import search
 from offloadtrain.plan.automatic import decided
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.why import why
-from offloadtrain.plan.stage_balance import LEAST, divided, divisions_from
-from offloadtrain.step.proof.pipeline_drive import Schedule
 from tests.config.test_config import JOB
 from tests.plan.test_pipeline_search import FREE, pipeline
 
@@ -74,7 +75,7 @@ def test_auto_is_the_fastest_division_of_all(schedule: Schedule) -> None:
     seconds = {one: planned(job, one).prediction.seconds for one in divisions(8, 2)}
     assert auto.job.ranks.layers_per_stage == min(seconds, key=lambda one: seconds[one]) != (4, 4)
     assert auto.prediction.seconds == min(seconds.values())
-    assert [stage.repeated for stage in auto.stages] == list(auto.job.ranks.layers_per_stage)
+    assert [stage.repeated for stage in stages_of(auto)] == list(auto.job.ranks.layers_per_stage)
 
 
 def within(plan: Plan) -> Machine:
@@ -100,7 +101,7 @@ def test_the_most_layers_that_a_stage_has_room_for(most: int, chosen: tuple[int,
 
     def plan(one: Config) -> Any:
         each = one.ranks.given_layers or (4, 4)
-        return SimpleNamespace(fits=max(each) <= most, balanced_layers=(6, 2))
+        return SimpleNamespace(fits=max(each) <= most, divisions=lambda: ((), (5, 3), (6, 2)))
 
     auto = pipeline(2, 8, "1f1b")
     auto = replace(auto, ranks=replace(auto.ranks, layers_per_stage="auto"))

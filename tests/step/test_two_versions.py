@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.parallel.pipeline.drive import Driven, Turn, order
+from offloadtrain.parallel.pipeline.two_versions import TwoVersions
 from offloadtrain.step.layout.buffer_table import device_bytes, device_owners, host_owners
 from offloadtrain.step.layout.placement import lay_out
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import Operations
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.proof.pipeline_drive import Driven, Turn, order
 from offloadtrain.step.proof.prove import prove_operations
 from tests.step.contents import Contents, Version
 from tests.step.specs import block
@@ -38,6 +39,7 @@ def spec_of(ranks: int = 1, **keys: Any) -> StepSpec:
         num_tensors=BLOCKS + 2,
         available_bytes=None,
         weight_versions=2,
+        update_policy=TwoVersions,
     )
 
 
@@ -100,7 +102,7 @@ def test_the_second_version_takes_as_much_as_the_first(state: str, place: str) -
     ranks, stage = (2, 3) if place == "device" else (1, 0)
     two = spec_of(ranks, state=state, working=place, zero_stage=stage)
     exact = two.config.replace(update="exact")
-    one = replace(two, config=exact, weight_versions=1)
+    one = replace(two, config=exact, weight_versions=1, update_policy=None)
     streamed = [bucket for bucket in two.buckets if two.is_streamed(bucket)]
     weights = sum(bucket.shard_numel * bucket.weight_bytes for bucket in streamed)
     of = host_owners if place == "host" else device_owners

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import PipelineError
 from offloadtrain.config.offload import OffloadConfig, OffloadOptions, chosen_options
-from offloadtrain.config.ranks_options import NO_FLUSH, kept_without_flush
+from offloadtrain.config.ranks_options import NO_FLUSH
 from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks.agreement import check_alike
 from offloadtrain.engine.checks.model_checks import check_arguments
@@ -32,6 +32,7 @@ from offloadtrain.parallel.pipeline.stage_modules import (
     output_of,
 )
 from offloadtrain.parallel.pipeline.steps import Pipeline, UnflushedPipeline
+from offloadtrain.parallel.pipeline.two_versions import rows_without_flush
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.process_group import Ranks
@@ -128,12 +129,10 @@ def pipeline(
             in_order.follow(module)
         stage_groups = _own_groups(groups, module)
         first = min(numbers[param] for param in module.parameters())
-        versions, sums = 1, 1
+        rows = {}
         if schedule == NO_FLUSH:
-            versions, sums = kept_without_flush(axes.stages.rank, axes.stages.size)
-        division = axes.division(
-            norm, first=first, weight_versions=versions, gradient_sums=sums, in_order=True
-        )
+            rows = rows_without_flush(axes.stages.rank, axes.stages.size)
+        division = axes.division(norm, first=first, in_order=True, **rows)
         init = in_order or param_init_fn
         optimizers.append(attach(module, rule, stage_groups, chosen, on, division, init, ledger))
     kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline

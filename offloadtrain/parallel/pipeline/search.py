@@ -24,10 +24,11 @@ from offloadtrain.config.ranks_options import (
 )
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.parallel.pipeline.drive import Schedule
+from offloadtrain.parallel.pipeline.plan import stages_of, times_of
+from offloadtrain.parallel.pipeline.times import least_seconds
 from offloadtrain.plan.automatic import with_sums_on
-from offloadtrain.plan.pipeline_times import least_seconds
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.step.proof.pipeline_drive import Schedule
 
 PER_RANK = (2, 4)
 """Stages on each rank that are tried with "interleaved"."""
@@ -170,7 +171,7 @@ def table(found: Sequence[Found]) -> Iterator[str]:
     )
     for division in found:
         plan, train = division.plan, division.plan.placed.config.train
-        times = plan.pipeline
+        times = times_of(plan)
         bubble = f"{100 * max(times.bubbles):.0f} %" if times is not None else "-"
         yield (
             f"{division.stages:6} {plan.placed.spec.ranks:8} {division.order if times else '-':14} "
@@ -203,9 +204,7 @@ def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
             "recompute_blocks": division.plan.job.offload.activations.recompute_blocks,
             "sums_on": division.plan.job.offload.gradients.sums_tier,
             "device_bytes": sum(division.plan.device.values()),
-            "bubbles": []
-            if division.plan.pipeline is None
-            else list(division.plan.pipeline.bubbles),
+            "bubbles": [] if (times := times_of(division.plan)) is None else list(times.bubbles),
             "seconds": division.seconds,
             "tokens_per_s": division.plan.prediction.tokens_per_s,
             "keys": division.keys,
@@ -295,7 +294,7 @@ def _planned(
 
 
 def _least(plan: Plan) -> float:
-    return least_seconds(plan.stages or (plan.placed,), plan.machine, plan.schedule)
+    return least_seconds(stages_of(plan), plan.machine, plan.job.ranks.schedule)
 
 
 def undivided(job: Config) -> str:

@@ -12,7 +12,7 @@ from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.layout.buffer_table import arena_rows, device_bytes, second_copy_bytes
 from offloadtrain.step.layout.buffers import largest_owners, span_bytes
 from offloadtrain.step.layout.state_tiers import with_state_tiers
-from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.step_spec import StepSpec, UpdatePolicy
 from offloadtrain.step.layout.streamed_blocks import streamed_blocks
 from offloadtrain.step.layout.tiers import Tier
 
@@ -29,6 +29,7 @@ def lay_out(
     available_bytes: int | None,
     weight_versions: int = 1,
     gradient_sums: int = 1,
+    update_policy: UpdatePolicy | None = None,
     copies: int = 1,
     parts: int = 1,
 ) -> StepSpec:
@@ -40,8 +41,8 @@ def lay_out(
     Args:
         available_bytes: host memory that state and second copies may fill if the config sets no
             limit; None: no second copies.
-        weight_versions, gradient_sums, copies: as in `StepSpec`.
-        parts: ranks that hold the parts of matrices (tensor parallel).
+        weight_versions, gradient_sums, update_policy, copies: as in `StepSpec`.
+        parts: ranks that hold the other parts of matrices, and have the same inputs.
 
     Raises:
         OptionError: the config does not go with so many ranks, or asks for more state on the device
@@ -66,6 +67,7 @@ def lay_out(
         num_tensors,
         weight_versions=weight_versions,
         gradient_sums=gradient_sums,
+        update_policy=update_policy,
         copies=copies,
         input_parts=parts if config.activations.partition else 1,
     )

@@ -4,10 +4,10 @@ The engine builds it from a module (also on the meta device), the plan from a mo
 over sizes are written here and nowhere else. Sizes are of one rank.
 
 [Note: Sharers]
-All ranks share a bucket, or fewer: with expert parallelism the parameters of experts are in buckets
-of their own, which only the ranks with the same experts share. `BucketSpec.ranks` is their number.
-Rank r of all is then number r · `BucketSpec.ranks` // `StepSpec.ranks` among them: the ranks that
-hold different experts are neighbours.
+All ranks share a bucket, or fewer: parameters of which ranks hold different parts are in buckets of
+their own, which only the ranks with the same part share. `BucketSpec.ranks` is their number. Rank r
+of all is then number r · `BucketSpec.ranks` // `StepSpec.ranks` among them: the ranks that hold
+different parts are neighbours.
 
 [Note: Pieces of a shard]
 A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
@@ -17,9 +17,10 @@ each rank the part of its own shard.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeAlias
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
@@ -46,6 +47,9 @@ MATRIX_BYTES = 2
 """Bytes of an element of a matrix on its way to be orthogonalized, which is bf16."""
 
 
+UpdatePolicy: TypeAlias = Callable[[Any], Any]
+
+
 @dataclass(frozen=True)
 class StepSpec:
     """The memory and the transfers of one rank in a step.
@@ -61,9 +65,11 @@ class StepSpec:
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
-        weight_versions: of weights in use; two: see [Note: Two versions] in `two_versions`.
+        weight_versions: of weights in use.
         gradient_sums: of each bucket; two, where the next step's gradients arrive before a step is
             decided.
+        update_policy: makes the update mode of a `step.program.updates.UpdatePath`, in the place of
+            the one that `config.update` names.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -74,6 +80,7 @@ class StepSpec:
     second_copies: frozenset[str] = frozenset()
     weight_versions: int = 1
     gradient_sums: int = 1
+    update_policy: UpdatePolicy | None = None
     copies: int = 1
     input_parts: int = 1
 

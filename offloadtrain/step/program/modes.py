@@ -11,7 +11,7 @@
     Delayed      Adam of step t runs during step t+1; its weights go up behind each block's
                  backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
 
-    TwoVersions  Delayed in a pipeline without flushes: [Note: Two versions] in `two_versions`
+`StepSpec.update_policy` adds another mode.
 
 In the first three no weight on the device changes before `step()`, so that nothing a user runs
 between backward and step sees other weights than in a resident run, and a wrong guess uploads

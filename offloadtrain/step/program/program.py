@@ -38,7 +38,6 @@ from offloadtrain.step.program.operations import Kind, Lane, Launch, Operations
 from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
 from offloadtrain.step.program.saves import SavePath
 from offloadtrain.step.program.streaming import Streaming
-from offloadtrain.step.program.two_versions import TwoVersions
 from offloadtrain.step.program.updates import UpdatePath
 
 
@@ -97,8 +96,7 @@ class Program:
 
     @property
     def version(self) -> int:
-        """Of the weights that compute reads, where there are two: [Note: Two versions] in
-        `two_versions`."""
+        """Of the weights that compute reads, where an update policy has several."""
         return self._mode.version
 
     def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
@@ -316,8 +314,9 @@ class Program:
 
 def _mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
     """Make the update mode that the options name."""
-    if spec.weight_versions > 1:
-        return TwoVersions(updates)
+    if spec.update_policy is not None:
+        mode: Exact = spec.update_policy(updates)
+        return mode
     if spec.config.update == "delayed":
         return Delayed(updates, spec.config.warmup_steps, alone=spec.is_single)
     if spec.config.update == "speculative":

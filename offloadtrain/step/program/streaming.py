@@ -13,8 +13,7 @@ unpacking of something saved in its forward until something is unpacked that was
 (autograd runs nodes in the reverse of the order in which they were made). While a block has no slot
 its parameters are NaN, so that a read past the engine shows.
 
-Where two versions are kept, a load brings the one that compute reads at that time ([Note: Two
-versions] in `step.program.two_versions`).
+Where there are two versions of the weights, a load brings the one that compute reads at that time.
 
 Among ranks each holds a shard of the weights, on its host or on its device. A load copies the shard
 to its place in the slot and gathers the others around it, so every rank must use blocks in the

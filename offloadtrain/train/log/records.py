@@ -22,7 +22,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "process_bytes": plan.process_bytes,
         "activations": plan.activations.owners(),
         "step": asdict(plan.prediction),
-        "adam_bytes_per_step": sum(_update_bytes(placed.spec) for placed in plan.held),
+        "adam_bytes_per_step": sum(_update_bytes(placed.spec) for placed in plan.placements),
     }
 
 

@@ -14,13 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan.costs.costs import Costs
-from offloadtrain.plan.placement import Placement
-from offloadtrain.plan.prediction import Prediction
-from offloadtrain.plan.times import with_micro_steps
-from offloadtrain.step.program.operations import Lane
-from offloadtrain.step.program.program import Program
-from offloadtrain.step.proof.pipeline_drive import (
+from offloadtrain.parallel.pipeline.drive import (
     Driven,
     OfStage,
     Schedule,
@@ -28,6 +22,12 @@ from offloadtrain.step.proof.pipeline_drive import (
     Turn,
     rank_order,
 )
+from offloadtrain.plan.costs.costs import Costs
+from offloadtrain.plan.placement import Placement
+from offloadtrain.plan.prediction import Prediction
+from offloadtrain.plan.times import with_micro_steps
+from offloadtrain.step.program.operations import Lane
+from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.simulate import Timed, timed
 
 OTHER_STAGES = "other stages"

@@ -24,6 +24,7 @@ other (`keep`), and loads read them there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from offloadtrain.step.program.modes import Decision, Exact, Speculation
 from offloadtrain.step.program.places import BlockRefs
@@ -71,3 +72,15 @@ class TwoVersions(Exact):
     def turn(self, *, back: bool) -> None:
         self._updates.turn(self._shown, back=back)
         self.version += -1 if back else 1
+
+
+def rows_without_flush(stage: int, stages: int) -> dict[str, Any]:
+    """Return the fields of `StepSpec` that a stage sets where steps follow each other without a
+    flush: all but the last one have two versions of their working weights, all but the first two
+    sums of their gradients ([Note: Without a flush] in `parallel.pipeline.split_step`)."""
+    is_last = stage == stages - 1
+    return {
+        "weight_versions": 1 if is_last else 2,
+        "gradient_sums": 1 if stage == 0 else 2,
+        "update_policy": None if is_last else TwoVersions,
+    }

@@ -32,7 +32,6 @@ from offloadtrain.engine.checks.model_checks import (
 )
 from offloadtrain.engine.compute_device import resolve_device
 from offloadtrain.engine.division import Division
-from offloadtrain.engine.experts import check_skips
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.state.load_weights import ParamInit
@@ -125,7 +124,8 @@ def offload(
     division = mesh
     if division is None:
         division = Division(replicas=Ranks.of(process_group, on))
-    if mesh is not None or any(map(is_distributed, model.parameters())):
+    is_divided = any(map(is_distributed, model.parameters()))
+    if mesh is not None or is_divided or chosen.skip_unused:
         # By name: nothing here depends on the package of divided models, which depends on this one.
         division = import_module("offloadtrain.parallel.mesh").division_of(division, on)
     return attach(model, rule, params, chosen, on, division, param_init_fn)
@@ -158,8 +158,7 @@ def attach(
     check_same_model(model, groups, chosen, division)
     check_compiled(model, chosen)
     is_whole_model = ledger is None and division.stages.is_single
-    division.check(model, rule, is_stage=not is_whole_model)
-    check_skips(model, chosen, rule, whole=is_whole_model)
+    division.check(model, rule, chosen, is_stage=not is_whole_model)
     check_same_options(chosen, rule, division)
     if division.stages.is_single:
         warn_of_no_layers(model, chosen, ranks)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.engine.experts import Experts
 from offloadtrain.engine.local_part import LocalPart, local
 from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.offloaded_parameter import gradient_of
+from offloadtrain.engine.skipping import Usage
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
@@ -100,6 +100,7 @@ class Bucket:
             slot that it has, or had last.
         copy: the number of the copy that is the state.
         version: of two versions of a streamed block's weights, the one that loads read.
+        usage: which of its entries a step has used; None: it is updated whole.
     """
 
     spec: BucketSpec
@@ -114,7 +115,7 @@ class Bucket:
     place: int = 0
     copy: int = 0
     version: int = 0
-    experts: Experts | None = None
+    usage: Usage | None = None
 
     def buffer(self, kind: Memory, version: int = 0) -> Buffer:
         """Return a buffer of this bucket."""
@@ -237,7 +238,7 @@ def pack(
     state: str,
     ranks: Ranks = ALONE,
     rule: AnyRule | None = None,
-    experts: Mapping[str, int] | None = None,
+    entries: Mapping[str, int] | None = None,
 ) -> Bucket:
     """Lay parameters out one after the other, each aligned, and divide the buffer into shards. A
     rule that needs full tensors gets a layout in which no parameter is divided.
@@ -245,7 +246,7 @@ def pack(
     Args:
         state: the format of 16-bit buckets.
         rule: the one that updates them; None for frozen ones.
-        experts: parameter → experts in it, of parameters that are skipped where they are unused.
+        entries: parameter → entries in it, of parameters that are skipped where they are unused.
     """
     named_params = list(params)
     sizes = [local(param).numel() for _, param in named_params]
@@ -269,12 +270,9 @@ def pack(
         () if rule is None else rule.moments,
         tuple(matrices),
         keeps_whole(rule) and not of_matrices,
-        experts=sum((experts or {}).get(slot.name, 0) for slot in slots),
+        experts=sum((entries or {}).get(slot.name, 0) for slot in slots),
     )
-    bucket = Bucket(spec, group, dtype, tuple(slots), ranks, *ranks.shard(numel))
-    if experts and spec.experts:
-        bucket.experts = Experts(slots, [experts[slot.name] for slot in slots])
-    return bucket
+    return Bucket(spec, group, dtype, tuple(slots), ranks, *ranks.shard(numel))
 
 
 def _in_order(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:

@@ -18,7 +18,6 @@ from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.checks.model_checks import ModelError, has_compiled, keeps_fp32
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.experts import skipped_in
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
@@ -26,6 +25,7 @@ from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.norm import NormMeasure
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
+from offloadtrain.engine.skipping import entries_in
 from offloadtrain.engine.state.load_weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule
@@ -73,7 +73,7 @@ def build(
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
     sources = blocks, program, interpreter, functions, ranks, memory
-    gradients = Gradients(*sources, in_order=division.in_order)
+    gradients = Gradients(*sources, in_order=division.in_order, skipping=division.skipping)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn)
@@ -171,7 +171,7 @@ def make_blocks(
     order = {param: index for index, param in enumerate(model.parameters(), division.first)}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
     full = keeps_fp32(model, config.weights.keep_fp32)
-    skipped = skipped_in(model, config.skip_unused)
+    skipped = entries_in(model, config.skip_unused)
     ranks = division.replicas.size
     streams = config.streams_among(ranks)
     root = "(root)" if any(part.name == "root" for part in parts) else "root"
@@ -256,9 +256,9 @@ def _buckets(
         working_dtype = torch.float32 if param in full else dtype
         key = (group_of.get(param, 0), working_dtype, division.sharers(param), full_name in skipped)
         sorted_in.setdefault(key, []).append((full_name, param))
-    several = len(sorted_in) > 1
-    return tuple(
-        pack(
+    several, buckets = len(sorted_in) > 1, []
+    for i, ((group, dtype, shared_by, _), params) in enumerate(sorted_in.items()):
+        bucket = pack(
             f"{name}/{i}" if several else name,
             group,
             dtype,
@@ -269,8 +269,11 @@ def _buckets(
             rules[group] if rules else None,
             skipped,
         )
-        for i, ((group, dtype, shared_by, _), params) in enumerate(sorted_in.items())
-    )
+        if bucket.spec.experts and division.skipping is not None:
+            counts = [skipped[slot.name] for slot in bucket.slots]
+            bucket.usage = division.skipping.usage_of(bucket.slots, counts)
+        buckets.append(bucket)
+    return tuple(buckets)
 
 
 def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:

@@ -9,7 +9,7 @@ four things, and knows nothing else of the ways to divide a model:
 * how the norm is summed: `norm`, a `NormExchange`;
 * where a micro-step ends: `in_order`, and `OffloadOptimizer.split` for steps in several moments;
 * which rows are added to the table of buffers, and who updates them: `weight_versions`,
-  `gradient_sums` and `update_policy`.
+  `gradient_sums`, `update_policy` and `skipping`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.gradients import Measured
+from offloadtrain.engine.skipping import Skipping
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.tensor_parts import holds_experts
 from offloadtrain.step.layout.step_spec import UpdatePolicy
 
 
@@ -94,6 +97,7 @@ class Division:
         gradient_sums: sums of its gradients; two, where a step is decided after the next one's
             gradients have begun to arrive.
         update_policy: as in `StepSpec`.
+        skipping: what `skip_unused` names; None: nothing.
         in_order: each backward is that of the oldest forward without one.
     """
 
@@ -105,6 +109,7 @@ class Division:
     weight_versions: int = 1
     gradient_sums: int = 1
     update_policy: UpdatePolicy | None = None
+    skipping: Skipping | None = None
     in_order: bool = False
 
     @property
@@ -114,10 +119,11 @@ class Division:
 
     def sharers(self, param: Tensor) -> Ranks:
         """Return those of `replicas` that share the state of a parameter."""
-        del param
-        return self.replicas
+        return self.replicas.of_experts if holds_experts(param) else self.replicas
 
-    def check(self, model: nn.Module, rule: AnyRule, *, is_stage: bool) -> None:
+    def check(
+        self, model: nn.Module, rule: AnyRule, config: OffloadConfig, *, is_stage: bool
+    ) -> None:
         """Raises ModelError for a model that is divided otherwise; `is_stage`: it is one of
         several stages."""
 

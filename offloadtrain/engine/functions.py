@@ -11,7 +11,6 @@ from torch import Tensor
 
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.expert_functions import adam_of_used, mark_used, upload_used
 from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
 from offloadtrain.engine.local_part import local
 from offloadtrain.engine.state.saved_state import StateWriter
@@ -85,7 +84,7 @@ class Functions:
             Kind.PUBLISH: lambda _: KernelCalls(kernels.copy, keeps=True),
         }
         self._alike = _ALIKE
-        if any(bucket.experts for bucket in self._buckets.values()):
+        if any(bucket.usage for bucket in self._buckets.values()):
             # Only then: nothing else looks at what is used.
             self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
             self._made |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
@@ -240,8 +239,8 @@ class Functions:
         rule, seed = self._rules[bucket.group], self.seed
         if isinstance(rule, MatrixRule):
             return self._apply(bucket, rule, group)
-        if bucket.experts is not None:
-            return adam_of_used(op, bucket, rule, group, seed)
+        if bucket.usage is not None:
+            return bucket.usage.update(op, bucket, rule, group, seed)
         format, layout = bucket.format, bucket.layout
         fields, emits = len(bucket.state), not format.holds_weight
 
@@ -263,11 +262,13 @@ class Functions:
         return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
 
     def _mark(self, op: Launch) -> Operation:
-        return mark_used(op, self._buckets[op.owner], self.delivered.get(op.owner, ()))
+        usage = self._buckets[op.owner].usage
+        assert usage is not None
+        return usage.mark(op, self.delivered.get(op.owner, ()))
 
     def _weights_up(self, op: Launch) -> Operation:
-        experts = self._buckets[op.owner].experts
-        return copy if experts is None else upload_used(op, experts, self._lanes.totals)
+        usage = self._buckets[op.owner].usage
+        return copy if usage is None else usage.upload(op, self._lanes.totals)
 
     def _direction(self, op: Launch) -> Operation:
         bucket, update, seed = self._buckets[op.owner], op.update, self.seed

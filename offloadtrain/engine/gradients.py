@@ -41,13 +41,13 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.experts import Experts, agree_on_used
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.offloaded_parameter import gradient_of
+from offloadtrain.engine.skipping import Skipping, Usage
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.layout.buffers import Memory
@@ -116,8 +116,9 @@ class Gradients:
         memory: MemoryMap,
         *,
         in_order: bool,
+        skipping: Skipping | None,
     ) -> None:
-        """`in_order`: of `InFlight`."""
+        """`in_order`: of `InFlight`; `skipping`: of buckets with a `usage`."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
@@ -135,12 +136,13 @@ class Gradients:
         self._names = {slot.index: slot.name for slot in slots}
         self.divided = {slot.index for slot in slots if is_divided(slot.param)}
         """Parameters of which other ranks hold other parts."""
-        self._of_experts: dict[Ranks, list[tuple[Experts, Buffer]]] = {}
-        """Ranks that share them → experts, and the marks of the used ones."""
+        self._skipping = skipping
+        self._usages: dict[Ranks, list[tuple[Usage, Buffer]]] = {}
+        """Ranks that share a bucket → which of its entries are used, and their marks."""
         for bucket in (bucket for block in blocks for bucket in block.buckets):
-            if bucket.experts is not None:
-                with_same_sharers = self._of_experts.setdefault(bucket.sharers, [])
-                with_same_sharers.append((bucket.experts, bucket.buffer(Memory.USED)))
+            if bucket.usage is not None:
+                with_same_sharers = self._usages.setdefault(bucket.sharers, [])
+                with_same_sharers.append((bucket.usage, bucket.buffer(Memory.USED)))
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
@@ -282,8 +284,9 @@ class Gradients:
         # The only wait of the training thread in a step. The norms of early blocks ran during
         # backward; only the copy down of the last block is exposed.
         self._interpreter.run(self._program.norm())
-        for ranks, of_experts in self._of_experts.items():
-            agree_on_used(of_experts, (ranks.everyone, parts))
+        for ranks, usages in self._usages.items():
+            assert self._skipping is not None
+            self._skipping.agree(usages, (ranks.everyone, parts))
         squares = self._squares()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         gathered = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
@@ -299,9 +302,9 @@ class Gradients:
         return Measured(sums, nonfinite, gathered[:, squares.numel() :])
 
     def count_steps(self) -> None:
-        """The step is not skipped: the experts that it updates have made one more."""
-        for experts, _ in chain.from_iterable(self._of_experts.values()):
-            experts.advance()
+        """The step is not skipped: the entries that it updates have made one more."""
+        for usage, _ in chain.from_iterable(self._usages.values()):
+            usage.advance()
 
     def _squares(self) -> Tensor:
         """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""

@@ -411,6 +411,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            step = bucket.experts.steps_of(slot) if bucket.experts else self._step_tensor
+            step = bucket.usage.steps_of(slot) if bucket.usage else self._step_tensor
             self._engine.functions.hand_out(bucket, views := state.views(bucket, slot))
             self.state[slot.param] = {"step": step, **views}

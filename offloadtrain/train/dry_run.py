@@ -18,12 +18,12 @@ import torch
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
 from offloadtrain.engine.build import lay_out, make_blocks
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
-from offloadtrain.parallel.division import PartOfModel
 from offloadtrain.parallel.pipeline.decoder_stages import cut_stage
 from offloadtrain.parallel.pipeline.drive import stage_steps
 from offloadtrain.parallel.pipeline.stage_modules import divide
@@ -109,7 +109,7 @@ def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
     groups = normalise_groups(model, decay_groups(model, config), rule)
     rules = [rule_of(rule, group) for group in groups]
     parts = partition(model)
-    division = PartOfModel(
+    division = Division(
         replicas=Ranks.fake(planned.ranks, planned.copies, plan.job.ranks.expert),
         parts=Ranks.fake(plan.job.ranks.tensor),
         first=first,

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
-from offloadtrain.engine.experts import merged_steps
 from offloadtrain.parallel.tensor.own_model import divide_matrices
 from offloadtrain.parallel.tensor.transformers_plan import divide
+from offloadtrain.parallel.unused_experts import merged_steps
 from offloadtrain.runtime.tensor_parts import shares_of
 from offloadtrain.train.checkpoint import checkpoint
 from tests.distributed.conftest import Run

@@ -77,7 +77,7 @@ def load_dict(
     of_experts = {
         held[param][1].name: torch.as_tensor(entries[key]["step"]).reshape(-1).int().tolist()
         for key, param in zip(keys, params, strict=True)
-        if held[param][0].experts is not None
+        if held[param][0].usage is not None
     }
     step = _common_step(
         (held[param][1].name, entries[key]["step"])

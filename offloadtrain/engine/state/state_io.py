@@ -14,7 +14,6 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks.parameter_guard import ParameterGuard
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.experts import load_steps, steps_by_name
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.state import parameter_state as state
 from offloadtrain.engine.state.saved_state import (
@@ -152,12 +151,13 @@ class StateIO:
 
     @property
     def expert_steps(self) -> dict[str, list[int]]:
-        """Parameter → steps of each of its experts, of those that are skipped where they are
-        unused; `experts.OTHERS` for experts of other ranks."""
-        with_experts = [(s, b.experts) for b, s in self._slots() if b.experts is not None]
-        return steps_by_name(
-            {s.name: (experts, s, self.parts.share(s)) for s, experts in with_experts}
-        )
+        """Parameter → steps of each of its entries, of those that are skipped where they are
+        unused; -1 for entries of other ranks."""
+        return {
+            slot.name: bucket.usage.steps_by_entry(slot, self.parts.share(slot))
+            for bucket, slot in self._slots()
+            if bucket.usage is not None
+        }
 
     def own_states(self) -> dict[str, list[OwnState]]:
         """Return what this rank holds of every parameter of `extents`, to be read or overwritten;
@@ -236,7 +236,7 @@ class StateIO:
         Args:
             delayed: the weights that forward uses were loaded, too, into `own_weights`: those of
                 the state wait as they did when they were saved.
-            expert_steps: see `expert_steps`; `step` for experts that are not in it.
+            expert_steps: see `expert_steps`; `step` for parameters that are not in it.
 
         Raises:
             EngineError: only one of state and optimizer has a loss scaler.
@@ -251,9 +251,9 @@ class StateIO:
         counter.steps = step
         self._step_tensor.fill_(step)
         for bucket, slot in self._slots():
-            if bucket.experts is not None:
+            if bucket.usage is not None:
                 steps = (expert_steps or {}).get(slot.name, step)
-                load_steps(bucket.experts, slot, self.parts.share(slot), steps)
+                bucket.usage.load_steps(slot, self.parts.share(slot), steps)
         # Waits: parameters hold the loaded weights when this returns.
         self._engine.emit(delayed=delayed)
         # Frozen parameters may have been loaded too.

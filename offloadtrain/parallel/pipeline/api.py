@@ -16,7 +16,6 @@ from offloadtrain.engine.api import attach
 from offloadtrain.engine.checks.agreement import check_alike
 from offloadtrain.engine.checks.model_checks import check_arguments
 from offloadtrain.engine.compute_device import resolve_device
-from offloadtrain.engine.experts import check_names
 from offloadtrain.engine.state.load_weights import ParamInit
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.parallel.mesh import DeviceMesh, Mesh
@@ -33,6 +32,7 @@ from offloadtrain.parallel.pipeline.stage_modules import (
 )
 from offloadtrain.parallel.pipeline.steps import Pipeline, UnflushedPipeline
 from offloadtrain.parallel.pipeline.two_versions import rows_without_flush
+from offloadtrain.parallel.unused_experts import check_names
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.process_group import Ranks

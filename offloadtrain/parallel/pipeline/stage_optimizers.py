@@ -10,12 +10,12 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from offloadtrain.engine.experts import merged_steps
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.optim import LossScaleError
+from offloadtrain.parallel.unused_experts import merged_steps
 from offloadtrain.runtime.lanes import Timeline
 from offloadtrain.runtime.process_group import Extent
 from offloadtrain.step.program.operations import Written

@@ -16,7 +16,7 @@ from offloadtrain.config.hf_model import identity_of, read_config
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.toml import field_kinds
-from offloadtrain.engine.experts import merged_steps
+from offloadtrain.parallel.unused_experts import merged_steps
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint
 from offloadtrain.train.progress import Progress

@@ -1,5 +1,6 @@
 """The experts of a bucket that a step skips where they are unused: [Note: Unused experts] in
-`step.layout.skipping`."""
+`step.layout.skipping`. What is used is known when the functions of its operations are made, in
+step()."""
 
 from __future__ import annotations
 
@@ -7,22 +8,34 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig, OptionError
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.gather import Delivered
 from offloadtrain.engine.local_part import local
-from offloadtrain.optim import AnyRule, keeps_whole
-from offloadtrain.runtime.kernels import BLOCK, Layout
+from offloadtrain.engine.skipping import entries_in
+from offloadtrain.optim import AnyRule, UpdateRule, keeps_whole
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import BLOCK, KernelCalls, Layout
+from offloadtrain.runtime.lanes import Operation, copy
+from offloadtrain.runtime.lanes.base import LaneTotals
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import Share
-from offloadtrain.step.layout.skipping import STACKED_AXES, experts_in, skips
+from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.skipping import STACKED_AXES, skips
+from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.program.operations import Launch
 
 _UPDATES_KEPT = 4
 """Updates that a native queue may still have before it: the next step's weights need this one's."""
+
+_LASTING = (Memory.WORKING, Memory.DEVICE_SHARD, Memory.PENDING)
+"""Memory that holds the new weights of a bucket until its next update."""
 
 OTHERS = -1
 """Steps of an expert that another rank holds."""
@@ -111,7 +124,7 @@ class Experts:
     def __len__(self) -> int:
         return len(self.used)
 
-    def mark(self, delivered: Sequence[tuple[Slot, Tensor]], used: Tensor) -> None:
+    def _mark_stacked(self, delivered: Sequence[tuple[Slot, Tensor]], used: Tensor) -> None:
         """Mark the experts whose slice of a stacked gradient is not all zeros, on compute: it waits
         for nothing.
 
@@ -125,7 +138,7 @@ class Experts:
                 marks = grads[slot].flatten(1).any(1)
                 used[first : first + count].logical_or_(marks)
 
-    def note(self, delivered: Sequence[tuple[Slot, Tensor]], *, first: bool) -> None:
+    def _note(self, delivered: Sequence[tuple[Slot, Tensor]], *, first: bool) -> None:
         """Record which unstacked experts have received a gradient: only this thread knows."""
         if first:
             self.delivered.clear()
@@ -166,27 +179,113 @@ class Experts:
                 if begin < end and self.used[first + number]:
                     yield first + number, slot, begin, end
 
+    def mark(self, op: Launch, delivered: Delivered) -> Operation:
+        """Return the function of a `MARK`; called once for each, on the training thread."""
+        first = op.first
+        self._note(delivered, first=first)
 
-def agree_on_used(of_experts: Sequence[tuple[Experts, Marks]], among: Sequence[Ranks]) -> None:
-    """Tell each bucket which of its experts got a gradient, here or on another rank.
+        def marked(used: Tensor) -> None:
+            if first:
+                used.zero_()
+            self._mark_stacked(delivered, used)
 
-    Args:
-        among: the ranks that hold the same experts, or parts of them. Tokens of others have come
-            here.
-    """
-    # The marks are written: the program's last operations have waited for them.
-    marks = torch.cat([used.flat for _, used in of_experts]).cpu()
-    first = 0
-    for experts, _ in of_experts:
-        marks[[first + number for number in experts.delivered]] = 1
-        first += len(experts)
-    for ranks in among:
-        if not ranks.is_single:
-            # Waits for the same backward on these ranks.
-            marks = ranks.all_gather_host(marks.tolist()).amax(0)
-    for experts, _ in of_experts:
-        experts.used = (marks[: len(experts)] != 0).tolist()
-        marks = marks[len(experts) :]
+        return marked
+
+    def update(
+        self, op: Launch, bucket: Bucket, rule: UpdateRule, group: Mapping[str, Any], seed: int
+    ) -> Operation:
+        """Return the function of an `ADAM` that leaves the memory of unused experts alone."""
+        update, format = op.update, bucket.format
+        assert update is not None and not update.out_of_place
+        runs = self.runs(bucket.lo, bucket.hi)
+        fields, emits = format.fields(bucket.spec.moments), not format.holds_weight
+        written = [(run.lo, run.hi) for run, _ in runs]
+        # Unused experts' weights need not move where what the upload writes holds them already.
+        on_device = bucket.spec.state_tier is Tier.DEVICE
+        has_shard = BufferKey(bucket.name, Memory.DEVICE_SHARD) in bucket.memory
+        partly = not on_device and (has_shard or not bucket.moves)
+        self.uploads = written if partly else None
+        # Memory that others use between two updates must get all weights that go on from there.
+        fills = emits and not partly and op.writes[0].memory not in _LASTING
+        left = _gaps(written, bucket.shard_numel) if fills else []
+
+        def adam(grad: Tensor, *rest: Tensor) -> None:
+            after, working = rest[-len(fields) :], rest[0] if emits else None
+            for lo, hi in left:
+                assert working is not None
+                kernels.cast(after[0][lo:hi], working[lo:hi])
+            for run, layout in runs:
+                lo, hi = run.lo, run.hi
+                rule.update(
+                    format,
+                    kernels.cut(fields, after, lo, hi),
+                    grad[lo:hi],
+                    None if working is None else working[lo:hi],
+                    layout,
+                    group=group,
+                    step=run.step,
+                    grad_scale=update.grad_scale,
+                    seed=seed,
+                )
+
+        return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
+
+    def upload(self, op: Launch, totals: LaneTotals) -> Operation:
+        """Return the function of a `WEIGHTS_UP` behind the update of used experts, or of all
+        weights; takes the bytes that stay out of `totals`."""
+        if self.uploads is None:
+            return copy
+        # Those of the update that stands before it; another one's come whole.
+        ranges, self.uploads = self.uploads, None
+        (source,) = op.reads
+        moved = sum(hi - lo for lo, hi in ranges) * source.nbytes // (source.hi - source.lo)
+        totals.h2d_bytes -= source.nbytes - moved
+
+        def uploaded(staged: Tensor, target: Tensor) -> None:
+            for lo, hi in ranges:
+                # h2d: as one copy of all; the launch orders every part of it.
+                copy(staged[lo:hi], target[lo:hi])
+
+        return uploaded
+
+    def steps_by_entry(self, slot: Slot, share: Share) -> list[int]:
+        """Return the steps of all experts of a parameter; `OTHERS` for those of other ranks.
+
+        Args:
+            share: what this rank holds of the parameter.
+        """
+        local_steps = self.steps_of(slot)
+        first, total = _first_and_total(local_steps, share)
+        steps = [OTHERS] * total
+        steps[first : first + local_steps.numel()] = [
+            int(step) for step in local_steps.reshape(-1).tolist()
+        ]
+        return steps
+
+    def load_steps(self, slot: Slot, share: Share, steps: float | Sequence[float] | Tensor) -> None:
+        """Set the steps of a parameter's experts; one number stands for all.
+
+        Args:
+            share: what this rank holds of the parameter; `steps` are those of all its experts, or
+                of the own ones.
+
+        Raises:
+            SkipError: another number of experts.
+        """
+        local_steps, loaded = self.steps_of(slot), torch.as_tensor(steps, dtype=torch.float32)
+        first, total = _first_and_total(local_steps, share)
+        if loaded.numel() == total:
+            loaded = loaded.reshape(-1)[first : first + local_steps.numel()]
+        if loaded.numel() not in (1, local_steps.numel()):
+            raise SkipError(
+                f"'{slot.name}' holds {local_steps.numel()} experts, and the state has the steps "
+                f"of {loaded.numel()}"
+            )
+        local_steps.copy_(
+            loaded.reshape(local_steps.shape)
+            if loaded.numel() == local_steps.numel()
+            else loaded.reshape(())
+        )
 
 
 def _is_stacked(slot: Slot, count: int) -> bool:
@@ -195,20 +294,11 @@ def _is_stacked(slot: Slot, count: int) -> bool:
     return count > 1 or len(slot.shape) >= STACKED_AXES
 
 
-def gaps(runs: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
+def _gaps(runs: Sequence[tuple[int, int]], numel: int) -> list[tuple[int, int]]:
     """Return what of [0, numel) is in none of the runs, which ascend."""
     edges = [0, *(edge for run in runs for edge in run), numel]
     pairs = zip(edges[::2], edges[1::2], strict=True)
     return [(lo, hi) for lo, hi in pairs if lo < hi]
-
-
-def skipped_in(model: nn.Module, patterns: Sequence[str]) -> dict[str, int]:
-    """Return each trained parameter that `skip_unused` names → the number of experts in it, or in
-    this rank's part of it."""
-    if not patterns:
-        return {}
-    named = ((n, p) for n, p in model.named_parameters() if p.requires_grad and p.numel())
-    return experts_in({n: tuple(local(p).shape) for n, p in named if skips(n, patterns)})
 
 
 def check_skips(model: nn.Module, config: OffloadConfig, rule: AnyRule, *, whole: bool) -> None:
@@ -228,7 +318,7 @@ def check_skips(model: nn.Module, config: OffloadConfig, rule: AnyRule, *, whole
     if whole:
         check_names(model, patterns)
     shapes = {name: local(p).shape for name, p in model.named_parameters()}
-    for name, count in skipped_in(model, patterns).items():
+    for name, count in entries_in(model, patterns).items():
         if count > 1 and shapes[name][1:].numel() % BLOCK:
             raise SkipError(
                 f"skip_unused names '{name}' of {tuple(shapes[name])}: each of its {count} experts "
@@ -246,49 +336,6 @@ def check_names(model: nn.Module, patterns: Sequence[str]) -> None:
             raise SkipError(
                 f"skip_unused: no trained parameter is called '{pattern}'; there are {some}, …"
             )
-
-
-def load_steps(
-    experts: Experts, slot: Slot, share: Share, steps: float | Sequence[float] | Tensor
-) -> None:
-    """Set the steps of a parameter's experts; one number stands for all.
-
-    Args:
-        share: what this rank holds of the parameter; `steps` are those of all its experts, or of
-            the own ones.
-
-    Raises:
-        SkipError: another number of experts.
-    """
-    local_steps, loaded_steps = experts.steps_of(slot), torch.as_tensor(steps, dtype=torch.float32)
-    first, total = _first_and_total(local_steps, share)
-    if loaded_steps.numel() == total:
-        loaded_steps = loaded_steps.reshape(-1)[first : first + local_steps.numel()]
-    if loaded_steps.numel() not in (1, local_steps.numel()):
-        raise SkipError(
-            f"'{slot.name}' holds {local_steps.numel()} experts, and the state has the steps of "
-            f"{loaded_steps.numel()}"
-        )
-    local_steps.copy_(
-        loaded_steps.reshape(local_steps.shape)
-        if loaded_steps.numel() == local_steps.numel()
-        else loaded_steps.reshape(())
-    )
-
-
-def steps_by_name(
-    experts: Mapping[str, tuple[Experts, Slot, Share]],
-) -> dict[str, list[int]]:
-    """Return parameter → the steps of its experts; `OTHERS` for one that another rank holds."""
-    steps: dict[str, list[int]] = {}
-    for name, (of_bucket, slot, share) in experts.items():
-        local_steps = of_bucket.steps_of(slot)
-        first, total = _first_and_total(local_steps, share)
-        steps[name] = [OTHERS] * total
-        steps[name][first : first + local_steps.numel()] = [
-            int(x) for x in local_steps.reshape(-1).tolist()
-        ]
-    return steps
 
 
 def merged_steps(of_ranks: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
@@ -309,3 +356,31 @@ def _first_and_total(local_steps: Tensor, share: Share) -> tuple[int, int]:
     if local_steps.numel() == total:
         return 0, total
     return share.ranges[0].at * total // prod(share.shape), total
+
+
+class UnusedExperts:
+    """Skips experts that a step has not used: the `Skipping` of `engine.skipping`."""
+
+    def usage_of(self, slots: Sequence[Slot], counts: Sequence[int]) -> Experts:
+        return Experts(slots, counts)
+
+    def agree(self, of_experts: Sequence[tuple[Experts, Marks]], among: Sequence[Ranks]) -> None:
+        """Tell each bucket which of its experts got a gradient, here or on another rank.
+
+        Args:
+            among: the ranks that hold the same experts, or parts of them. Tokens of others have
+                come here.
+        """
+        # The marks are written: the program's last operations have waited for them.
+        marks = torch.cat([used.flat for _, used in of_experts]).cpu()
+        first = 0
+        for experts, _ in of_experts:
+            marks[[first + number for number in experts.delivered]] = 1
+            first += len(experts)
+        for ranks in among:
+            if not ranks.is_single:
+                # Waits for the same backward on these ranks.
+                marks = ranks.all_gather_host(marks.tolist()).amax(0)
+        for experts, _ in of_experts:
+            experts.used = (marks[: len(experts)] != 0).tolist()
+            marks = marks[len(experts) :]

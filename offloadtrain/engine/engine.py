@@ -207,14 +207,14 @@ class Engine:
         return self._conclude(norm, decision, micro_steps)
 
     def send_squares(self) -> None:
-        """The first half of step(), for a pipeline without flushes: all gradients of the step are
-        here; the other stages' squares will be waited for in `decide`.
+        """The first half of step(), where steps overlap: all gradients of the step are here;
+        `decide` waits for the squares of the other ranks.
 
         Raises:
             EngineError: without a backward since the last step.
         """
         self.guard.require_open("step")
-        # Waits for the host's last norm of this stage, and not for any other stage.
+        # Waits for the host's last norm here, and not for any other rank.
         norm = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
         self._sent = norm, self._gradients.micro_steps
         self._gradients.drop(in_flight=False)
@@ -225,12 +225,12 @@ class Engine:
         update mode uploads at once. The next step's gradients may have begun to arrive.
 
         Raises:
-            RankError: ranks or stages disagree about the step.
+            RankError: ranks disagree about the step.
         """
         assert self._sent is not None
         receive, micro_steps = self._sent
         self._sent = None
-        # Every stage has sent before the microbatch came that this one is about to run.
+        # All have sent before the microbatch came that is about to run here.
         norm = receive()
         return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
 

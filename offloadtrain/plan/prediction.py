@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from offloadtrain.plan.costs.disk import DiskLoad
 from offloadtrain.step.proof.simulate import bound
-
-_SUMS = (
-    *("seconds", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),
-    *("copies_bytes", "copies_s", "parts_bytes", "parts_s", "experts_bytes", "experts_s"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,21 +53,6 @@ class Prediction:
     @property
     def exposed(self) -> float:
         return sum(self.exposed_s.values())
-
-    def beside(self, other: Prediction) -> Prediction:
-        """Return the work and transfers of two stages on one rank, one after the other."""
-
-        def lanes(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
-            return {
-                lane: first.get(lane, 0.0) + second.get(lane, 0.0) for lane in {*first, *second}
-            }
-
-        return replace(
-            self,
-            busy_s=lanes(self.busy_s, other.busy_s),
-            exposed_s=lanes(self.exposed_s, other.exposed_s),
-            **{key: getattr(self, key) + getattr(other, key) for key in _SUMS},
-        )
 
     @property
     def bound(self) -> tuple[float, str]:

@@ -13,7 +13,7 @@ from offloadtrain.config.units import format_bytes, format_seconds
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.parallel.pipeline.balance import balanced, divisions_from
 from offloadtrain.parallel.pipeline.drive import in_flight
-from offloadtrain.parallel.pipeline.times import PipelineTimes, as_part_of, pipeline_times
+from offloadtrain.parallel.pipeline.times import PipelineTimes, added_to, as_part_of, pipeline_times
 from offloadtrain.parallel.pipeline.two_versions import rows_without_flush
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import Placement, place
@@ -53,7 +53,7 @@ class PipelinePlan(Plan):
     def prediction(self) -> Prediction:
         alone = predict(self.copied, self.machine)
         for placed in self.others:
-            alone = alone.beside(predict(placed, self.machine))
+            alone = added_to(alone, predict(placed, self.machine))
         peak = 1e12 * self.machine.peak_tflops
         return as_part_of(alone, self.pipeline, self.placements, peak)
 

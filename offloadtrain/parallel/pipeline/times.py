@@ -10,7 +10,7 @@ decided when the squares of all stages are known. Bubble is what a stage's compu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offloadtrain.hardware.machine import Machine
@@ -32,6 +32,12 @@ from offloadtrain.step.proof.simulate import Timed, timed
 
 OTHER_STAGES = "other stages"
 """In place of a lane: what the device waits for."""
+
+_SUMS = (
+    *("seconds", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),
+    *("copies_bytes", "copies_s", "parts_bytes", "parts_s", "experts_bytes", "experts_s"),
+)
+"""Figures of a prediction that stages on one rank add up."""
 
 _STEPS = 3
 """Simulated steps; the last one counts."""
@@ -128,6 +134,20 @@ def as_part_of(
         hardware_tflops=(times.flops + times.recomputed) / times.seconds / 1e12,
         mfu=times.flops / times.seconds / peak if peak else None,
         comm_bytes=alone.comm_bytes + sent * nbytes,
+    )
+
+
+def added_to(prediction: Prediction, other: Prediction) -> Prediction:
+    """Return the work and transfers of two stages on one rank, one after the other."""
+
+    def lanes(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+        return {lane: first.get(lane, 0.0) + second.get(lane, 0.0) for lane in {*first, *second}}
+
+    return replace(
+        prediction,
+        busy_s=lanes(prediction.busy_s, other.busy_s),
+        exposed_s=lanes(prediction.exposed_s, other.exposed_s),
+        **{key: getattr(prediction, key) + getattr(other, key) for key in _SUMS},
     )
 
 

@@ -17,9 +17,9 @@ an allocation counts as a write on compute, and the lane that fills the memory w
 after it.
 
 [Note: Partitioned activations]
-Ranks that hold parts of one layer's matrices (tensor parallel) have the same input of it, each as a
-whole. With `partition_activations` (ZeRO-R Pa) each of t ranks keeps 1/t of it: on the host
-(Pa+cpu), or with activation = "recompute" in a buffer of the device. In backward the part comes
+Ranks that hold parts of one layer's matrices have the same input of it, each as a whole. With
+`partition_activations` (ZeRO-R Pa) each of t ranks keeps 1/t of it: on the host (Pa+cpu), or with
+activation = "recompute" in a buffer of the device. In backward the part comes
 back to its place in the whole, and an all-gather on the comm lane brings the others, one input
 ahead of its use. An input whose elements t does not divide is kept whole.
 """

@@ -22,7 +22,7 @@ from offloadtrain.plan.automatic import decided
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.why import why
 from tests.config.test_config import JOB
-from tests.plan.test_pipeline_search import FREE, pipeline
+from tests.parallel.test_pipeline_search import FREE, pipeline
 
 HEAD = {"shape": {"d_model": 1024, "vocab_size": 65536}, "train__micro_batch": 64}
 """A head that takes as long as several layers."""

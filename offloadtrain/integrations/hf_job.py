@@ -16,7 +16,6 @@ from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload
-from offloadtrain.engine.division import Division
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
@@ -156,7 +155,7 @@ def build(
     Args:
         seed: of random weights and of adapters.
         terms: those of a loss in parts; None: whole logits.
-        mesh: of the ranks; None: all of them are replicas.
+        mesh: as in `offload`.
 
     Raises:
         ConfigError, CausalLmError: the model cannot do these; before its weights are read.
@@ -166,12 +165,10 @@ def build(
     if mesh is not None and mesh.tensor is not None:
         lm, weights = whole_model(hf, seed=seed, terms=terms)
         divide_matrices(lm.module, mesh.tensor, weights)
-        division = mesh.division()
-        optimizer = _offload_part(lm.module, weights, rule, groups, config, device, division)
+        optimizer = _offload_part(lm.module, weights, rule, groups, config, device, mesh)
         if terms is not None:
             chunk_loss(lm.module, **asdict(terms))
         return lm, optimizer
-    division = None if mesh is None else mesh.division()
     keys = None if hf.lora is None else lora_keys(hf.lora)
     with _drawn_by(seed):
         if hf.init == "weights":
@@ -183,7 +180,7 @@ def build(
                 params=groups,
                 device=device,
                 config=config,
-                mesh=division,
+                mesh=mesh,
             )
         else:
             model = transformers.AutoModelForCausalLM.from_config(
@@ -192,7 +189,7 @@ def build(
             model = model if hf.lora is None else _with_adapters(model, hf.lora)
             param_groups = groups(model)
             optimizer = offload(
-                model, rule, params=param_groups, device=device, config=config, mesh=division
+                model, rule, params=param_groups, device=device, config=config, mesh=mesh
             )
     if terms is not None:
         chunk_loss(model, **asdict(terms))
@@ -250,12 +247,12 @@ def _offload_part(
     groups: Groups,
     config: OffloadConfig,
     device: torch.device,
-    division: Division,
+    mesh: Mesh,
 ) -> OffloadOptimizer:
     options: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
     if weights is None:
-        return offload(model, rule, mesh=division, **options)
-    optimizer = offload(model, rule, mesh=division, param_init_fn=weights.fill, **options)
+        return offload(model, rule, mesh=mesh, **options)
+    optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **options)
     weights.close()
     return optimizer
 

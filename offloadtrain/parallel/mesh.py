@@ -4,16 +4,19 @@ matrices."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.division import Division
-from offloadtrain.parallel.division import PartOfModel
+from offloadtrain.optim import AnyRule
+from offloadtrain.parallel.checks import check_parts, check_same_weights
 from offloadtrain.parallel.norm import DividedNorm
-from offloadtrain.runtime.process_group import ALONE, Group, Ranks
+from offloadtrain.parallel.unused_experts import UnusedExperts, check_skips
+from offloadtrain.runtime.process_group import Group, Ranks
 from offloadtrain.runtime.tensor_parts import EXPERTS
 
 __all__ = ["AXES", "DeviceMesh", "Mesh"]
@@ -35,25 +38,29 @@ HYBRID_AXES = ("dp_replicate", "dp_shard")
 it: [Note: Copies] in `runtime.process_group`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """This process on each axis.
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Division):
+    """This process on each axis, and the part of the model that it trains.
 
     Attributes:
-        replicas: the ranks that hold the same part of the model and share its state.
-        stages: the ranks that hold the other parts for the same batch, in the order of the model.
         stages_group: for what stages send each other; None: there is one.
-        parts: the ranks that hold the other parts of this rank's DTensors.
-        tensor: their axis, for `parallelize_module`; None: there is one part.
+        tensor: the axis of `parts`, for `parallelize_module`; None: there is one part.
         experts: all axes, with that of expert parallelism; None: each rank holds all experts.
     """
 
-    replicas: Ranks = ALONE
-    stages: Ranks = ALONE
+    skipping: UnusedExperts = field(default_factory=UnusedExperts)
     stages_group: Group | None = None
-    parts: Ranks = ALONE
     tensor: DeviceMesh | None = None
     experts: DeviceMesh | None = None
+
+    def check(
+        self, model: nn.Module, rule: AnyRule, config: OffloadConfig, *, is_stage: bool
+    ) -> None:
+        check_parts(model, rule, self.parts, self.replicas, is_stage=is_stage)
+        check_skips(model, config, rule, whole=not is_stage)
+
+    def check_same_weights(self, names: Sequence[str], checksums: Sequence[float]) -> None:
+        check_same_weights(names, checksums, self.parts)
 
     @classmethod
     def of(cls, mesh: DeviceMesh, device: torch.device) -> Mesh:
@@ -85,7 +92,14 @@ class Mesh:
         parts = Ranks(groups.get("tp"), device)
         tensor = None if parts.is_single else mesh["tp"]
         experts = mesh if EXPERTS in groups else None
-        return cls(replicas, Ranks(stages, host), stages, parts, tensor, experts)
+        return cls(
+            replicas=replicas,
+            stages=Ranks(stages, host),
+            stages_group=stages,
+            parts=parts,
+            tensor=tensor,
+            experts=experts,
+        )
 
     @classmethod
     def make(
@@ -115,21 +129,6 @@ class Mesh:
             names, shape = ("pp", *HYBRID_AXES, "tp"), (stages, replicas // shards, shards, parts)
         return cls.of(init_device_mesh(device.type, shape, mesh_dim_names=names), device)
 
-    def division(self, norm: DividedNorm | None = None, **stage: Any) -> PartOfModel:
-        """Return the part of the model that one engine of this process trains.
-
-        Args:
-            norm: that of this process's other stages; None: there is one.
-            stage: fields of `Division` that a stage sets.
-        """
-        return PartOfModel(
-            replicas=self.replicas,
-            stages=self.stages,
-            parts=self.parts,
-            norm=norm or DividedNorm(self.stages, self.parts),
-            **stage,
-        )
-
     @property
     def is_plain(self) -> bool:
         """All ranks hold the whole model and share one copy of its state."""
@@ -146,11 +145,11 @@ def division_of(mesh: DeviceMesh | Division, device: torch.device) -> Division:
     Raises:
         ValueError: as `Mesh.of`.
     """
-    if isinstance(mesh, PartOfModel):
-        return mesh
-    if isinstance(mesh, Division):
-        return PartOfModel(replicas=mesh.replicas)
-    return Mesh.of(mesh, device).division()
+    if not isinstance(mesh, Division):
+        axes = Mesh.of(mesh, device)
+    else:
+        axes = mesh if isinstance(mesh, Mesh) else Mesh(replicas=mesh.replicas)
+    return replace(axes, norm=DividedNorm(axes.stages, axes.parts))
 
 
 def check_expert_axes(names: Sequence[str]) -> None:

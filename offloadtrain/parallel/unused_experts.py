@@ -8,21 +8,21 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig, OptionError
-from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.gather import Delivered
 from offloadtrain.engine.local_part import local
 from offloadtrain.engine.skipping import entries_in
 from offloadtrain.optim import AnyRule, UpdateRule, keeps_whole
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import BLOCK, KernelCalls, Layout
-from offloadtrain.runtime.lanes import Operation, copy
+from offloadtrain.runtime.lanes import Buffer, Operation, copy
 from offloadtrain.runtime.lanes.base import LaneTotals
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import Share
@@ -43,28 +43,6 @@ OTHERS = -1
 
 class SkipError(OffloadTrainError, ValueError):
     """`skip_unused` names what cannot be skipped."""
-
-
-class Slot(Protocol):
-    """What is asked of a parameter's place in its bucket; see `bucket.Slot`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class Marks(Protocol):
-    """Memory of marks, a byte per expert; see `lanes.Buffer`."""
-
-    @property
-    def flat(self) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -364,7 +342,7 @@ class UnusedExperts:
     def usage_of(self, slots: Sequence[Slot], counts: Sequence[int]) -> Experts:
         return Experts(slots, counts)
 
-    def agree(self, of_experts: Sequence[tuple[Experts, Marks]], among: Sequence[Ranks]) -> None:
+    def agree(self, of_experts: Sequence[tuple[Experts, Buffer]], among: Sequence[Ranks]) -> None:
         """Tell each bucket which of its experts got a gradient, here or on another rank.
 
         Args:

@@ -241,7 +241,7 @@ def offload_job(
         device=device,
         config=config.offload,
         param_init_fn=initializer(model, config.train.seed, mesh or Mesh()),
-        mesh=None if mesh is None or mesh.is_plain else mesh.division(),
+        mesh=None if mesh is None or mesh.is_plain else mesh,
     )
 
 

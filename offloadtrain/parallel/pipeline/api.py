@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -129,10 +130,10 @@ def pipeline(
             in_order.follow(module)
         stage_groups = _own_groups(groups, module)
         first = min(numbers[param] for param in module.parameters())
-        rows = {}
+        rows: dict[str, Any] = {}
         if schedule == NO_FLUSH:
             rows = rows_without_flush(axes.stages.rank, axes.stages.size)
-        division = axes.division(norm, first=first, in_order=True, **rows)
+        division = replace(axes, norm=norm, first=first, in_order=True, **rows)
         init = in_order or param_init_fn
         optimizers.append(attach(module, rule, stage_groups, chosen, on, division, init, ledger))
     kind = UnflushedPipeline if schedule == NO_FLUSH else Pipeline

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal, NamedTuple
 
-from offloadtrain.step.layout.block_spec import Reading, readings_of
+from offloadtrain.step.layout.block_spec import readings_of
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import Kind, Launch, Operations
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.proof.drive import Inputs, unread_in_backward
+from offloadtrain.step.proof.drive import Inputs, backward, forward
 
 Schedule = Literal["gpipe", "1f1b", "2bw", "interleaved"]
 
@@ -157,86 +158,63 @@ class Driven:
 
     def __init__(self, program: Program, schedule: Schedule, input_bytes: int) -> None:
         self.operations: Operations = []
+        self.launches = 0
         self._program, self._flushes = program, schedule != "2bw"
         self._input_bytes = input_bytes
         self._inputs: dict[int, Inputs] = {}
-        self._numbers = iter(range(1 << 60))
-        self.launches = 0
+        self._numbers = count()
         self._micro_steps = program.spec.config.grad_accum_steps
-        self._blocks = {block.name: block for block in program.spec.blocks}
         self._readings = readings_of(program.spec.blocks)
-        self._unread = unread_in_backward(program.spec)
         self._versions: dict[int, int] = {}
         """Microbatch between forward and backward → the weights that its forward has read."""
 
     def take(self, turn: Turn) -> StageTurn:
         """Report the events of a turn to the program."""
-        marks: list[int] = []
-        match turn.kind:
-            case "forward":
-                self._forward(turn.number, marks)
-            case "backward":
-                self._backward(turn.number, marks)
-            case "squares":
-                self._add(self._program.norm())
-                self._compute(Kind.DECIDE, Reading(SQUARES), marks)
-                if not self._flushes:
-                    self._program.sum_ends()
-            case "decide":
-                self._decide(turn.number, marks)
-        return StageTurn(turn, marks[0], marks[-1])
+        events = {
+            "forward": (self._forward, Kind.FORWARD),
+            "backward": (self._backward, Kind.BACKWARD),
+            "squares": (self._squares, Kind.DECIDE),
+            "decide": (self._decide, Kind.DECIDE),
+        }
+        report, kind = events[turn.kind]
+        operations = report(turn.number)
+        launches = [op for op in operations if isinstance(op, Launch)]
+        computed = [self.launches + n for n, op in enumerate(launches) if op.kind is kind]
+        self.operations += operations
+        self.launches += len(launches)
+        return StageTurn(turn, computed[0], computed[-1])
 
-    def _forward(self, number: int, marks: list[int]) -> None:
+    def _forward(self, number: int) -> Operations:
+        done: Operations = []
         if not self._flushes and number % self._micro_steps == 0:
-            self._add(self._program.flush())
-        self._add(self._program.pass_begins())
+            done += self._program.flush()
         self._versions[number] = self._program.version
         inputs = self._inputs[number] = Inputs(self._program, self._input_bytes, self._numbers)
-        for reading in self._readings:
-            self._add(self._program.use(reading.block))
-            self._add(inputs.save(reading))
-            self._compute(Kind.FORWARD, reading, marks)
+        return done + forward(self._program, self._readings, inputs)
 
-    def _backward(self, number: int, marks: list[int]) -> None:
-        step, in_step = divmod(number, self._micro_steps)
+    def _backward(self, number: int) -> Operations:
+        program, (step, in_step) = self._program, divmod(number, self._micro_steps)
         last, inputs = in_step + 1 == self._micro_steps, self._inputs.pop(number)
-        is_old = self._versions.pop(number) != self._program.version
+        is_old = self._versions.pop(number) != program.version
+        done = program.turn(back=True) if is_old else []
+        done += backward(program, self._readings, inputs, step + 1, last=last)
         if is_old:
-            self._add(self._program.turn(back=True))
-        for reading in reversed(self._readings):
-            block, reads = self._blocks[reading.block], reading not in self._unread
-            if reads:
-                self._add(self._program.use(block.name, [block.name]))
-            self._add(inputs.need(reading))
-            self._compute(Kind.BACKWARD, reading, marks, reads=reads)
-            self._add(inputs.drop(reading))
-            if reading.again:
-                continue
-            delivered = {bucket.name: True for bucket in block.buckets}
-            self._add(self._program.grads_ready(block.name, delivered, last=last))
-            if last and step > 0:
-                self._add(self._program.grads_complete(block.name, Decision(step + 1)))
-                for name in tuple(self._program.behind):
-                    self._add(self._program.graph_freed(name))
-        if is_old:
-            self._add(self._program.turn(back=False))
-        if number == 0 and not self._program.spec.is_single:
-            self._add(self._program.first_sums())
+            done += program.turn(back=False)
+        if number == 0 and not program.spec.is_single:
+            done += program.first_sums()
+        return done
 
-    def _decide(self, step: int, marks: list[int]) -> None:
-        self._compute(Kind.DECIDE, Reading(""), marks)
-        names = [block.name for block in self._program.spec.blocks]
-        self._add(self._program.norm_known(names, Decision(step + 1)))
+    def _squares(self, _: int) -> Operations:
+        done = self._program.norm() + self._program.computes(Kind.DECIDE, SQUARES)
+        if not self._flushes:
+            self._program.sum_ends()
+        return done
+
+    def _decide(self, step: int) -> Operations:
+        program = self._program
+        done = program.computes(Kind.DECIDE, "")
+        names = [block.name for block in program.spec.blocks]
+        done += program.norm_known(names, Decision(step + 1))
         if self._flushes:
-            self._program.step_ends()
-        self._add(self._program.pass_begins())
-
-    def _compute(
-        self, kind: Kind, reading: Reading, marks: list[int], *, reads: bool = True
-    ) -> None:
-        self._add(self._program.computes(kind, reading.block, reads=reads, owner=reading.owner))
-        marks.append(self.launches - 1)
-
-    def _add(self, operations: Operations) -> None:
-        self.operations += operations
-        self.launches += sum(isinstance(op, Launch) for op in operations)
+            program.step_ends()
+        return done + program.pass_begins()

@@ -151,10 +151,17 @@ def test_single_doors() -> None:
     assert _importers("pynvml") <= {"nvml.py"}
     assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
     assert _importers("torch.distributed.pipelining") <= {"schedule.py"}
-    assert _importers("torch.distributed.device_mesh") <= {"mesh.py"}
+    assert _importers("torch.distributed.device_mesh") <= {"mesh.py", "api.py"}  # its type
     assert _importers("torch.distributed.checkpoint") <= {"convert_to_torch.py"}
     doors = {"process_group.py", "rendezvous.py", "lost_ranks.py"}
-    doors |= {"mesh.py", "styles.py", "schedule.py", "expert_parallel.py", "convert_to_torch.py"}
+    doors |= {
+        "mesh.py",
+        "api.py",
+        "styles.py",
+        "schedule.py",
+        "expert_parallel.py",
+        "convert_to_torch.py",
+    }
     assert _importers("torch.distributed") <= doors
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}

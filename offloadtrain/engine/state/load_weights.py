@@ -70,11 +70,8 @@ def adopt_weights(
         new = {p: name for name, p in part.parameters if p not in agreed}
         agreed.update(new)
         # Ranks that hold other parts of a parameter have other values: its sharers agree.
-        params_of: dict[Ranks, list[nn.Parameter]] = {ranks: []}
-        for param in new:
-            params_of.setdefault(division.sharers(param), []).append(param)
-        for sharers, params in params_of.items():
-            _agree_on(params, sharers.everyone)
+        for sharers in dict.fromkeys((ranks, ranks.of_experts)):
+            _agree_on([p for p in new if division.sharers(p) is sharers], sharers.everyone)
         undivided = {name: p for p, name in new.items() if not is_divided(p)}
         if not division.parts.is_single:
             # Not overwritten: a module may divide itself without DTensors, which is detected here.

@@ -144,7 +144,7 @@ class NormMeasure:
         # Every rank sees the same rows: all of them exchange the names here, or none.
         if rows.shape[1] and not bool((rows[:, -1] == rows[0, -1]).all()):
             _check_written(ranks.gather(self._written), int(step_count) + 1)
-        check_alike(rows, "rank", RANK_COLUMNS, step_count)
+        check_rows_alike(rows, "rank", RANK_COLUMNS, step_count)
 
     def _intent(self, intent: Sequence[float]) -> list[float]:
         """Return what must be the same on all data-parallel ranks: the `RANK_COLUMNS`."""
@@ -188,7 +188,7 @@ def digest(value: object) -> float:
     return float(crc32(repr(value).encode()))
 
 
-def check_alike(rows: Tensor, each: str, what: Sequence[str], step_count: float) -> None:
+def check_rows_alike(rows: Tensor, each: str, what: Sequence[str], step_count: float) -> None:
     """Check that all have launched the same collectives and are about to do the same update.
 
     Args:

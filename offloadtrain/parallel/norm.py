@@ -25,7 +25,7 @@ from offloadtrain.engine.norm import (
     INTENT_COLUMNS,
     PART_COLUMNS,
     RANK_COLUMNS,
-    check_alike,
+    check_rows_alike,
     digest,
 )
 from offloadtrain.parallel.checks import check_same_gradients
@@ -144,12 +144,12 @@ class DividedNorm:
         intent: Sequence[float],
     ) -> None:
         """Take in what all stages have sent, (processes, n)."""
-        check_alike(rows[:, : len(intent)], "stage", INTENT_COLUMNS, intent[0])
+        check_rows_alike(rows[:, : len(intent)], "stage", INTENT_COLUMNS, intent[0])
         of_stages = rows[:, len(intent) :].reshape(self.ranks.size, len(members), -1)
         # Of all processes' first stages, then of all second ones: in the order of the model.
         of_stages = of_stages.transpose(0, 1).flatten(0, 1)
         count = len(members[0].counts)
-        check_alike(of_stages[:, :count], "stage", COUNT_COLUMNS, intent[0])
+        check_rows_alike(of_stages[:, :count], "stage", COUNT_COLUMNS, intent[0])
         squares = [
             row[count : count + len(names)].tolist()
             for row, names in zip(of_stages, self._names, strict=True)
@@ -173,7 +173,7 @@ class DividedNorm:
         """
         if not self._parts.is_single:
             rows = self._parts.all_gather_host(member.intent_of_part(intent))
-            check_alike(rows, "part", PART_COLUMNS, intent[0])
+            check_rows_alike(rows, "part", PART_COLUMNS, intent[0])
 
     def _measure(self, member: NormMember, intent: Sequence[float]) -> Measured:
         """Measure the parameters of an engine, of which copies and other parts may be elsewhere."""
@@ -188,7 +188,7 @@ class DividedNorm:
             )
             member.check_ranks(member.ranks, measured.told, intent[0])
             columns = (*RANK_COLUMNS, "the sums of squares", _AGREEMENT)
-            check_alike(rows, "copy", columns, intent[0])
+            check_rows_alike(rows, "copy", columns, intent[0])
         return measured if self._parts.is_single else self._of_all_parts(member, measured, intent)
 
     def _of_all_parts(
@@ -202,7 +202,7 @@ class DividedNorm:
         num_same, divided = len(same), member.divided
         # After the exchange, in which the other parts wait.
         member.check_ranks(member.ranks, measured.told, intent[0])
-        check_alike(rows[:, :num_same], "part", (*PART_COLUMNS, _AGREEMENT), intent[0])
+        check_rows_alike(rows[:, :num_same], "part", (*PART_COLUMNS, _AGREEMENT), intent[0])
         check_same_gradients(member.names, rows[:, num_same:], divided, int(intent[0]))
         sums, nonfinite = [], dict(measured.nonfinite)
         for index, values in enumerate(rows[:, num_same:].T.tolist()):

@@ -20,9 +20,8 @@ from dataclasses import replace
 from offloadtrain.config.job import Config, DataConfig, TrainConfig
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.config.ranks_options import RanksConfig
+from offloadtrain.config.ranks_options import RanksConfig, Schedule
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.parallel.pipeline.drive import Schedule
 from offloadtrain.plan.plan import make
 
 STAGES, REPLICAS, TOKENS = 8, 8, 512

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.toml import shown
+
+Schedule: TypeAlias = Literal["1f1b", "gpipe", "2bw", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class RanksConfig:
     """
 
     pipeline: int = 1
-    schedule: Literal["1f1b", "gpipe", "2bw", "interleaved"] = "1f1b"
+    schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
     layers_per_stage: tuple[int, ...] | Literal["auto"] = ()
     tensor: int = 1

@@ -9,11 +9,10 @@ import pytest
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from offloadtrain.config.job import Config, loads
-from offloadtrain.config.ranks_options import RanksConfig
+from offloadtrain.config.ranks_options import RanksConfig, Schedule
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.parallel.pipeline import times as timing
 from offloadtrain.parallel.pipeline.drive import (
-    Schedule,
     Turn,
     in_flight,
     order,

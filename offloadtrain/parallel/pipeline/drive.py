@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple
 
+from offloadtrain.config.ranks_options import NO_FLUSH, Schedule
 from offloadtrain.step.layout.block_spec import readings_of
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.operations import Kind, Launch, Operations
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import Inputs, backward, forward
-
-Schedule = Literal["gpipe", "1f1b", "2bw", "interleaved"]
 
 SQUARES = "squares"
 """Owner of the launch that marks where a stage knows its own part of the norm."""
@@ -88,7 +87,7 @@ def _interleaved(rank: int, ranks: int, per_rank: int, microbatches: int) -> Ite
 def in_flight(schedule: Schedule, stage: int, stages: int, per_rank: int, microbatches: int) -> int:
     """Return the microbatches whose activations a stage holds at once."""
     ranks = stages // per_rank
-    steps, most, now = 2 if schedule == "2bw" else 1, 0, 0
+    steps, most, now = 2 if schedule == NO_FLUSH else 1, 0, 0
     for turn_stage, turn in rank_order(
         schedule, stage % ranks, ranks, per_rank, microbatches, steps
     ):
@@ -102,7 +101,7 @@ def order(
     schedule: Schedule, stage: int, stages: int, microbatches: int, steps: int
 ) -> Iterator[Turn]:
     """Yield what the only stage of a rank does."""
-    if schedule == "2bw":
+    if schedule == NO_FLUSH:
         yield from _without_flush(stage, stages, microbatches, steps)
         return
     for step in range(steps):
@@ -159,7 +158,7 @@ class Driven:
     def __init__(self, program: Program, schedule: Schedule, input_bytes: int) -> None:
         self.operations: Operations = []
         self.launches = 0
-        self._program, self._flushes = program, schedule != "2bw"
+        self._program, self._flushes = program, schedule != NO_FLUSH
         self._input_bytes = input_bytes
         self._inputs: dict[int, Inputs] = {}
         self._numbers = count()

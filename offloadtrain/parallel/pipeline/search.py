@@ -18,13 +18,13 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import (
     INTERLEAVED,
     RanksConfig,
+    Schedule,
     contradictions,
     interleaved_contradictions,
     unflushed_contradictions,
 )
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.parallel.pipeline.drive import Schedule
 from offloadtrain.parallel.pipeline.plan import stages_of, times_of
 from offloadtrain.parallel.pipeline.times import least_seconds
 from offloadtrain.plan.automatic import with_sums_on

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from offloadtrain.config.ranks_options import INTERLEAVED, NO_FLUSH, Schedule
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.parallel.pipeline.drive import (
     Driven,
     OfStage,
-    Schedule,
     StageTurn,
     Turn,
     rank_order,
@@ -96,7 +96,7 @@ def pipeline_times(
     few, some = 2 * depth, 3 * depth
     if count <= some:
         seconds = _step_s(costs, links, schedule, count, ranks)
-    elif count % ranks and schedule == "interleaved":  # in rounds of more than `ranks`
+    elif count % ranks and schedule == INTERLEAVED:  # in rounds of more than `ranks`
         seconds = _step_s(costs, links, schedule, count, ranks)
     else:  # each further microbatch takes as long as those between the two sizes
         small, large = (_step_s(costs, links, schedule, n, ranks) for n in (few, some))
@@ -161,7 +161,7 @@ def least_seconds(stages: Sequence[Placement], machine: Machine, schedule: Sched
         sum(block.forward + block.backward for block in costs.computed.values())
         for costs in of_stages
     ]
-    flush = 0.0 if schedule == "2bw" else sum(each) - max(each)
+    flush = 0.0 if schedule == NO_FLUSH else sum(each) - max(each)
     return max(count * max(each) + flush, *(costs.least_moving_s for costs in of_stages))
 
 
@@ -215,7 +215,7 @@ def _rank(costs: Sequence[Costs], schedule: Schedule, rank: int, ranks: int, cou
     Args:
         costs: of each of them.
     """
-    steps = _STEPS + (schedule == "2bw")  # whose last one is not decided
+    steps = _STEPS + (schedule == NO_FLUSH)  # whose last one is not decided
     driven = [_driven(stage_costs, schedule, count) for stage_costs in costs]
     order = rank_order(schedule, rank, ranks, len(costs), count, steps)
     turns = [

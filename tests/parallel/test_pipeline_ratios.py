@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from benchmarks.pipeline_ratios import often_flushed_s, step_s
-from offloadtrain.parallel.pipeline.drive import Schedule
+from offloadtrain.config.ranks_options import Schedule
 
 MICROBATCH = 4
 

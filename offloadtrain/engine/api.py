@@ -121,14 +121,20 @@ def offload(
     Ranks.tell_of_long_waits()
     if mesh is not None and process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
-    division = mesh
-    if division is None:
+    if mesh is not None:
+        division = _divided(mesh, on)
+    else:
         division = Division(replicas=Ranks.of(process_group, on))
-    is_divided = any(map(is_distributed, model.parameters()))
-    if mesh is not None or is_divided or chosen.skip_unused:
-        # By name: nothing here depends on the package of divided models, which depends on this one.
-        division = import_module("offloadtrain.parallel.mesh").division_of(division, on)
+        if chosen.skip_unused or any(map(is_distributed, model.parameters())):
+            division = _divided(division, on)
     return attach(model, rule, params, chosen, on, division, param_init_fn)
+
+
+def _divided(mesh: DeviceMesh | Division, on: torch.device) -> Division:
+    """Return the division of a model by a mesh."""
+    # By name: nothing here depends on the package that divides models, which depends on this one.
+    division: Division = import_module("offloadtrain.parallel.mesh").division_of(mesh, on)
+    return division
 
 
 def attach(

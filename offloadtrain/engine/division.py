@@ -30,14 +30,10 @@ from offloadtrain.step.layout.step_spec import UpdatePolicy
 
 
 class NormMember(Protocol):
-    """One engine, as far as its norm is added to those of other engines: `norm.NormMeasure`.
+    """One engine, as far as its norm is added to those of other engines: `norm.NormMeasure`."""
 
-    Attributes:
-        names: of the model's parameters, in order; "" stands for one that is not trained.
-    """
-
-    names: Sequence[str]
-
+    @property
+    def names(self) -> list[str]: ...
     @property
     def ranks(self) -> Ranks: ...
     @property

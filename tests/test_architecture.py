@@ -84,7 +84,13 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-GROUND = ("config.job", "events.schema", "step.proof.prove", "config.model_shape", "plan.plan")
+GROUND = (
+    "config.job",
+    "events.schema",
+    "step.proof.prove",
+    "config.model_shape",
+    "hardware.machine",
+)
 
 
 @pytest.mark.parametrize("module", GROUND)

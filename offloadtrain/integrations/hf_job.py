@@ -26,8 +26,8 @@ from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
 from offloadtrain.integrations.tensor_plan import check_plan, divide, divided_dims
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
+from offloadtrain.plan.layout import parts_of_module
 from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.sizing.parts import parts_of_module
 
 AUTO_CLASS = "AutoModelForCausalLM"
 RANKS = RanksConfig()

@@ -244,7 +244,7 @@ class Attention(nn.Module):
         self.part: int | None = None
         """Number of this rank's part of the heads; None: it has all of them."""
         self.qkv = Linear(shape.d_model, width, bias=shape.bias)
-        self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
+        self.out = Linear(self.num_heads * self.head_dim, shape.d_model, bias=shape.bias)
 
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None

@@ -9,8 +9,10 @@ from math import prod
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import PRECISIONS, OptionError
+from offloadtrain.optim import MatrixRule
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.plan.costs.microbatch import Trace, TracedStep
-from offloadtrain.plan.layout import blocks_of, needs_of, num_tensors, parts_of, working_dtype
+from offloadtrain.plan.layout import blocks_of, num_tensors, parts_of, working_dtype
 from offloadtrain.step.layout import buffer_table, placement
 from offloadtrain.step.layout.buffers import Memory, by_owner, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
@@ -123,7 +125,8 @@ class Placement:
         parts = (part for part in parts_of(self.config) if part.name not in self.spec.streamed)
         frozen = (param for part in parts for param in part.params if not param.trained)
         return sum(
-            prod(param.sizes) * ITEMSIZE[working_dtype(param, self.config)] for param in frozen
+            prod(param.sizes) * ITEMSIZE[working_dtype(param, self.config.offload)]
+            for param in frozen
         )
 
 
@@ -170,7 +173,8 @@ def place(
         )
     except (DeviceMemoryError, OptionError) as error:
         raise PlanError(f"offload.{error}") from None
-    if needs_of(config.optim).of_matrices and not any(bucket.matrices for bucket in spec.buckets):
+    of_matrices = isinstance(update_rule(config.optim), MatrixRule)
+    if of_matrices and not any(bucket.matrices for bucket in spec.buckets):
         raise PlanError(
             'optim.name = "muon" updates the matrices of layers in a list, and the model has no '
             'such list that is trained: use optim.name = "adamw", or more layers'

@@ -17,12 +17,12 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig, OffloadOptions, chosen_options
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan import report
+from offloadtrain.plan.layout import parts_of_module
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search import suggest
 from offloadtrain.plan.search.suggest import Change
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.sizing.known_values import give_values, has_values
-from offloadtrain.sizing.parts import parts_of_module
 from offloadtrain.sizing.trace_step import TraceError
 from offloadtrain.sizing.tracer import Tracer
 

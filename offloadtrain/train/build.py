@@ -19,6 +19,7 @@ from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
+from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
@@ -32,7 +33,6 @@ from offloadtrain.train.resume import ResumedSettings
 from offloadtrain.train.tensor_parallel import divided, initializer
 from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
 from offloadtrain.train.torch_setup import set_up_torch
-from offloadtrain.train.update_rules import decay_groups, update_rule
 
 if TYPE_CHECKING:
     from offloadtrain.train.pipelined import PipelinedModel
@@ -202,7 +202,7 @@ def _offloaded(
     if config.hf is not None:
         module, optimizer = hf_job.build(
             config.hf,
-            update_rule(config),
+            update_rule(config.optim),
             lambda model: decay_groups(model, config),
             config.offload,
             device=device,
@@ -235,7 +235,7 @@ def offload_job(
     """
     return offload(
         model,
-        update_rule(config),
+        update_rule(config.optim),
         params=decay_groups(model, config),
         device=device,
         config=config.offload,

@@ -26,6 +26,7 @@ from offloadtrain.engine.pipeline.stage_modules import divide
 from offloadtrain.integrations import tensor_plan
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
+from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -43,7 +44,6 @@ from offloadtrain.step.proof.pipeline_drive import stage_steps
 from offloadtrain.step.proof.prove import Fault, prove_operations
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.tensor_parallel import narrowed, with_fewer_experts
-from offloadtrain.train.update_rules import decay_groups, update_rule
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16
@@ -105,7 +105,7 @@ def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
     lanes, device = SequentialLanes(), torch.device("meta")
     ranks = Ranks.fake(planned.ranks, planned.copies, plan.job.ranks.expert)
     model, first = _stage_of(plan, config.stage)
-    rule = update_rule(config)
+    rule = update_rule(config.optim)
     groups = normalise_groups(model, decay_groups(model, config), rule)
     rules = [rule_of(rule, group) for group in groups]
     parts = partition(model)

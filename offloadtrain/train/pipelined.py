@@ -23,9 +23,9 @@ from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms
+from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.train.tensor_parallel import divided, initializer
-from offloadtrain.train.update_rules import decay_groups, update_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _pipeline(
     return pipeline(
         model,
         mesh,
-        update_rule(config),
+        update_rule(config.optim),
         example=torch.empty(shape, dtype=torch.int64, device="meta"),
         microbatches=config.train.grad_accum_steps,
         schedule=config.ranks.schedule,

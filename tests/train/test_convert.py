@@ -24,12 +24,12 @@ from offloadtrain.data.batches import Batches
 from offloadtrain.hardware import atomic_io
 from offloadtrain.model.language_model import OwnModel
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.train.checkpoint.saved_weights import saved_state
 from offloadtrain.train.losses import loss_of
 from offloadtrain.train.saved import convert_to_torch
 from offloadtrain.train.saved.saved_run import open_saved
 from offloadtrain.train.token_files import open_tokens
-from offloadtrain.train.update_rules import decay_groups, update_rule
 from tests.integrations.foreign_sources import save_dcp, save_torch, save_zero, state_of
 from tests.train.small_job import run, small_job, tensor_hashes
 from tests.train.test_hf_jobs import LORA, hf_job_of
@@ -84,7 +84,7 @@ class PlainLoop:
 
 def state_in(run: Path) -> dict[str, dict[str, Tensor]]:
     saved = open_saved(run)
-    return dict(saved_state(saved.found, update_rule(saved.job)))
+    return dict(saved_state(saved.found, update_rule(saved.job.optim)))
 
 
 def assert_same(found: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import STATE_PRECISIONS, OffloadConfig
-from offloadtrain.plan.layout import needs_of
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.step.layout.formats import FORMATS
 
 
@@ -35,7 +35,7 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
     policies: tuple[str, ...] = ("keep", "recompute", "offload")
     if traced:
         policies = tuple(dict.fromkeys((job.offload.activations.mode, "recompute", "offload")))
-    precision, moments = job.offload.precision, needs_of(job.optim).moments
+    precision, moments = job.offload.precision, update_rule(job.optim).moments
     states = (
         state
         for state, precisions in STATE_PRECISIONS.items()

@@ -15,6 +15,7 @@ from offloadtrain.config.units import format_count
 from offloadtrain.events import schema
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import SystemInfo
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
@@ -22,7 +23,6 @@ from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.log.records import plan_facts
 from offloadtrain.train.log.run_memory import gpu_uuid
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.update_rules import update_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class RunStart:
             plan
             | plan_facts(context.plan)
             | {
-                "update_rule": type(update_rule(self.config)).__name__,
+                "update_rule": type(update_rule(self.config.optim)).__name__,
                 "threads": torch.get_num_threads(),
                 "waiting": self.waiting or "as OpenMP does",
             }

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.hardware.atomic_io import sync_folder
 from offloadtrain.integrations import hf_job
+from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.train.build import empty_model
 from offloadtrain.train.checkpoint.layout import DTYPES
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_state
 from offloadtrain.train.saved.convert import ADAMS
 from offloadtrain.train.saved.saved_run import SavedRun
-from offloadtrain.train.update_rules import decay_groups, update_rule
 
 MASTER = "master"
 
@@ -167,9 +167,10 @@ def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str,
     for group in state_dict["param_groups"]:
         group["fused"] = True
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    moments = update_rule(saved.job.optim).moments
     state_dict["state"] = {
         key: {"step": torch.tensor(float(saved.found.step))}
-        | {kind: torch.empty(param.shape, device="cpu") for kind in update_rule(saved.job).moments}
+        | {kind: torch.empty(param.shape, device="cpu") for kind in moments}
         for key, param in enumerate(params)
     }
     return state_dict
@@ -185,7 +186,7 @@ def _fill(saved: SavedRun, path: Path) -> None:
     weights, adam = tree["model"], tree["optimizer"]
     keys = [name for group in adam["param_groups"] for name in group["param_names"]]
     states = dict(zip(keys, adam["state"].values(), strict=True))
-    for name, tensors in saved_state(saved.found, update_rule(saved.job)):
+    for name, tensors in saved_state(saved.found, update_rule(saved.job.optim)):
         weights[name].copy_(tensors.pop(MASTER))
         steps = _expert_steps(saved).get(name, [])
         states[name]["step"].fill_(float(steps[0] if len(steps) == 1 else saved.found.step))

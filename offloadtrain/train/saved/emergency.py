@@ -20,6 +20,7 @@ from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
@@ -28,7 +29,6 @@ from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.progress import Progress
 from offloadtrain.train.saved.run_state import Position
 from offloadtrain.train.saved.saving import Saving
-from offloadtrain.train.update_rules import update_rule
 
 _NAMED = 4
 """Owners of device memory in a message."""
@@ -148,7 +148,7 @@ class Emergency:
         newest = checkpoint.newest_good(self._saving.folder, lambda path, why: None)
         if newest is None:
             raise CheckpointError("frozen weights are in no valid checkpoint")
-        return saved_weights(newest, update_rule(self._config), wanted=names.__contains__)
+        return saved_weights(newest, update_rule(self._config.optim), wanted=names.__contains__)
 
     # ---- words
 

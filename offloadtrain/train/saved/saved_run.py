@@ -31,12 +31,12 @@ from offloadtrain.integrations.own_model import empty_model as empty_own_model
 from offloadtrain.integrations.own_model import renamed, tokenizer_files
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
 from offloadtrain.train.checkpoint.saved_weights import saved_weights
 from offloadtrain.train.saved.saved_state import require_run_state
-from offloadtrain.train.update_rules import update_rule
 
 BASE_PREFIX = "base_model.model."
 """Of the base model's names in a PEFT model."""
@@ -65,7 +65,7 @@ class SavedRun:
         self, *, working: bool = False, wanted: Callable[[str], bool] = lambda name: True
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what `saved_weights` yields."""
-        rule = update_rule(self.job)
+        rule = update_rule(self.job.optim)
         return saved_weights(self.found, rule, working=working, wanted=wanted)
 
     def hf_config(self) -> Any:

@@ -10,11 +10,11 @@ import torch
 
 from offloadtrain import optim
 from offloadtrain.config.job import Config
+from offloadtrain.config.optim_options import OptimConfig
 
 
-def update_rule(config: Config) -> optim.AnyRule:
+def update_rule(chosen: OptimConfig) -> optim.AnyRule:
     """Return the rule that the job names, with its hyperparameters among the job's."""
-    chosen = config.optim
     if chosen.name == "muon":
         rest = optim.AdamW(
             lr=chosen.adamw_lr,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         Muon,
         UpdateRule,
     )
-    from offloadtrain.sizing.plan_model import plan_model
+    from offloadtrain.plan.plan_model import plan_model
 
 __version__ = "0.1.0"
 
@@ -74,7 +74,7 @@ _HOMES = {
     "pipeline": "offloadtrain.engine.pipeline.pipeline",
     "Pipeline": "offloadtrain.engine.pipeline.pipeline_steps",
     "PipelineError": "offloadtrain.engine",
-    "plan_model": "offloadtrain.sizing.plan_model",
+    "plan_model": "offloadtrain.plan.plan_model",
     "save_pretrained": "offloadtrain.integrations.pretrained",
     "SGD": "offloadtrain.optim",
     "ShardingOptions": "offloadtrain.config.offload",

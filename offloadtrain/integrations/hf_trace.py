@@ -21,8 +21,8 @@ from offloadtrain.integrations.hf_job import described_model
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.plan.costs.microbatch import TracedStep
+from offloadtrain.plan.tracing.tracer import Tracer
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.sizing.tracer import Tracer
 
 
 @dataclass(slots=True)

@@ -24,10 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from offloadtrain.sizing.alike import Run, runs_of
-from offloadtrain.sizing.fake_caches import empty_caches_of
-from offloadtrain.sizing.fake_model import fake_model
-from offloadtrain.sizing.transformers_masks import masks_as_in_training
+from offloadtrain.plan.tracing.alike import Run, fake_model, runs_of
+from offloadtrain.plan.tracing.patches import empty_caches_of, masks_as_in_training
 
 _ROWS, _TOKENS = 1, 8
 

@@ -17,7 +17,7 @@ from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.resolve import resolved
-from offloadtrain.sizing.tracer import Tracer
+from offloadtrain.plan.tracing.tracer import Tracer
 
 
 def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:

@@ -42,7 +42,7 @@ from tests.distributed.divisions import DIVISIONS, INTERLEAVED, STAGES, TWO_VERS
 from tests.distributed.rank_jobs import ANY_DEVICE, BF16, Options, job_of, newest, train
 from tests.distributed.test_division_rules import divided_job
 from tests.distributed.test_divisions import GPT2, STREAMED
-from tests.sizing.measured import most_allocated
+from tests.plan.tracing.measured import most_allocated
 from tests.train.small_job import write_text
 
 DEEP_INTERLEAVED: Options = INTERLEAVED | {"model.num_layers": 8}

@@ -39,7 +39,7 @@ from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
 from tests.numerics.test_streaming import MODES
-from tests.sizing.measured import most_allocated
+from tests.plan.tracing.measured import most_allocated
 from tests.step.specs import chain
 
 POLICIES = ["recompute", "offload", "offload_saved"]

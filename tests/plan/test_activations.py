@@ -15,7 +15,7 @@ from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.train.build import offload_job
 from tests.plan.test_memory import GPT, job
-from tests.sizing.measured import most_allocated as most_allocated_in
+from tests.plan.tracing.measured import most_allocated as most_allocated_in
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt": GPT | {"tie_embeddings": True},

@@ -216,7 +216,7 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import of_stage, shared
     from offloadtrain.plan.resolve import resolved
-    from offloadtrain.sizing.trace_step import TraceError
+    from offloadtrain.plan.tracing.step import TraceError
     from offloadtrain.train.build import described
     from offloadtrain.train.job_trace import tracer_of
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.sizing.plan_model import plan_model
-from offloadtrain.sizing.trace_step import TraceError
-from tests.sizing.measured import most_allocated
-from tests.sizing.test_plan_model import booked, planned
+from offloadtrain.plan.plan_model import plan_model
+from offloadtrain.plan.tracing.step import TraceError
+from tests.plan.tracing.measured import most_allocated
+from tests.plan.tracing.test_plan_model import booked, planned
 
 VOCAB, PAD, WIDTH = 64, 0, 128
 OPTIONS: dict[str, Any] = {"precision": "fp32"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from offloadtrain.plan.tracing import step as tracing
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,10 +17,8 @@ from offloadtrain.model import chunked_loss
 from offloadtrain.model import loss as whole_loss
 from offloadtrain.model.piece_sizes import few_stand_for_all, made_of_each
 from offloadtrain.plan.costs.microbatch import TracedStep
-from offloadtrain.sizing import trace_step as tracing
-from offloadtrain.sizing.alike_pieces import AlikePieces
-from offloadtrain.sizing.meter import Meter
-from offloadtrain.sizing.operation_work import Count
+from offloadtrain.plan.tracing.alike import AlikePieces
+from offloadtrain.plan.tracing.meter import Count, Meter
 
 ROWS, CLASSES, WIDTH = 96, 640, 16
 

@@ -21,10 +21,10 @@ from offloadtrain.plan.layout import parts_of_module
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search import suggest
 from offloadtrain.plan.search.suggest import Change
+from offloadtrain.plan.tracing.step import TraceError
+from offloadtrain.plan.tracing.tracer import Tracer
+from offloadtrain.plan.tracing.values import give_values, has_values
 from offloadtrain.runtime.detect_machine import here
-from offloadtrain.sizing.known_values import give_values, has_values
-from offloadtrain.sizing.trace_step import TraceError
-from offloadtrain.sizing.tracer import Tracer
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,13 @@ from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.hardware.machine import find
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.plan.plan import make
+from offloadtrain.plan.plan_model import ModelPlan, plan_model
 from offloadtrain.plan.times import compute_seconds
-from offloadtrain.sizing.plan_model import ModelPlan, plan_model
-from offloadtrain.sizing.trace_step import TraceError
-from offloadtrain.sizing.tracer import Tracer
+from offloadtrain.plan.tracing.step import TraceError
+from offloadtrain.plan.tracing.tracer import Tracer
 from tests.plan.test_memory import GPT, job
-from tests.sizing.measured import most_allocated
-from tests.sizing.models import CONFIGS, Batch, batch_of, maker
+from tests.plan.tracing.measured import most_allocated
+from tests.plan.tracing.models import CONFIGS, Batch, batch_of, maker
 
 FP32 = {"precision": "fp32"}
 

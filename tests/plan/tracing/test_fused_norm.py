@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offloadtrain.sizing.fused_norm import fused_norms
-from offloadtrain.sizing.meter import Meter
-from offloadtrain.sizing.operation_work import Count
+from offloadtrain.plan.tracing.meter import Count, Meter
+from offloadtrain.plan.tracing.patches import fused_norms
 
 ROWS, WIDTH, BF16 = 10, 64, torch.bfloat16
 

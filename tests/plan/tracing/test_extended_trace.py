@@ -8,15 +8,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from offloadtrain.plan.tracing import step as tracing
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.plan.costs.microbatch import TracedStep
-from offloadtrain.sizing import trace_step as tracing
-from offloadtrain.sizing.alike import TRACED, Run, runs_of
-from offloadtrain.sizing.extend import Moment
-from offloadtrain.sizing.extend import extended as extend
-from tests.sizing.models import CONFIGS, LENGTH
+from offloadtrain.plan.tracing.alike import TRACED, Moment, Run, runs_of
+from offloadtrain.plan.tracing.alike import extended as extend
+from tests.plan.tracing.models import CONFIGS, LENGTH
 
 Activation = Literal["keep", "recompute", "offload"]
 

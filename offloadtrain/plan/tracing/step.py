@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
+from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks.model_checks import ModelError, check_model
@@ -40,21 +41,65 @@ from offloadtrain.engine.partition import partition
 from offloadtrain.model.piece_sizes import cpu_stands_for, few_stand_for_all
 from offloadtrain.optim import AdamW
 from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.plan.tracing.alike import (
+    AlikePieces,
+    Moment,
+    Run,
+    extended,
+    fake_model,
+    moments_of,
+    runs_of,
+)
+from offloadtrain.plan.tracing.meter import GRADIENTS, Count, Meter, Place
+from offloadtrain.plan.tracing.patches import empty_caches_of, fused_norms, masks_as_in_training
 from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, Span
 from offloadtrain.runtime.process_group import ALONE
-from offloadtrain.sizing.alike import Run, runs_of
-from offloadtrain.sizing.alike_pieces import AlikePieces
-from offloadtrain.sizing.extend import Moment, extended, moments_of
-from offloadtrain.sizing.fake_caches import empty_caches_of
-from offloadtrain.sizing.fake_model import fake_model
-from offloadtrain.sizing.fused_norm import fused_norms
-from offloadtrain.sizing.inert_lanes import InertLanes
-from offloadtrain.sizing.meter import GRADIENTS, Meter, Place
-from offloadtrain.sizing.operation_work import Count
-from offloadtrain.sizing.transformers_masks import masks_as_in_training
 from offloadtrain.step.layout.buffers import BufferSpec
+
+FORWARD, BACKWARD = "forward ", "backward "
+"""The engine's names of spans begin so, followed by the module's or the block's."""
+
+
+class InertLanes(SequentialLanes):
+    """Counts the bytes of copies, and tells the meter whose forward or backward is running.
+
+    The function of a launch is dropped without a call, and with it the tensors that only the launch
+    refers to: gradients are freed where a real gather would free them.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+        self._spans: list[tuple[Span, Place]] = []
+
+    def launch(
+        self,
+        lane: Lane,
+        name: str,
+        fn: Operation,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        self._count(lane, name, writes)
+
+    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
+        span = super().open_span(name, reads, writes)
+        self._spans.append((span, self._meter.place))
+        block = name.removeprefix(FORWARD).removeprefix(BACKWARD)
+        self._meter.place = Place(block, in_backward())
+        return span
+
+    def close_span(self, span: Span) -> None:
+        for number in reversed(range(len(self._spans))):
+            if self._spans[number][0] is span:
+                self._meter.place = self._spans[number][1]
+                del self._spans[number:]
+                break
+        super().close_span(span)
+
 
 Loss = Callable[[nn.Module], Tensor]
 """Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offloadtrain.plan.costs.microbatch import AttentionKind
-from offloadtrain.sizing.meter import Meter
-from offloadtrain.sizing.operation_work import Count
+from offloadtrain.plan.tracing.meter import Count, Meter
 
 of_groups = pytest.mark.skipif(
     not hasattr(F, "grouped_mm"), reason="torch 2.9 has no grouped products"

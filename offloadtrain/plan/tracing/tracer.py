@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from offloadtrain.config.job import Config
 from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.plan.placement import PlanError
-from offloadtrain.sizing.trace_step import TraceError, trace_step
+from offloadtrain.plan.tracing.step import TraceError, trace_step
 
 JobLoss = Callable[[nn.Module, Config], Tensor]
 """The loss of a fake model over a microbatch of this job."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from offloadtrain.plan.tracing import step as tracing
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,6 +16,7 @@ from offloadtrain.model import chunked_loss
 from offloadtrain.model import loss as whole_loss
 from offloadtrain.model.piece_sizes import few_stand_for_all, made_of_each
 from offloadtrain.plan.costs.microbatch import TracedStep
+from offloadtrain.plan.tracing import step as tracing
 from offloadtrain.plan.tracing.alike import AlikePieces
 from offloadtrain.plan.tracing.meter import Count, Meter
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from offloadtrain.plan.tracing import step as tracing
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig, Precision
 from offloadtrain.plan.costs.microbatch import TracedStep
+from offloadtrain.plan.tracing import step as tracing
 from offloadtrain.plan.tracing.alike import TRACED, Moment, Run, runs_of
 from offloadtrain.plan.tracing.alike import extended as extend
 from tests.plan.tracing.models import CONFIGS, LENGTH

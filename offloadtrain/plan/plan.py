@@ -294,7 +294,10 @@ class Plan:
     @property
     def device_has_room(self) -> bool:
         """Whether what is on a device fits there; a CPU has the host's memory alone."""
-        return self.machine.on_cpu or sum(self.device.values()) <= self.device_room
+        if self.machine.on_cpu:
+            return True
+        room = self.device_room  # the engine's memory is known at once; activations take a trace
+        return sum(self.engine_device.values()) <= room and sum(self.device.values()) <= room
 
     @property
     def has_room(self) -> bool:
@@ -332,9 +335,10 @@ class Plan:
             return max(host, 0)
         return max(host, 0) + max(sum(self.device.values()) - self.device_room, 0)
 
-    @property
+    @cached_property
     def fits(self) -> bool:
-        return not self.problems
+        # The engine's memory is known at once; activations take a trace.
+        return not self._problems(self.needed, self.engine_device) and not self.problems
 
 
 def make(

@@ -1,7 +1,6 @@
 """What a microbatch takes: bytes of torch, and the work of each block.
 
-Of our own transformer it is counted from the shape. Of any other model `sizing` traces it, which
-knows torch; a plan takes that as it is.
+`plan.tracing` counts it over fake tensors.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ class Activations:
     Attributes:
         saved: saved activations of all layers but the current one.
         layer: saved activations and temporaries of the current layer.
-        logits: logits, their gradient and the loss's rows; embedding's and final norm's outputs.
+        logits: logits, their gradient and the loss's rows; the outputs of the embedding and of the
+            final norm, and what keeps documents apart.
         gradients: gradients of weights, until the engine takes them.
-        documents: with packing = "isolated", what keeps documents apart: the bias of attention,
-            and the rotary tables of each sequence.
         moment: time of the peak, "loss" or "backward".
     """
 
@@ -30,12 +28,11 @@ class Activations:
     layer: int
     logits: int
     gradients: int
-    documents: int
     moment: str
 
     @property
     def total(self) -> int:
-        return self.saved + self.layer + self.logits + self.gradients + self.documents
+        return self.saved + self.layer + self.logits + self.gradients
 
     def owners(self) -> dict[str, int]:
         """Return the parts by their names in a plan."""
@@ -44,7 +41,6 @@ class Activations:
             "one layer at work": self.layer,
             "logits and loss": self.logits,
             "gradients in flight": self.gradients,
-            "attention within documents": self.documents,
         }
         return {owner: size for owner, size in named.items() if size}
 

@@ -184,7 +184,7 @@ def _metered(
 ) -> list[Moment]:
     copied = fake_model(model, mode, runs)
     with mode, _without_addresses():
-        traced = _offloaded(copied, _as_traced(config, model, runs), meter)
+        traced = _offloaded(copied, _of_some_layers(config, model, runs), meter)
         storages = [param.untyped_storage() for param in copied.parameters()]
         meter.weights = frozenset(storage._cdata for storage in storages)
         with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
@@ -216,19 +216,27 @@ class _HostMemory(MetaArena):
         return super().map(requests)
 
 
-def _as_traced(config: OffloadConfig, model: nn.Module, runs: Sequence[Run]) -> OffloadConfig:
+def traced_options(config: OffloadConfig) -> OffloadConfig:
     """Return the options that affect torch's allocations, the others at their defaults."""
-    left_out = {run.names[at] for run in runs for at in run.skipped}
-    layers = [part.name for part in partition(model) if part.repeated]
-    again = [name for name in config.activations.recomputed_of(layers) if name not in left_out]
     return OffloadConfig(
         precision=config.precision,
         activation=config.activations.mode,
-        recompute_blocks=len(again) if config.activations.recompute_blocks is not None else None,
+        recompute_blocks=config.activations.recompute_blocks,
         offload_saved_above=config.activations.offload_saved_above,
         keep_fp32=config.weights.keep_fp32,
         cast_inputs=config.activations.cast_inputs,
     )
+
+
+def _of_some_layers(config: OffloadConfig, model: nn.Module, runs: Sequence[Run]) -> OffloadConfig:
+    """Return the options of a trace without the skipped layers of the runs."""
+    options, count = traced_options(config), config.activations.recompute_blocks
+    if count is None:
+        return options
+    left_out = {run.names[at] for run in runs for at in run.skipped}
+    layers = [part.name for part in partition(model) if part.repeated]
+    again = [name for name in config.activations.recomputed_of(layers) if name not in left_out]
+    return options.replace(recompute_blocks=len(again))
 
 
 def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloaded:
@@ -311,7 +319,7 @@ def _as_step(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
     at = "backward" if working else "loss"
     return TracedStep(
         {name: _cost(works, name) for name in names},
-        Activations(saved, working, outside, gradients, 0, at),
+        Activations(saved, working, outside, gradients, at),
         tuple(size for moment in moments for size in moment.input_sizes),
     )
 

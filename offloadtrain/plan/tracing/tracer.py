@@ -114,7 +114,7 @@ def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
     of_small, of_large = small.activations, large.activations
     sizes = {
         key: rounded_up(getattr(of_small, key), getattr(of_large, key))
-        for key in ("saved", "layer", "logits", "gradients", "documents")
+        for key in ("saved", "layer", "logits", "gradients")
     }
     return TracedStep(
         {name: _mixed_cost(small.blocks[name], cost, mixed) for name, cost in large.blocks.items()},

@@ -19,7 +19,7 @@ import offloadtrain as ot
 from offloadtrain.cli.main import main
 from offloadtrain.engine import ModelError
 from offloadtrain.plan.search import largest
-from offloadtrain.plan.search.published_models import MODELS
+from offloadtrain.plan.search.largest import MODELS
 from offloadtrain.train.trainer import Trainer
 from tests.small_buffers import small_doctor
 

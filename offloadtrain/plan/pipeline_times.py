@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.placement import Placement
-from offloadtrain.plan.prediction import Prediction
-from offloadtrain.plan.times import with_micro_steps
+from offloadtrain.plan.times import Prediction, with_micro_steps
 from offloadtrain.step.program.operations import Lane
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.pipeline_drive import (

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
-from offloadtrain.config.offload import PRECISIONS, OptionError
+from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OptionError
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.optim import MatrixRule
 from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.plan.costs.microbatch import Trace, TracedStep
@@ -182,3 +183,33 @@ def place(
     placed = Placement(config, spec, trace)
     _ = placed.traced  # here, where what cannot be traced is an error of the placement
     return placed
+
+
+def resolved(job: Config, machine: Machine) -> Config:
+    """Return the job with "auto" precision resolved for the machine.
+
+    Raises:
+        PlanError: the machine does not support device, precision or state format.
+    """
+    kind, where = job.device.kind, machine.gpu or "its CPU"
+    if kind != "auto" and (kind == "cpu") != machine.on_cpu:
+        raise PlanError(
+            f"device.kind = {kind!r}, but the machine computes on {where}: choose another machine, "
+            'or set device.kind = "auto"'
+        )
+    precision = job.offload.precision
+    if precision == "auto":
+        precision = machine.auto_precision
+    elif precision not in machine.precisions:
+        raise PlanError(
+            f"offload.precision = {precision!r}, but {where} does not support it: set "
+            f"offload.precision = {' or '.join(machine.precisions)}"
+        )
+    state = job.offload.state.format
+    if precision not in STATE_PRECISIONS[state]:
+        raise PlanError(
+            f"offload.state = {state!r} does not support offload.precision = {precision!r} on "
+            f"{where}: set offload.state = fp32"
+            + (" or int8" if precision in STATE_PRECISIONS["int8"] else "")
+        )
+    return replace(job, offload=job.offload.replace(precision=precision))

@@ -13,19 +13,15 @@ from offloadtrain.config.model_shape import num_block_params
 from offloadtrain.config.ranks_options import names_of
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan import state_share
-from offloadtrain.plan.automatic import FULL, decided
-from offloadtrain.plan.costs.activations import activations, together
-from offloadtrain.plan.costs.disk import Wear, wear
+from offloadtrain.plan.automatic import FULL, decided, largest_share
+from offloadtrain.plan.costs.disk import SaveCost, Wear, save_cost, wear
 from offloadtrain.plan.costs.microbatch import Activations, Trace
-from offloadtrain.plan.costs.save_cost import SaveCost, save_cost
 from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.pipeline_times import PipelineTimes, as_part_of, pipeline_times
-from offloadtrain.plan.placement import Placement, place
-from offloadtrain.plan.prediction import Prediction
-from offloadtrain.plan.resolve import resolved
+from offloadtrain.plan.placement import Placement, place, resolved
 from offloadtrain.plan.stage_balance import balanced
-from offloadtrain.plan.times import predict
+from offloadtrain.plan.times import Prediction, predict
+from offloadtrain.plan.tracing.tracer import activations, together
 from offloadtrain.step.layout.buffer_table import added, disk_owners
 from offloadtrain.step.layout.placement import with_second_copies
 from offloadtrain.step.layout.tiers import Tier
@@ -320,7 +316,7 @@ class Plan:
             return 0.0
         other_bytes = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
         other_bytes += self._more_experts_bytes
-        return state_share.most(self.placed, int(self.device_room * FULL) - other_bytes)
+        return largest_share(self.placed, int(self.device_room * FULL) - other_bytes)
 
     @property
     def balanced_layers(self) -> tuple[int, ...]:

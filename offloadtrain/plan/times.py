@@ -3,18 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.costs.device_time import (
     Seconds,
 )
-from offloadtrain.plan.costs.disk import MICRO_STEPS
+from offloadtrain.plan.costs.disk import MICRO_STEPS, DiskLoad
 from offloadtrain.plan.placement import Placement
-from offloadtrain.plan.prediction import Prediction
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.proof.simulate import Steady, steady
+from offloadtrain.step.proof.simulate import Steady, bound, steady
+
+_SUMS = (
+    *("seconds", "d2h_bytes", "h2d_bytes", "comm_bytes", "dram_bytes"),
+    *("copies_bytes", "copies_s", "parts_bytes", "parts_s", "experts_bytes", "experts_s"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One optimizer step in the long run.
+
+    Attributes:
+        busy_s: lane → seconds of work.
+        exposed_s: lane → seconds the device waited for it.
+        tokens_per_s: of all ranks.
+        tflops: of one rank: 6·N + 12·L·d·T per token, recompute not counted.
+        hardware_tflops: of one rank, recompute counted.
+        mfu: share of the data sheet's FLOPs, recompute not counted; None if unknown.
+        d2h_bytes, h2d_bytes, comm_bytes: of one rank; `h2d_bytes` includes loads.
+        copies_bytes, copies_s: of one rank, what of `comm_bytes` it sends to the ranks that hold
+            the same shard in other copies of the state, and the time of it.
+        parts_bytes, parts_s: of one rank, what it sends to the other parts of its matrices, and the
+            time of the sums, in which the device computes nothing.
+        experts_bytes, experts_s: of one rank, tokens that it sends to experts of other ranks and
+            back, and the time of it, in which the device computes nothing.
+        dram_bytes: memory traffic of one rank's host work.
+        disk: what one rank asks of its drive.
+    """
+
+    seconds: float
+    busy_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+    tokens_per_s: float
+    tflops: float
+    hardware_tflops: float
+    mfu: float | None
+    d2h_bytes: int
+    h2d_bytes: int
+    comm_bytes: int
+    copies_bytes: int
+    copies_s: float
+    parts_bytes: int
+    parts_s: float
+    experts_bytes: int
+    experts_s: float
+    dram_bytes: int
+    disk: DiskLoad
+
+    @property
+    def exposed(self) -> float:
+        return sum(self.exposed_s.values())
+
+    def beside(self, other: Prediction) -> Prediction:
+        """Return the work and transfers of two stages on one rank, one after the other."""
+
+        def lanes(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+            return {
+                lane: first.get(lane, 0.0) + second.get(lane, 0.0) for lane in {*first, *second}
+            }
+
+        return replace(
+            self,
+            busy_s=lanes(self.busy_s, other.busy_s),
+            exposed_s=lanes(self.exposed_s, other.exposed_s),
+            **{key: getattr(self, key) + getattr(other, key) for key in _SUMS},
+        )
+
+    @property
+    def bound(self) -> tuple[float, str]:
+        """The busiest lane, or link that lanes share, and its seconds: no schedule is faster."""
+        return bound(self.busy_s)
 
 
 def predict(placed: Placement, machine: Machine) -> Prediction:

@@ -12,8 +12,8 @@ from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.plan.costs.microbatch import Trace
-from offloadtrain.plan.resolve import resolved
-from offloadtrain.plan.tracing.shape import ShapeTrace
+from offloadtrain.plan.placement import resolved
+from offloadtrain.plan.tracing.tracer import ShapeTrace
 
 
 def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:

@@ -15,7 +15,7 @@ from offloadtrain.config.units import format_count
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.search import largest, question, suggest
-from offloadtrain.plan.search.published_models import MODELS
+from offloadtrain.plan.search.largest import MODELS
 from tests import levels
 from tests.small_buffers import small_doctor
 

@@ -25,9 +25,8 @@ from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import as_json, text
-from offloadtrain.plan.search.choices import choices_of
 from offloadtrain.plan.search.compare import compare
-from offloadtrain.plan.search.suggest import applied, nearest, single_changes
+from offloadtrain.plan.search.suggest import applied, choices_of, nearest, single_changes
 from offloadtrain.plan.search.why import why
 from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo

@@ -11,9 +11,8 @@ import torch
 from offloadtrain.config import loss_parts
 from offloadtrain.config.job import Config
 from offloadtrain.model.transformer import LossTerms, Transformer
-from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.placement import place
-from offloadtrain.plan.tracing.shape import traced_microbatch
+from offloadtrain.plan.tracing.tracer import activations, traced_microbatch
 from offloadtrain.train.build import offload_job
 from tests.plan.test_memory import GPT, job
 from tests.plan.tracing.measured import most_allocated as most_allocated_in

@@ -14,10 +14,9 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import find
 from offloadtrain.model import loss
-from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.plan.plan import make
-from offloadtrain.plan.tracing.shape import traced_microbatch
+from offloadtrain.plan.tracing.tracer import activations, traced_microbatch
 from offloadtrain.step.layout import step_spec as spec
 from tests.plan.test_activations import most_allocated
 from tests.plan.test_memory import booked, planned

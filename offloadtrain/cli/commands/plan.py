@@ -215,7 +215,7 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     model that cannot be traced is planned by its shape, with one message on stderr."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import of_stage, shared
-    from offloadtrain.plan.resolve import resolved
+    from offloadtrain.plan.placement import resolved
     from offloadtrain.plan.tracing.step import TraceError
     from offloadtrain.train.build import described
     from offloadtrain.train.job_trace import tracer_of
@@ -292,7 +292,7 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
 
 
 def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
-    from offloadtrain.plan.resolve import resolved
+    from offloadtrain.plan.placement import resolved
     from offloadtrain.plan.search import pipeline_search
 
     if config.hf is not None:

@@ -32,7 +32,8 @@ class Placement:
     Attributes:
         config: the rank's part of the job (`batch_split.shared`), its precision resolved.
         spec: the spec of the rank's step.
-        trace: tells what a microbatch of the model takes; None: of our transformer, its shape does.
+        trace: of a microbatch of the model; None: activations are those of our transformer of its
+            shape (`tracing.tracer`), and times are counted from that shape.
     """
 
     config: Config

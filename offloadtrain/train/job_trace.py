@@ -1,8 +1,8 @@
-"""The trace of a job's microbatch: what a plan takes where the shape of the model does not tell it.
+"""The trace of a job's microbatch, where a plan needs more than that of our transformer's shape.
 
 With `offload.activation = "offload_saved"` each tensor that autograd saves goes to the host by its
-own size. A shape tells their sum; the trace of the module knows each one. So it does for
-`offload.recompute_blocks = "auto"` with a model of transformers.
+own size, which the layout of the host's memory needs. With `offload.recompute_blocks = "auto"` a
+model of transformers is traced itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from offloadtrain.plan.tracing.tracer import ShapeTrace
 
 
 def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
-    """Return the trace that a plan of this job must have; None: the shape of its model tells it."""
+    """Return the trace that a plan of this job must have; None: that of its shape is enough."""
     needed = job.offload.activations.mode == "offload_saved"
     # Of other models than ours the shape estimates activations, too coarsely to fill a device.
     needed = needed or (job.hf is not None and job.offload.activations.recompute_blocks == "auto")

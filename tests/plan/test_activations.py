@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from offloadtrain.config import loss_parts
+from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.placement import place
-from offloadtrain.plan.tracing.tracer import activations, traced_microbatch
+from offloadtrain.plan.tracing.tracer import ShapeTrace, activations, traced_microbatch
 from offloadtrain.train.build import offload_job
 from tests.plan.test_memory import GPT, job
 from tests.plan.tracing.measured import most_allocated as most_allocated_in
@@ -120,6 +121,25 @@ def test_documents_apart_take_what_is_planned(shape: str, policy: str) -> None:
     planned = [activations(place(one), on_cpu=True).total for one in (config, plain)]
     more = most_allocated(config) - most_allocated(plain)
     assert more == pytest.approx(planned[0] - planned[1], rel=0.15)
+
+
+def test_dropout_on_a_gpu_keeps_a_byte_per_element() -> None:
+    """Of the two residual branches of each layer; fused attention keeps no scores for it."""
+    dropped = sized("gpt with dropout", "tokens", offload__precision="bf16")
+    plain = replace(dropped, model=replace(dropped.model, dropout=0.0))
+    saved = [activations(place(config), on_cpu=False).saved for config in (dropped, plain)]
+    tokens = dropped.train.micro_batch * dropped.data.seq_len
+    assert saved[0] - saved[1] == dropped.model.num_layers * 2 * tokens * dropped.model.d_model
+
+
+def test_another_model_is_estimated_by_its_width_where_its_heads_do_not_divide_it() -> None:
+    """Such as one of width 2880 with 64 heads of 64; its own patterns of names do not matter."""
+    base = sized("llama", "tokens")
+    other = replace(base, hf=HfModel(hf="other"), model=replace(base.model, num_heads=24))
+    other = replace(other, offload=other.offload.replace(keep_fp32=("*.router.*",)))
+    trace = ShapeTrace(on_cpu=False)
+    assert other.model.problems() and trace(other).activations.saved > 0
+    assert trace(other).activations.total == pytest.approx(trace(base).activations.total, rel=0.3)
 
 
 def test_more_of_anything_needs_more() -> None:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from offloadtrain.config.job import Config
 
@@ -21,14 +23,12 @@ class Activations:
         logits: logits, their gradient and the loss's rows; the outputs of the embedding and of the
             final norm, and what keeps documents apart.
         gradients: gradients of weights, until the engine takes them.
-        moment: time of the peak, "loss" or "backward".
     """
 
     saved: int
     layer: int
     logits: int
     gradients: int
-    moment: str
 
     @property
     def total(self) -> int:
@@ -60,7 +60,11 @@ class AttentionKind:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True)
+def _counts() -> defaultdict[Any, float]:
+    return defaultdict(float)
+
+
+@dataclass(slots=True)
 class Work:
     """What operations compute and move.
 
@@ -73,8 +77,8 @@ class Work:
         recomputed: FLOPs of products and attention that ran before.
     """
 
-    products: Mapping[float, float] = field(default_factory=dict)
-    attention: Mapping[AttentionKind, float] = field(default_factory=dict)
+    products: dict[float, float] = field(default_factory=_counts)
+    attention: dict[AttentionKind, float] = field(default_factory=_counts)
     nbytes: float = 0.0
     launches: float = 0.0
     recomputed: float = 0.0
@@ -82,6 +86,16 @@ class Work:
     @property
     def flops(self) -> float:
         return sum(self.products.values()) + sum(self.attention.values())
+
+    def add(self, other: Work) -> None:
+        """Count the work of other operations, too."""
+        for width, flops in other.products.items():
+            self.products[width] += flops
+        for kind, flops in other.attention.items():
+            self.attention[kind] += flops
+        self.nbytes += other.nbytes
+        self.launches += other.launches
+        self.recomputed += other.recomputed
 
 
 @dataclass(frozen=True, slots=True)

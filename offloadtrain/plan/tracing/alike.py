@@ -44,7 +44,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from offloadtrain.engine.partition import partition
-from offloadtrain.plan.tracing.meter import GRADIENTS, Count, Meter, Place, Segment
+from offloadtrain.plan.costs.microbatch import Work
+from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place, Segment
 
 TRACED, BEFORE = 7, 4
 """Units of a run that are traced, and how many of them are before those that are skipped."""
@@ -252,7 +253,7 @@ class Moment:
     """A segment of a trace; `peak_bytes` is None if it made no tensor."""
 
     place: Place
-    work: Count
+    work: Work
     input_sizes: tuple[int, ...]
     peak_bytes: PeakBytes | None
 
@@ -398,7 +399,7 @@ class AlikePieces:
 
     def _repeat(self, before: int, times: int) -> None:
         """Count the work since the start of that segment so many times more."""
-        work = Count()
+        work = Work()
         for segment in self._meter.segments[before:]:
             work.add(segment.work)
         self._next_segment()

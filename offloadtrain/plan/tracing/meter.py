@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from offloadtrain.engine.autograd.forward_hooks import in_backward
-from offloadtrain.plan.costs.microbatch import AttentionKind
+from offloadtrain.plan.costs.microbatch import AttentionKind, Work
 from offloadtrain.plan.tracing.values import (
     CTC,
     CTC_BACKWARD,
@@ -81,24 +81,6 @@ _MAKES_NOTHING = frozenset(
 """Memory without values."""
 
 
-@dataclass(slots=True)
-class Count:
-    """What the operations of a place compute and move: see `plan.costs.microbatch.Work`."""
-
-    products: Counter[float] = field(default_factory=Counter)
-    attention: Counter[AttentionKind] = field(default_factory=Counter)
-    nbytes: int = 0
-    launches: int = 0
-    recomputed: float = 0.0
-
-    def add(self, other: Count) -> None:
-        self.products.update(other.products)
-        self.attention.update(other.attention)
-        self.nbytes += other.nbytes
-        self.launches += other.launches
-        self.recomputed += other.recomputed
-
-
 @dataclass(frozen=True, slots=True)
 class Operation:
     """A call of torch.
@@ -116,7 +98,7 @@ class Operation:
     again: bool = False
 
 
-def count_operation(work: Count, op: Operation, weights: Set[int]) -> None:
+def count_operation(work: Work, op: Operation, weights: Set[int]) -> None:
     """Add an operation to `work`. `weights`: storages of the model's weights."""
     kind = op.func._overloadpacket
     if kind in _MAKES_NOTHING:
@@ -132,7 +114,7 @@ def count_operation(work: Count, op: Operation, weights: Set[int]) -> None:
         work.nbytes += _moved(op, kind)
 
 
-def _count_product(work: Count, op: Operation, kind: Any, weights: Set[int]) -> None:
+def _count_product(work: Work, op: Operation, kind: Any, weights: Set[int]) -> None:
     first = _PRODUCTS[kind]
     a, b = op.args[first], op.args[first + 1]
     batch = a.shape[0] if a.dim() == b.dim() == 3 else 1
@@ -149,7 +131,7 @@ def _count_product(work: Count, op: Operation, kind: Any, weights: Set[int]) -> 
     work.recomputed += op.again * flops
 
 
-def _count_convolution(work: Count, op: Operation, kind: Any) -> None:
+def _count_convolution(work: Work, op: Operation, kind: Any) -> None:
     weight = op.args[_CONVOLUTIONS[kind]]
     backward = kind is _ATEN.convolution_backward
     inputs = op.args[1] if backward else op.args[0]
@@ -165,7 +147,7 @@ def _count_convolution(work: Count, op: Operation, kind: Any) -> None:
         work.nbytes += sum(map(_nbytes, (*op.inputs, *op.outputs)))
 
 
-def _count_attention(work: Count, op: Operation, kind: Any) -> None:
+def _count_attention(work: Work, op: Operation, kind: Any) -> None:
     if kind in _ATTENTION:
         place, (q, k, v) = _ATTENTION[kind], op.args[:3]
         flops: float = sdpa_flop_count(q.shape, k.shape, v.shape)
@@ -174,7 +156,7 @@ def _count_attention(work: Count, op: Operation, kind: Any) -> None:
         flops = sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
     causal = len(op.args) > place and bool(op.args[place])
     kind_of = AttentionKind(q.shape[-3] * q.shape[-1], k.shape[-2], causal)
-    work.attention[kind_of] += int(flops)
+    work.attention[kind_of] += flops
     work.recomputed += op.again * flops
 
 
@@ -232,7 +214,7 @@ class Segment:
     """
 
     place: Place
-    work: Count = field(default_factory=Count)
+    work: Work = field(default_factory=Work)
     input_sizes: list[int] = field(default_factory=list)
     peak: int = 0
     at_peak: dict[Place, int] = field(default_factory=dict)

@@ -1,10 +1,14 @@
-"""Code outside of the model, as a trace needs it: torch's RMSNorm, the masks of transformers, and
-caches of functions.
+"""Code outside of the model, as a trace needs it: operations of a GPU, the masks of transformers,
+and caches of functions.
 
-[Note: RMSNorm of a GPU]
-torch computes `rms_norm` on a CPU as a chain of operations in fp32, and on a GPU as one kernel, if
-input and weight have one dtype: it reads the input, and keeps the input and a number per row. A
-trace that stands for a GPU runs operations that only say so.
+[Note: Operations of a GPU]
+A torch without CUDA has no fake tensors of a GPU: autograd ends the process at the first. So fake
+tensors are the CPU's, and where the operations of a GPU save other tensors for backward, a trace
+that stands for a GPU runs what saves the same. torch computes `rms_norm` on a CPU as a chain of
+operations in fp32, and on a GPU as one kernel, if input and weight have one dtype: it reads the
+input, and keeps the input and a number per row. Dropout keeps a mask of a byte per element there.
+Attention with dropout is a chain of operations over all scores on a CPU; the fused kernels of a GPU
+draw the dropout themselves and keep what they keep without it.
 
 [Note: Masks of transformers]
 Without a cache, transformers reads the positions of tokens: where they begin anew, sequences are
@@ -68,12 +72,12 @@ class _RmsNorm(torch.autograd.Function):
 
 
 @contextmanager
-def fused_norms(*, on_cpu: bool) -> Iterator[None]:
-    """Let torch's RMSNorm be the kernel of a GPU, unless `on_cpu`."""
+def operations_of_device(*, on_cpu: bool) -> Iterator[None]:
+    """Let torch's operations save what those of a GPU save, unless `on_cpu`."""
     if on_cpu:
         yield
         return
-    chain = F.rms_norm
+    chain, attention = F.rms_norm, F.scaled_dot_product_attention
 
     def normed(
         x: Tensor,
@@ -86,7 +90,24 @@ def fused_norms(*, on_cpu: bool) -> Iterator[None]:
         rows = x.shape[: x.dim() - len(normalized_shape)].numel()
         return cast(Tensor, _RmsNorm.apply(x, weight, rows))  # type: ignore[no-untyped-call]
 
-    with patch.object(F, "rms_norm", normed):
+    def dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    def attended(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **options: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, **options)
+
+    with (
+        patch.object(F, "rms_norm", normed),
+        patch.object(F, "dropout", dropped),
+        patch.object(F, "scaled_dot_product_attention", attended),
+    ):
         yield
 
 

@@ -7,8 +7,8 @@ weights and the batch, lanes that launch nothing, and an arena that maps nothing
 is therefore the one of training, and tensors die when they die in training. Weights stay on the
 device in the trace: where they are has no influence on what torch allocates.
 
-Fake tensors are on the CPU, so CPU kernels decide which tensors are saved for backward. A model
-whose forward reads a tensor's value (`if mask.all()`) cannot be traced.
+Fake tensors are on the CPU, also where a GPU is planned for: [Note: Operations of a GPU] in
+`patches`. A model whose forward reads a tensor's value (`if mask.all()`) cannot be traced.
 """
 
 from __future__ import annotations
@@ -50,8 +50,12 @@ from offloadtrain.plan.tracing.alike import (
     moments_of,
     runs_of,
 )
-from offloadtrain.plan.tracing.meter import GRADIENTS, Count, Meter, Place
-from offloadtrain.plan.tracing.patches import empty_caches_of, fused_norms, masks_as_in_training
+from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place
+from offloadtrain.plan.tracing.patches import (
+    empty_caches_of,
+    masks_as_in_training,
+    operations_of_device,
+)
 from offloadtrain.runtime.arena import Ledger, MetaArena
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -137,7 +141,7 @@ def trace_step(
     traced = partial(_moments, model, loss_of, config, packed)
     parts = partition(model)
     again = config.activations.recomputed_of([part.module for part in parts if part.repeated])
-    with cpu_stands_for(on_cpu=on_cpu), fused_norms(on_cpu=on_cpu):
+    with cpu_stands_for(on_cpu=on_cpu), operations_of_device(on_cpu=on_cpu):
         moments = _extended(traced, runs_of(model, again)) or traced()
     return _as_step(moments, [part.name or "root" for part in parts])
 
@@ -308,28 +312,21 @@ def _no_values(name: str) -> Iterator[None]:
 
 def _as_step(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
     """`names`: of the blocks, in order."""
-    works: dict[Place, Count] = {}
+    works: dict[Place, Work] = {}
     for moment in moments:
         block = moment.place.block if moment.place.block in names else names[-1]
-        works.setdefault(replace(moment.place, block=block), Count()).add(moment.work)
+        works.setdefault(replace(moment.place, block=block), Work()).add(moment.work)
     # Saved in the forward of layers or outside of them, made in backward, or gradients.
     saved, working, outside, gradients = max(
         (moment.peak_bytes for moment in moments if moment.peak_bytes), key=sum
     )
-    at = "backward" if working else "loss"
     return TracedStep(
         {name: _cost(works, name) for name in names},
-        Activations(saved, working, outside, gradients, at),
+        Activations(saved, working, outside, gradients),
         tuple(size for moment in moments for size in moment.input_sizes),
     )
 
 
-def _cost(works: Mapping[Place, Count], block: str) -> BlockCost:
-    forward, backward = (works.get(Place(block, way), Count()) for way in (False, True))
-    return BlockCost(_work(forward), _work(backward))
-
-
-def _work(count: Count) -> Work:
-    return Work(
-        dict(count.products), dict(count.attention), count.nbytes, count.launches, count.recomputed
-    )
+def _cost(works: Mapping[Place, Work], block: str) -> BlockCost:
+    forward, backward = (works.get(Place(block, way), Work()) for way in (False, True))
+    return BlockCost(forward, backward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from typing import TypeVar
 
 import torch
@@ -127,7 +128,7 @@ def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
     }
     return TracedStep(
         {name: _mixed_cost(small.blocks[name], cost, mixed) for name, cost in large.blocks.items()},
-        Activations(**sizes, moment=of_large.moment),
+        Activations(**sizes),
         tuple(map(rounded_up, small.block_inputs, large.block_inputs)),
     )
 
@@ -212,9 +213,13 @@ class ShapeTrace:
         """
         train, shape = config.train, config.rank_shape
         shape = replace(shape, max_seq_len=max(shape.max_seq_len, config.data.seq_len))
+        options = traced_options(config.offload)
+        if config.hf is not None:
+            shape = _with_possible_heads(shape)
         if config.stage is not None:
             shape = replace(shape, router_aux_loss_coef=0.0)
-        options = traced_options(config.offload)
+        if config.hf is not None or config.stage is not None:  # patterns may name other parameters
+            options = options.replace(keep_fp32=())
         if self.divided_inputs:  # they leave autograd for memory of the engine
             options = options.replace(activation="offload")
         return traced_microbatch(
@@ -229,6 +234,17 @@ class ShapeTrace:
                 self.on_cpu,
             )
         )
+
+
+def _with_possible_heads(shape: ModelShape) -> ModelShape:
+    """Return the shape, with fewer heads if those of another model do not divide its width."""
+    candidates = (
+        replace(shape, num_heads=heads, num_kv_heads=gcd(heads, shape.kv_heads))
+        for heads in range(shape.num_heads - 1, 0, -1)
+    )
+    if not shape.problems():
+        return shape
+    return next((fewer for fewer in candidates if not fewer.problems()), shape)
 
 
 class _MeanLoad(Experts):

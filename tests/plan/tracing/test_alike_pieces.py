@@ -15,10 +15,10 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.model import chunked_loss
 from offloadtrain.model import loss as whole_loss
 from offloadtrain.model.piece_sizes import few_stand_for_all, made_of_each
-from offloadtrain.plan.costs.microbatch import TracedStep
+from offloadtrain.plan.costs.microbatch import TracedStep, Work
 from offloadtrain.plan.tracing import step as tracing
 from offloadtrain.plan.tracing.alike import AlikePieces
-from offloadtrain.plan.tracing.meter import Count, Meter
+from offloadtrain.plan.tracing.meter import Meter
 
 ROWS, CLASSES, WIDTH = 96, 640, 16
 
@@ -96,12 +96,12 @@ def test_pieces_that_are_left_out_do_not_run(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("pieces", [3, 4, 30])
 def test_what_pieces_make_is_held_until_all_have_run(pieces: int) -> None:
-    def traced(few: bool) -> tuple[int, Count]:
+    def traced(few: bool) -> tuple[int, Work]:
         with FakeTensorMode(), Meter() as meter:
             with few_stand_for_all(AlikePieces(meter)) if few else nullcontext():
                 made = made_of_each(range(pieces), lambda _: torch.empty(50).sum().view(1))
                 torch.cat(made)
-        work = Count()
+        work = Work()
         for segment in meter.segments:
             work.add(segment.work)
         return max(segment.peak for segment in meter.segments), work

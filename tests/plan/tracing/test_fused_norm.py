@@ -8,22 +8,23 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offloadtrain.plan.tracing.meter import Count, Meter
-from offloadtrain.plan.tracing.patches import fused_norms
+from offloadtrain.plan.costs.microbatch import Work
+from offloadtrain.plan.tracing.meter import Meter
+from offloadtrain.plan.tracing.patches import operations_of_device
 
 ROWS, WIDTH, BF16 = 10, 64, torch.bfloat16
 
 
-def ran(*, on_cpu: bool, weight_dtype: torch.dtype = BF16) -> tuple[Count, int]:
+def ran(*, on_cpu: bool, weight_dtype: torch.dtype = BF16) -> tuple[Work, int]:
     """Return the work of a norm and its backward, and the bytes held between them."""
-    with FakeTensorMode(), fused_norms(on_cpu=on_cpu):
+    with FakeTensorMode(), operations_of_device(on_cpu=on_cpu):
         x = torch.empty(2, ROWS // 2, WIDTH, dtype=BF16, requires_grad=True)
         norm = nn.RMSNorm(WIDTH, dtype=weight_dtype)
         with Meter() as meter:
             out = norm(x)
             held = sum(meter.segments[-1].at_peak.values())
             torch.autograd.grad(out, [x, norm.weight], torch.empty_like(out))
-    work = Count()
+    work = Work()
     for segment in meter.segments:
         work.add(segment.work)
     assert out.shape == x.shape and out.dtype == x.dtype

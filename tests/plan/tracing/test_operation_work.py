@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from offloadtrain.plan.costs.microbatch import AttentionKind
-from offloadtrain.plan.tracing.meter import Count, Meter
+from offloadtrain.plan.costs.microbatch import AttentionKind, Work
+from offloadtrain.plan.tracing.meter import Meter
 
 of_groups = pytest.mark.skipif(
     not hasattr(F, "grouped_mm"), reason="torch 2.9 has no grouped products"
 )
 
 
-def work_of(run: Callable[[], Tensor], *weights: Tensor, backward: bool = False) -> Count:
+def work_of(run: Callable[[], Tensor], *weights: Tensor, backward: bool = False) -> Work:
     """What an operation does, or its backward alone."""
     meter = Meter()
     meter.weights = frozenset(one.untyped_storage()._cdata for one in weights)
@@ -30,7 +30,7 @@ def work_of(run: Callable[[], Tensor], *weights: Tensor, backward: bool = False)
         out = run()
         with meter:
             out.sum().backward()
-    found = Count()
+    found = Work()
     for segment in meter.segments:
         found.add(segment.work)
     return found

@@ -9,7 +9,7 @@ Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradi
 
 from offloadtrain.engine.api import offload, optimizer_of
 from offloadtrain.engine.block import StaleGraphError
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.norm import EngineError

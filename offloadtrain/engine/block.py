@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.absent_reads import AbsentReads, reveal
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks.model_checks import MOVED, ModelError, changed
+from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 

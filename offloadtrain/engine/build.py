@@ -10,23 +10,22 @@ import torch
 from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
-from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
+from offloadtrain.engine.autograd.offload import ActivationOffloader, Offloader, SavedOffloader
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
-from offloadtrain.engine.checks.model_checks import ModelError, has_compiled, keeps_fp32
+from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
+from offloadtrain.engine.checks import ModelError, has_compiled, keeps_fp32
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.experts import skipped_in
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import sharers
-from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.norm import NormMeasure, StagePlace
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.state.load_weights import ParamInit, adopt_weights, view_weights
+from offloadtrain.engine.weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.arena import Arena, Ledger

@@ -1,34 +1,81 @@
 """The engine: a step from the first forward hook to the last upload, over any module tree.
 
 The order of operations is the program's: [Note: The program] in `step.program.program`.
+`PhaseGuard` says which calls are legal in which part of a step.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.checks.phase_guard import PhaseGuard
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.state.salvage import require_on_host
-from offloadtrain.engine.state.saved_state import StateWriter
-from offloadtrain.engine.step_counter import Reporter, StepCounter
-from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
+from offloadtrain.engine.salvage import require_on_host
+from offloadtrain.engine.saved_state import StateWriter
+from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport, warn_of_skips
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.program import Program
+
+
+class PhaseGuard:
+    """Refuses what the phase of the step does not allow."""
+
+    def __init__(self, gradients: Gradients, program: Program) -> None:
+        self._gradients = gradients
+        self._program = program
+        self.closed = False
+        self.in_flight = False
+        """Microbatches of a pipeline without flushes may be between forward and backward."""
+
+    @property
+    def phase(self) -> Phase:
+        if self.closed:
+            return Phase.CLOSED
+        if self._gradients.open:
+            return Phase.BACKWARD
+        return Phase.ACCUMULATED if self._gradients.micro_steps else Phase.FORWARD
+
+    def require_open(self, what: str) -> None:
+        if self.closed:
+            raise EngineError(f"{what} after close(): offload the model again")
+
+    def require_at_rest(self, what: str) -> None:
+        self.require_open(what)
+        if self.in_flight:
+            raise EngineError(
+                f"{what} while microbatches are between forward and backward (schedule = '2bw'): "
+                "call pipeline.drain() on every process first"
+            )
+
+    def require_between_steps(self, what: str) -> None:
+        self.require_at_rest(what)
+        if self.phase is not Phase.FORWARD:
+            raise EngineError(f"{what} between backward and step(): call zero_grad() or step()")
+
+    def require_undecided(self, asked: str) -> None:
+        """Raises EngineError where no step can be clipped or skipped any more."""
+        if not self._program.waits_for_norm:
+            raise EngineError(
+                f"{asked} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
+                "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
+            )
 
 
 class Engine:
@@ -281,7 +328,7 @@ class Engine:
 
     def salvage(self, failure: BaseException) -> None:
         """After a failure of the device: make the state on the host that of `step_count`, without
-        touching the device; see [Note: Salvage] in `engine.state.salvage`. Only reading the state
+        touching the device; see [Note: Salvage] in `engine.salvage`. Only reading the state
         and closing make sense afterwards.
 
         Raises:
@@ -398,3 +445,21 @@ class Engine:
         scale = self.counter.undecided_scale * self._ranks.everyone.size
         used = self.functions.hyperparameters() if self.program.updates_in_backward else None
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)
+
+
+def hook_parameters(engine: Engine, blocks: Sequence[Block]) -> list[Any]:
+    """Report the gradient of every trained parameter to the engine, which they do not keep alive;
+    returns the handles of the hooks."""
+    alive = weakref.ref(engine)
+    return [
+        slot.param.register_post_accumulate_grad_hook(partial(_deliver, alive, block, slot))
+        for block in blocks
+        for bucket in block.buckets
+        for slot in bucket.slots
+    ]
+
+
+def _deliver(engine: weakref.ref[Engine], block: Block, slot: Slot, param: Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.deliver(block, slot)

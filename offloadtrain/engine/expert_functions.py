@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.bucket import Bucket, Delivered
 from offloadtrain.engine.experts import Experts, gaps
-from offloadtrain.engine.gather import Delivered
 from offloadtrain.optim import UpdateRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls

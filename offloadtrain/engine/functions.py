@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.bucket import (
+    Bucket,
+    Delivered,
+    Slot,
+    Targets,
+    fill,
+    flat_gradient,
+    targets_of,
+)
 from offloadtrain.engine.expert_functions import adam_of_used, mark_used, upload_used
-from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
 from offloadtrain.engine.local_part import local
-from offloadtrain.engine.state.saved_state import StateWriter
+from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.disk_arena import DiskArena

@@ -24,12 +24,14 @@ the same all-gathers on every rank. A block is never complete on a rank whose to
 its experts only. So in front of every gather a block is sent as it is once backward has passed it:
 autograd runs nodes in the reverse of the order in which they were made, so nothing is to come for a
 block whose first forward began later than that of the block which backward has come to. On the
-ranks where it is complete it has been sent since the gather before.
+ranks where it is complete it has been sent since the gather before. `InFlight` keeps the forwards
+whose backward is to come.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -39,21 +41,81 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Slot
+from offloadtrain.engine.bucket import Slot, gradient_of
+from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.experts import Experts, agree_on_used
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
-from offloadtrain.engine.memory.memory_map import MemoryMap
-from offloadtrain.engine.offloaded_parameter import gradient_of
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.prefetch_policy import ReduceOrder
 from offloadtrain.step.program.program import Program
+
+
+class InFlight:
+    """Tells when blocks were read in the forward whose backward runs.
+
+    As a rule that is any forward since the last micro-step, as one backward may be of several. In a
+    pipeline microbatches are forward before the backward of earlier ones, in order: each has clocks
+    of its own, since a block's first forward of all says nothing of the others.
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, in_order: bool) -> None:
+        """`in_order`: each backward is that of the oldest forward without one."""
+        self._blocks, self._in_order = blocks, in_order
+        self._earlier: deque[dict[Block, tuple[int, int]]] = deque()
+        """Of every forward but the last one: block → its first and its last clock."""
+        self._foreign_task = -1
+        for block in blocks:
+            block.in_order = in_order
+
+    def forward_begins(self) -> None:
+        """A forward of the model begins that is not part of a backward."""
+        if not self._in_order or not torch.is_grad_enabled():
+            return
+        # If there is one: the first of all follows none, and another may have had its backward.
+        if any(block.first_clock for block in self._blocks):
+            self._earlier.append(
+                {block: (block.first_clock, block.clock) for block in self._blocks}
+            )
+        self._forget()
+
+    def clocks(self, block: Block) -> tuple[int, int]:
+        """Return when the block was first and last read; (0, …): not at all."""
+        return self._earlier[0][block] if self._earlier else (block.first_clock, block.clock)
+
+    def backward_ends(self) -> None:
+        if self._earlier:
+            self._earlier.popleft()
+        else:
+            self._forget()
+
+    def drop(self) -> None:
+        """No backward is to come."""
+        self._earlier.clear()
+        self._forget()
+
+    def will_deliver(self, trained: Sequence[Block]) -> bool:
+        """Tell whether the backward in progress is a plain one of this model: it reaches parameters
+        that a forward has read. One of another model through this one's frozen weights does not."""
+        task = torch._C._current_graph_task_id()
+        if task == self._foreign_task:
+            return False
+        read = (block for block in reversed(trained) if block.first_clock)
+        params = (slot.param for block in read for bucket in block.buckets for slot in bucket.slots)
+        if any(map(is_reached, params)):
+            return True
+        self._foreign_task = task
+        return False
+
+    def _forget(self) -> None:
+        for block in self._blocks:
+            block.first_clock = 0
 
 
 class GradientError(OffloadTrainError):

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Protocol
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.buffers import Ranges
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.memory.memory_map import Ranges
-from offloadtrain.engine.state.salvage import Call, UpdateJournal
+from offloadtrain.engine.salvage import Call, UpdateJournal
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
@@ -55,7 +55,7 @@ class Interpreter:
         cut: the exception that cut operations short. The program assumes that all of them ran, so
             nothing more runs until the step is given up and both restart from memory at rest.
         torn: weights or state may be between two steps then: a restart is impossible.
-        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.state.salvage`.
+        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.salvage`.
     """
 
     def __init__(

@@ -20,9 +20,9 @@ from zlib import crc32
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.checks.part_checks import check_same_gradients
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, Measured
+from offloadtrain.engine.part_checks import check_same_gradients
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 
 

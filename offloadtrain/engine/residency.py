@@ -13,8 +13,8 @@ from torch import Tensor
 from offloadtrain.engine.autograd.absent_reads import AbsentReads
 from offloadtrain.engine.block import CLOSED, Block
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lost_ranks import lost
 from offloadtrain.runtime.process_group import ALONE

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from offloadtrain.engine.api import optimizer_of
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.checks import ModelError
 from offloadtrain.model.experts import Experts
 from offloadtrain.runtime.mesh import DeviceMesh, check_expert_axes, keep_experts
 from offloadtrain.runtime.token_exchange import AllToAll

@@ -17,8 +17,7 @@ from offloadtrain.config.job import Config, OptimConfig
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.config.ranks_options import Stage
-from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec, MatrixSpec
-from offloadtrain.step.layout.bucket_layout import padded, placed
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec, MatrixSpec, padded, placed
 from offloadtrain.step.layout.formats import ADAM_MOMENTS, format_for
 from offloadtrain.step.layout.skipping import experts_in, skips
 

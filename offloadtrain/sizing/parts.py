@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from offloadtrain.config.hf_model import ParamShape, PartShape
-from offloadtrain.engine.checks.model_checks import keeps_fp32
+from offloadtrain.engine.checks import keeps_fp32
 from offloadtrain.engine.param_groups import hidden_matrices
 from offloadtrain.engine.partition import partition
 

@@ -31,11 +31,10 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks.model_checks import ModelError, check_model
-from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.checks import ModelError, check_model
+from offloadtrain.engine.engine import Engine, hook_parameters
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.param_groups import normalise_groups
-from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import partition
 from offloadtrain.model.piece_sizes import cpu_stands_for, few_stand_for_all
 from offloadtrain.optim import AdamW

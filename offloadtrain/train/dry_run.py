@@ -17,8 +17,8 @@ import torch
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
+from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.build import lay_out, make_blocks
-from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
 from offloadtrain.engine.pipeline.decoder_stages import cut_stage

@@ -19,7 +19,7 @@ from benchmarks.architectures import training
 from benchmarks.architectures.cells import CELLS, SAME, Case, deviation
 from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from offloadtrain.engine import optimizer
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.checks import ModelError
 from tests import levels
 from tests.benchmarks.rows import by_level
 

@@ -38,7 +38,7 @@ def fast(run: Callable[..., Any], *args: Any, scale: float = SCALE, **options: A
         return LossScaler(scale=scale, growth_interval=2, hysteresis=hysteresis)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offloadtrain.engine.step_counter.LossScaler", scaler)
+        patch.setattr("offloadtrain.engine.step_report.LossScaler", scaler)
         patch.setattr("tests.distributed.test_pipeline.STEPS", 14)
         return run(*args, **options)
 

@@ -21,10 +21,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine.autograd import recompute
-from offloadtrain.engine.autograd.activation_offload import ActivationError, ActivationOffloader
+from offloadtrain.engine.autograd.offload import ActivationError, ActivationOffloader
+from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes

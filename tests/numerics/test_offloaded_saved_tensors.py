@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.autograd.activation_offload import ActivationError
-from offloadtrain.engine.autograd.saved_offload import SavedOffloader
+from offloadtrain.engine.autograd.offload import ActivationError, SavedOffloader
 from tests.sizing.measured import most_allocated
 
 SAVED: dict[str, Any] = {"activation": "offload_saved", "offload_saved_above": 0}

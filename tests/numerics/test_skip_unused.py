@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.state.salvage import SalvageError
+from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend

@@ -30,7 +30,7 @@ def test_resume_is_bit_exact(
     tmp_path: Path, stop_after: StopAfter, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     fast = partial(LossScaler, scale=64.0, growth_interval=3)  # grows within the test
-    monkeypatch.setattr("offloadtrain.engine.step_counter.LossScaler", fast)
+    monkeypatch.setattr("offloadtrain.engine.step_report.LossScaler", fast)
     job = small_job(tmp_path, f"offload.precision={precision}")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert run(job, whole) == 0

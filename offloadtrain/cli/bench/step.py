@@ -23,8 +23,7 @@ from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.layout.bucket_layout import padded
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec, padded
 from offloadtrain.step.layout.formats import format_for
 from offloadtrain.step.layout.placement import lay_out
 from offloadtrain.step.layout.step_spec import StepSpec

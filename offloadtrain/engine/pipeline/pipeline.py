@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig, OffloadOptions, chosen_options
 from offloadtrain.config.ranks_options import NO_FLUSH, kept_without_flush
-from offloadtrain.engine.api import attach
-from offloadtrain.engine.checks.agreement import check_alike
-from offloadtrain.engine.checks.model_checks import check_arguments
-from offloadtrain.engine.compute_device import resolve_device
+from offloadtrain.engine.api import attach, check_alike, resolve_device
+from offloadtrain.engine.checks import check_arguments
 from offloadtrain.engine.experts import check_names
 from offloadtrain.engine.norm import StagePlace, Stages
 from offloadtrain.engine.pipeline.decoder_probe import check_stages
@@ -29,7 +27,7 @@ from offloadtrain.engine.pipeline.stage_modules import (
     divide,
     output_of,
 )
-from offloadtrain.engine.state.load_weights import ParamInit
+from offloadtrain.engine.weights import ParamInit
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from offloadtrain.engine.experts import merged_steps
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
-from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
+from offloadtrain.engine.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.engine.step_report import StepReport
 from offloadtrain.optim import LossScaleError
 from offloadtrain.runtime.lanes import Timeline

@@ -13,19 +13,77 @@ hold different experts are neighbours.
 A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
 *every* rank's shard, one behind the other in the slot, so that a reduce-scatter of the slot leaves
 each rank the part of its own shard.
+
+[Note: Spill]
+A save copies some state first, so that the next updates need not wait for its writing. It writes
+buckets in the order of the updates that wait for them, so the last update waits longest. The
+*spill* is host memory for the end of that order: the last bytes of state that it holds. A save
+copies them into it on the host lane, behind the updates so far, and writes them from there. The
+next updates wait for the other writes only, and the last of these ends earlier by the time that the
+disk needs for the spill. Which bytes these are follows from sizes alone: a copy at memory's speed
+costs less than a choice by how far the disk has come, and one program stands for every speed of the
+disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.layout.bucket_layout import ALIGN
-from offloadtrain.step.layout.spill import SPILL_BLOCK, SpillPart, spill
+from offloadtrain.step.layout.block_spec import ALIGN, BlockSpec, BucketSpec
 from offloadtrain.step.layout.tiers import Tier
+
+SPILL_BLOCK = 4096
+"""Bytes: the unit in which state is cut, a multiple of what disks write without a copy."""
+
+
+class SpillPart(NamedTuple):
+    """The end of one field of a bucket's state.
+
+    Attributes:
+        field: its number.
+        lo, hi: the values that are copied; `hi` is the field's end.
+        offset: the place of the first one in the bucket's spill, in values.
+        blocks: of `SPILL_BLOCK`, the room that they take.
+    """
+
+    field: int
+    lo: int
+    hi: int
+    offset: int
+    blocks: int
+
+
+Fields = Sequence[tuple[int, int]]
+"""(values, bytes of a value) of each field of a bucket."""
+
+
+def spill(buckets: Iterable[tuple[str, Fields]], limit: int) -> Mapping[str, Sequence[SpillPart]]:
+    """Return the bucket's name → the parts of it that are copied.
+
+    Args:
+        buckets: in the order in which they are written.
+        limit: bytes that the parts of all buckets may take.
+    """
+    room, spilled = limit // SPILL_BLOCK, {}
+    for name, fields in reversed(list(buckets)):
+        parts, used = [], 0
+        # The last blocks of its fields, the last field first.
+        for number, (numel, size) in reversed(list(enumerate(fields))):
+            of_field = -(-numel * size // SPILL_BLOCK)
+            blocks = min(of_field, room - used)
+            if blocks:
+                lo = (of_field - blocks) * SPILL_BLOCK // size
+                parts.append(SpillPart(number, lo, numel, used * SPILL_BLOCK // size, blocks))
+                used += blocks
+        if parts:
+            spilled[name] = parts[::-1]
+            room -= used
+    return spilled
+
 
 RING_SLOTS = 2
 """One slot is filled while the other is copied."""
@@ -216,7 +274,7 @@ class StepSpec:
 
     @cached_property
     def spilled(self) -> Mapping[str, Sequence[SpillPart]]:
-        """Bucket → what a save copies of its state; see [Note: Spill] in `spill.py`."""
+        """Bucket → what a save copies of its state; see [Note: Spill]."""
         on_host = (bucket for bucket in self.save_order if bucket.state_tier is Tier.HOST)
         sizes = [(bucket.name, bucket.field_sizes) for bucket in on_host]
         return spill(sizes, self.config.memory.checkpoint_spill)

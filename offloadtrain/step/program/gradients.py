@@ -13,7 +13,7 @@ instead.
 The device's sums of squares come down into pinned memory by a copy that nobody waits in. Where all
 state is on the host, it is behind the copies of the gradients, so that step() waits for these, too:
 a decided step needs the device no more and can be finished without it ([Note: Salvage] in
-`engine.state.salvage`). The update begins no later: its first bucket is that of the first forward,
+`engine.salvage`). The update begins no later: its first bucket is that of the first forward,
 whose gradient comes down last.
 """
 

@@ -24,7 +24,7 @@ from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.activations import ActivationPath
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.disk import DiskPath, GradientSlots
+from offloadtrain.step.program.disk import DiskPath, GradientSlots, SavePath
 from offloadtrain.step.program.gradients import GradientPath
 from offloadtrain.step.program.modes import (
     Decision,
@@ -36,7 +36,6 @@ from offloadtrain.step.program.modes import (
 )
 from offloadtrain.step.program.operations import Kind, Lane, Launch, Operations
 from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
-from offloadtrain.step.program.saves import SavePath
 from offloadtrain.step.program.streaming import Streaming
 from offloadtrain.step.program.two_versions import TwoVersions
 from offloadtrain.step.program.updates import UpdatePath

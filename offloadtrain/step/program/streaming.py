@@ -6,7 +6,7 @@ device only while a slot holds them. A use is the block's forward, or the unpack
 saved weights in backward. Each use gives the block a slot and makes compute wait for its load. The
 blocks that come next are loaded ahead, in the access order of the step before; another order gives
 the same result and is slower. Layers have some slots in turn; large blocks outside of layers, in
-ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.layout.streamed_blocks`). Weights
+ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.layout.placement`). Weights
 on the device are clean, so eviction copies nothing: the slot is free once compute has done what it
 was given before. Two things pin a block: a running forward of it, and its backward, from the first
 unpacking of something saved in its forward until something is unpacked that was saved earlier

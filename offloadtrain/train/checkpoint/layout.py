@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from offloadtrain.engine.state.saved_state import FlatState, Piece
+from offloadtrain.engine.saved_state import FlatState, Piece
 from offloadtrain.hardware.direct_io import padded, windows
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.process_group import UNTRAINED

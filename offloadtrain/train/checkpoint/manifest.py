@@ -15,7 +15,7 @@ from typing import Any
 
 from offloadtrain.boundary import safe_open
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.state.saved_state import WORKING
+from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.runtime.process_group import UNTRAINED
 from offloadtrain.train.checkpoint.layout import DTYPES, Entry, dense
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from offloadtrain.engine.state.saved_state import WORKING, OwnState
+from offloadtrain.engine.saved_state import WORKING, OwnState
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Ranks
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint, agreed

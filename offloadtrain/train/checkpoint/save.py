@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
+from offloadtrain.engine.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.hardware import atomic_io
 from offloadtrain.runtime.process_group import ALONE, Extent, Ranks
 from offloadtrain.step.program.operations import Written

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from offloadtrain.engine.state.saved_state import WORKING
+from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.process_group import UNTRAINED

@@ -1,4 +1,5 @@
-"""A model's weights into the engine's memory, one module at a time.
+"""The model's weights: into the engine's memory one module at a time, and read, written and saved
+as full tensors or state dicts of an offloaded model.
 
 [Note: Meta parameters]
 A model built under `torch.device("meta")` has shapes and no memory. Its modules get memory and
@@ -10,20 +11,26 @@ state. A parameter stays the same object, so that ties and parameter groups hold
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.autograd.hooks import OfOneModel
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks.model_checks import ModelError, keeps_fp32
-from offloadtrain.engine.checks.part_checks import check_same_weights
+from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as, rebuilt
-from offloadtrain.engine.norm import StagePlace
+from offloadtrain.engine.norm import EngineError, StagePlace
+from offloadtrain.engine.part_checks import check_same_weights
 from offloadtrain.engine.partition import Part
+from offloadtrain.engine.state import StateIO, whole_master
+from offloadtrain.engine.step_report import Phase
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.dtypes import PRECISIONS
@@ -302,3 +309,227 @@ def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
             f"parameter '{name}' has values beyond the range of fp16 (largest "
             f"{master.abs().max().item():.4g}, limit {limit:.4g}): use precision = 'bf16' or 'fp32'"
         )
+
+
+class WeightsOwner(Protocol):
+    """The methods of the optimizer that the hooks call."""
+
+    def synchronize(self) -> None: ...
+    def expect_weights(self, values: Mapping[str, Tensor]) -> None: ...
+    def adopt_written_weights(self) -> None: ...
+    def require_whole_weights(self) -> None: ...
+
+
+class _StateDictHook(OfOneModel):
+    """Refers to the optimizer weakly, and to its engine strongly: that of an optimizer that is
+    dropped in a reference cycle must outlive it, to give the model its weights back."""
+
+    __slots__ = ("_engine", "_from_public_api", "_owner")
+
+    def __init__(self, owner: WeightsOwner, engine: object) -> None:
+        self._owner = weakref.ref(owner)
+        self._engine = engine
+
+
+class _WaitBeforeSaving(_StateDictHook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        owner = self._owner()
+        # torch reads the parameters next, without a forward whose hooks would wait for uploads.
+        if owner is not None:
+            owner.require_whole_weights()
+            owner.synchronize()
+
+
+class _CopyToHost(_StateDictHook):
+    """A state dict of host copies: views of a flat buffer would be saved with all of it."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        # Tied names share one copy.
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
+                # A DTensor itself has no memory, and address 0.
+                key = (local(value).data_ptr(), value.shape)
+                # Always a copy: the next upload writes the memory that the parameter views.
+                if key not in copies:
+                    copies[key] = value.detach().to("cpu", copy=True)
+                state_dict[name] = copies[key]
+
+
+class _AdoptAfterLoading(_StateDictHook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.adopt_written_weights()
+
+
+class _WaitBeforeLoading(_StateDictHook):
+    """A late upload would overwrite what is loaded; masters take the values as they are given."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        owner.require_whole_weights()
+        # torch writes the parameters next: an upload in flight would overwrite them.
+        owner.synchronize()
+        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        owner.expect_weights({k: v for k, v in entries.items() if isinstance(v, Tensor)})
+
+
+def attach_state_dict_hooks(
+    model: nn.Module, owner: WeightsOwner, engine: object
+) -> list[RemovableHandle]:
+    """Hooks of the root module; see the classes."""
+    return [
+        model.register_state_dict_pre_hook(_WaitBeforeSaving(owner, engine)),
+        model.register_state_dict_post_hook(_CopyToHost(owner, engine)),
+        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(owner, engine)),
+        model.register_load_state_dict_post_hook(_AdoptAfterLoading(owner, engine)),
+    ]
+
+
+class WeightsIO(StateIO):
+    """The part of `OffloadOptimizer` that exchanges weights with the model's users.
+
+    Attributes:
+        model: the model that it trains.
+    """
+
+    model: nn.Module
+    _incoming: Given | None = None
+    """Values that are being written into the model."""
+    _written_before: frozenset[nn.Parameter] = frozenset()
+    """Parameters written by others before the values of `_incoming` were."""
+
+    def require_whole_weights(self) -> None:
+        """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
+        if not self.ranks.is_single and any(b.streamed for k in self._blocks for b in k.held):
+            raise ModelError(
+                f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
+                "has no state dict of its own. On every rank, take "
+                "dict(optimizer.full_weights()), or save a checkpoint"
+            )
+
+    @torch.no_grad()
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, a copy of its working weights on the host), one block at a time.
+
+        All ranks must exhaust it: each block is gathered in a collective.
+        """
+        # Mode "delayed" uploads the weights that it holds back.
+        self.synchronize()
+        done: set[nn.Parameter] = set()
+        for block in self._blocks:
+            # Compute waits for the block's load; the next block's runs beside the copies below.
+            block.use()
+            for slot in (slot for bucket in block.held for slot in bucket.slots):
+                done.add(slot.param)
+                # Blocking: the slot may go to another block when the generator goes on.
+                yield slot.name, slot.local.data.to("cpu", copy=True)
+        for name, param in self.model.named_parameters():
+            if param not in done:
+                yield name, param.detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
+        shape), one at a time, in the order of `model.named_parameters()`.
+
+        Frozen parameters have no master: they yield the weights that forward uses, widened to fp32;
+        integers as they are. All ranks must exhaust it, and each receives whole tensors. No step
+        may be taken meanwhile.
+
+        Raises:
+            EngineError: after close().
+        """
+        if self._engine.guard.phase is Phase.CLOSED:
+            raise EngineError("master_weights() after close(), which gives their memory back")
+        # This thread reads masters that Adam on the host lane may still write.
+        self.synchronize()
+        slot_of = {s.param: (b, s) for k in self._blocks for b in k.held for s in b.slots}
+        for name, param in self.model.named_parameters():
+            if param in slot_of:
+                bucket, slot = slot_of[param]
+                rule = self._rules[bucket.group]
+                yield name, whole_master(bucket, slot, rule, bucket.sharers)
+            elif param.is_floating_point():
+                yield name, param.detach().to("cpu", torch.float32, copy=True)
+            else:
+                yield name, param.detach().to("cpu", copy=True)
+
+    def adopt_written_weights(self) -> None:
+        """Set the masters of the parameters that others wrote; moments stay.
+
+        After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
+        16-bit ones that the model had already change nothing. Otherwise, and for parameters written
+        before it, they are the parameters' values. Every rank must give the same ones, or the next
+        step raises a RankError.
+
+        Between backward and `step()`, the step updates the new masters by its gradient.
+
+        Raises:
+            ModelError: for values beyond the range of the working weights.
+            UpdateError: between backward and `step()`, where Adam runs inside backward
+                (`skip_nonfinite` off and no `clip_norm`).
+        """
+        # This thread writes masters, which Adam in flight still uses.
+        self.synchronize()
+        self._engine.program.before_masters_change()
+        incoming = loaded = self._incoming
+        self._incoming = None
+        written, before = frozenset(self._seal.written()), self._written_before
+        if incoming is not None and not incoming.new:
+            incoming, written = None, before
+        report = None if self.ranks.is_single else self._tell_written
+        if adopt_loaded(self._slots(), written, incoming, self._rules, report):
+            self._engine.emit()
+        if report is not None:
+            self._tell_untrained(written, loaded)
+        self._seal.renew()
+
+    def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:
+        """Each rank keeps its shard of what it was given: the next step compares the whole values,
+        or the model would be pieced together from different ones."""
+        if bucket.sharers is self.ranks:
+            self._engine.functions.written(slot.name, values)
+
+    def _tell_untrained(self, written: frozenset[nn.Parameter], incoming: Given | None) -> None:
+        """Record the written frozen parameters and buffers, which every rank keeps in full: the
+        next step compares them, or ranks would train with different models. Running statistics are
+        each rank's own."""
+        values = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
+        changed = [(name, param.data) for name, param in values if param in written]
+        if incoming is not None:
+            statistics = {
+                id(x) for m in self.model.modules() if _keeps_statistics(m) for x in m.buffers()
+            }
+            buffers = [(n, x) for n, x in self.model.named_buffers() if id(x) not in statistics]
+            changed += [(name, buffer) for name, buffer in buffers if name in incoming.names]
+        for name, value in changed:
+            self._engine.functions.written(name, value)
+
+    @torch.no_grad()
+    def expect_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Values, by the model's own names, are about to be written into it; raises as
+        `adopt_written_weights`."""
+        self._engine.program.before_masters_change()
+        self._incoming = Given(self.model, values)
+        self._written_before = frozenset(self._seal.written())
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return norm and bool(module.track_running_stats)

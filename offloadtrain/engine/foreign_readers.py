@@ -6,7 +6,7 @@ left for the host: it clips nothing, returns 0.0 and says nothing; the same hold
 clips, edits or measures gradients itself. `zero_grad()` of a model finds none to drop. torch's
 pipeline schedules divide `.grad` by the number of microbatches, and the zero-bubble ones put it
 together from two halves of a backward: with them gradients would be too large, or not there.
-See `engine.offloaded_parameter`.
+See `engine.bucket`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from offloadtrain.engine.autograd.forward_hooks import in_backward
+from offloadtrain.engine.bucket import gradient_of, observe, release
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.offloaded_parameter import gradient_of, observe, release
 from offloadtrain.engine.pipeline.stage_modules import PipelineError
-from offloadtrain.engine.state.state_dict_hooks import WeightsOwner
 from offloadtrain.engine.step_report import Phase
+from offloadtrain.engine.weights import WeightsOwner
 from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
 
 _log = logging.getLogger(__name__)

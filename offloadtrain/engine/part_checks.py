@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.optim import AnyRule, keeps_whole
 from offloadtrain.runtime.process_group import RankError, Ranks

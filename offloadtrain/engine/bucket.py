@@ -229,10 +229,11 @@ class Bucket:
     def state(self) -> tuple[Buffer, ...]:
         """The format's fields, master weights first; none for frozen weights. Where they are on the
         disk: views of the mapped file, to be used while the lanes are empty."""
-        kind = Memory.STATE_FILE if self.spec.is_on_disk else Memory.STATE
+        name, rows = self.spec.name, self.memory.table.rows
+        in_file = BufferKey(name, Memory.STATE_FILE) in rows
+        kind = Memory.STATE_FILE if in_file else Memory.STATE
         fields = range(len(self.format.fields(self.spec.moments)) if self.is_trained else 0)
-        keys = (BufferKey(self.name, kind, self.copy, number) for number in fields)
-        return tuple(self.memory[key] for key in keys)
+        return tuple(self.memory[BufferKey(name, kind, self.copy, number)] for number in fields)
 
     @property
     def is_trained(self) -> bool:
@@ -286,6 +287,13 @@ class Bucket:
         """Return [lo, hi) of a parameter's elements in the shard of each rank, in rank order."""
         starts = range(0, self.numel, self.shard_numel)
         return [_piece(slot, lo, lo + self.shard_numel) for lo in starts]
+
+    def take_gradients(self) -> Delivered:
+        """Remove the gradients that its parameters hold, and return them."""
+        gradients = [(slot, grad) for slot in self.slots if (grad := slot.gradient()) is not None]
+        for slot, _ in gradients:
+            slot.param.grad = None
+        return gradients
 
     @property
     def load_source(self) -> Buffer:

@@ -71,7 +71,7 @@ class PhaseGuard:
 
     def require_undecided(self, asked: str) -> None:
         """Raises EngineError where no step can be clipped or skipped any more."""
-        if not self._program.waits_for_norm:
+        if not self._program.mode.waits_for_norm:
             raise EngineError(
                 f"{asked} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
                 "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
@@ -99,7 +99,7 @@ class Engine:
         self.counter = StepCounter(program.spec.config)
         self.last_step: StepReport | None = None
         self.program = program
-        self._delayed_blocks = program.behind
+        self._delayed_blocks = program.mode.behind
         self._interpreter, self._run = interpreter, interpreter.run
         self.functions = functions
         self._gradients = gradients
@@ -161,7 +161,11 @@ class Engine:
         arrival, complete = self._gradients.deliver(block, slot)
         if arrival is GradStatus.AGAIN:
             self.program.grads_again(block.name)
-        elif arrival is GradStatus.COMPLETE and self.last_step is not None:
+        elif (
+            arrival is GradStatus.COMPLETE
+            and self.program.mode.follows_backward
+            and self.last_step is not None
+        ):
             early = self._decision()
             # Modes that update early launch Adam here, concurrently with the rest of backward. Not
             # in the first step, whose backward shows which blocks deliver twice.
@@ -443,7 +447,7 @@ class Engine:
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.undecided_scale * self._ranks.everyone.size
-        used = self.functions.hyperparameters() if self.program.updates_in_backward else None
+        used = self.functions.hyperparameters() if self.program.mode.updates_in_backward else None
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)
 
 

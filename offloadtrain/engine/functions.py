@@ -151,7 +151,7 @@ class Functions:
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
         # With the last piece the function is the only owner of the gradients: they are freed when
         # it has run on compute, before the next node of backward allocates.
-        if op.hi == bucket.shard_numel:
+        if op.hi == bucket.hi - bucket.lo:
             self.delivered.pop(op.owner, None)
 
         def gather(flat: Tensor) -> None:
@@ -166,8 +166,9 @@ class Functions:
         complete = len(delivered) == len(bucket.slots)
         if complete and (cached := self._targets.get(key)):
             return cached
-        each = range(bucket.spec.ranks if op.hi - op.lo < bucket.shard_numel else 1)
-        starts = [rank * bucket.shard_numel + op.lo for rank in each]
+        shard_numel = bucket.hi - bucket.lo
+        each = range(bucket.spec.ranks if op.hi - op.lo < shard_numel else 1)
+        starts = [rank * shard_numel + op.lo for rank in each]
         targets = targets_of(flat, starts, [slot for slot, _ in delivered])
         if complete:
             self._targets[key] = targets
@@ -249,8 +250,9 @@ class Functions:
             return self._apply(bucket, rule, group)
         if bucket.experts is not None:
             return adam_of_used(op, bucket, rule, group, seed)
-        format, layout = bucket.format, bucket.layout
-        fields, emits = len(bucket.state), not format.holds_weight
+        format, layout = bucket.spec.format, bucket.layout
+        emits = not format.holds_weight
+        fields = len(op.writes) - emits
 
         def adam(grad: Tensor, *rest: Tensor) -> None:
             after = rest[-fields:]

@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Slot, gradient_of
+from offloadtrain.engine.bucket import Delivered, Slot, gradient_of
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.experts import Experts, agree_on_used
 from offloadtrain.engine.functions import Functions
@@ -53,7 +53,6 @@ from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.program.prefetch_policy import ReduceOrder
 from offloadtrain.step.program.program import Program
 
 
@@ -116,6 +115,54 @@ class InFlight:
     def _forget(self) -> None:
         for block in self._blocks:
             block.first_clock = 0
+
+
+class ReduceOrder:
+    """The order in which blocks send their gradients. Several ranks have one order for all of them,
+    and a block that is ready before its turn waits.
+
+    Attributes:
+        seen: blocks in the order in which they became ready in this pass.
+    """
+
+    def __init__(self, order: Sequence[int], *, free: bool) -> None:
+        """`free`: every block is sent as soon as it is ready."""
+        self._order = list(order)
+        self._free = free
+        self._next = 0
+        self.seen: dict[int, None] = {}
+
+    def ready(self, block: int) -> list[int]:
+        """Return the blocks to send, in order, now that `block` is ready."""
+        self.seen[block] = None
+        if self._free:
+            return [block]
+        # A ready block is held back until all before it are sent: ranks match collectives by their
+        # order, and another one would sum gradients of different blocks.
+        due = list(takewhile(lambda b: b in self.seen, self._order[self._next :]))
+        self._next += len(due)
+        return due
+
+    @property
+    def awaited(self) -> int | None:
+        """The block whose turn it is, which is not ready; None if all were sent, or every block is
+        sent as soon as it is ready."""
+        return None if self._free or self._next == len(self._order) else self._order[self._next]
+
+    def rest(self) -> list[int]:
+        """Return the blocks that were not sent in this pass, in order."""
+        if self._free:
+            return [block for block in self._order if block not in self.seen]
+        return self._order[self._next :]
+
+    def restart(self) -> None:
+        """A pass has ended."""
+        self._next = 0
+        self.seen = {}
+
+    def agree(self, order: Sequence[int]) -> None:
+        """Set the order, from the next pass on."""
+        self._order = list(order)
 
 
 class GradientError(OffloadTrainError):
@@ -369,7 +416,10 @@ class Gradients:
         """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""
         # The program's last operations have waited for them.
         buckets = [bucket for block in self._trained for bucket in block.buckets]
-        where = {bucket.name: self._program.buckets[bucket.name].measured_on for bucket in buckets}
+        where = {
+            bucket.name: self._program.buckets[bucket.name].gradient.measured_on
+            for bucket in buckets
+        }
         tiers = set(where.values())
         if len(tiers) == 1:
             return self._norms[tiers.pop()]
@@ -423,16 +473,15 @@ class Gradients:
     def _take(self, block: Block) -> None:
         """Send the gradients that the block's parameters hold down, and free them on the device.
         Among ranks every rank sends, zeros where nothing is held."""
-        complete, self._functions.delivered = {}, {}
+        complete: dict[str, bool] = {}
+        delivered: dict[str, Delivered] = {}
         for bucket in block.buckets:
-            pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.gradient()) is not None]
             # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
             # the allocator reuses their memory after it, for the next block's gradients.
-            for slot, _ in pairs:
-                slot.param.grad = None
-            if pairs:
-                complete[bucket.name] = len(pairs) == len(bucket.slots)
-                self._functions.delivered[bucket.name] = pairs
+            if pairs := bucket.take_gradients():
+                complete[bucket.spec.name] = len(pairs) == len(bucket.slots)
+                delivered[bucket.spec.name] = pairs
+        self._functions.delivered = delivered
         ready = self._program.grads_ready(block.name, complete, last=self._in_last)
         self._interpreter.run(ready)
         self._deliveries[block].left = True

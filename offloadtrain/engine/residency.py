@@ -18,7 +18,6 @@ from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lost_ranks import lost
 from offloadtrain.runtime.process_group import ALONE
-from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError
 
@@ -220,7 +219,7 @@ class Residency:
         with torch.inference_mode(False):
             for bucket in (bucket for block in self.streamed for bucket in block.held):
                 # A mapped file lives as long as its views.
-                on_disk = self._program.buckets[bucket.name].source_tier is Tier.DISK
+                on_disk = self._program.buckets[bucket.name].loads_from_file
                 for slot in bucket.slots:
                     if not self._is_single:
                         slot.local.data = slot.local.data.new_empty(0)

@@ -110,12 +110,12 @@ class SplitStep:
 
     def forward_begins(self) -> None:
         """The forward of a microbatch is about to run."""
-        self._in_flight.append(self._engine.program.version)
+        self._in_flight.append(self._engine.program.mode.version)
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         """The backward of the oldest microbatch in flight runs inside."""
-        is_old = self._in_flight.popleft() != self._engine.program.version
+        is_old = self._in_flight.popleft() != self._engine.program.mode.version
         if is_old:
             self._engine.turn(back=True)
         with self._engine.micro_step():

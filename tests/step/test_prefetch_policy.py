@@ -7,10 +7,10 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.engine.gradients import ReduceOrder
 from offloadtrain.step.program.prefetch_policy import (
     AccessOrder,
     Pool,
-    ReduceOrder,
     next_use,
     prefetches,
     victim,

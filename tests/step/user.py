@@ -234,7 +234,7 @@ class User:
         self._run(self.program.first_sums())
 
     def _free_graphs(self) -> None:
-        for name in tuple(self.program.behind):
+        for name in tuple(self.program.mode.behind):
             if name not in self._again and not self._odd("a graph that stays"):
                 self._run(self.program.graph_freed(name))
                 self._begun = True
@@ -291,7 +291,7 @@ class User:
     def _compute(self, kind: Kind, name: str, pinned: Collection[str]) -> None:
         """The program is told of the use, and not of what runs behind it."""
         self._run(self.program.use(name, pinned))
-        refs = [self.program.buckets[one].whole for one in self._held[name]]
+        refs = [self.program.buckets[one].working for one in self._held[name]]
         self._given[name] = refs
         self._contents.read.clear()
         work = Launch(kind, Lane.COMPUTE, name, tuple(refs))

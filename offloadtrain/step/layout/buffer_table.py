@@ -15,6 +15,7 @@ from offloadtrain.step.layout.buffers import (
     BufferKey,
     BufferSpec,
     BufferTable,
+    Delivery,
     Memory,
     PoolSpec,
     by_owner,
@@ -42,6 +43,7 @@ def buffer_table(spec: StepSpec) -> BufferTable:
         pools(spec),
         sources={bucket.name: tuple(_sources(spec, bucket)) for bucket in streamed},
         staging={bucket.name: _staging(spec, bucket) for bucket in spec.buckets},
+        delivery={bucket.name: _delivery(spec, bucket) for bucket in spec.buckets},
     )
 
 
@@ -338,6 +340,18 @@ def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
     if not spec.holds_sum(bucket):
         return Memory.GRADIENT
     return Memory.NEW_WEIGHTS if spec.has_new_weight_slot(bucket) else Memory.HOST_STAGING
+
+
+def _delivery(spec: StepSpec, bucket: BucketSpec) -> Delivery:
+    """Return the way of new weights from the memory that an update writes."""
+    if spec.loads_from_disk(bucket):
+        return Delivery.FILE
+    if spec.loads_from_host(bucket):
+        if spec.loads_in_turn(bucket):
+            return Delivery.IN_TURN
+        return Delivery.SNAPSHOT if spec.has_snapshot(bucket) else Delivery.IN_PLACE
+    on_device = bucket.update_tier is Tier.DEVICE
+    return Delivery.ON_DEVICE if on_device else Delivery.UPLOAD
 
 
 # Sums, as the Ledger shows them.

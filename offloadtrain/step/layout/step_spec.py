@@ -34,6 +34,8 @@ from typing import NamedTuple
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout.block_spec import ALIGN, BlockSpec, BucketSpec
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.tiers import Tier
 
 SPILL_BLOCK = 4096
@@ -144,6 +146,12 @@ class StepSpec:
     def moves_inputs(self) -> bool:
         """Inputs of repeated blocks leave the place where forward made them."""
         return self.config.activations.mode in ("offload", "offload_saved") or self.input_parts > 1
+
+    @property
+    def input_memory(self) -> Memory:
+        """The kind of the memory that block inputs are moved to."""
+        on_host = self.config.activations.mode != "recompute" or self.input_parts == 1
+        return Memory.HOST_ACTIVATION if on_host else Memory.KEPT_ACTIVATION
 
     @property
     def is_single(self) -> bool:
@@ -285,6 +293,10 @@ class StepSpec:
 
     # The weights of streamed blocks between their uses.
 
+    @cached_property
+    def streamed_blocks(self) -> tuple[BlockSpec, ...]:
+        return tuple(block for block in self.blocks if block.name in self.streamed)
+
     def is_streamed(self, bucket: BucketSpec) -> bool:
         return self.block_of[bucket.name].name in self.streamed
 
@@ -381,8 +393,12 @@ class StepSpec:
 
     def reduced_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of an element of a gradient while ranks sum it."""
+        return ITEMSIZE[self.reduced_dtype(bucket)]
+
+    def reduced_dtype(self, bucket: BucketSpec) -> str:
+        """Return the dtype of a gradient while ranks sum it."""
         wide = bucket.ranks > 1 and self.config.sharding.reduction == "fp32"
-        return 4 if wide else bucket.weight_bytes
+        return "float32" if wide else bucket.dtype
 
     @cached_property
     def _largest_gradient(self) -> int:

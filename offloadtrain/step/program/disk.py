@@ -45,7 +45,7 @@ class DiskPath:
 
     def read(self, bucket: BucketRefs) -> None:
         """Launch what brings the state into a slot, unless it is in one."""
-        if not bucket.spec.is_on_disk or bucket in self._slots:
+        if not bucket.state_files or bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -55,96 +55,27 @@ class DiskPath:
         self._order.reuse(state, () if before is None else before.state())
         # disk_read, beside the update of the bucket before. It waits until the file has what was
         # written last; whoever uses the state waits for it.
-        op = Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_file, state)
+        op = Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_files, state)
         self._order.launch(op, fresh=state[0])
 
     def write(self, bucket: BucketRefs) -> None:
         """Launch what brings new state from its slot to the file."""
-        if not bucket.spec.is_on_disk:
+        if not bucket.state_files:
             return
         # disk_write, beside the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
-        state, file = bucket.state(), bucket.state_file
+        state, file = bucket.state(), bucket.state_files
         self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
 
     def read_ahead(self, buckets: Iterable[BucketRefs]) -> None:
         """Fill the slots for the next update, whose order this is."""
-        on_disk = [bucket for bucket in buckets if bucket.spec.is_on_disk]
+        on_disk = [bucket for bucket in buckets if bucket.state_files]
         for bucket in on_disk[: len(self._slots)]:
             self.read(bucket)
 
     def forget(self) -> None:
         """The lanes are empty, and the files may change past them."""
         self._slots = [None] * len(self._slots)
-
-
-class GradientSlots:
-    """Gives slots to buckets whose gradient is on the disk; of others it does nothing.
-
-    A gradient is written as soon as what a backward brings of it is in its slot, or not at all
-    where its update comes at once ("early").
-    """
-
-    def __init__(self, spec: StepSpec, table: BufferTable, order: Dependencies) -> None:
-        self._order = order
-        self._slots: list[BucketRefs | None] = [None] * table.slots(Memory.GRADIENT)
-        """The bucket whose gradient each slot holds, or held last."""
-        self._next = 0
-        self._written_late = spec.updates_early
-        self._unwritten: set[BucketRefs] = set()
-        """Buckets whose file lacks what the slot holds."""
-
-    def hold(self, bucket: BucketRefs, *, keep: bool) -> None:
-        """Give the gradient a slot.
-
-        Args:
-            keep: what was there of it is needed.
-        """
-        if not bucket.spec.gradient_on_disk or bucket in self._slots:
-            return
-        slot, self._next = self._next, (self._next + 1) % len(self._slots)
-        before, self._slots[slot] = self._slots[slot], bucket
-        if before is not None:
-            self._write(before)
-        left = () if before is None else (before.gradient,)
-        bucket.take_gradient_slot(slot)
-        # The slot changes hands: its first write waits for every use of the bucket before.
-        self._order.reuse((bucket.gradient,), left)
-        if keep:
-            reads, writes = (bucket.ref(Memory.GRADIENT_FILE),), (bucket.gradient,)
-            # disk_read, beside the update of the bucket before. It waits until the file has what
-            # was written last; the update waits for it.
-            op = Launch(Kind.READ_GRADIENT, Lane.DISK_READ, bucket.name, reads, writes)
-            self._order.launch(op, fresh=bucket.gradient)
-
-    def changed(self, bucket: BucketRefs) -> None:
-        """All that is to be written into the slot for now is launched."""
-        if bucket.spec.gradient_on_disk:
-            self._unwritten.add(bucket)
-            if not self._written_late:
-                self._write(bucket)
-
-    def used(self, bucket: BucketRefs) -> None:
-        """Its update is launched: the gradient is not needed any more."""
-        self._unwritten.discard(bucket)
-
-    def step_ends(self) -> None:
-        """No gradient is needed any more."""
-        self._unwritten.clear()
-
-    def reset(self) -> None:
-        """The lanes are empty, and every gradient is given up."""
-        self._slots = [None] * len(self._slots)
-        self._unwritten.clear()
-
-    def _write(self, bucket: BucketRefs) -> None:
-        if bucket not in self._unwritten:
-            return
-        self._unwritten.discard(bucket)
-        # disk_write, beside backward of the next blocks: waits for their last copy down, or for
-        # their sum; the slot's next bucket waits for it.
-        reads, writes = (bucket.gradient,), (bucket.ref(Memory.GRADIENT_FILE),)
-        self._order.launch(Launch(Kind.WRITE_GRADIENT, Lane.DISK_WRITE, bucket.name, reads, writes))
 
 
 _Parts = Sequence[tuple[Written, Ref]]

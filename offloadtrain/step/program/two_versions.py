@@ -45,7 +45,7 @@ class TwoVersions(Exact):
             for bucket in (bucket for _, buckets in order for bucket in buckets):
                 # All of them before the first update: a load waits for its block's copy only.
                 self._updates.keep(bucket)
-                bucket.beside = True
+                bucket.updates_other_version = True
             # These uploads wait for compute so far, the last readers of the version before among
             # it, and run beside what compute is given from here on.
             self._apply(order, decision)

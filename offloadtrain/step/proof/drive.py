@@ -75,7 +75,7 @@ def _backward(
         # As the engine does: the first backward shows which blocks deliver as expected.
         if last and step > 1:
             done += program.grads_complete(block.name, Decision(step))
-            for name in tuple(program.behind):
+            for name in tuple(program.mode.behind):
                 done += program.graph_freed(name)
     return done
 

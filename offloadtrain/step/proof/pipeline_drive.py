@@ -190,7 +190,7 @@ class Driven:
         if not self._flushes and number % self._micro_steps == 0:
             self._add(self._program.flush())
         self._add(self._program.pass_begins())
-        self._versions[number] = self._program.version
+        self._versions[number] = self._program.mode.version
         inputs = self._inputs[number] = Inputs(self._program, self._input_bytes, self._numbers)
         for reading in self._readings:
             self._add(self._program.use(reading.block))
@@ -200,7 +200,7 @@ class Driven:
     def _backward(self, number: int, marks: list[int]) -> None:
         step, in_step = divmod(number, self._micro_steps)
         last, inputs = in_step + 1 == self._micro_steps, self._inputs.pop(number)
-        is_old = self._versions.pop(number) != self._program.version
+        is_old = self._versions.pop(number) != self._program.mode.version
         if is_old:
             self._add(self._program.turn(back=True))
         for reading in reversed(self._readings):
@@ -216,7 +216,7 @@ class Driven:
             self._add(self._program.grads_ready(block.name, delivered, last=last))
             if last and step > 0:
                 self._add(self._program.grads_complete(block.name, Decision(step + 1)))
-                for name in tuple(self._program.behind):
+                for name in tuple(self._program.mode.behind):
                     self._add(self._program.graph_freed(name))
         if is_old:
             self._add(self._program.turn(back=False))

@@ -275,3 +275,38 @@ def test_the_check_of_lengths_sees_a_long_function() -> None:
     assert list(_too_long(f"def f():\n{body}\n", LONGEST_FUNCTION)) == ["f: 61 lines"]
     told = '    """' + "\n" * LONGEST_FUNCTION + '"""'
     assert list(_too_long(f"def f():\n{told}\n", LONGEST_FUNCTION)) == []
+
+
+OPTIONS_OF_A_STEP = {
+    *("grad_accum_steps", "clip_norm", "skip_nonfinite", "precision", "loss_scale_hysteresis"),
+    *("update", "warmup_steps"),
+}
+"""Clipping, accumulation, loss scale and update mode: what no buffer says."""
+OF_BUILDING = {"api.py", "build.py", "checks.py", "experts.py", "optimizer.py", "weights.py"}
+"""Files of `engine/` that make the layout and the engine from the options."""
+
+
+def _options_read(source: str) -> set[str]:
+    """Return the attributes of a `config` that are read."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and getattr(node.value, "attr", getattr(node.value, "id", "")) in ("config", "_config")
+    }
+
+
+def test_the_program_and_the_engine_read_no_option_of_placement() -> None:
+    """They see the buffer table, and the plain values that it does not hold."""
+    program = sorted((ROOT / "offloadtrain/step/program").glob("*.py"))
+    engine = sorted((ROOT / "offloadtrain/engine").glob("*.py"))
+    autograd = sorted((ROOT / "offloadtrain/engine/autograd").glob("*.py"))
+    read = {
+        f"{path.name}: {option}"
+        for path in (*program, *engine, *autograd)
+        if path.name not in OF_BUILDING
+        for option in _options_read(path.read_text()) - OPTIONS_OF_A_STEP
+    }
+    assert read == set()
+    assert "working" in _options_read("x = spec.config.working")
+    assert "activations" in _options_read("def f(config): return config.activations.mode")

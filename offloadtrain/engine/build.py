@@ -207,7 +207,7 @@ def make_blocks(
             owner.update((p, block) for _, p in (*owned, *still))
         if blocks:
             blocks[-1].then += tuple(name or root for name in part.tied)
-    _check_names([bucket.name for block in blocks for bucket in block.held])
+    _check_names([bucket.name for block in blocks for bucket in block.all_buckets])
     entries = {
         part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))
         for part in parts
@@ -284,6 +284,6 @@ def _buckets(
 
 def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:
     """Return what takes tensors from autograd and gives them to `moves`."""
-    if spec.config.activations.mode == "offload_saved":
+    if spec.offloads_saved:
         return SavedOffloader(moves, model, spec.config.activations.offload_saved_above)
     return moves if spec.moves_inputs else None

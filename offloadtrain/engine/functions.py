@@ -59,7 +59,7 @@ class Functions:
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
-        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
+        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self._lanes = lanes
         self._ranks = ranks
         self._disk = disk

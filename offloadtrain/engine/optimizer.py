@@ -270,7 +270,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._part_ranks, self._stage_ranks = place.parts, place.stages.ranks
         self.model, self._flips = model, config.update == "speculative"
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        buckets = [bucket for block in self._blocks for bucket in block.held]
+        buckets = [bucket for block in self._blocks for bucket in block.all_buckets]
         moving = [slot.param for bucket in buckets if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
         self._norm_size = ranks.everyone.size * place.stages.ranks.size * place.parts.size
@@ -282,7 +282,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _attach(self, config: OffloadConfig) -> None:
         model, engine, cast_inputs = self.model, self._engine, config.activations.cast_inputs
-        slots = [slot for block in self._blocks for b in block.held for slot in b.slots]
+        slots = [slot for block in self._blocks for b in block.all_buckets for slot in b.slots]
         engine.attached += [
             *hook_parameters(engine, self._blocks),
             *attach_state_dict_hooks(model, self, engine),

@@ -91,7 +91,7 @@ def adopt_weights(
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
             # The host has a shard, which a full parameter cannot view: NaN until the first use.
-            if not ranks.is_single and any(b.streamed for b in block_of[part.module].held):
+            if not ranks.is_single and any(b.streamed for b in block_of[part.module].all_buckets):
                 block_of[part.module].leave_device()
         for _, param in part.parameters:
             if not param.requires_grad and param not in on_host:
@@ -416,7 +416,9 @@ class WeightsIO(StateIO):
 
     def require_whole_weights(self) -> None:
         """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
-        if not self.ranks.is_single and any(b.streamed for k in self._blocks for b in k.held):
+        if not self.ranks.is_single and any(
+            b.streamed for k in self._blocks for b in k.all_buckets
+        ):
             raise ModelError(
                 f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
                 "has no state dict of its own. On every rank, take "
@@ -435,7 +437,7 @@ class WeightsIO(StateIO):
         for block in self._blocks:
             # Compute waits for the block's load; the next block's runs beside the copies below.
             block.use()
-            for slot in (slot for bucket in block.held for slot in bucket.slots):
+            for slot in (slot for bucket in block.all_buckets for slot in bucket.slots):
                 done.add(slot.param)
                 # Blocking: the slot may go to another block when the generator goes on.
                 yield slot.name, slot.local.data.to("cpu", copy=True)
@@ -459,7 +461,7 @@ class WeightsIO(StateIO):
             raise EngineError("master_weights() after close(), which gives their memory back")
         # This thread reads masters that Adam on the host lane may still write.
         self.synchronize()
-        slot_of = {s.param: (b, s) for k in self._blocks for b in k.held for s in b.slots}
+        slot_of = {s.param: (b, s) for k in self._blocks for b in k.all_buckets for s in b.slots}
         for name, param in self.model.named_parameters():
             if param in slot_of:
                 bucket, slot = slot_of[param]

@@ -69,7 +69,7 @@ def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
     blocks: list[BlockSpec] = []
     for part in parts:
         block = _block(part, config, ranks, recomputed=part.name in again)
-        blocks += [block] if block.held else []
+        blocks += [block] if block.all_buckets else []
         if part.tied and blocks:
             blocks[-1] = replace(blocks[-1], then=blocks[-1].then + part.tied)
     return tuple(blocks)

@@ -68,7 +68,7 @@ def _alike(spec: StepSpec) -> bool:
             block.name in spec.second_copies,
             block.recomputed,
             block.then,
-            tuple(replace(bucket, name="") for bucket in block.held),
+            tuple(replace(bucket, name="") for bucket in block.all_buckets),
         )
         for block in layers
     }

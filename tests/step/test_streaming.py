@@ -27,7 +27,7 @@ class Slots:
 
     def __init__(self, spec: StepSpec) -> None:
         table = buffer_table(spec)
-        held = {b.name: [BucketRefs(x, spec, table, 0) for x in b.held] for b in spec.blocks}
+        held = {b.name: [BucketRefs(x, spec, table, 0) for x in b.all_buckets] for b in spec.blocks}
         self.order = Dependencies()
         self.streaming = Streaming(spec, table, self.order, held)
         self.at: dict[str, int] = {}

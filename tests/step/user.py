@@ -81,7 +81,7 @@ class User:
         self._always = always
         self._names = [block.name for block in spec.blocks]
         self._buckets = {b.name: [x.name for x in b.buckets] for b in spec.blocks}
-        self._held = {b.name: [x.name for x in b.held] for b in spec.blocks}
+        self._held = {b.name: [x.name for x in b.all_buckets] for b in spec.blocks}
         self._given: dict[str, list[Ref]] = {}
         """Weights of blocks that were used, until they are changed or leave the device."""
         self._trained = [bucket.name for bucket in spec.buckets]

@@ -397,7 +397,7 @@ def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
     """Return modules in streamed blocks that own parameters → the blocks of these. Not in compiled
     blocks: the compiler would compile each block anew, as their hooks differ."""
     streamed = [b for b in blocks if b.streamed and not _has_compiled(b.module)]
-    owner = {slot.param: block for block in streamed for b in block.held for slot in b.slots}
+    owner = {slot.param: block for block in streamed for b in block.all_buckets for slot in b.slots}
     inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
     blocks_of = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
     return {module: list(dict.fromkeys(owners)) for module, owners in blocks_of.items() if owners}

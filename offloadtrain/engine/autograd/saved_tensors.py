@@ -241,7 +241,7 @@ class SavedTensors:
         for number, slot in enumerate(residency.memory.slots):
             self._owners.add(slot, partial(residency.owner, number))
         for block in residency.streamed:
-            for bucket in block.held:
+            for bucket in block.all_buckets:
                 self._owners.add(block.placeholder(bucket), partial(_raise_absent, block))
 
     def owner(self, tensor: Tensor) -> Block | None:

@@ -188,14 +188,14 @@ class BlockSpec:
     then: tuple[str, ...] = ()
 
     @property
-    def held(self) -> tuple[BucketSpec, ...]:
+    def all_buckets(self) -> tuple[BucketSpec, ...]:
         """All that a forward of the block reads."""
         return self.buckets + self.frozen
 
     @cached_property
     def nbytes(self) -> int:
         """Device memory of the working weights; every bucket starts on 256 bytes."""
-        return sum(bucket.nbytes for bucket in self.held)
+        return sum(bucket.nbytes for bucket in self.all_buckets)
 
 
 def readings_of(blocks: Sequence[BlockSpec]) -> tuple[Reading, ...]:

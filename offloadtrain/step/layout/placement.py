@@ -86,13 +86,13 @@ def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
     """Count the shards of this rank that stay on its device."""
     if spec.config.weights.offloaded:
         return 0
-    shards = (bucket for block in blocks for bucket in block.held)
+    shards = (bucket for block in blocks for bucket in block.all_buckets)
     return sum(bucket.shard_bytes * _versions(spec, bucket) for bucket in shards)
 
 
 def _held_bytes(spec: StepSpec, block: BlockSpec) -> int:
     """Count what a block takes that stays on the device."""
-    return sum(bucket.nbytes * _versions(spec, bucket) for bucket in block.held)
+    return sum(bucket.nbytes * _versions(spec, bucket) for bucket in block.all_buckets)
 
 
 def _versions(spec: StepSpec, bucket: BucketSpec) -> int:

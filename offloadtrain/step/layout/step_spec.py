@@ -148,6 +148,11 @@ class StepSpec:
         return self.config.activations.mode in ("offload", "offload_saved") or self.input_parts > 1
 
     @property
+    def offloads_saved(self) -> bool:
+        """All large memory that autograd saves goes to the host."""
+        return self.config.activations.mode == "offload_saved"
+
+    @property
     def input_memory(self) -> Memory:
         """The kind of the memory that block inputs are moved to."""
         on_host = self.config.activations.mode != "recompute" or self.input_parts == 1
@@ -251,7 +256,7 @@ class StepSpec:
     @cached_property
     def block_of(self) -> dict[str, BlockSpec]:
         """Bucket → its block, frozen ones included."""
-        return {bucket.name: block for block in self.blocks for bucket in block.held}
+        return {bucket.name: block for block in self.blocks for bucket in block.all_buckets}
 
     @cached_property
     def state_slots(self) -> int:
@@ -343,7 +348,7 @@ class StepSpec:
     @cached_property
     def weight_slots(self) -> int:
         """The number of host slots for weights on their way from the disk to the device."""
-        buckets = (bucket for block in self.blocks for bucket in block.held)
+        buckets = (bucket for block in self.blocks for bucket in block.all_buckets)
         return min(RING_SLOTS, sum(map(self.loads_from_disk, buckets)))
 
     @cached_property

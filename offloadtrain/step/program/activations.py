@@ -105,7 +105,7 @@ class ActivationPath:
         self._parts = spec.input_parts
         self._part = part if self._parts > 1 else 0
         self._way = _WAYS[spec.input_memory]
-        self._stays = spec.config.activations.mode == "offload_saved"
+        self._stays = spec.offloads_saved
         self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
         self._ahead = _SAVED_AHEAD if self._stays else 1
         self._saved: dict[int, _Saved] = {}

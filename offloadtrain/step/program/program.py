@@ -60,13 +60,15 @@ class Program:
         self.speculation = Speculation()
         self._order = Dependencies()
         self.buckets = {
-            b.name: BucketRefs(b, spec, table, rank) for block in spec.blocks for b in block.held
+            b.name: BucketRefs(b, spec, table, rank)
+            for block in spec.blocks
+            for b in block.all_buckets
         }
         self._trained: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.buckets] for block in spec.blocks
         }
         self._buckets_of: dict[str, Sequence[BucketRefs]] = {
-            block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
+            block.name: [self.buckets[b.name] for b in block.all_buckets] for block in spec.blocks
         }
         self.streaming = Streaming(spec, table, self._order, self._buckets_of)
         # One ring for both ways: gradients on their way down, weights on their way up.

@@ -117,7 +117,7 @@ class Inputs:
         self._numbers = numbers or count()
         self._saved: dict[Reading, int] = {}
         has_layers = any(block.repeated for block in program.spec.blocks)
-        all_saved = program.spec.config.activations.mode == "offload_saved"
+        all_saved = program.spec.offloads_saved
         self._moved = {
             Reading(block.name)
             for block in program.spec.blocks

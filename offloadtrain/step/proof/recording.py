@@ -140,7 +140,7 @@ def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> lis
     entries: list[Entry] = []
     numbers: dict[Event, int] = {}
     at = _Addresses(spec)
-    sharing = {b.name: b.ranks for block in spec.blocks for b in block.held}
+    sharing = {b.name: b.ranks for block in spec.blocks for b in block.all_buckets}
     for op in operations:
         match op:
             case Launch():

@@ -2,8 +2,8 @@
 
 It knows no model, no data, no job. `partition.py` divides a model into blocks, `build.py`
 allocates, `autograd/` hooks into the user's forward and backward, `gradients.py` and `residency.py`
-report events to the program of `step`, and `interpreter.py` runs its operations on lanes. `state/`
-loads and saves, `pipeline/` has an engine per stage.
+report events to the program of `step`, and `interpreter.py` runs its operations on lanes.
+`state.py` and `weights.py` load and save, `pipeline/` has an engine per stage.
 Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradient's way.
 """
 

@@ -416,10 +416,11 @@ class Gradients:
         """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""
         # The program's last operations have waited for them.
         buckets = [bucket for block in self._trained for bucket in block.buckets]
-        where = {
-            bucket.name: self._program.buckets[bucket.name].gradient.measured_on
-            for bucket in buckets
-        }
+        where: dict[str, Tier] = {}
+        for bucket in buckets:
+            tier = self._program.buckets[bucket.name].gradient.measured_on
+            assert tier is not None
+            where[bucket.name] = tier
         tiers = set(where.values())
         if len(tiers) == 1:
             return self._norms[tiers.pop()]

@@ -122,7 +122,7 @@ class ReduceOrder:
     and a block that is ready before its turn waits.
 
     Attributes:
-        seen: blocks in the order in which they became ready in this pass.
+        ready_blocks: blocks in the order in which they became ready in this pass.
     """
 
     def __init__(self, order: Sequence[int], *, free: bool) -> None:
@@ -130,16 +130,16 @@ class ReduceOrder:
         self._order = list(order)
         self._free = free
         self._next = 0
-        self.seen: dict[int, None] = {}
+        self.ready_blocks: dict[int, None] = {}
 
     def ready(self, block: int) -> list[int]:
         """Return the blocks to send, in order, now that `block` is ready."""
-        self.seen[block] = None
+        self.ready_blocks[block] = None
         if self._free:
             return [block]
         # A ready block is held back until all before it are sent: ranks match collectives by their
         # order, and another one would sum gradients of different blocks.
-        due = list(takewhile(lambda b: b in self.seen, self._order[self._next :]))
+        due = list(takewhile(lambda b: b in self.ready_blocks, self._order[self._next :]))
         self._next += len(due)
         return due
 
@@ -152,13 +152,13 @@ class ReduceOrder:
     def rest(self) -> list[int]:
         """Return the blocks that were not sent in this pass, in order."""
         if self._free:
-            return [block for block in self._order if block not in self.seen]
+            return [block for block in self._order if block not in self.ready_blocks]
         return self._order[self._next :]
 
     def restart(self) -> None:
         """A pass has ended."""
         self._next = 0
-        self.seen = {}
+        self.ready_blocks = {}
 
     def agree(self, order: Sequence[int]) -> None:
         """Set the order, from the next pass on."""
@@ -452,7 +452,7 @@ class Gradients:
         """At the end of the first micro-step: all ranks take rank 0's order, and a block that has
         delivered twice on any rank is sent late on all of them."""
         self._agreed, count = True, len(self._trained)
-        place = {number: position for position, number in enumerate(self._turns.seen)}
+        place = {number: position for position, number in enumerate(self._turns.ready_blocks)}
         places = [float(place.get(number, count)) for number in range(count)]
         flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.

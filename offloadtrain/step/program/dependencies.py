@@ -188,7 +188,7 @@ class Dependencies:
         """Return the uses of each cell; the fields of a state are one cell."""
         if len(refs) == 1:
             return (self._uses[refs[0][:3]],)
-        return [self._uses[cell] for cell in dict.fromkeys(ref[:3] for ref in refs)] if refs else ()
+        return [self._uses[cell] for cell in {ref[:3]: None for ref in refs}] if refs else ()
 
     def _wait_for(
         self, lane: Lane, reads: Iterable[_Use], writes: Iterable[_Use], who: Launch | str

@@ -146,6 +146,8 @@ class BucketRefs:
         return self._shard_of(self.newest)
 
     def _shard_of(self, full: Ref) -> Ref:
+        if self.spec.ranks == 1:
+            return full
         lo = self.rank * self.spec.shard_numel
         return full._replace(lo=lo, hi=lo + self.spec.shard_numel)
 

@@ -14,8 +14,7 @@ from math import isqrt
 from types import SimpleNamespace
 from typing import Any, cast
 
-from offloadtrain.cli.bench.disk import BYTES_PER_PARAM, _engine
-from offloadtrain.cli.bench.drive import BUCKETS
+from offloadtrain.cli.bench.disk import BUCKETS, BYTES_PER_PARAM, _engine
 from offloadtrain.cli.bench.rounds import ratio
 from offloadtrain.runtime import disk_arena
 

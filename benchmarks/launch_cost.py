@@ -112,7 +112,8 @@ def _runs(case: str, layers: int) -> Callable[[], object]:
         "set_device": lambda _: None,
     }.items():
         patch.object(torch.cuda, name, value).start()
-    from offloadtrain import AdamW, offload
+    from offloadtrain import offload
+    from offloadtrain.optim.adam import AdamW
     from offloadtrain.runtime import cuda_driver
     from offloadtrain.runtime.lanes import on_lanes
     from offloadtrain.runtime.lanes.cuda import CudaLanes

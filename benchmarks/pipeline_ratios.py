@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from offloadtrain.config.job import Config, DataConfig, TrainConfig
+from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.config.ranks_options import RanksConfig
+from offloadtrain.config.ranks_options import RanksConfig, Schedule
+from offloadtrain.config.sections import DataConfig, TrainConfig
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.plan import make
-from offloadtrain.step.proof.pipeline_drive import Schedule
 
 STAGES, REPLICAS, TOKENS = 8, 8, 512
 FLUSH_EVERY = 4

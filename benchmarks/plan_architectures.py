@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 import offloadtrain as ot
 from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from benchmarks.architectures.training import build, microbatches
-from offloadtrain.sizing.plan_model import plan_model
-from offloadtrain.sizing.trace_step import TraceError
-from tests.sizing.measured import most_allocated
-from tests.sizing.test_plan_model import booked, planned
+from offloadtrain.plan.plan_model import plan_model
+from offloadtrain.plan.tracing.step import TraceError
+from tests.plan.tracing.measured import most_allocated
+from tests.plan.tracing.test_plan_model import booked, planned
 
 CLOSE = 0.05
 

@@ -12,7 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError, OffloadTrainError
+    from offloadtrain.config.errors import (
+        DeviceMemoryError,
+        HostMemoryError,
+        OffloadTrainError,
+        PipelineError,
+    )
     from offloadtrain.config.offload import (
         ActivationOptions,
         GradientOptions,
@@ -26,14 +31,10 @@ if TYPE_CHECKING:
         GradientError,
         ModelError,
         OffloadOptimizer,
-        PipelineError,
         StaleGraphError,
         StepReport,
         offload,
     )
-    from offloadtrain.engine.pipeline.pipeline import pipeline
-    from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
-    from offloadtrain.integrations.expert_parallel import expert_parallel
     from offloadtrain.integrations.pretrained import from_pretrained, save_pretrained
     from offloadtrain.optim import (
         LAMB,
@@ -46,7 +47,10 @@ if TYPE_CHECKING:
         Muon,
         UpdateRule,
     )
-    from offloadtrain.sizing.plan_model import plan_model
+    from offloadtrain.parallel.expert_parallel import expert_parallel
+    from offloadtrain.parallel.pipeline.api import pipeline
+    from offloadtrain.parallel.pipeline.steps import Pipeline
+    from offloadtrain.plan.plan_model import plan_model
 
 __version__ = "0.1.0"
 
@@ -57,7 +61,7 @@ _HOMES = {
     "AdamW": "offloadtrain.optim",
     "DeviceMemoryError": "offloadtrain.config.errors",
     "ElementwiseRule": "offloadtrain.optim",
-    "expert_parallel": "offloadtrain.integrations.expert_parallel",
+    "expert_parallel": "offloadtrain.parallel.expert_parallel",
     "from_pretrained": "offloadtrain.integrations.pretrained",
     "GradientError": "offloadtrain.engine",
     "GradientOptions": "offloadtrain.config.offload",
@@ -71,10 +75,10 @@ _HOMES = {
     "OffloadConfig": "offloadtrain.config.offload",
     "OffloadOptimizer": "offloadtrain.engine",
     "OffloadTrainError": "offloadtrain.config.errors",
-    "pipeline": "offloadtrain.engine.pipeline.pipeline",
-    "Pipeline": "offloadtrain.engine.pipeline.pipeline_steps",
-    "PipelineError": "offloadtrain.engine",
-    "plan_model": "offloadtrain.sizing.plan_model",
+    "pipeline": "offloadtrain.parallel.pipeline.api",
+    "Pipeline": "offloadtrain.parallel.pipeline.steps",
+    "PipelineError": "offloadtrain.config.errors",
+    "plan_model": "offloadtrain.plan.plan_model",
     "save_pretrained": "offloadtrain.integrations.pretrained",
     "SGD": "offloadtrain.optim",
     "ShardingOptions": "offloadtrain.config.offload",

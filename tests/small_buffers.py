@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from offloadtrain.cli.bench import resident
-from offloadtrain.cli.doctor import drive, measure
+from offloadtrain.cli.doctor import measure
 from offloadtrain.config import model_shape
 
 
@@ -18,9 +18,9 @@ def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "COPY_BYTES", {"cpu": 4 << 20, "cuda": 4 << 20})
     monkeypatch.setattr(measure, "WIDTHS", {"cpu": (64, 128), "cuda": (64, 128)})
     monkeypatch.setattr(measure, "TOKENS", {"cpu": 16, "cuda": 16})
-    monkeypatch.setattr(drive, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(drive, "CHECKPOINT_BYTES", 4 << 20)
-    monkeypatch.setattr(drive, "STATE_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(measure, "CHECKPOINT_BYTES", 4 << 20)
+    monkeypatch.setattr(measure, "STATE_BYTES", 1 << 20)
     monkeypatch.setattr(measure, "BATCH_S", 0.0)
     monkeypatch.setattr(measure, "QUICK_BATCH_S", 0.0)
 

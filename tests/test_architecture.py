@@ -84,7 +84,13 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-GROUND = ("config.job", "events.schema", "step.proof.prove", "config.model_shape", "plan.plan")
+GROUND = (
+    "config.job",
+    "events.schema",
+    "step.proof.prove",
+    "config.model_shape",
+    "hardware.machine",
+)
 
 
 @pytest.mark.parametrize("module", GROUND)
@@ -150,11 +156,18 @@ def test_single_doors() -> None:
     assert _importers("llvmlite") <= {"numba_numbers.py"}
     assert _importers("pynvml") <= {"nvml.py"}
     assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
-    assert _importers("torch.distributed.pipelining") <= {"pipeline_schedule.py"}
-    assert _importers("torch.distributed.device_mesh") <= {"mesh.py"}
-    assert _importers("torch.distributed.checkpoint") <= {"convert_to_torch.py"}
+    assert _importers("torch.distributed.pipelining") <= {"schedule.py"}
+    assert _importers("torch.distributed.device_mesh") <= {"mesh.py", "api.py"}  # its type
+    assert _importers("torch.distributed.checkpoint") <= {"torch_export.py"}
     doors = {"process_group.py", "rendezvous.py", "lost_ranks.py"}
-    doors |= {"mesh.py", "tensor_styles.py", "pipeline_schedule.py", "convert_to_torch.py"}
+    doors |= {
+        "mesh.py",
+        "api.py",
+        "styles.py",
+        "schedule.py",
+        "expert_parallel.py",
+        "torch_export.py",
+    }
     assert _importers("torch.distributed") <= doors
     native = {path.name for path in SOURCES if '_native"' in path.read_text()}
     assert native == {"native.py"}
@@ -195,12 +208,12 @@ def _runs_content(source: str) -> set[str]:
     return (names & modules) | calls
 
 
-LOADS_TORCH = {"hf.py", "rank_files.py", "scale.py", "safe_load.py", "convert_to_torch.py"}
+LOADS_TORCH = {"hf.py", "checkpoint_files.py", "scale.py", "safe_load.py", "torch_export.py"}
 """With weights_only: the Trainer's schedule, a rank's state, what a benchmark's ranks told; files
 of other trainers, in a process of its own; a file that we have just laid out."""
 
-READS_PICKLES = {"dcp_metadata.py"}
-"""Its unpickler resolves no name: tests/integrations/test_foreign_hostile.py."""
+READS_PICKLES = {"dcp_folder.py"}
+"""Its unpickler resolves no name: tests/convert/test_foreign_hostile.py."""
 
 
 def test_no_content_of_a_file_is_run() -> None:
@@ -275,3 +288,38 @@ def test_the_check_of_lengths_sees_a_long_function() -> None:
     assert list(_too_long(f"def f():\n{body}\n", LONGEST_FUNCTION)) == ["f: 61 lines"]
     told = '    """' + "\n" * LONGEST_FUNCTION + '"""'
     assert list(_too_long(f"def f():\n{told}\n", LONGEST_FUNCTION)) == []
+
+
+OPTIONS_OF_A_STEP = {
+    *("grad_accum_steps", "clip_norm", "skip_nonfinite", "precision", "loss_scale_hysteresis"),
+    *("update", "warmup_steps"),
+}
+"""Clipping, accumulation, loss scale and update mode: what no buffer says."""
+OF_BUILDING = {"api.py", "build.py", "checks.py", "experts.py", "optimizer.py", "weights.py"}
+"""Files of `engine/` that make the layout and the engine from the options."""
+
+
+def _options_read(source: str) -> set[str]:
+    """Return the attributes of a `config` that are read."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and getattr(node.value, "attr", getattr(node.value, "id", "")) in ("config", "_config")
+    }
+
+
+def test_the_program_and_the_engine_read_no_option_of_placement() -> None:
+    """They see the buffer table, and the plain values that it does not hold."""
+    program = sorted((ROOT / "offloadtrain/step/program").glob("*.py"))
+    engine = sorted((ROOT / "offloadtrain/engine").glob("*.py"))
+    autograd = sorted((ROOT / "offloadtrain/engine/autograd").glob("*.py"))
+    read = {
+        f"{path.name}: {option}"
+        for path in (*program, *engine, *autograd)
+        if path.name not in OF_BUILDING
+        for option in _options_read(path.read_text()) - OPTIONS_OF_A_STEP
+    }
+    assert read == set()
+    assert "working" in _options_read("x = spec.config.working")
+    assert "activations" in _options_read("def f(config): return config.activations.mode")

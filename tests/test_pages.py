@@ -22,11 +22,13 @@ from cyclopts import CycloptsError
 from offloadtrain_tui.settings import Settings
 
 from offloadtrain.cli.main import app
-from offloadtrain.config.job import HF_KEYS, Config, as_tables, load
+from offloadtrain.config.hf_model import HF_KEYS
+from offloadtrain.config.job import Config, as_tables, load
 from tests.test_readme import PAGES, ROOT
 
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 INDENTED = re.compile(r"(?:(?<=\n\n)|\A)((?: {4}.*\n)+)")
+IN_A_TABLE = re.compile(r"(?<=\| )`(offloadtrain [^`]+)`")
 SHOWN = ("text", "json")
 """Output and data: compared where a test names them."""
 
@@ -41,11 +43,13 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """Fenced blocks by their language, and indented ones, which are commands."""
+    """Fenced blocks by their language; indented ones, and cells of tables, which are commands."""
     text = page.read_text()
     for language, code in FENCE.findall(text):
         yield Block(page.name, language, code)
     for code in INDENTED.findall(FENCE.sub("", text)):
+        yield Block(page.name, "sh", code)
+    for code in IN_A_TABLE.findall(text):
         yield Block(page.name, "sh", code)
 
 

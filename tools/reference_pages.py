@@ -14,16 +14,19 @@ from docstring_parser import parse
 import offloadtrain as ot
 from offloadtrain.cli import exit_codes
 from offloadtrain.cli.main import app
-from offloadtrain.config.data_options import DataConfig
-from offloadtrain.config.hf_model import HfModel, Lora
-from offloadtrain.config.hf_section import HF_KEYS
-from offloadtrain.config.job import OFFLOAD, OFFLOAD_KEYS, Config, DeviceConfig, TrainConfig
-from offloadtrain.config.log_options import LogConfig
+from offloadtrain.config.hf_model import HF_KEYS, HfModel, Lora
+from offloadtrain.config.job import OFFLOAD, OFFLOAD_KEYS, Config
 from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.offload import OPTIONS, OffloadConfig, OptionGroup
-from offloadtrain.config.optim_options import OptimConfig
 from offloadtrain.config.option import Option
 from offloadtrain.config.ranks_options import RanksConfig
+from offloadtrain.config.sections import (
+    DataConfig,
+    DeviceConfig,
+    LogConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from offloadtrain.config.units import format_count
 from offloadtrain.events import schema
 

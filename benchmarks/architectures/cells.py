@@ -27,7 +27,7 @@ from benchmarks.architectures.training import (
     train_offloaded,
     train_plain,
 )
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.checks import ModelError
 
 FP32_LIMIT = 1e-6
 BF16_LIMIT = 5e-3

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu.spec import Spec
-from offloadtrain.config.job import OFFLOAD, Config, DataConfig, TrainConfig
+from offloadtrain.config.job import OFFLOAD, Config
+from offloadtrain.config.sections import DataConfig, TrainConfig
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.plan import make
 

@@ -1,4 +1,15 @@
-"""Exit codes of a process; help texts and docs use the same numbers."""
+"""How a command ends: exit codes, which help texts and docs use too, and signals.
+
+A signal ends a command that writes files after its unfinished files are removed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 DONE = 0
 FAILED = 1
@@ -30,3 +41,25 @@ def of_error(error: BaseException) -> int:
     """Return the exit code of a process that this error ends."""
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((_OF_ERRORS[name] for name in names if name in _OF_ERRORS), FAILED)
+
+
+@contextmanager
+def ends_as_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, as Ctrl-C does. Training has handlers of
+    its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)

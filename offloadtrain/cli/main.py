@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TextIO
 
@@ -17,13 +17,9 @@ from cyclopts import App, CycloptsError, CycloptsPanel
 from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
-from offloadtrain.cli.commands.version import package_version
+from offloadtrain.cli.commands.doctor import package_version
 from offloadtrain.cli.exit_codes import DONE, FAILED, USAGE, of_error
 from offloadtrain.config.errors import OffloadTrainError
-
-
-def _examples(*lines: str) -> str:
-    return "\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
 def _wrong_usage(error: CycloptsError) -> object:
@@ -77,229 +73,220 @@ class _Unbroken:
         return getattr(self._default, name)
 
 
-app = App(
-    name="offloadtrain",
-    help_formatter=_Unbroken(),
-    help="Train large models on small GPUs: optimizer state on the host, Adam on the CPU.",
-    help_format="plaintext",
-    help_epilogue=_examples("offloadtrain train demo", "offloadtrain train --help"),
+class _Command:
+    """A command: where its function is, and what its help says.
+
+    Attributes:
+        function: "module:function", imported when the command is used.
+        summary: its line in the list of commands.
+        examples: command lines.
+    """
+
+    def __init__(self, function: str, summary: str, *examples: str) -> None:
+        self.function, self.summary, self.examples = function, summary, examples
+
+
+COMMANDS = {
+    "train": _Command(
+        "offloadtrain.cli.commands.train:train",
+        "Train a job.",
+        "offloadtrain train demo",
+        "offloadtrain train my.toml --resume auto --set optim.lr=3e-4 train.steps=1000",
+    ),
+    "export": _Command(
+        "offloadtrain.cli.commands.runs:export",
+        "Write the weights of a run as a folder for transformers.",
+        "offloadtrain export runs/latest out",
+        "offloadtrain export runs/latest/checkpoints/step-00001000 out --dtype fp32",
+    ),
+    "checkpoints": _Command(
+        "offloadtrain.cli.commands.runs:checkpoints",
+        "List the checkpoints of a run, and verify them.",
+        "offloadtrain checkpoints runs/latest",
+        "offloadtrain checkpoints runs/latest --verify --json",
+    ),
+    "convert": _Command(
+        "offloadtrain.cli.commands.convert:convert",
+        "Convert checkpoints of torch, FSDP or DeepSpeed to a run, or a run to torch.",
+        "offloadtrain convert ds_run/global_step1000 --job my.toml",
+        "offloadtrain convert runs/latest state.pt --to torch",
+    ),
+    "generate": _Command(
+        "offloadtrain.cli.commands.runs:generate",
+        "Let a trained model continue a text.",
+        'offloadtrain generate runs/latest --prompt "def main"',
+        'offloadtrain generate out --prompt "def main" --temperature 0',
+    ),
+    "eval": _Command(
+        "offloadtrain.cli.commands.runs:evaluate",
+        "Compute loss and perplexity of a trained model over a token file.",
+        "offloadtrain eval runs/latest --data data/val.bin",
+        "offloadtrain eval out --data data/val.bin --seq-len 512 --json",
+    ),
+    "prepare": _Command(
+        "offloadtrain.cli.commands.jobs:prepare",
+        "Turn text into token files.",
+        "offloadtrain prepare python-stdlib data/stdlib",
+        "offloadtrain prepare corpus/ data/corpus --val-fraction 0.01",
+    ),
+    "ls": _Command(
+        "offloadtrain.cli.commands.jobs:list_jobs",
+        "List the shipped jobs.",
+        "offloadtrain ls",
+        "offloadtrain ls --json",
+    ),
+    "cp": _Command(
+        "offloadtrain.cli.commands.jobs:copy_job",
+        "Copy a shipped job into a file to edit.",
+        "offloadtrain cp gpt2_124m",
+        "offloadtrain cp demo jobs/mine.toml",
+    ),
+    "import-deepspeed": _Command(
+        "offloadtrain.cli.commands.convert:import_deepspeed",
+        "Translate a DeepSpeed configuration, and list what has no translation.",
+        "offloadtrain import-deepspeed ds_config.json job.toml --trainer-args train.py",
+        "offloadtrain import-deepspeed ds_config.json --to mixin",
+    ),
+    "plan": _Command(
+        "offloadtrain.cli.commands.plan:plan",
+        "Predict the memory and the speed of a job before it runs.",
+        "offloadtrain plan my.toml --gpus 4 --gpu-memory 24GiB --host-memory 256GiB",
+        "offloadtrain plan --fine-tune 8B --gpu 24GiB --host 64GiB",
+    ),
+    "doctor": _Command(
+        "offloadtrain.cli.commands.doctor:doctor",
+        "Check and benchmark this machine: PASS, WARN or FAIL per line, with the remedy.",
+        "offloadtrain doctor",
+        "offloadtrain doctor --folder /data/runs --save mine.toml",
+    ),
+    "report": _Command(
+        "offloadtrain.cli.commands.bench:report",
+        "Print tables of the GPU measurements.",
+        "offloadtrain report",
+        "offloadtrain report benchmarks/results",
+    ),
+    "trace": _Command(
+        "offloadtrain.cli.commands.runs:trace",
+        "Write a Chrome trace of the sampled steps of a run.",
+        "offloadtrain trace runs/20261121-080000-demo",
+        "offloadtrain trace runs/20261121-080000-demo --out /tmp/trace.json",
+    ),
+    # By name: the trainer never imports the monitor.
+    "tui": _Command(
+        "offloadtrain_tui.command:tui",
+        "Monitor runs in the terminal.",
+        "offloadtrain tui",
+        "offloadtrain tui runs/20261121-080000-demo --replay --speed 20",
+    ),
+    "status": _Command(
+        "offloadtrain_tui.reports:status",
+        "Print the status of a run.",
+        "offloadtrain status --watch",
+        "offloadtrain status runs/a --json",
+    ),
+    "tag": _Command(
+        "offloadtrain_tui.labels:tag",
+        "Label a run with tags and a note, or pin it.",
+        "offloadtrain tag runs/latest baseline lr-3e-4 --note 'before the new data'",
+        "offloadtrain tag runs/latest --pin",
+    ),
+    "runs": _Command(
+        "offloadtrain_tui.reports:list_all",
+        "List runs with their states and losses.",
+        "offloadtrain runs",
+        "offloadtrain runs /data/runs --json",
+    ),
+    "events": _Command(
+        "offloadtrain_tui.reports:show_events",
+        "Print the events of a run.",
+        "offloadtrain events",
+        "offloadtrain events runs/latest -f --json",
+    ),
+    "ctl": _Command(
+        "offloadtrain_tui.reports:ctl",
+        "Send a running job a request: checkpoint, stop, abort, note or acknowledge.",
+        "offloadtrain ctl runs/latest checkpoint",
+        "offloadtrain ctl runs/latest note 'disk replaced'",
+    ),
+    "version": _Command(
+        "offloadtrain.cli.commands.doctor:version",
+        "Print the versions to include in a bug report.",
+        "offloadtrain version",
+        "offloadtrain --version",
+    ),
+}
+
+BENCHMARKS = {
+    "adam": _Command(
+        "offloadtrain.cli.commands.bench:adam",
+        "Compare CPU Adam with the memory limit, torch and DeepSpeed.",
+        "offloadtrain bench adam",
+        "offloadtrain bench adam --n 16M --threads 1,2,4 --json > adam.json",
+    ),
+    "step": _Command(
+        "offloadtrain.cli.commands.bench:step",
+        "Compare a step with its schedule and with plain torch.",
+        "offloadtrain bench step",
+        "offloadtrain bench step --layers 32 --json > step.json",
+    ),
+    "scale": _Command(
+        "offloadtrain.cli.commands.bench:scale",
+        "Compare a step on 1, 2 and 4 ranks.",
+        "offloadtrain bench scale",
+        "offloadtrain bench scale --ranks 1,2,4,8 --json > scale.json",
+    ),
+    "disk": _Command(
+        "offloadtrain.cli.commands.bench:disk",
+        "Compare an update of state on the disk with the drive's own speed.",
+        "offloadtrain bench disk",
+        "offloadtrain bench disk --folder /nvme --size 4GiB --json > disk.json",
+    ),
+}
+
+
+def _app(
+    name: str, summary: str, *examples: str, commands: Mapping[str, _Command], **more: Any
+) -> App:
+    app = App(
+        name=name,
+        help=summary,
+        help_format="plaintext",
+        help_formatter=_Unbroken(),
+        help_epilogue=_epilogue(examples),
+        **more,
+    )
+    for command_name, command in commands.items():
+        app.command(
+            command.function,
+            name=command_name,
+            help=command.summary,
+            help_epilogue=_epilogue(command.examples),
+        )
+    return app
+
+
+def _epilogue(examples: Iterable[str]) -> str:
+    return "\n".join(("Examples:", *(f"  {line}" for line in examples)))
+
+
+app = _app(
+    "offloadtrain",
+    "Train large models on small GPUs: optimizer state on the host, Adam on the CPU.",
+    "offloadtrain train demo",
+    "offloadtrain train --help",
+    commands=COMMANDS,
     version=package_version,
     error_formatter=_wrong_usage,
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
 app.command(
-    "offloadtrain.cli.commands.train:train",
-    name="train",
-    help="Train a job.",
-    help_epilogue=_examples(
-        "offloadtrain train demo",
-        "offloadtrain train my.toml --resume auto --set optim.lr=3e-4 train.steps=1000",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.export:export",
-    name="export",
-    help="Write the weights of a run as a folder for transformers.",
-    help_epilogue=_examples(
-        "offloadtrain export runs/latest out",
-        "offloadtrain export runs/latest/checkpoints/step-00001000 out --dtype fp32",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.checkpoints:checkpoints",
-    name="checkpoints",
-    help="List the checkpoints of a run, and verify them.",
-    help_epilogue=_examples(
-        "offloadtrain checkpoints runs/latest",
-        "offloadtrain checkpoints runs/latest --verify --json",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.convert:convert",
-    name="convert",
-    help="Convert checkpoints of torch, FSDP or DeepSpeed to a run, or a run to torch.",
-    help_epilogue=_examples(
-        "offloadtrain convert ds_run/global_step1000 --job my.toml",
-        "offloadtrain convert runs/latest state.pt --to torch",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.generate:generate",
-    name="generate",
-    help="Let a trained model continue a text.",
-    help_epilogue=_examples(
-        'offloadtrain generate runs/latest --prompt "def main"',
-        'offloadtrain generate out --prompt "def main" --temperature 0',
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.evaluate:evaluate",
-    name="eval",
-    help="Compute loss and perplexity of a trained model over a token file.",
-    help_epilogue=_examples(
-        "offloadtrain eval runs/latest --data data/val.bin",
-        "offloadtrain eval out --data data/val.bin --seq-len 512 --json",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.prepare:prepare",
-    name="prepare",
-    help="Turn text into token files.",
-    help_epilogue=_examples(
-        "offloadtrain prepare python-stdlib data/stdlib",
-        "offloadtrain prepare corpus/ data/corpus --val-fraction 0.01",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.jobs:list_jobs",
-    name="ls",
-    help="List the shipped jobs.",
-    help_epilogue=_examples("offloadtrain ls", "offloadtrain ls --json"),
-)
-app.command(
-    "offloadtrain.cli.commands.jobs:copy_job",
-    name="cp",
-    help="Copy a shipped job into a file to edit.",
-    help_epilogue=_examples("offloadtrain cp gpt2_124m", "offloadtrain cp demo jobs/mine.toml"),
-)
-app.command(
-    "offloadtrain.cli.commands.import_deepspeed:import_deepspeed",
-    name="import-deepspeed",
-    help="Translate a DeepSpeed configuration, and list what has no translation.",
-    help_epilogue=_examples(
-        "offloadtrain import-deepspeed ds_config.json job.toml --trainer-args train.py",
-        "offloadtrain import-deepspeed ds_config.json --to mixin",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.plan:plan",
-    name="plan",
-    help="Predict the memory and the speed of a job before it runs.",
-    help_epilogue=_examples(
-        "offloadtrain plan my.toml --gpus 4 --gpu-memory 24GiB --host-memory 256GiB",
-        "offloadtrain plan --fine-tune 8B --gpu 24GiB --host 64GiB",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.doctor:doctor",
-    name="doctor",
-    help="Check and benchmark this machine: PASS, WARN or FAIL per line, with the remedy.",
-    help_epilogue=_examples(
-        "offloadtrain doctor",
-        "offloadtrain doctor --folder /data/runs --save mine.toml",
-    ),
-)
-bench = App(
-    name="bench",
-    help_formatter=_Unbroken(),
-    help="Run benchmarks on this machine.",
-    help_format="plaintext",
-    help_epilogue=_examples("offloadtrain bench adam --n 16M"),
-)
-bench.command(
-    "offloadtrain.cli.commands.bench:adam",
-    name="adam",
-    help="Compare CPU Adam with the memory limit, torch and DeepSpeed.",
-    help_epilogue=_examples(
-        "offloadtrain bench adam",
-        "offloadtrain bench adam --n 16M --threads 1,2,4 --json > adam.json",
-    ),
-)
-bench.command(
-    "offloadtrain.cli.commands.bench:step",
-    name="step",
-    help="Compare a step with its schedule and with plain torch.",
-    help_epilogue=_examples(
-        "offloadtrain bench step",
-        "offloadtrain bench step --layers 32 --json > step.json",
-    ),
-)
-bench.command(
-    "offloadtrain.cli.commands.bench:scale",
-    name="scale",
-    help="Compare a step on 1, 2 and 4 ranks.",
-    help_epilogue=_examples(
-        "offloadtrain bench scale",
-        "offloadtrain bench scale --ranks 1,2,4,8 --json > scale.json",
-    ),
-)
-bench.command(
-    "offloadtrain.cli.commands.bench:disk",
-    name="disk",
-    help="Compare an update of state on the disk with the drive's own speed.",
-    help_epilogue=_examples(
-        "offloadtrain bench disk",
-        "offloadtrain bench disk --folder /nvme --size 4GiB --json > disk.json",
-    ),
-)
-app.command(bench)
-app.command(
-    "offloadtrain.cli.commands.report:report",
-    name="report",
-    help="Print tables of the GPU measurements.",
-    help_epilogue=_examples("offloadtrain report", "offloadtrain report benchmarks/results"),
-)
-app.command(
-    "offloadtrain.cli.commands.trace:trace",
-    name="trace",
-    help="Write a Chrome trace of the sampled steps of a run.",
-    help_epilogue=_examples(
-        "offloadtrain trace runs/20261121-080000-demo",
-        "offloadtrain trace runs/20261121-080000-demo --out /tmp/trace.json",
-    ),
-)
-# By name: the trainer never imports the monitor.
-app.command(
-    "offloadtrain_tui.command:tui",
-    name="tui",
-    help="Monitor runs in the terminal.",
-    help_epilogue=_examples(
-        "offloadtrain tui",
-        "offloadtrain tui runs/20261121-080000-demo --replay --speed 20",
-    ),
-)
-app.command(
-    "offloadtrain_tui.reports:status",
-    name="status",
-    help="Print the status of a run.",
-    help_epilogue=_examples("offloadtrain status --watch", "offloadtrain status runs/a --json"),
-)
-app.command(
-    "offloadtrain_tui.labels:tag",
-    name="tag",
-    help="Label a run with tags and a note, or pin it.",
-    help_epilogue=_examples(
-        "offloadtrain tag runs/latest baseline lr-3e-4 --note 'before the new data'",
-        "offloadtrain tag runs/latest --pin",
-    ),
-)
-app.command(
-    "offloadtrain_tui.reports:list_all",
-    name="runs",
-    help="List runs with their states and losses.",
-    help_epilogue=_examples("offloadtrain runs", "offloadtrain runs /data/runs --json"),
-)
-app.command(
-    "offloadtrain_tui.reports:show_events",
-    name="events",
-    help="Print the events of a run.",
-    help_epilogue=_examples("offloadtrain events", "offloadtrain events runs/latest -f --json"),
-)
-app.command(
-    "offloadtrain_tui.reports:ctl",
-    name="ctl",
-    help="Send a running job a request: checkpoint, stop, abort, note or acknowledge.",
-    help_epilogue=_examples(
-        "offloadtrain ctl runs/latest checkpoint",
-        "offloadtrain ctl runs/latest note 'disk replaced'",
-    ),
-)
-app.command(
-    "offloadtrain.cli.commands.version:version",
-    name="version",
-    help="Print the versions to include in a bug report.",
-    help_epilogue=_examples("offloadtrain version", "offloadtrain --version"),
+    _app(
+        "bench",
+        "Run benchmarks on this machine.",
+        "offloadtrain bench adam --n 16M",
+        commands=BENCHMARKS,
+    )
 )
 
 

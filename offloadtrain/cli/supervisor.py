@@ -27,7 +27,7 @@ from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, HUNG, STOPPE
 from offloadtrain.runtime.heartbeat import CPU_MOVES_S
 from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
 from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, NO_PROGRESS, REPORT_S, judge
-from offloadtrain.train.second_stop import REPEAT_S
+from offloadtrain.train.signals import REPEAT_S
 
 GRACE_S = 10.0
 """Time for the other ranks to end, after one has failed."""
@@ -38,6 +38,9 @@ _FINAL = (DONE, STOPPED, USAGE, DOES_NOT_FIT)
 """Codes after which a restart would end the same, or is not wanted."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _OUTPUT_BYTES = 1 << 16
+
+PROGRAM = ("-m", "offloadtrain")
+"""Arguments of Python that run this program."""
 
 Command = Callable[[str], Sequence[str]]
 """From the run folder to go on in ("": none has begun) to the arguments of a rank's process."""
@@ -70,7 +73,7 @@ class _Rank:
     @property
     def pulse(self) -> Pulse:
         """The last pulse; if no more have come for a while, with the time since."""
-        if self._stale_s < STALE_S:
+        if self.answers():
             return self.last_pulse
         return replace(self.last_pulse, silent_s=self._stale_s, waits=False)
 
@@ -80,7 +83,7 @@ class _Rank:
         with suppress(EOFError):
             while (message := self.link.receive()) is not None:
                 heard = Pulse(**message)
-        cpu_s = _cpu_s(self.process.pid)
+        _, cpu_s = _main_thread(self.process.pid)
         if heard is not None or cpu_s - self._cpu_s >= CPU_MOVES_S:
             self.last_pulse, self._stale_s = heard or self.last_pulse, 0.0
             self._cpu_s = cpu_s
@@ -89,9 +92,10 @@ class _Rank:
 
     def state(self) -> str:
         """Return its activity, for the report of a hang."""
-        if _state(self.process.pid) in "Tt":
+        state, _ = _main_thread(self.process.pid)
+        if state in "Tt":
             doing = "stopped by a signal (SIGSTOP, SIGTSTP)"
-        elif self._stale_s >= STALE_S:
+        elif not self.answers():
             doing = "it does not answer"
         else:
             doing = "waiting for other ranks" if self.last_pulse.waits else "running"
@@ -104,10 +108,11 @@ class _Rank:
         """Print its new output, labelled; whole lines."""
         if self.process.stdout is None:
             return
-        while new := _read_some(self.process.stdout.fileno()):
-            *lines, self._rest = (self._rest + new).split(b"\n")
-            for line in lines:
-                self._print(line)
+        with suppress(BlockingIOError):  # no more for now
+            while new := os.read(self.process.stdout.fileno(), _OUTPUT_BYTES):
+                *lines, self._rest = (self._rest + new).split(b"\n")
+                for line in lines:
+                    self._print(line)
 
     def reap(self) -> None:
         """Collect its exit code, and kill the processes that it has started."""
@@ -329,6 +334,38 @@ class Supervisor:
                 rank.signal(number)
 
 
+def launch(
+    ranks: int,
+    max_restarts: int,
+    arguments: Sequence[str],
+    opening: Sequence[str],
+    least_limit_s: float,
+    roles: Sequence[str] = (),
+) -> int:
+    """Run `offloadtrain` with these arguments on `ranks` ranks; return the exit code.
+
+    Args:
+        opening: arguments that choose the run folder; restarted ranks go on in the one that began.
+        least_limit_s: `train.hang_timeout_s` of the job.
+        roles: description of each rank in a pipeline, for messages.
+    """
+
+    def command(run: str) -> list[str]:
+        chosen = ("--run-dir", run, "--resume", "auto") if run else opening
+        return [sys.executable, *PROGRAM, *arguments, *chosen]
+
+    environ = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    supervisor = Supervisor(
+        ranks,
+        command,
+        max_restarts=max_restarts,
+        least_limit_s=least_limit_s,
+        environ=environ,
+        roles=roles,
+    )
+    return supervisor.run()
+
+
 def say(text: str) -> None:
     """Print a message; a closed terminal ends the output, not the run."""
     with suppress(OSError):
@@ -345,30 +382,15 @@ def _blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _read_some(fd: int) -> bytes:
-    try:
-        return os.read(fd, _OUTPUT_BYTES)
-    except BlockingIOError:
-        return b""
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of stat(5) of the main thread after its name; [] if it has ended.
+def _main_thread(pid: int) -> tuple[str, float]:
+    """Return the state (a letter of stat(5)) and the processor time in seconds of the main thread
+    of a process; ("?", 0.0) if it has ended.
 
     Other threads that wait for the interpreter's lock wake up now and then: that is no progress.
     """
     try:
         with open(f"/proc/{pid}/task/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
+            fields = file.read().rpartition(")")[2].split()
     except OSError:
-        return []
-
-
-def _state(pid: int) -> str:
-    return (_stat(pid) or ["?"])[0]
-
-
-def _cpu_s(pid: int) -> float:
-    """Return the processor time of the main thread, in seconds."""
-    fields = _stat(pid)
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+        return "?", 0.0
+    return fields[0], sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")

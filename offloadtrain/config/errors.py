@@ -29,3 +29,7 @@ class DiskError(OffloadTrainError):
 
 class DeviceMemoryError(OffloadTrainError):
     """The device memory limit is below what the engine needs."""
+
+
+class PipelineError(OffloadTrainError):
+    """A model that cannot be cut into stages, or a schedule that cannot run it."""

@@ -2,34 +2,28 @@
 
 Standard library only. `load` is the entry point; its result satisfies every rule of this folder, so
 nothing downstream checks again. `dump` writes the resolved job, which loads back equal.
+
+[Note: Overrides]
+An override that shortens a job or changes its data states an intent. Keys of the file for the long
+run or the other data would only make it fail: `settle` replaces keys of the file that overrides
+contradict, and reports it. Overridden keys are never replaced, and contradictions within the file
+are refused as usual.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from offloadtrain.config import (
-    command_hooks,
-    data_options,
-    hf_section,
-    optim_options,
-    ranks_options,
-    rules,
-    toml,
-    train_options,
-)
-from offloadtrain.config.data_options import DataConfig
-from offloadtrain.config.device_options import DeviceConfig
+from offloadtrain.config import command_hooks, ranks_options, toml
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.hf_model import HfModel
-from offloadtrain.config.hf_section import HF_KEYS, looked_at, read_hf
-from offloadtrain.config.log_options import LogConfig
+from offloadtrain.config.hf_model import HF_KEYS, HfModel, hf_contradictions, looked_at, read_hf
 from offloadtrain.config.model_shape import (
     SIZES,
     ModelShape,
@@ -38,10 +32,19 @@ from offloadtrain.config.model_shape import (
     num_params,
 )
 from offloadtrain.config.offload import OPTIONS, OffloadConfig
-from offloadtrain.config.optim_options import OptimConfig
-from offloadtrain.config.overrides import settle
 from offloadtrain.config.ranks_options import RanksConfig, Stage
-from offloadtrain.config.train_options import TrainConfig
+from offloadtrain.config.sections import (
+    DataConfig,
+    DeviceConfig,
+    LogConfig,
+    OptimConfig,
+    TrainConfig,
+    data_contradictions,
+    optim_contradictions,
+    out_of_range,
+    train_contradictions,
+)
+from offloadtrain.config.toml import Job, shown
 from offloadtrain.config.units import parse_bytes
 
 __all__ = [
@@ -104,7 +107,7 @@ class Config:
 
     def __post_init__(self) -> None:
         of_train = {key: getattr(self.train, key) for key in _OF_TRAIN}
-        # Memory for saves beside the next steps, from the host's arena: not where neither is.
+        # Host memory for saves that overlap the next steps: only where saves and host state exist.
         if not self.train.checkpoint_every or self.offload.state.tier in ("device", "disk"):
             of_train["checkpoint_spill"] = 0
         object.__setattr__(self, "offload", self.offload.replace(**of_train))
@@ -159,8 +162,6 @@ _SIZES = {
     "train": ("checkpoint_spill",),
 }
 """Section → keys that are sizes, such as "10 GiB", or bytes."""
-_NONE_IS_ZERO = tuple(key for key, option in OFFLOAD_KEYS.items() if option.none_is_zero)
-"""Keys of [offload] for which 0 is none."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.warn) -> Config:
@@ -276,7 +277,9 @@ def _read_section(job: toml.Job, name: str) -> Any:
     if job.problems:
         return None
     if name == "offload":
-        return OFFLOAD.replace(**{k: _none_of_zero(k, value) for k, value in values.items()})
+        zeros = [key for key, value in values.items() if value == 0]
+        none = {key: None for key in zeros if OFFLOAD_KEYS[key].none_is_zero}
+        return OFFLOAD.replace(**values | none)
     return cls(**values)
 
 
@@ -288,10 +291,6 @@ def _read_sizes(job: toml.Job, table: toml.Table, section: str) -> None:
         except ValueError:
             text = toml.shown(table.pop(key))
             job.problems.append(f'{section}.{key} = {text} must be a size such as "10 GiB"')
-
-
-def _none_of_zero(key: str, value: Any) -> Any:
-    return None if key in _NONE_IS_ZERO and value == 0 else value
 
 
 def _named_size(job: toml.Job, table: toml.Table) -> toml.Table:
@@ -328,7 +327,7 @@ def _with_accumulation(config: Config, job: toml.Job) -> Config:
 
 def _problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each broken rule; each begins with the dotted key."""
-    yield from rules.out_of_range(config)
+    yield from out_of_range(config)
     for sentence in config.model.problems() if config.hf is None else ():
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
@@ -340,12 +339,12 @@ def _problems(config: Config) -> Iterator[str]:
             "ranks.tensor, ranks.expert) is for a loop of your own: the plan of a job traces whole "
             "models. Set 'offload' or 'recompute', or give each rank the whole model"
         )
-    yield from data_options.contradictions(config.data, evaluates=config.train.eval_every)
-    yield from hf_section.contradictions(config.hf, config.offload)
-    yield from optim_options.contradictions(config.optim, config.offload)
+    yield from data_contradictions(config.data, evaluates=config.train.eval_every)
+    yield from hf_contradictions(config.hf, config.offload)
+    yield from optim_contradictions(config.optim, config.offload)
     yield from problems_of_ranks(config)
     yield from _of_several_sections(config)
-    yield from train_options.contradictions(config.train, config.offload)
+    yield from train_contradictions(config.train, config.offload)
 
 
 def problems_of_ranks(config: Config) -> Iterator[str]:
@@ -399,3 +398,68 @@ def _of_an_encoder(config: Config) -> Iterator[str]:
             f"train.sample_tokens = {config.train.sample_tokens} must be 0 with model.objective = "
             '"mlm": an encoder continues no text'
         )
+
+
+WARMUP_SHARE = 10
+"""Share of warm-up steps, as 1/n, in a run shorter than the file's warm-up."""
+
+_Wins = Callable[[Any], bool]
+
+
+def _is_none_of(values: Collection[object], value: object) -> bool:
+    return value not in values
+
+
+# (overridden key, the values that count, the key of the file that they make meaningless)
+_GIVES_WAY: list[tuple[str, _Wins, str]] = [
+    ("data.source", bool, "data.train"),
+    ("data.source", bool, "data.val"),
+    ("data.train", bool, "data.source"),
+    ("data.val_fraction", lambda share: share == 0, "train.eval_every"),
+    ("train.global_batch_tokens", bool, "train.grad_accum_steps"),
+    ("train.grad_accum_steps", bool, "train.global_batch_tokens"),
+    ("train.sample_tokens", lambda count: count == 0, "train.sample_prompt"),
+]
+
+# Options that have an effect only with certain values of another one.
+_GIVES_WAY += [
+    (f"offload.{needs.option}", partial(_is_none_of, needs.values), f"offload.{option.name}")
+    for option in OPTIONS.values()
+    if (needs := option.needs) is not None
+]
+
+
+def settle(job: Job) -> Iterator[str]:
+    """Remove from the job's tables the keys that overrides make meaningless; yield a line for
+    each."""
+    for key, wins, other in _GIVES_WAY:
+        value, left = _value(job, key), _of_the_file(job, other)
+        if key in job.overridden and wins(value) and left and not _is_default(other, left):
+            section, name = other.split(".")
+            del job.tables[section][name]
+            yield f"{other} = {shown(left)} of the job is overridden by {key} = {shown(value)}"
+    # Of a run made shorter, the warm-up becomes as much shorter.
+    steps, warmup = _value(job, "train.steps"), _of_the_file(job, "optim.warmup_steps")
+    if "train.steps" not in job.overridden or type(steps) is not int or type(warmup) is not int:
+        return
+    if 0 < steps < warmup:
+        fitting = job.tables["optim"]["warmup_steps"] = steps // WARMUP_SHARE
+        yield f"optim.warmup_steps {warmup} -> {fitting} (train.steps = {steps})"
+
+
+def _is_default(key: str, value: object) -> bool:
+    """Return whether it is the default of a key of [offload], which contradicts no other key."""
+    section, name = key.split(".")
+    return section == "offload" and value == OPTIONS[name].default
+
+
+def _of_the_file(job: Job, key: str) -> Any:
+    """Return the key's value if the file sets it and no override does."""
+    section = key.split(".")[0]
+    return None if {key, section} & job.overridden else _value(job, key)
+
+
+def _value(job: Job, key: str) -> Any:
+    section, name = key.split(".")
+    table = job.tables.get(section)
+    return table.get(name) if isinstance(table, dict) else None

@@ -108,7 +108,6 @@ class ModelShape:
         """Return one sentence per broken rule, each naming the key to change; empty if valid."""
         return [
             *_range_problems(self),
-            *_choice_problems(self),
             *_divisibility_problems(self),
             *_expert_problems(self),
         ]
@@ -166,12 +165,8 @@ def _range_problems(shape: ModelShape) -> list[str]:
         for key in ("rope_theta", "norm_eps")
         if not 0.0 < getattr(shape, key) < float("inf")
     ]
-    return problems
-
-
-def _choice_problems(shape: ModelShape) -> list[str]:
     choices = {"positions": Positions, "norm": Norm, "mlp": Mlp, "objective": Objective}
-    return [
+    return problems + [
         f"{key} = {getattr(shape, key)!r} is not one of {', '.join(get_args(choice))}"
         for key, choice in choices.items()
         if getattr(shape, key) not in get_args(choice)

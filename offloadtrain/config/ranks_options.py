@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.toml import shown
+
+Schedule: TypeAlias = Literal["1f1b", "gpipe", "2bw", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class RanksConfig:
     """
 
     pipeline: int = 1
-    schedule: Literal["1f1b", "gpipe", "2bw", "interleaved"] = "1f1b"
+    schedule: Schedule = "1f1b"
     stages_per_rank: int = 1
     layers_per_stage: tuple[int, ...] | Literal["auto"] = ()
     tensor: int = 1
@@ -100,10 +102,6 @@ class Stage:
         last = self.first_layer + self.layers - 1
         return f"{embedding}layers {self.first_layer} to {last}{head}"
 
-    def kept(self, schedule: str) -> tuple[int, int]:
-        """Return the versions of its working weights and the sums of its gradients."""
-        return kept_without_flush(self.index, self.count) if schedule == NO_FLUSH else (1, 1)
-
 
 def evenly(layers: int, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, the same as far as they divide."""
@@ -127,13 +125,6 @@ NO_FLUSH: Final = "2bw"
 
 INTERLEAVED: Final = "interleaved"
 """The schedule of several stages on each rank."""
-
-
-def kept_without_flush(stage: int, stages: int) -> tuple[int, int]:
-    """Return the versions of a stage's working weights and the sums of its gradients, where steps
-    follow each other without a flush: see [Note: Two versions] in `step.program.two_versions`, and
-    [Note: Without a flush] in `engine.split_step`."""
-    return 1 if stage == stages - 1 else 2, 1 if stage == 0 else 2
 
 
 def contradictions(

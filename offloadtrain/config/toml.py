@@ -218,9 +218,9 @@ def field_kinds(cls: type) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def missing_fields(cls: type, given: Container[str]) -> list[str]:
-    """Return the fields of dataclass `cls` that have no default and are not in `given`."""
-    return [f.name for f in fields(cls) if f.default is MISSING and f.name not in given]
+def missing_fields(cls: type, present: Container[str]) -> list[str]:
+    """Return the fields of dataclass `cls` that have no default and are not in `present`."""
+    return [f.name for f in fields(cls) if f.default is MISSING and f.name not in present]
 
 
 def converted(kind: Any, value: Any) -> Any:

@@ -5,7 +5,7 @@ A window is `seq_len + 1` consecutive tokens; neighbours share one token, which 
 of one and the first input of the next. An epoch has a fixed number of windows. Each epoch shifts
 their grid by a pseudo-random offset, so that windows begin anywhere and the last tokens are used
 too, and visits them in a pseudo-random order; both are functions of (seed, epoch) alone
-(`permutation.py`). So "sample g", counted over all epochs, is the same whichever rank reads it.
+(`Permutation`). So "sample g", counted over all epochs, is the same whichever rank reads it.
 With `world` ranks a call of `next` advances the position by `batch · world` samples: rank r
 takes samples position + r, position + r + world, ... Every rank holds the same position; saved by
 any rank, it continues on any number of ranks, where exactly the samples not yet taken follow.
@@ -30,8 +30,11 @@ padding.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,10 +42,123 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offloadtrain.config.data_options import IGNORED, Packing
-from offloadtrain.data.masking import CHOSEN, Masking
-from offloadtrain.data.permutation import Permutation
+from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data.tokens import DataError, TokenFile
+
+UInt64s = npt.NDArray[np.uint64]
+
+_ROUNDS = 6
+
+
+class Permutation:
+    """A pseudo-random bijection of [0, size), a function of (size, seed, epoch) alone.
+
+    A Feistel network over the bits of size - 1, in two parts that may differ by one bit, permutes
+    [0, 2^bits); values outside [0, size) are permuted again until they fall inside
+    ("cycle walking", Black and Rogaway, CT-RSA 2002), less than twice on average. It is good enough
+    to shuffle data, not for cryptography. Runs depend on the order: do not change it.
+
+    Attributes:
+        noise: 64 bits from the same seed and epoch, for uses besides the order.
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int) -> None:
+        if size < 1:
+            raise ValueError(f"a permutation of {size} elements")
+        self.size = size
+        digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * (_ROUNDS + 1))
+        keys = np.frombuffer(digest.digest(), dtype="<u8").astype(np.uint64)
+        self.noise = int(keys[_ROUNDS])
+        self._keys = keys[:_ROUNDS]
+        bits = (size - 1).bit_length()
+        self._low_bits = np.uint64((bits + 1) // 2)
+        self._high_bits = np.uint64(bits // 2)
+
+    def __call__(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the image of each of `indices`, all in [0, size)."""
+        walking = self._network(indices.astype(np.uint64))
+        outside = walking >= self.size
+        while outside.any():
+            walking[outside] = self._network(walking[outside])
+            outside = walking >= self.size
+        return walking.astype(np.int64)
+
+    def _network(self, x: UInt64s) -> UInt64s:
+        """Change the low part by a hash of the high part, then the reverse, by turns."""
+        low_mask = (np.uint64(1) << self._low_bits) - np.uint64(1)
+        high_mask = (np.uint64(1) << self._high_bits) - np.uint64(1)
+        low, high = x & low_mask, x >> self._low_bits
+        for turn, key in enumerate(self._keys):
+            if turn % 2:
+                high = high ^ (mix(low, key) & high_mask)
+            else:
+                low = low ^ (mix(high, key) & low_mask)
+        return (high << self._low_bits) | low
+
+
+def mix(x: UInt64s, key: np.uint64 | UInt64s) -> UInt64s:
+    """Hash to 64 bits: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = x ^ key
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+CHOSEN = 0.15
+"""Share of the tokens that are predicted."""
+MASKED, RANDOM = 0.8, 0.1
+"""Shares of the chosen ones; the rest stays."""
+
+_BITS = np.uint64(24)
+
+# Shape suffixes: N samples, T seq_len.
+
+
+@dataclass(frozen=True, slots=True)
+class Masking:
+    """Attributes:
+    mask_token: stands for a hidden token; no token of the data.
+    vocab_size: above every token of the data; random tokens are below it.
+    """
+
+    mask_token: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.vocab_size <= self.mask_token:
+            raise ValueError(
+                f"mask_token = {self.mask_token} is one of the {self.vocab_size} tokens of the data"
+            )
+
+    def chosen(
+        self, seed: int, samples_N: npt.NDArray[np.int64], seq_len: int
+    ) -> npt.NDArray[np.bool_]:
+        """Return which tokens are predicted, (N, T)."""
+        return _share(self._drawn("chosen", seed, samples_N, seq_len)) < CHOSEN
+
+    def hidden(
+        self, tokens_NT: npt.NDArray[np.int64], seed: int, samples_N: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Return the replacement of each token if it is chosen, (N, T)."""
+        how_NT = _share(self._drawn("how", seed, samples_N, tokens_NT.shape[1]))
+        other_NT = self._drawn("other", seed, samples_N, tokens_NT.shape[1])
+        random_NT = (other_NT % np.uint64(self.vocab_size)).astype(np.int64)
+        changed_NT = np.where(how_NT < MASKED + RANDOM, random_NT, tokens_NT)
+        return np.where(how_NT < MASKED, self.mask_token, changed_NT)
+
+    def _drawn(
+        self, what: str, seed: int, samples_N: npt.NDArray[np.int64], seq_len: int
+    ) -> UInt64s:
+        """Return 64 random bits for each place of each sample, (N, T)."""
+        digest = hashlib.blake2b(f"masks {what} {seed}".encode(), digest_size=8).digest()
+        rows_N = mix(samples_N.astype(np.uint64), np.uint64(int.from_bytes(digest, "little")))
+        return mix(np.arange(seq_len, dtype=np.uint64)[None], rows_N[:, None])
+
+
+def _share(drawn: UInt64s) -> npt.NDArray[np.float64]:
+    """Uniform in [0, 1), of the highest bits."""
+    return (drawn >> (np.uint64(64) - _BITS)) / float(1 << int(_BITS))
+
 
 Indices = npt.NDArray[np.int64]
 
@@ -310,3 +426,39 @@ class _Documents:
 
 def _as_text(identity: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in identity.items())
+
+
+class Prefetch:
+    """Makes one batch ahead, on a thread of its own.
+
+    What comes next is still up to the batches: the one that was made ahead is taken only if they
+    stand where it was expected. So they can be skipped, restored and saved between two calls.
+    """
+
+    def __init__(self, batches: Batches, ready: Callable[[Batch], Batch]) -> None:
+        """`ready`: what the thread does with each batch, such as a copy to pinned memory."""
+        self._batches = batches
+        self._ready = ready
+        self._thread = ThreadPoolExecutor(1, "offloadtrain-batches")
+        self._ahead: tuple[int, Future[Batch]] | None = None
+
+    def next(self) -> Batch:
+        """Return the next batch; the batches move on by one call, and not by the one ahead."""
+        position = self._batches.position
+        if self._ahead is not None and self._ahead[0] == position:
+            # Usually done: it had a whole microbatch's time. Errors of the thread are raised here.
+            batch = self._ahead[1].result()
+        else:
+            batch = self._make(position)
+        self._batches.skip(1)
+        following = self._batches.position
+        self._ahead = following, self._thread.submit(self._make, following)
+        return batch
+
+    def close(self) -> None:
+        """End the thread, and drop the batch that it has made ahead."""
+        self._ahead = None
+        self._thread.shutdown()
+
+    def _make(self, position: int) -> Batch:
+        return self._ready(self._batches.at(position))

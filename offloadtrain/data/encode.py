@@ -1,4 +1,4 @@
-"""Records to tokens and a loss mask.
+"""Records to tokens and a loss mask, in threads or processes, in order.
 
     text        a string in one field; every token counts
     chat        `messages`, rendered by the chat template; the assistant's tokens count
@@ -6,22 +6,36 @@
 
 A text, and a completion that is a string, begins and ends with the tokenizer's tokens for that. A
 chat template writes its own.
+
+The work of a worker is pure: its result depends on the file and the piece only. A thread does where
+reading is all the work. Processes parse records and encode text: Python holds its lock for the
+first, and for a part of the second. They are spawned, so a script that causes this needs the usual
+`if __name__ == "__main__":`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from offloadtrain.config.data_options import Form
+from offloadtrain.boundary.safe_open import open_regular
+from offloadtrain.config.sections import Form
 from offloadtrain.data.chat import ChatError, ChatTemplate, Mask
-from offloadtrain.data.cut import hash64
-from offloadtrain.data.records import Bad, Record, excerpt
+from offloadtrain.data.records import PIECE_BYTES, Bad, Piece, Record, excerpt, hash64, records
 from offloadtrain.data.tokenizer import ByteTokenizer, Ids, Tokenizer
+from offloadtrain.data.tokens import DataError
 
 _COLUMNS = {
     "chat": ("messages", "tools"),
@@ -189,3 +203,234 @@ def _fields_of(record: Record) -> str:
     if texts:
         return f" (text is in {', '.join(texts[:4])}: choose one with --field)"
     return " (no other field is a string: write each conversation as one string)" if record else ""
+
+
+_BATCH = 1000  # records that are encoded at once
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Reading options.
+
+    Attributes:
+        threshold: documents whose 64-bit hash is below it are held out for validation.
+        keep_going: count bad records instead of stopping at the first.
+    """
+
+    encoder: Encoder
+    threshold: int
+    keep_going: bool
+
+
+@dataclass(slots=True)
+class Side:
+    """The tokens of the documents on one side, training or validation.
+
+    Attributes:
+        ends: the index after the last token of each document that ends.
+    """
+
+    parts: list[Ids] = field(default_factory=list)
+    masks: list[Mask] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, tokens: Ids, counted: Mask | None, ends_document: bool) -> None:
+        self.parts.append(tokens)
+        if counted is not None:
+            self.masks.append(counted)
+        self.size += len(tokens)
+        if ends_document:
+            self.ends.append(self.size)
+
+    def join(self) -> None:
+        """Make one array of each kind, which is faster to send to another process."""
+        self.parts = [np.concatenate(self.parts)] if self.parts else []
+        self.masks = [np.concatenate(self.masks)] if self.masks else []
+
+
+@dataclass(slots=True)
+class Encoded:
+    """The documents of one or more pieces.
+
+    Attributes:
+        lowest, highest: hash of any document; lowest > highest if there was none.
+        lines: records read, including bad and blank ones.
+        bad: (number of the record in the piece from 0, what is wrong with it).
+    """
+
+    train: Side = field(default_factory=Side)
+    val: Side = field(default_factory=Side)
+    lowest: int = 1 << 64
+    highest: int = -1
+    lines: int = 0
+    bad: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, document: Document, threshold: int, ends_document: bool = True) -> None:
+        split_hash = document.split_hash
+        side = self.val if split_hash < threshold else self.train
+        side.add(document.tokens, document.counted, ends_document)
+        self.lowest = min(self.lowest, split_hash)
+        self.highest = max(self.highest, split_hash)
+
+
+def read_pieces(pieces: tuple[Piece, ...], reading: Reading) -> Encoded:
+    """Read and encode pieces in order.
+
+    Raises:
+        OSError: a file cannot be read.
+        DataError: a file became shorter after it was found, or is of another form.
+    """
+    encoded = Encoded()
+    for piece in pieces:
+        if piece.split_hash is None:
+            _read_table(piece, reading, encoded)
+        else:
+            document = Document(piece.split_hash, _read_text(piece, reading.encoder), None)
+            encoded.add(document, reading.threshold, piece.ends_document)
+    encoded.train.join()
+    encoded.val.join()
+    return encoded
+
+
+def _read_text(piece: Piece, encoder: Encoder) -> Ids:
+    with open_regular(piece.file.path, follow_link=True) as file:
+        file.seek(piece.start)
+        raw = file.read(piece.stop - piece.start)
+    if len(raw) < piece.stop - piece.start:
+        raise DataError(f"{piece.file.path} became shorter while it was read")
+    if isinstance(encoder.tokenizer, ByteTokenizer):
+        ids = np.frombuffer(raw, np.uint8)
+    else:
+        try:
+            (ids,) = encoder.tokenizer.encode_batch([raw.decode("utf-8")])
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{piece.file.path} is not UTF-8 at byte {piece.start + error.start}: convert it "
+                '(iconv -f LATIN1 -t UTF-8), or set tokenizer = "bytes"'
+            ) from error
+    return encoder.ended(ids, begins=piece.begins_document, ends=piece.ends_document)
+
+
+def _read_table(piece: Piece, reading: Reading, output: Encoded) -> None:
+    stream = records(piece, reading.encoder.columns)
+    while batch := list(itertools.islice(stream, _BATCH)):
+        encoded = iter(
+            reading.encoder.encode([record for record in batch if isinstance(record, dict)])
+        )
+        for record in batch:
+            number, output.lines = output.lines, output.lines + 1
+            document = next(encoded) if isinstance(record, dict) else record
+            if isinstance(document, Bad):
+                output.bad.append((number, document.problem))
+                if not reading.keep_going:
+                    return
+            elif document is not None:
+                output.add(document, reading.threshold)
+
+
+Task = tuple[Piece, ...]
+
+PROCESSES_FROM_BYTES = 128 << 20
+"""Bytes of tables from which processes are used; starting them costs more than it saves below."""
+_SLOWER = 16
+"""A tokenizer is at least this many times slower than bytes, so processes pay off that much
+earlier."""
+FEWEST_PROCESSES = 3
+"""Fewest processes that are faster than one thread with records and bytes: their results go to the
+process that writes, which is as busy as one of them (benchmarks/data_speed.py)."""
+
+_reading: Reading | None = None  # of a worker process
+
+
+def encode_in_order(
+    pieces: Iterable[Piece], reading: Reading, jobs: int
+) -> Iterator[tuple[Task, Encoded]]:
+    """Read and encode pieces in parallel and yield the results in order, a few in memory at a time.
+
+    Raises:
+        DataError, OSError: from `read_pieces`.
+        BrokenExecutor: a process ended early.
+    """
+    tasks = list(_group(pieces))
+    executor, read = _executor(tasks, reading, jobs)
+    try:
+        waiting: deque[tuple[Task, Future[Encoded]]] = deque()
+        for task in tasks:
+            waiting.append((task, executor.submit(read, task)))
+            if len(waiting) > 2 * jobs:
+                yield _finished(waiting)
+        while waiting:
+            yield _finished(waiting)
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
+    """Group small text pieces; a piece of a table stays alone, since its records are counted."""
+    group: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        if group and (num_bytes + piece.num_bytes > PIECE_BYTES or piece.split_hash is None):
+            yield tuple(group)
+            group, num_bytes = [], 0
+        group.append(piece)
+        num_bytes += PIECE_BYTES if piece.split_hash is None else piece.num_bytes
+    if group:
+        yield tuple(group)
+
+
+def _finished(waiting: deque[tuple[Task, Future[Encoded]]]) -> tuple[Task, Encoded]:
+    task, future = waiting.popleft()
+    return task, future.result()
+
+
+def _executor(
+    tasks: Sequence[Task], reading: Reading, jobs: int
+) -> tuple[Executor, Callable[[Task], Encoded]]:
+    pieces = [piece for task in tasks for piece in task]
+    if _processes_pay(pieces, reading, jobs):
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(
+            jobs, mp_context=context, initializer=_start, initargs=(reading,)
+        )
+        return pool, _read
+    # Python's lock lets only one thread parse records.
+    parses = _of_bytes(reading) and any(piece.split_hash is None for piece in pieces)
+    return ThreadPoolExecutor(1 if parses else jobs), partial(read_pieces, reading=reading)
+
+
+def _of_bytes(reading: Reading) -> bool:
+    return isinstance(reading.encoder.tokenizer, ByteTokenizer)
+
+
+def _processes_pay(pieces: Sequence[Piece], reading: Reading, jobs: int) -> bool:
+    """Tell whether processes are sooner done than threads."""
+    if not _of_bytes(reading):
+        work = sum(piece.num_bytes for piece in pieces)
+        return jobs > 1 and 0 < work >= PROCESSES_FROM_BYTES // _SLOWER
+    parsed = sum(piece.num_bytes for piece in pieces if piece.split_hash is None)
+    return jobs >= FEWEST_PROCESSES and 0 < parsed >= PROCESSES_FROM_BYTES
+
+
+def _start(reading: Reading) -> None:
+    """Begin a worker process: one thread of it encodes, and Ctrl-C is left to the parent, which
+    ends the workers in its own time. If the parent is killed, they end too: they hold the other end
+    of their queue themselves, and would wait on it for ever."""
+    global _reading
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _reading = reading
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # waits for its end, however it ends
+        os._exit(1)
+
+
+def _read(task: Task) -> Encoded:
+    assert _reading is not None
+    return read_pieces(task, _reading)

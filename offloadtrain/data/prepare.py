@@ -1,7 +1,18 @@
 """Sources to token files, in parallel, with the same result for any number of jobs.
 
-`source.py` finds files, `cut.py` divides them, `held_out.py` says what is held out, `records.py`
-and `encode.py` make documents of a piece (in `workers.py`), and this writes them in order.
+`source.py` finds files, `records.py` cuts them into pieces and reads these, `encode.py` makes
+documents of a piece, and this writes them in order.
+
+[Note: held-out documents]
+Validation text consists of whole documents, chosen by a hash and not by position: of its relative
+name for a text file, of its content for a record of a table. So the choice does not depend on the
+machine, and hardly changes when the source grows. If the fraction would leave one side empty, the
+nearest document moves there.
+
+A few text files, or one among them that is most of the text, cannot be divided like this. If the
+bytes of one side were less than half or more than twice the target, the end of every file is held
+out instead; for a single file, always. If neither comes close, as with few lines of JSONL,
+`PreparedFiles.remark` says so.
 """
 
 from __future__ import annotations
@@ -12,29 +23,25 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from offloadtrain.config.data_options import Form
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.sections import Form
 from offloadtrain.data.chat import chat_template as template_of
-from offloadtrain.data.documents import Encoded, Reading, Side
-from offloadtrain.data.encode import Encoder, form_of
-from offloadtrain.data.held_out import cut_all, divide, near
-from offloadtrain.data.records import first_record
-from offloadtrain.data.sniff import refuse_binary
-from offloadtrain.data.source import SourceFile, find_files
-from offloadtrain.data.token_writer import TokenWriter
+from offloadtrain.data.encode import Encoded, Encoder, Reading, Side, Task, encode_in_order, form_of
+from offloadtrain.data.records import Piece, cut, first_record, hash64
+from offloadtrain.data.source import SourceFile, find_files, refuse_binary
 from offloadtrain.data.tokenizer import ByteTokenizer
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
-from offloadtrain.data.tokens import DataError, Progress, TokenFile
-from offloadtrain.data.workers import Task, encode_in_order
+from offloadtrain.data.tokens import DataError, Progress, TokenFile, TokenWriter
 from offloadtrain.hardware.file_locks import lock
 
+_LEAST_PART = 256  # bytes of a text file on either side of a cut
+_FAR = 2.0  # a side with so many times more or fewer tokens than asked for
 _VERSION = 3  # version of the rules in this package; a new one makes cached files stale
 _SHOWN_BAD_LINES = 10
 _MOST_JOBS = 4096
@@ -154,7 +161,8 @@ def prepare(
         if prepared := _reuse(out, settings, settings.fingerprint(files)):
             return prepared
         out.mkdir(parents=True, exist_ok=True)
-        with _locked(out):
+        with open(out / ".prepare.lock", "wb") as lock_file:
+            lock(lock_file.fileno(), fcntl.LOCK_EX)
             prepared = _reuse(out, settings, settings.fingerprint(files))
             jobs = jobs or len(os.sched_getaffinity(0))
             return prepared or _build(files, out, settings, jobs, progress)
@@ -204,13 +212,6 @@ def _refuse_unguarded_script() -> None:
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise RuntimeError('call prepare under `if __name__ == "__main__":`')
-
-
-@contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    with open(out / ".prepare.lock", "wb") as file:
-        lock(file.fileno(), fcntl.LOCK_EX)
-        yield
 
 
 def _reuse(out: Path, settings: _Settings, fingerprint: str) -> PreparedFiles | None:
@@ -341,3 +342,45 @@ def _why_not(files: Sequence[SourceFile], tally: _Tally) -> str:
     if tally.highest < 0:
         return f"{where}: no line holds text ({tally.skipped_lines} skipped)"
     return f"{where}: a single document, so none can be held out; set val_fraction = 0"
+
+
+def cut_all(files: Sequence[SourceFile], val_fraction: float, at_words: bool) -> list[Piece]:
+    """Split all files; if whole files cannot give the fraction, so that their ends can be held
+    out."""
+    tails = _tails(files, val_fraction)
+    return [
+        piece for file in files for piece in cut(file, tails.get(file.name, 0), at_words=at_words)
+    ]
+
+
+def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:
+    """Return name → bytes at its end to hold out; empty if whole files are held out."""
+    if not val_fraction or any(file.is_table for file in files):
+        return {}
+    ends = {file.name: round(file.num_bytes * val_fraction) for file in files}
+    if len(files) == 1:
+        size = files[0].num_bytes
+        return {name: min(max(end, 1), size - 1) for name, end in ends.items()}
+    hashes = {file.name: hash64(os.fsencode(file.name)) for file in files}
+    chosen = math.ceil(val_fraction * 2.0**64)
+    threshold = divide(chosen, min(hashes.values()), max(hashes.values()))
+    total = sum(file.num_bytes for file in files)
+    chosen_bytes = sum(file.num_bytes for file in files if hashes[file.name] < threshold)
+    if near(chosen_bytes, val_fraction, total):
+        return {}
+    sizes = {file.name: file.num_bytes for file in files}
+    tails = {
+        name: end for name, end in ends.items() if _LEAST_PART <= end <= sizes[name] - _LEAST_PART
+    }
+    return tails if near(sum(tails.values()), val_fraction, total) else {}
+
+
+def near(size: int, fraction: float, total: int) -> bool:
+    """Return whether both sides are near their targets."""
+    sides = (size, fraction * total), (total - size, (1 - fraction) * total)
+    return all(target / _FAR <= actual <= target * _FAR for actual, target in sides)
+
+
+def divide(threshold: int, lowest: int, highest: int) -> int:
+    """Move the threshold just enough to leave a document on each side, if there are two."""
+    return max(min(threshold, highest), lowest + 1)

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,42 +38,36 @@ _MOST_BYTES = 1 << 20
 """Size limit of the JSON file that belongs to ranks of tiktoken."""
 
 
-class Tokenizer(Protocol):
-    """Attributes:
-    name: what `tokenizer` loads it by.
-    identity: equal for two that make the same tokens of any text.
-    vocab_size: above every token.
-    begin: tokens that it puts before a document.
-    end_of_document: the token after a document.
+@dataclass(frozen=True, slots=True)
+class Tokenizer(ABC):
+    """Text to tokens and back.
+
+    Attributes:
+        name: what `tokenizer` loads it by.
+        identity: equal for two that make the same tokens of any text.
+        vocab_size: above every token.
+        end_of_document: the token after a document.
+        begin: tokens that it puts before a document.
+        backend: what encodes and decodes; it neither pads nor truncates.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def identity(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def begin(self) -> tuple[int, ...]: ...
-    @property
-    def end_of_document(self) -> int: ...
+    name: str
+    identity: str
+    vocab_size: int
+    end_of_document: int
+    begin: tuple[int, ...] = ()
+    backend: Any = field(default=None, repr=False)
 
+    @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """Return the tokens of each text, without those at the begin and the end of a document."""
-        ...
 
-    def decode(self, tokens: Iterable[int]) -> str: ...
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self.backend.decode(list(tokens)))
 
 
-@dataclass(frozen=True, slots=True)
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per byte of UTF-8; documents end with a 0 byte."""
-
-    name: str = "bytes"
-    identity: str = "bytes"
-    vocab_size: int = 256
-    begin: tuple[int, ...] = ()
-    end_of_document: int = 0
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         return [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8) for text in texts]
@@ -82,20 +77,8 @@ class ByteTokenizer:
         return bytes(tokens).decode("utf-8", "replace")
 
 
-@dataclass(frozen=True, slots=True)
-class RustTokenizer:
-    """A tokenizer of the package tokenizers.
-
-    Attributes:
-        backend: a `tokenizers.Tokenizer` that neither pads nor truncates.
-    """
-
-    name: str
-    identity: str
-    vocab_size: int
-    begin: tuple[int, ...]
-    end_of_document: int
-    backend: Any = field(repr=False)
+class RustTokenizer(Tokenizer):
+    """A tokenizer of the package tokenizers; its backend is a `tokenizers.Tokenizer`."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -105,49 +88,19 @@ class RustTokenizer:
         return str(self.backend.decode(list(tokens), skip_special_tokens=False))
 
 
-@dataclass(frozen=True, slots=True)
-class PythonTokenizer:
-    """A tokenizer of transformers that is written in Python.
-
-    Attributes:
-        pretrained: a `transformers.PreTrainedTokenizer`.
-    """
-
-    name: str
-    identity: str
-    vocab_size: int
-    begin: tuple[int, ...]
-    end_of_document: int
-    pretrained: Any = field(repr=False)
+class PythonTokenizer(Tokenizer):
+    """A tokenizer of transformers in Python; its backend is a `PreTrainedTokenizer`."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        token_lists = self.pretrained(list(texts), add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-        return [np.array(ids, dtype=np.uint32) for ids in token_lists]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        return str(self.pretrained.decode(list(tokens)))
+        encoded = self.backend(list(texts), add_special_tokens=False, verbose=False)
+        return [np.array(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tiktoken:
-    """A tokenizer of tiktoken. Attributes:
-    encoding: a `tiktoken.Encoding`.
-    """
-
-    name: str
-    identity: str
-    vocab_size: int
-    end_of_document: int
-    encoding: Any = field(repr=False)
-    begin: tuple[int, ...] = ()
+class Tiktoken(Tokenizer):
+    """A tokenizer of tiktoken; its backend is a `tiktoken.Encoding`."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(self.encoding.encode_ordinary(text), dtype=np.uint32) for text in texts]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        return str(self.encoding.decode(list(tokens)))
+        return [np.array(self.backend.encode_ordinary(text), dtype=np.uint32) for text in texts]
 
 
 def tokenizer(name: str) -> Tokenizer:
@@ -157,7 +110,7 @@ def tokenizer(name: str) -> Tokenizer:
         DataError: there is no such tokenizer, it cannot be read, or its package is missing.
     """
     if name == "bytes":
-        return ByteTokenizer()
+        return ByteTokenizer("bytes", "bytes", vocab_size=256, end_of_document=0)
     path = Path(name)
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         return _of_pretrained(str(path.resolve()), pretrained(name))
@@ -204,7 +157,7 @@ def _of_pretrained(name: str, loaded: Any) -> Tokenizer:
         vocab_size=max(vocabulary.values()) + 1,
         begin=_before(plain, with_special),
         end_of_document=end,
-        pretrained=loaded,
+        backend=loaded,
     )
 
 
@@ -279,7 +232,7 @@ def _of_tiktoken(path: Path) -> Tokenizer:
         identity=_hash([ranks, pattern, special, end]),
         vocab_size=encoding.n_vocab,
         end_of_document=end_token,
-        encoding=encoding,
+        backend=encoding,
     )
 
 

@@ -10,6 +10,13 @@
 The header has a fixed size, so that the count can be filled in after a file was written in one
 pass, and the tokens start on a page. All three parts are in one file, so that they are published,
 verified and moved as one.
+
+[Note: Verified once]
+Each file is read in full before the first training on it: a flipped byte would silently train
+another model, and a token outside the vocabulary would end a run midway. Results are cached in the
+user's folder ($OFFLOADTRAIN_CACHE, or ~/.cache/offloadtrain), not next to the data, which may be
+read-only: size, inode and times of the file, and the hash of its tokens. A file is read again if
+one of these changes, or at every start if there is no cache.
 """
 
 from __future__ import annotations
@@ -18,16 +25,21 @@ import hashlib
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from offloadtrain.boundary.safe_open import open_regular
+from offloadtrain.boundary.safe_open import open_regular, read_json
+from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.hardware.atomic_io import sync_folder
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 Progress = Callable[[int, int], None]
@@ -72,10 +84,6 @@ class TokenHeader:
     masked: bool = False
 
     @property
-    def token_bytes(self) -> int:
-        return self.count * DTYPES[self.dtype]
-
-    @property
     def length_bytes(self) -> int:
         return self.documents * LENGTH.itemsize
 
@@ -109,7 +117,7 @@ class TokenFile:
             self.header = header
             dtype = np.dtype(self.header.dtype).newbyteorder("<")
             self.tokens: Tokens = self._map(dtype, HEADER_BYTES)
-            self._lengths_at = HEADER_BYTES + self.header.token_bytes
+            self._lengths_at = HEADER_BYTES + self.tokens.nbytes
             self.counted: npt.NDArray[np.uint8] | None = None
             if self.header.masked:
                 at = self._lengths_at + self.header.length_bytes
@@ -248,3 +256,175 @@ def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
 
 def new_hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16)
+
+
+_COPIED_BYTES = 1 << 24
+
+
+class TokenWriter:
+    """Writes a token file piece by piece; `commit` publishes it, complete and durable.
+
+    Until then the bytes are in `<path>.tmp` (and in files without a name), which leaving the
+    context without `commit` removes. One writer per path at a time. The smallest dtype that holds
+    the vocabulary is chosen.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        vocab_size: int,
+        tokenizer: str,
+        tokenizer_id: str = "",
+        fingerprint: str = "",
+        masked: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.vocab_size = vocab_size
+        self.count = 0
+        self.documents = 0
+        self._masked = masked
+        self._labels = {
+            "tokenizer": tokenizer,
+            "tokenizer_id": tokenizer_id,
+            "fingerprint": fingerprint,
+        }
+        self._content = new_hash()
+        self._dtype = _smallest_dtype(vocab_size)
+        self._temporary = self.path.with_name(self.path.name + ".tmp")
+        self._document_begins = 0
+
+    def __enter__(self) -> Self:
+        self._file = open(self._temporary, "wb")
+        self._file.write(bytes(HEADER_BYTES))
+        # They follow the tokens in the file, whose number is known at the end only.
+        self._lengths = tempfile.TemporaryFile(dir=self.path.parent)
+        self._mask = tempfile.TemporaryFile(dir=self.path.parent)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in (self._file, self._lengths, self._mask):
+            file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def write(
+        self,
+        tokens: npt.NDArray[Any],
+        ends: npt.ArrayLike = (),
+        counted: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Append tokens of any integer dtype.
+
+        Args:
+            ends: of the documents that end in `tokens`, the index after their last token.
+            counted: the loss mask of `tokens`; required if the file is masked.
+
+        Raises:
+            DataError: a token is below 0 or not below the vocabulary size; nothing is appended.
+        """
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise DataError(
+                f"cannot write {self.path}: tokens from {tokens.min()} to {tokens.max()} are not "
+                f"in [0, vocab_size = {self.vocab_size})"
+            )
+        if self._masked:
+            assert counted is not None and counted.shape == tokens.shape
+            self._mask.write(np.ascontiguousarray(counted).data)
+        raw = np.ascontiguousarray(tokens, dtype=np.dtype(self._dtype).newbyteorder("<")).data
+        self._content.update(raw)
+        self._file.write(raw)
+        if (ended := self.count + np.asarray(ends, dtype=np.int64)).size:
+            self._lengths.write(np.diff(ended, prepend=self._document_begins).astype(LENGTH).data)
+            self._document_begins = int(ended[-1])
+            self.documents += ended.size
+        self.count += tokens.size
+
+    def commit(self) -> None:
+        """Write the other parts and the header, make everything durable and rename the file."""
+        for part in (self._lengths, self._mask):
+            part.seek(0)
+            while piece := part.read(_COPIED_BYTES):
+                self._content.update(piece)
+                self._file.write(piece)
+        self._file.seek(0)
+        self._file.write(self._header())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._temporary, self.path)
+        sync_folder(self.path.parent)
+
+    def _header(self) -> bytes:
+        header = TokenHeader(
+            dtype=self._dtype,
+            vocab_size=self.vocab_size,
+            count=self.count,
+            content=self._content.hexdigest(),
+            documents=self.documents,
+            masked=self._masked,
+            **self._labels,
+        )
+        text = json.dumps(asdict(header)).encode()
+        page = PREFIX.pack(MAGIC, VERSION, len(text)) + text
+        if len(page) > HEADER_BYTES:
+            raise DataError(f"{self.path}: the header's texts are longer than {HEADER_BYTES} bytes")
+        return page.ljust(HEADER_BYTES)
+
+
+def _smallest_dtype(vocab_size: int) -> str:
+    for name, width in DTYPES.items():
+        if 0 < vocab_size <= 1 << 8 * width:
+            return name
+    raise DataError(f"vocab_size = {vocab_size} must be from 1 to {1 << 32}")
+
+
+_MOST_CACHE_BYTES = 1 << 16
+
+
+def verify(tokens: TokenFile, progress: Progress | None = None) -> None:
+    """Read the file, unless it was verified before.
+
+    Args:
+        progress: called in this thread with (bytes read, bytes in all).
+
+    Raises:
+        DataError: its tokens differ from the written ones, or are outside its vocabulary.
+    """
+    facts, cache = _facts(tokens), _cache_file(tokens)
+    if cache is not None:
+        with suppress(OSError):
+            if read_json(cache, max_bytes=_MOST_CACHE_BYTES, trusted_owner=True) == facts:
+                return
+    tokens.scan(progress)
+    if cache is not None and _facts(tokens) == facts:  # else it has changed meanwhile
+        with suppress(OSError):  # a full or read-only home: the file is read again next time
+            cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(cache, json.dumps(facts))
+
+
+def _facts(tokens: TokenFile) -> dict[str, Any]:
+    status = os.stat(tokens.path)
+    return {
+        "path": str(tokens.path.resolve()),
+        "bytes": status.st_size,
+        "inode": status.st_ino,
+        "mtime_ns": status.st_mtime_ns,
+        "ctime_ns": status.st_ctime_ns,  # ctime sees any change: mtime can be reset
+        "content": tokens.header.content,
+        "vocab_size": tokens.header.vocab_size,
+    }
+
+
+def _cache_file(tokens: TokenFile) -> Path | None:
+    """Return the file with the facts of a verified one; None: there is no folder for it."""
+    override = os.environ.get("OFFLOADTRAIN_CACHE")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.abspath(override) if override else os.path.join(caches, "offloadtrain")
+    if not os.path.isabs(folder):  # no home folder
+        return None
+    name = hashlib.blake2b(bytes(tokens.path.resolve()), digest_size=16).hexdigest()
+    return Path(folder, "tokens", f"{name}.json")

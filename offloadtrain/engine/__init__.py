@@ -2,31 +2,28 @@
 
 It knows no model, no data, no job. `partition.py` divides a model into blocks, `build.py`
 allocates, `autograd/` hooks into the user's forward and backward, `gradients.py` and `residency.py`
-report events to the program of `step`, and `interpreter.py` runs its operations on lanes. `state/`
-loads and saves, `pipeline/` has an engine per stage.
+report events to the program of `step`, and `interpreter.py` runs its operations on lanes.
+`state.py` and `weights.py` load and save. `division.py` says what it asks of models that are
+divided among ranks.
 Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradient's way.
 """
 
 from offloadtrain.engine.api import offload, optimizer_of
 from offloadtrain.engine.block import StaleGraphError
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.checks import ModelError
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
-from offloadtrain.engine.pipeline.stage_modules import PipelineError
-from offloadtrain.engine.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.engine.step_report import Phase, StepReport
 
 __all__ = [
-    "AnyOptimizer",
     "Engine",
     "EngineError",
     "GradientError",
     "ModelError",
     "OffloadOptimizer",
     "Phase",
-    "PipelineError",
     "StaleGraphError",
     "StepReport",
     "offload",

@@ -1,11 +1,15 @@
-"""The public function `offload()`."""
+"""The public function `offload()`: it resolves the device, checks that the processes of one model
+get the same arguments, and constructs the optimizer."""
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from inspect import cleandoc
-from typing import Any, Unpack
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -19,8 +23,7 @@ from offloadtrain.config.offload import (
 )
 from offloadtrain.config.option import described
 from offloadtrain.config.toml import shown
-from offloadtrain.engine.checks.agreement import check_same_model, check_same_options
-from offloadtrain.engine.checks.model_checks import (
+from offloadtrain.engine.checks import (
     ModelError,
     check_arguments,
     check_compiled,
@@ -29,18 +32,139 @@ from offloadtrain.engine.checks.model_checks import (
     offloaded,
     warn_of_no_layers,
 )
-from offloadtrain.engine.checks.part_checks import check_parts
-from offloadtrain.engine.compute_device import resolve_device
-from offloadtrain.engine.experts import check_skips
-from offloadtrain.engine.norm import StagePlace, Stages
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.param_groups import normalise_groups
-from offloadtrain.engine.state.load_weights import ParamInit
+from offloadtrain.engine.weights import ParamInit
+from offloadtrain.hardware.cpus import local_plan
 from offloadtrain.optim import AdamW, AnyRule
+from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Ledger
+from offloadtrain.runtime.cuda_driver import pci_address
+from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import lanes_for
-from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.runtime.process_group import ALONE, Group, Ranks
+from offloadtrain.runtime.process_group import Group, RankError, Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def resolve_device(device: str | torch.device, precision: str) -> torch.device:
+    """Return the device to compute on, and bind this process to its NUMA node.
+
+    Raises:
+        ValueError: it is not there, or has no arithmetic of this precision.
+    """
+    on = _named_device(device)
+    if precision == "auto":
+        raise ValueError(f"precision = 'auto' is not one of {', '.join(map(repr, PRECISIONS))}")
+    if on.type == "cuda" and precision == "bf16":
+        with torch.cuda.device(on):
+            if not torch.cuda.is_bf16_supported(including_emulation=False):
+                name = torch.cuda.get_device_name(on)
+                raise ValueError(f"{name} has no bf16 arithmetic: use precision = 'fp16'")
+    # Before any host memory is mapped: it lies next to the CPUs that touch it first.
+    _place_kernels(on)
+    return on
+
+
+def _named_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    resolved = torch.device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device = '{device}': offload to the host works for 'cuda' and 'cpu'")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device = '{device}', but this torch sees no CUDA GPU: use 'cpu'")
+        index = torch.cuda.current_device() if resolved.index is None else resolved.index
+        resolved = torch.device("cuda", index)
+    return resolved
+
+
+def _place_kernels(device: torch.device) -> None:
+    """Bind kernels and host memory to the GPU's NUMA node, whose ranks share its cores."""
+    if device.type != "cuda":
+        return
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), rank + 1)
+    count = torch.cuda.device_count()
+    gpus = [pci_address(index % count) for index in range(ranks)]
+    gpus[rank] = pci_address(device.index or 0)
+    kernels.place(local_plan(gpus, rank))
+
+
+_OF_ONE_HOST = ("pin_memory", "host_memory_limit", "scratch_dir", "scratch_in_memory")
+_OF_ONE_STAGE = (
+    *_OF_ONE_HOST,
+    "device_memory_limit",
+    "resident_blocks",
+    "recompute_blocks",
+    "checkpoint_spill",
+)
+
+
+def check_alike(ranks: Ranks, told: Mapping[str, Any], each: str, remedy: str = "") -> None:
+    """Compare what each process tells; a collective.
+
+    Args:
+        told: name → a value of JSON's types.
+        each: what a process is called.
+        remedy: ends the message instead of the first difference.
+
+    Raises:
+        RankError: one tells something else than the first.
+    """
+    for number, other in enumerate(of_each := ranks.gather(told)):
+        for what, value in other.items():
+            if value != (first := of_each[0][what]):
+                raise RankError(
+                    f"{each} {number} and {each} 0 differ in {what}: "
+                    f"{remedy or _difference(value, first)}"
+                )
+
+
+def check_same_model(
+    model: nn.Module,
+    groups: list[dict[str, Any]],
+    config: OffloadConfig,
+    division: Division,
+) -> None:
+    """Raises RankError unless all ranks have the same model, groups and options, and all parts of
+    it the same model and groups."""
+    ranks = division.replicas
+    names = {param: name for name, param in model.named_parameters()}
+    shapes = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for p, n in names.items()]
+    grouped = [[names[param] for param in group["params"]] for group in groups]
+    options = _options(config, but=_OF_ONE_HOST)
+    options["zero_stage"] = str(config.zero_stage_among(ranks.size))
+    description = {"model": shapes, "groups": grouped}
+    check_alike(ranks.everyone, description | {"options": options}, "rank")
+    check_alike(division.parts, description, "part")
+
+
+def check_same_options(config: OffloadConfig, rule: AnyRule, division: Division) -> None:
+    """Raises RankError unless all stages, and all parts of this one, have the same options and
+    rule; their parameters differ."""
+    for ranks, each, but in (
+        (division.stages, "stage", _OF_ONE_STAGE),
+        (division.parts, "part", _OF_ONE_HOST),
+    ):
+        options = _options(config, but=but) | {"rule": type(rule).__name__}
+        check_alike(ranks, {"options": options}, each)
+
+
+def _options(config: OffloadConfig, *, but: Sequence[str]) -> dict[str, str]:
+    return {name: str(value) for name, value in config.options().items() if name not in but}
+
+
+def _difference(value: Any, first: Any) -> str:
+    """Describe the first entry that differs."""
+    pairs = zip_longest(*(list(x.items()) if isinstance(x, dict) else x for x in (value, first)))
+    a, b = next(pair for pair in pairs if pair[0] != pair[1])
+    return f"{a} and {b}"
+
 
 _Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -53,7 +177,7 @@ def offload(
     params: _Params | None = None,
     device: str | torch.device = "auto",
     process_group: Group | None = None,
-    mesh: DeviceMesh | Mesh | None = None,
+    mesh: DeviceMesh | Division | None = None,
     param_init_fn: ParamInit | None = None,
     **options: Unpack[OffloadOptions],
 ) -> OffloadOptimizer:
@@ -117,13 +241,22 @@ def offload(
     chosen = chosen_options(config, options).checked()
     on = resolve_device(device, chosen.precision)
     Ranks.tell_of_long_waits()
-    if mesh is None:
-        return attach(model, rule, params, chosen, on, Ranks.of(process_group, on), param_init_fn)
-    if process_group is not None:
+    if mesh is not None and process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
-    axes = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh, on)
-    place = StagePlace(Stages(axes.stages), parts=axes.parts)
-    return attach(model, rule, params, chosen, on, axes.replicas, param_init_fn, place)
+    if mesh is not None:
+        division = _divided(mesh, on)
+    else:
+        division = Division(replicas=Ranks.of(process_group, on))
+        if chosen.skip_unused or any(map(is_distributed, model.parameters())):
+            division = _divided(division, on)
+    return attach(model, rule, params, chosen, on, division, param_init_fn)
+
+
+def _divided(mesh: DeviceMesh | Division, on: torch.device) -> Division:
+    """Return the division of a model by a mesh."""
+    # By name: nothing here depends on the package that divides models, which depends on this one.
+    division: Division = import_module("offloadtrain.parallel.mesh").division_of(mesh, on)
+    return division
 
 
 def attach(
@@ -132,17 +265,17 @@ def attach(
     params: _Params | None,
     chosen: OffloadConfig,
     on: torch.device,
-    ranks: Ranks,
+    division: Division,
     param_init_fn: ParamInit | None,
-    place: StagePlace | None = None,
     ledger: Ledger | None = None,
 ) -> OffloadOptimizer:
-    """Offload a model, or a stage of one; the arguments are those of `offload`, resolved.
+    """Offload a model, or a part of one; the arguments are those of `offload`, resolved.
 
     Args:
-        ledger: that of the process's other stages.
+        ledger: that of the process's other engines.
     """
     _check_scratch(chosen)
+    ranks = division.replicas
     chosen.zero_stage_among(ranks.size)
     if optimizer_of(model) is not None:
         raise ModelError("the model is offloaded already: close() its optimizer first")
@@ -150,19 +283,16 @@ def attach(
     rule = rule or AdamW()
     check_rule(rule, chosen)
     groups = normalise_groups(model, params, rule)
-    parts = ALONE if place is None else place.parts
-    check_same_model(model, groups, chosen, ranks, parts)
+    check_same_model(model, groups, chosen, division)
     check_compiled(model, chosen)
-    is_whole_model = ledger is None and (place is None or place.stages.ranks.is_single)
-    check_parts(model, rule, parts, ranks, is_stage=not is_whole_model)
-    check_skips(model, chosen, rule, whole=is_whole_model)
-    if place is not None:
-        check_same_options(chosen, rule, place)
-    if place is None or place.stages.ranks.is_single:
+    is_whole_model = ledger is None and division.stages.is_single
+    division.check(model, rule, chosen, is_stage=not is_whole_model)
+    check_same_options(chosen, rule, division)
+    if division.stages.is_single:
         warn_of_no_layers(model, chosen, ranks)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
-        model, rule, groups, chosen, on, ranks, lanes, param_init_fn, place, ledger
+        model, rule, groups, chosen, on, division, lanes, param_init_fn, ledger
     )
     offloaded[model] = weakref.ref(optimizer)
     optimizer.warn_of_no_checkpoints()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.absent_reads import AbsentReads, reveal
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks.model_checks import MOVED, ModelError, changed
+from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 
@@ -148,16 +148,16 @@ class Block:
         return not (self._runs_again and self.source.pinned(self))
 
     @property
-    def held(self) -> tuple[Bucket, ...]:
+    def all_buckets(self) -> tuple[Bucket, ...]:
         """All that a forward of the block reads."""
         return self.buckets + self.frozen
 
     @property
     def weights(self) -> tuple[Range, ...]:
         """The ranges that a forward or a backward of it reads, where they are now."""
-        memory = self.held[0].working if self.held else None
+        memory = self.all_buckets[0].working if self.all_buckets else None
         if memory not in self._weights:
-            self._weights[memory] = tuple(bucket.working.whole for bucket in self.held)
+            self._weights[memory] = tuple(bucket.working.whole for bucket in self.all_buckets)
         return self._weights[memory]
 
     @property
@@ -172,7 +172,7 @@ class Block:
     def enter_device(self) -> None:
         """Make the parameters views of the slot; compute waits for the weights in `use`."""
         # All buckets of a block change their slot together: the first one stands for all.
-        memory = self.held[0].working
+        memory = self.all_buckets[0].working
         if memory not in self._views:
             self._views[memory] = self._views_of(
                 lambda bucket, slot: slot.view(bucket.working.flat)
@@ -194,13 +194,13 @@ class Block:
 
     def hide(self, reads: AbsentReads) -> None:
         """Tell of reads of its parameters, which have no weights: [Note: Absent weights]."""
-        slots = [slot for bucket in self.held for slot in bucket.slots]
+        slots = [slot for bucket in self.all_buckets for slot in bucket.slots]
         self._hidden += reads.hide([(slot.name, slot.param) for slot in slots], self.kept_by)
 
     def expose_host_weights(self) -> None:
         """Make the parameters of a streamed block without a slot views of the host's copy."""
         # An update of one bucket may have made another of its copies the newest.
-        memory = tuple(bucket.load_source for bucket in self.held)
+        memory = tuple(bucket.load_source for bucket in self.all_buckets)
         if memory not in self._host_views:
             made = self._views_of(lambda bucket, slot: slot.view(bucket.load_source.flat))
             self._host_views[memory] = made
@@ -227,12 +227,12 @@ class Block:
         for number, (param, view) in enumerate(self._shown):
             current = param.data if isinstance(param, LocalPart) else param
             if _place(current) != _place(view):
-                slots = [slot for bucket in self.held for slot in bucket.slots]
+                slots = [slot for bucket in self.all_buckets for slot in bucket.slots]
                 raise ModelError(changed(slots[number].name, MOVED))
 
     def _views_of(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
         with _ordinary_tensors():
-            return [(slot.local, view(b, slot)) for b in self.held for slot in b.slots]
+            return [(slot.local, view(b, slot)) for b in self.all_buckets for slot in b.slots]
 
     def placeholder(self, bucket: Bucket) -> Tensor:
         """Return the 0-dim NaN, on the device, that stands for weights that are not there."""

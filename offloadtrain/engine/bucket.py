@@ -1,27 +1,121 @@
-"""Flat layout: the parameters of a block in buffers that move as one."""
+"""Flat layout: the parameters of a block in buffers that move as one.
+
+The class of the parameters that an engine moves, which notice copies and reads of `.grad`.
+
+Values and gradients of an offloaded parameter are not always where torch expects them: new weights
+may be on their way up, and gradients have left for the host. A module has hooks for its forward and
+its state dict, but none for `copy.deepcopy`, pickles, or a function that takes parameters. So, like
+torch's own lazy parameters, offloaded ones have a class of their own. Computing with them costs
+nothing more.
+"""
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from offloadtrain.engine.experts import Experts
+from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.local_part import LocalPart, local
-from offloadtrain.engine.memory.memory_map import MemoryMap
-from offloadtrain.engine.offloaded_parameter import gradient_of
+from offloadtrain.engine.skipping import Usage
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-from offloadtrain.step.layout.block_spec import BucketSpec, MatrixSpec
-from offloadtrain.step.layout.bucket_layout import padded, placed
+from offloadtrain.step.layout.block_spec import BucketSpec, MatrixSpec, padded, placed
 from offloadtrain.step.layout.buffers import BufferKey, Memory
 from offloadtrain.step.layout.formats import StateFormat, format_for
+
+_GRAD: Any = Tensor.grad
+"""torch's own descriptor of the attribute."""
+
+
+class Observer(Protocol):
+    """The object that offloaded parameters report to."""
+
+    def before_copy(self) -> None:
+        """Parameters are about to be copied: make them hold the newest weights."""
+
+    def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
+        """The code in `frame` is about to read `param.grad`."""
+
+
+_observers = WeakIdKeyDictionary()
+"""Parameter → a weak reference to its observer."""
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter that an engine moves. Its copies are ordinary parameters."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        observer: Observer | None = _observers.get(self, _nobody)()
+        if observer is not None:
+            observer.gradient_is_read(self, sys._getframe(1))
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # On the host, as in a state dict: a pickle keeps all that it has met alive.
+        return self._copied(torch.device("cpu")).__reduce_ex__(protocol)
+
+    def _copied(self, device: torch.device | None = None) -> nn.Parameter:
+        """Return a copy: a view of a flat buffer would be saved with all of the buffer."""
+        observer: Observer | None = _observers.get(self, _nobody)()
+        if observer is not None:
+            observer.before_copy()
+        values = self.data.to(device or self.device, copy=True)
+        return nn.Parameter(values, self.requires_grad)
+
+
+def _nobody() -> None:
+    """Stands for a weak reference to an object that is gone."""
+
+
+def gradient_of(param: nn.Parameter) -> Tensor | None:
+    """Return `param.grad` for the engine itself: no observer is called."""
+    grad: Tensor | None = _GRAD.__get__(param)
+    return grad
+
+
+def observe(params: Iterable[nn.Parameter], observer: Observer) -> None:
+    """Make parameters report to `observer`, which they do not keep alive. A parameter of another
+    class than torch's is left as it is, and does not report."""
+    for param in params:
+        if type(param) is nn.Parameter:
+            param.__class__ = OffloadedParameter
+        if isinstance(param, OffloadedParameter):
+            _observers[param] = weakref.ref(observer)
+
+
+def release(params: Iterable[nn.Parameter]) -> None:
+    """Make them ordinary parameters again."""
+    for param in params:
+        if isinstance(param, OffloadedParameter):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            _observers.pop(param, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +194,7 @@ class Bucket:
             slot that it has, or had last.
         copy: the number of the copy that is the state.
         version: of two versions of a streamed block's weights, the one that loads read.
+        usage: which of its entries a step has used; None: it is updated whole.
     """
 
     spec: BucketSpec
@@ -114,7 +209,7 @@ class Bucket:
     place: int = 0
     copy: int = 0
     version: int = 0
-    experts: Experts | None = None
+    usage: Usage | None = None
 
     def buffer(self, kind: Memory, version: int = 0) -> Buffer:
         """Return a buffer of this bucket."""
@@ -135,10 +230,11 @@ class Bucket:
     def state(self) -> tuple[Buffer, ...]:
         """The format's fields, master weights first; none for frozen weights. Where they are on the
         disk: views of the mapped file, to be used while the lanes are empty."""
-        kind = Memory.STATE_FILE if self.spec.is_on_disk else Memory.STATE
+        name, rows = self.spec.name, self.memory.table.rows
+        in_file = BufferKey(name, Memory.STATE_FILE) in rows
+        kind = Memory.STATE_FILE if in_file else Memory.STATE
         fields = range(len(self.format.fields(self.spec.moments)) if self.is_trained else 0)
-        keys = (BufferKey(self.name, kind, self.copy, number) for number in fields)
-        return tuple(self.memory[key] for key in keys)
+        return tuple(self.memory[BufferKey(name, kind, self.copy, number)] for number in fields)
 
     @property
     def is_trained(self) -> bool:
@@ -193,6 +289,13 @@ class Bucket:
         starts = range(0, self.numel, self.shard_numel)
         return [_piece(slot, lo, lo + self.shard_numel) for lo in starts]
 
+    def take_gradients(self) -> Delivered:
+        """Remove the gradients that its parameters hold, and return them."""
+        gradients = [(slot, grad) for slot in self.slots if (grad := slot.gradient()) is not None]
+        for slot, _ in gradients:
+            slot.param.grad = None
+        return gradients
+
     @property
     def load_source(self) -> Buffer:
         """The copy of a streamed block's weights that loads read."""
@@ -237,7 +340,7 @@ def pack(
     state: str,
     ranks: Ranks = ALONE,
     rule: AnyRule | None = None,
-    experts: Mapping[str, int] | None = None,
+    entries: Mapping[str, int] | None = None,
 ) -> Bucket:
     """Lay parameters out one after the other, each aligned, and divide the buffer into shards. A
     rule that needs full tensors gets a layout in which no parameter is divided.
@@ -245,7 +348,7 @@ def pack(
     Args:
         state: the format of 16-bit buckets.
         rule: the one that updates them; None for frozen ones.
-        experts: parameter → experts in it, of parameters that are skipped where they are unused.
+        entries: parameter → entries in it, of parameters that are skipped where they are unused.
     """
     named_params = list(params)
     sizes = [local(param).numel() for _, param in named_params]
@@ -269,12 +372,9 @@ def pack(
         () if rule is None else rule.moments,
         tuple(matrices),
         keeps_whole(rule) and not of_matrices,
-        experts=sum((experts or {}).get(slot.name, 0) for slot in slots),
+        experts=sum((entries or {}).get(slot.name, 0) for slot in slots),
     )
-    bucket = Bucket(spec, group, dtype, tuple(slots), ranks, *ranks.shard(numel))
-    if experts and spec.experts:
-        bucket.experts = Experts(slots, [experts[slot.name] for slot in slots])
-    return bucket
+    return Bucket(spec, group, dtype, tuple(slots), ranks, *ranks.shard(numel))
 
 
 def _in_order(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
@@ -286,3 +386,73 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(
         torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
     )
+
+
+Delivered = Sequence[tuple[Slot, Tensor]]
+"""Parameters of a bucket, in its order, with the gradients that they received."""
+
+
+class Targets(NamedTuple):
+    """The places of some parameters' gradients in one piece of staging.
+
+    Attributes:
+        views: a view of staging for each copy.
+        sources: for each copy, the place of its gradient among those delivered, and of a part
+            [first, last) of it; None for the whole.
+        gaps: what no gradient is written to.
+    """
+
+    views: list[Tensor]
+    sources: list[tuple[int, tuple[int, int] | None]]
+    gaps: list[Tensor]
+
+
+def targets_of(flat: Tensor, starts: Sequence[int], slots: Sequence[Slot]) -> Targets:
+    """Make the views for gradients of `slots`, one rank's part after another.
+
+    Args:
+        flat: (ranks · n,) on the device, working dtype, or fp32 where ranks sum in fp32.
+        starts: for each rank, the first of its n elements in the bucket.
+    """
+    targets, count = Targets([], [], []), flat.numel() // len(starts)
+    for rank, lo in enumerate(starts):
+        piece = flat[rank * count : (rank + 1) * count]
+        # Elements [lo, hi) of the bucket; those before `end` have their views.
+        hi, end = lo + piece.numel(), lo
+        for number, slot in enumerate(slots):
+            first, last = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
+            if first >= last:
+                continue
+            if first > end:
+                targets.gaps.append(piece[end - lo : first - lo])
+            view, is_complete = piece[first - lo : last - lo], last - first == slot.numel
+            targets.views.append(slot.shaped(view) if is_complete else view)
+            cut = None if is_complete else (first - slot.offset, last - slot.offset)
+            targets.sources.append((number, cut))
+            end = last
+        if end < hi:
+            targets.gaps.append(piece[end - lo :])
+    return targets
+
+
+def fill(targets: Targets, delivered: Delivered) -> None:
+    """Copy the gradients to their places, and zeros between them."""
+    sources = [
+        delivered[number][1] if cut is None else flat_gradient(*delivered[number])[slice(*cut)]
+        for number, cut in targets.sources
+    ]
+    with torch.no_grad():
+        if targets.gaps:
+            torch._foreach_zero_(targets.gaps)
+        if sources:
+            torch._foreach_copy_(targets.views, sources)
+
+
+def flat_gradient(slot: Slot, grad: Tensor) -> Tensor:
+    """Return a gradient as (numel,) in the order of the parameter's memory: a view where it has
+    that order, otherwise a copy."""
+    if grad.stride() == slot.stride:
+        return torch.as_strided(grad, (slot.numel,), (1,), grad.storage_offset())
+    flat = torch.empty(slot.numel, dtype=grad.dtype, device=grad.device)
+    slot.shaped(flat).copy_(grad)
+    return flat

@@ -10,23 +10,22 @@ import torch
 from torch import nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.autograd.activation_offload import ActivationOffloader
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
-from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
+from offloadtrain.engine.autograd.offload import ActivationOffloader, Offloader, SavedOffloader
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
-from offloadtrain.engine.checks.model_checks import ModelError, has_compiled, keeps_fp32
+from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
+from offloadtrain.engine.checks import ModelError, has_compiled, keeps_fp32
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.experts import skipped_in
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.local_part import sharers
-from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
-from offloadtrain.engine.norm import NormMeasure, StagePlace
+from offloadtrain.engine.norm import NormMeasure
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.state.load_weights import ParamInit, adopt_weights, view_weights
+from offloadtrain.engine.skipping import entries_in
+from offloadtrain.engine.weights import ParamInit, adopt_weights, view_weights
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.arena import Arena, Ledger
@@ -47,8 +46,7 @@ def build(
     config: OffloadConfig,
     *,
     device: torch.device,
-    ranks: Ranks,
-    place: StagePlace,
+    division: Division,
     param_init_fn: ParamInit | None,
     lanes: Lanes,
     arena: Arena,
@@ -63,25 +61,24 @@ def build(
     parameters of streamed blocks, which are in the arena. `rules`: that of each group. Without
     `has_values` nothing is moved: parameters and memory are fake.
     """
-    parts = partition(model)
-    blocks, entries = make_blocks(parts, model, groups, rules, config, ranks, lanes, place.first)
-    where = place.first, place.kept, place.parts.size
-    spec = lay_out(model, blocks, config, ranks, available_bytes(), *where)
-    program = Program(spec, ranks.rank, place.parts.rank)
+    parts, ranks = partition(model), division.replicas
+    blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes)
+    spec = lay_out(model, blocks, config, division, available_bytes())
+    program = Program(spec, ranks.rank, division.parts.rank)
     memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
     shared = blocks, lanes, ranks, rules, groups, disk
-    functions = Functions(*shared, seed=config.state.seed, parts=place.parts)
+    functions = Functions(*shared, seed=config.state.seed, parts=division.parts)
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
     sources = blocks, program, interpreter, functions, ranks, memory
-    gradients = Gradients(*sources, in_order=place.in_order)
+    gradients = Gradients(*sources, in_order=division.in_order, skipping=division.skipping)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
-        adopt_weights(model, parts, blocks, rules, config, device, ranks, place, param_init_fn)
+        adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn)
     else:
         view_weights(model, blocks, config)
-    moves = ActivationOffloader(program, interpreter, ranges.inputs, place.parts)
+    moves = ActivationOffloader(program, interpreter, ranges.inputs, division.parts)
     forward_hooks = ForwardHooks(
         model,
         blocks,
@@ -100,7 +97,7 @@ def build(
         interpreter=interpreter,
         functions=functions,
         gradients=gradients,
-        norm_measure=NormMeasure(gradients, functions, ranks, place),
+        norm_measure=NormMeasure(gradients, functions, division),
         residency=residency,
         ranks=ranks,
     )
@@ -111,18 +108,10 @@ def lay_out(
     model: nn.Module,
     blocks: Sequence[Block],
     config: OffloadConfig,
-    ranks: Ranks,
+    division: Division,
     available_bytes: int,
-    first: int = 0,
-    kept: tuple[int, int] = (1, 1),
-    parts: int = 1,
 ) -> StepSpec:
     """Make the spec of the model's step; mark the blocks that are streamed and the tiers of state.
-
-    Args:
-        first: as in `make_blocks`.
-        kept: as in `StagePlace`.
-        parts: ranks that hold the parts of matrices.
 
     Raises:
         HostMemoryError, DeviceMemoryError: a limit is below what the engine needs.
@@ -130,13 +119,14 @@ def lay_out(
     spec = placement.lay_out(
         [_spec_of(block) for block in blocks],
         config,
-        ranks=ranks.size,
-        num_tensors=first + sum(1 for _ in model.parameters()),
+        ranks=division.replicas.size,
+        num_tensors=division.first + sum(1 for _ in model.parameters()),
         available_bytes=available_bytes,
-        weight_versions=kept[0],
-        gradient_sums=kept[1],
-        copies=ranks.copies.size,
-        parts=parts,
+        weight_versions=division.weight_versions,
+        gradient_sums=division.gradient_sums,
+        update_policy=division.update_policy,
+        copies=division.replicas.copies.size,
+        parts=division.parts.size,
     )
     placement.check_host_limit(spec)
     laid = {bucket.name: bucket for bucket in spec.buckets}
@@ -164,9 +154,8 @@ def make_blocks(
     groups: Sequence[Mapping[str, Any]],
     rules: Sequence[AnyRule],
     config: OffloadConfig,
-    ranks: Ranks,
+    division: Division,
     lanes: Lanes,
-    first: int = 0,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
     """Make all blocks, and by module the list of those that its forward waits for.
 
@@ -174,16 +163,16 @@ def make_blocks(
 
     Args:
         rules: that of each group.
-        first: the number of the first parameter.
 
     Raises:
         ModelError: two buckets would have the same name.
     """
-    order = {param: index for index, param in enumerate(model.parameters(), first)}
+    order = {param: index for index, param in enumerate(model.parameters(), division.first)}
     group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
     full = keeps_fp32(model, config.weights.keep_fp32)
-    skipped = skipped_in(model, config.skip_unused)
-    streams = config.streams_among(ranks.size)
+    skipped = entries_in(model, config.skip_unused)
+    ranks = division.replicas.size
+    streams = config.streams_among(ranks)
     root = "(root)" if any(part.name == "root" for part in parts) else "root"
     owner: dict[nn.Parameter, Block] = {}
     blocks: list[Block] = []
@@ -191,11 +180,11 @@ def make_blocks(
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         label = part.name or root
-        buckets = _buckets(label, owned, order, group_of, rules, full, config, ranks, skipped)
+        buckets = _buckets(label, owned, order, group_of, rules, full, config, division, skipped)
         may_leave = part.repeated if streams else False
-        may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks.size) == 3)
+        may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks) == 3)
         still = _still_frozen(part, owner) if may_leave else []
-        frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, ranks, {})
+        frozen = _buckets(f"{label} frozen", still, order, {}, (), full, config, division, {})
         if buckets or frozen:
             kind = {
                 "repeated": part.repeated,
@@ -208,7 +197,7 @@ def make_blocks(
             owner.update((p, block) for _, p in (*owned, *still))
         if blocks:
             blocks[-1].then += tuple(name or root for name in part.tied)
-    _check_names([bucket.name for block in blocks for bucket in block.held])
+    _check_names([bucket.name for block in blocks for bucket in block.all_buckets])
     entries = {
         part.module: list(dict.fromkeys(owner[p] for _, p in part.parameters if p in owner))
         for part in parts
@@ -255,7 +244,7 @@ def _buckets(
     rules: Sequence[AnyRule],
     full: set[nn.Parameter],
     config: OffloadConfig,
-    ranks: Ranks,
+    division: Division,
     skipped: Mapping[str, int],
 ) -> tuple[Bucket, ...]:
     """Make a bucket per (parameter group, working dtype, ranks that share it, skipped or not) among
@@ -264,11 +253,11 @@ def _buckets(
     sorted_in: dict[tuple[int, torch.dtype, Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
         working_dtype = torch.float32 if param in full else dtype
-        key = (group_of.get(param, 0), working_dtype, sharers(param, ranks), full_name in skipped)
+        key = (group_of.get(param, 0), working_dtype, division.sharers(param), full_name in skipped)
         sorted_in.setdefault(key, []).append((full_name, param))
-    several = len(sorted_in) > 1
-    return tuple(
-        pack(
+    several, buckets = len(sorted_in) > 1, []
+    for i, ((group, dtype, shared_by, _), params) in enumerate(sorted_in.items()):
+        bucket = pack(
             f"{name}/{i}" if several else name,
             group,
             dtype,
@@ -279,12 +268,15 @@ def _buckets(
             rules[group] if rules else None,
             skipped,
         )
-        for i, ((group, dtype, shared_by, _), params) in enumerate(sorted_in.items())
-    )
+        if bucket.spec.experts and division.skipping is not None:
+            counts = [skipped[slot.name] for slot in bucket.slots]
+            bucket.usage = division.skipping.usage_of(bucket.slots, counts)
+        buckets.append(bucket)
+    return tuple(buckets)
 
 
 def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:
     """Return what takes tensors from autograd and gives them to `moves`."""
-    if spec.config.activations.mode == "offload_saved":
+    if spec.offloads_saved:
         return SavedOffloader(moves, model, spec.config.activations.offload_saved_above)
     return moves if spec.moves_inputs else None

@@ -1,34 +1,81 @@
 """The engine: a step from the first forward hook to the last upload, over any module tree.
 
 The order of operations is the program's: [Note: The program] in `step.program.program`.
+`PhaseGuard` says which calls are legal in which part of a step.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.checks.phase_guard import PhaseGuard
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.state.salvage import require_on_host
-from offloadtrain.engine.state.saved_state import StateWriter
-from offloadtrain.engine.step_counter import Reporter, StepCounter
-from offloadtrain.engine.step_report import Phase, StepReport, warn_of_skips
+from offloadtrain.engine.salvage import require_on_host
+from offloadtrain.engine.saved_state import StateWriter
+from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport, warn_of_skips
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.modes import Decision
 from offloadtrain.step.program.program import Program
+
+
+class PhaseGuard:
+    """Refuses what the phase of the step does not allow."""
+
+    def __init__(self, gradients: Gradients, program: Program) -> None:
+        self._gradients = gradients
+        self._program = program
+        self.closed = False
+        self.in_flight = False
+        """Microbatches of a pipeline without flushes may be between forward and backward."""
+
+    @property
+    def phase(self) -> Phase:
+        if self.closed:
+            return Phase.CLOSED
+        if self._gradients.open:
+            return Phase.BACKWARD
+        return Phase.ACCUMULATED if self._gradients.micro_steps else Phase.FORWARD
+
+    def require_open(self, what: str) -> None:
+        if self.closed:
+            raise EngineError(f"{what} after close(): offload the model again")
+
+    def require_at_rest(self, what: str) -> None:
+        self.require_open(what)
+        if self.in_flight:
+            raise EngineError(
+                f"{what} while microbatches are between forward and backward (schedule = '2bw'): "
+                "call pipeline.drain() on every process first"
+            )
+
+    def require_between_steps(self, what: str) -> None:
+        self.require_at_rest(what)
+        if self.phase is not Phase.FORWARD:
+            raise EngineError(f"{what} between backward and step(): call zero_grad() or step()")
+
+    def require_undecided(self, asked: str) -> None:
+        """Raises EngineError where no step can be clipped or skipped any more."""
+        if not self._program.mode.waits_for_norm:
+            raise EngineError(
+                f"{asked} after Adam: with skip_nonfinite = False and no clip_norm, Adam runs "
+                "inside backward. Offload with clip_norm, or with skip_nonfinite = True"
+            )
 
 
 class Engine:
@@ -52,7 +99,7 @@ class Engine:
         self.counter = StepCounter(program.spec.config)
         self.last_step: StepReport | None = None
         self.program = program
-        self._delayed_blocks = program.behind
+        self._delayed_blocks = program.mode.behind
         self._interpreter, self._run = interpreter, interpreter.run
         self.functions = functions
         self._gradients = gradients
@@ -114,7 +161,11 @@ class Engine:
         arrival, complete = self._gradients.deliver(block, slot)
         if arrival is GradStatus.AGAIN:
             self.program.grads_again(block.name)
-        elif arrival is GradStatus.COMPLETE and self.last_step is not None:
+        elif (
+            arrival is GradStatus.COMPLETE
+            and self.program.mode.follows_backward
+            and self.last_step is not None
+        ):
             early = self._decision()
             # Modes that update early launch Adam here, concurrently with the rest of backward. Not
             # in the first step, whose backward shows which blocks deliver twice.
@@ -207,14 +258,14 @@ class Engine:
         return self._conclude(norm, decision, micro_steps)
 
     def send_squares(self) -> None:
-        """The first half of step(), for a pipeline without flushes: all gradients of the step are
-        here; the other stages' squares will be waited for in `decide`.
+        """The first half of step(), where steps overlap: all gradients of the step are here;
+        `decide` waits for the squares of the other ranks.
 
         Raises:
             EngineError: without a backward since the last step.
         """
         self.guard.require_open("step")
-        # Waits for the host's last norm of this stage, and not for any other stage.
+        # Waits for the host's last norm here, and not for any other rank.
         norm = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
         self._sent = norm, self._gradients.micro_steps
         self._gradients.drop(in_flight=False)
@@ -225,12 +276,12 @@ class Engine:
         update mode uploads at once. The next step's gradients may have begun to arrive.
 
         Raises:
-            RankError: ranks or stages disagree about the step.
+            RankError: ranks disagree about the step.
         """
         assert self._sent is not None
         receive, micro_steps = self._sent
         self._sent = None
-        # Every stage has sent before the microbatch came that this one is about to run.
+        # All have sent before the microbatch came that is about to run here.
         norm = receive()
         return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
 
@@ -281,7 +332,7 @@ class Engine:
 
     def salvage(self, failure: BaseException) -> None:
         """After a failure of the device: make the state on the host that of `step_count`, without
-        touching the device; see [Note: Salvage] in `engine.state.salvage`. Only reading the state
+        touching the device; see [Note: Salvage] in `engine.salvage`. Only reading the state
         and closing make sense afterwards.
 
         Raises:
@@ -396,5 +447,23 @@ class Engine:
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.undecided_scale * self._ranks.everyone.size
-        used = self.functions.hyperparameters() if self.program.updates_in_backward else None
+        used = self.functions.hyperparameters() if self.program.mode.updates_in_backward else None
         return Decision(self.counter.steps + 1, skipped, coef, scale, used)
+
+
+def hook_parameters(engine: Engine, blocks: Sequence[Block]) -> list[Any]:
+    """Report the gradient of every trained parameter to the engine, which they do not keep alive;
+    returns the handles of the hooks."""
+    alive = weakref.ref(engine)
+    return [
+        slot.param.register_post_accumulate_grad_hook(partial(_deliver, alive, block, slot))
+        for block in blocks
+        for bucket in block.buckets
+        for slot in bucket.slots
+    ]
+
+
+def _deliver(engine: weakref.ref[Engine], block: Block, slot: Slot, param: Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.deliver(block, slot)

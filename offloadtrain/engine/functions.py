@@ -10,11 +10,17 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.expert_functions import adam_of_used, mark_used, upload_used
-from offloadtrain.engine.gather import Delivered, Targets, fill, flat_gradient, targets_of
+from offloadtrain.engine.bucket import (
+    Bucket,
+    Delivered,
+    Slot,
+    Targets,
+    fill,
+    flat_gradient,
+    targets_of,
+)
 from offloadtrain.engine.local_part import local
-from offloadtrain.engine.state.saved_state import StateWriter
+from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.optim import AnyRule, MatrixRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.disk_arena import DiskArena
@@ -52,7 +58,7 @@ class Functions:
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
-        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
+        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self._lanes = lanes
         self._ranks = ranks
         self._disk = disk
@@ -85,7 +91,7 @@ class Functions:
             Kind.PUBLISH: lambda _: KernelCalls(kernels.copy, keeps=True),
         }
         self._alike = _ALIKE
-        if any(bucket.experts for bucket in self._buckets.values()):
+        if any(bucket.usage for bucket in self._buckets.values()):
             # Only then: nothing else looks at what is used.
             self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
             self._made |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
@@ -144,7 +150,7 @@ class Functions:
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
         # With the last piece the function is the only owner of the gradients: they are freed when
         # it has run on compute, before the next node of backward allocates.
-        if op.hi == bucket.shard_numel:
+        if op.hi == bucket.hi - bucket.lo:
             self.delivered.pop(op.owner, None)
 
         def gather(flat: Tensor) -> None:
@@ -159,8 +165,9 @@ class Functions:
         complete = len(delivered) == len(bucket.slots)
         if complete and (cached := self._targets.get(key)):
             return cached
-        each = range(bucket.spec.ranks if op.hi - op.lo < bucket.shard_numel else 1)
-        starts = [rank * bucket.shard_numel + op.lo for rank in each]
+        shard_numel = bucket.hi - bucket.lo
+        each = range(bucket.spec.ranks if op.hi - op.lo < shard_numel else 1)
+        starts = [rank * shard_numel + op.lo for rank in each]
         targets = targets_of(flat, starts, [slot for slot, _ in delivered])
         if complete:
             self._targets[key] = targets
@@ -240,10 +247,11 @@ class Functions:
         rule, seed = self._rules[bucket.group], self.seed
         if isinstance(rule, MatrixRule):
             return self._apply(bucket, rule, group)
-        if bucket.experts is not None:
-            return adam_of_used(op, bucket, rule, group, seed)
-        format, layout = bucket.format, bucket.layout
-        fields, emits = len(bucket.state), not format.holds_weight
+        if bucket.usage is not None:
+            return bucket.usage.update(op, bucket, rule, group, seed)
+        format, layout = bucket.spec.format, bucket.layout
+        emits = not format.holds_weight
+        fields = len(op.writes) - emits
 
         def adam(grad: Tensor, *rest: Tensor) -> None:
             after = rest[-fields:]
@@ -263,11 +271,13 @@ class Functions:
         return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
 
     def _mark(self, op: Launch) -> Operation:
-        return mark_used(op, self._buckets[op.owner], self.delivered.get(op.owner, ()))
+        usage = self._buckets[op.owner].usage
+        assert usage is not None
+        return usage.mark(op, self.delivered.get(op.owner, ()))
 
     def _weights_up(self, op: Launch) -> Operation:
-        experts = self._buckets[op.owner].experts
-        return copy if experts is None else upload_used(op, experts, self._lanes.totals)
+        usage = self._buckets[op.owner].usage
+        return copy if usage is None else usage.upload(op, self._lanes.totals)
 
     def _direction(self, op: Launch) -> Operation:
         bucket, update, seed = self._buckets[op.owner], op.update, self.seed

@@ -24,36 +24,145 @@ the same all-gathers on every rank. A block is never complete on a rank whose to
 its experts only. So in front of every gather a block is sent as it is once backward has passed it:
 autograd runs nodes in the reverse of the order in which they were made, so nothing is to come for a
 block whose first forward began later than that of the block which backward has come to. On the
-ranks where it is complete it has been sent since the gather before.
+ranks where it is complete it has been sent since the gather before. `InFlight` keeps the forwards
+whose backward is to come.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, takewhile
 
 import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.experts import Experts, agree_on_used
+from offloadtrain.engine.bucket import Delivered, Slot, gradient_of
+from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.in_flight import InFlight
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.local_part import is_divided
-from offloadtrain.engine.memory.memory_map import MemoryMap
-from offloadtrain.engine.offloaded_parameter import gradient_of
+from offloadtrain.engine.skipping import Skipping, Usage
 from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.program.prefetch_policy import ReduceOrder
 from offloadtrain.step.program.program import Program
+
+
+class InFlight:
+    """Tells when blocks were read in the forward whose backward runs.
+
+    As a rule that is any forward since the last micro-step, as one backward may be of several. In a
+    pipeline microbatches are forward before the backward of earlier ones, in order: each has clocks
+    of its own, since a block's first forward of all says nothing of the others.
+    """
+
+    def __init__(self, blocks: Sequence[Block], *, in_order: bool) -> None:
+        """`in_order`: each backward is that of the oldest forward without one."""
+        self._blocks, self._in_order = blocks, in_order
+        self._earlier: deque[dict[Block, tuple[int, int]]] = deque()
+        """Of every forward but the last one: block → its first and its last clock."""
+        self._foreign_task = -1
+        for block in blocks:
+            block.in_order = in_order
+
+    def forward_begins(self) -> None:
+        """A forward of the model begins that is not part of a backward."""
+        if not self._in_order or not torch.is_grad_enabled():
+            return
+        # If there is one: the first of all follows none, and another may have had its backward.
+        if any(block.first_clock for block in self._blocks):
+            self._earlier.append(
+                {block: (block.first_clock, block.clock) for block in self._blocks}
+            )
+        self._forget()
+
+    def clocks(self, block: Block) -> tuple[int, int]:
+        """Return when the block was first and last read; (0, …): not at all."""
+        return self._earlier[0][block] if self._earlier else (block.first_clock, block.clock)
+
+    def backward_ends(self) -> None:
+        if self._earlier:
+            self._earlier.popleft()
+        else:
+            self._forget()
+
+    def drop(self) -> None:
+        """No backward is to come."""
+        self._earlier.clear()
+        self._forget()
+
+    def will_deliver(self, trained: Sequence[Block]) -> bool:
+        """Tell whether the backward in progress is a plain one of this model: it reaches parameters
+        that a forward has read. One of another model through this one's frozen weights does not."""
+        task = torch._C._current_graph_task_id()
+        if task == self._foreign_task:
+            return False
+        read = (block for block in reversed(trained) if block.first_clock)
+        params = (slot.param for block in read for bucket in block.buckets for slot in bucket.slots)
+        if any(map(is_reached, params)):
+            return True
+        self._foreign_task = task
+        return False
+
+    def _forget(self) -> None:
+        for block in self._blocks:
+            block.first_clock = 0
+
+
+class ReduceOrder:
+    """The order in which blocks send their gradients. Several ranks have one order for all of them,
+    and a block that is ready before its turn waits.
+
+    Attributes:
+        ready_blocks: blocks in the order in which they became ready in this pass.
+    """
+
+    def __init__(self, order: Sequence[int], *, free: bool) -> None:
+        """`free`: every block is sent as soon as it is ready."""
+        self._order = list(order)
+        self._free = free
+        self._next = 0
+        self.ready_blocks: dict[int, None] = {}
+
+    def ready(self, block: int) -> list[int]:
+        """Return the blocks to send, in order, now that `block` is ready."""
+        self.ready_blocks[block] = None
+        if self._free:
+            return [block]
+        # A ready block is held back until all before it are sent: ranks match collectives by their
+        # order, and another one would sum gradients of different blocks.
+        due = list(takewhile(lambda b: b in self.ready_blocks, self._order[self._next :]))
+        self._next += len(due)
+        return due
+
+    @property
+    def awaited(self) -> int | None:
+        """The block whose turn it is, which is not ready; None if all were sent, or every block is
+        sent as soon as it is ready."""
+        return None if self._free or self._next == len(self._order) else self._order[self._next]
+
+    def rest(self) -> list[int]:
+        """Return the blocks that were not sent in this pass, in order."""
+        if self._free:
+            return [block for block in self._order if block not in self.ready_blocks]
+        return self._order[self._next :]
+
+    def restart(self) -> None:
+        """A pass has ended."""
+        self._next = 0
+        self.ready_blocks = {}
+
+    def agree(self, order: Sequence[int]) -> None:
+        """Set the order, from the next pass on."""
+        self._order = list(order)
 
 
 class GradientError(OffloadTrainError):
@@ -116,8 +225,9 @@ class Gradients:
         memory: MemoryMap,
         *,
         in_order: bool,
+        skipping: Skipping | None,
     ) -> None:
-        """`in_order`: of `InFlight`."""
+        """`in_order`: of `InFlight`; `skipping`: of buckets with a `usage`."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
@@ -135,12 +245,13 @@ class Gradients:
         self._names = {slot.index: slot.name for slot in slots}
         self.divided = {slot.index for slot in slots if is_divided(slot.param)}
         """Parameters of which other ranks hold other parts."""
-        self._of_experts: dict[Ranks, list[tuple[Experts, Buffer]]] = {}
-        """Ranks that share them → experts, and the marks of the used ones."""
+        self._skipping = skipping
+        self._usages: dict[Ranks, list[tuple[Usage, Buffer]]] = {}
+        """Ranks that share a bucket → which of its entries are used, and their marks."""
         for bucket in (bucket for block in blocks for bucket in block.buckets):
-            if bucket.experts is not None:
-                with_same_sharers = self._of_experts.setdefault(bucket.sharers, [])
-                with_same_sharers.append((bucket.experts, bucket.buffer(Memory.USED)))
+            if bucket.usage is not None:
+                with_same_sharers = self._usages.setdefault(bucket.sharers, [])
+                with_same_sharers.append((bucket.usage, bucket.buffer(Memory.USED)))
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
@@ -282,8 +393,9 @@ class Gradients:
         # The only wait of the training thread in a step. The norms of early blocks ran during
         # backward; only the copy down of the last block is exposed.
         self._interpreter.run(self._program.norm())
-        for ranks, of_experts in self._of_experts.items():
-            agree_on_used(of_experts, (ranks.everyone, parts))
+        for ranks, usages in self._usages.items():
+            assert self._skipping is not None
+            self._skipping.agree(usages, (ranks.everyone, parts))
         squares = self._squares()
         told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
         gathered = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
@@ -299,15 +411,19 @@ class Gradients:
         return Measured(sums, nonfinite, gathered[:, squares.numel() :])
 
     def count_steps(self) -> None:
-        """The step is not skipped: the experts that it updates have made one more."""
-        for experts, _ in chain.from_iterable(self._of_experts.values()):
-            experts.advance()
+        """The step is not skipped: the entries that it updates have made one more."""
+        for usage, _ in chain.from_iterable(self._usages.values()):
+            usage.advance()
 
     def _squares(self) -> Tensor:
         """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""
         # The program's last operations have waited for them.
         buckets = [bucket for block in self._trained for bucket in block.buckets]
-        where = {bucket.name: self._program.buckets[bucket.name].measured_on for bucket in buckets}
+        where: dict[str, Tier] = {}
+        for bucket in buckets:
+            tier = self._program.buckets[bucket.name].gradient.measured_on
+            assert tier is not None
+            where[bucket.name] = tier
         tiers = set(where.values())
         if len(tiers) == 1:
             return self._norms[tiers.pop()]
@@ -339,7 +455,7 @@ class Gradients:
         """At the end of the first micro-step: all ranks take rank 0's order, and a block that has
         delivered twice on any rank is sent late on all of them."""
         self._agreed, count = True, len(self._trained)
-        place = {number: position for position, number in enumerate(self._turns.seen)}
+        place = {number: position for position, number in enumerate(self._turns.ready_blocks)}
         places = [float(place.get(number, count)) for number in range(count)]
         flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
@@ -361,16 +477,15 @@ class Gradients:
     def _take(self, block: Block) -> None:
         """Send the gradients that the block's parameters hold down, and free them on the device.
         Among ranks every rank sends, zeros where nothing is held."""
-        complete, self._functions.delivered = {}, {}
+        complete: dict[str, bool] = {}
+        delivered: dict[str, Delivered] = {}
         for bucket in block.buckets:
-            pairs = [(slot, grad) for slot in bucket.slots if (grad := slot.gradient()) is not None]
             # From `.grad` to the gather's launch, which frees them: it runs on compute, so that
             # the allocator reuses their memory after it, for the next block's gradients.
-            for slot, _ in pairs:
-                slot.param.grad = None
-            if pairs:
-                complete[bucket.name] = len(pairs) == len(bucket.slots)
-                self._functions.delivered[bucket.name] = pairs
+            if pairs := bucket.take_gradients():
+                complete[bucket.spec.name] = len(pairs) == len(bucket.slots)
+                delivered[bucket.spec.name] = pairs
+        self._functions.delivered = delivered
         ready = self._program.grads_ready(block.name, complete, last=self._in_last)
         self._interpreter.run(ready)
         self._deliveries[block].left = True

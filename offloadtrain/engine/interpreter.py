@@ -7,9 +7,9 @@ from functools import partial
 from typing import Protocol
 
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.buffers import Ranges
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.memory.memory_map import Ranges
-from offloadtrain.engine.state.salvage import Call, UpdateJournal
+from offloadtrain.engine.salvage import Call, UpdateJournal
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import LaneEvent, Lanes, Range, views
 from offloadtrain.runtime.lanes import Operation as Function
@@ -55,7 +55,7 @@ class Interpreter:
         cut: the exception that cut operations short. The program assumes that all of them ran, so
             nothing more runs until the step is given up and both restart from memory at rest.
         torn: weights or state may be between two steps then: a restart is impossible.
-        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.state.salvage`.
+        journal: the updates that may be unfinished; see [Note: Salvage] in `engine.salvage`.
     """
 
     def __init__(
@@ -98,7 +98,8 @@ class Interpreter:
             CutShortError: earlier operations were cut short.
             LostRankError: an exchange has failed.
         """
-        self.require_whole()
+        if self.cut is not None:
+            self.require_whole()
         todo = iter(operations)
         self._updating = updates
         try:
@@ -146,7 +147,7 @@ class Interpreter:
         if op.kind is Kind.ADAM and op.lane is Lane.HOST:
             progress, call = self._lanes.host_progress(), partial(_call, function, reads, writes)
             self.journal.launches(op, call, progress, decided=self._updating)
-        HEARTBEAT.beat()
+        HEARTBEAT.beats += 1
         try:
             self._lanes.launch(op.lane, op.name, function, reads, writes)
         except RuntimeError as error:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import holds_experts, is_distributed
 
 
@@ -66,11 +65,6 @@ def part_as(param: Any, values: Any) -> Tensor:
     if is_distributed(values) and values.placements != param.placements:
         values = values.redistribute(param.device_mesh, param.placements)
     return local(values)
-
-
-def sharers(param: Tensor, ranks: Ranks) -> Ranks:
-    """Return those of `ranks` that hold the same part of a parameter, and so share its state."""
-    return ranks.of_experts if holds_experts(param) else ranks
 
 
 def is_divided(tensor: Any) -> bool:

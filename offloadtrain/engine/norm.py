@@ -1,18 +1,15 @@
-"""The norm of a step's gradient, which is one over all ranks and stages, and their agreement.
+"""The norm of a step's gradient, which is one over all ranks, and their agreement.
 
 [Note: One norm]
-A pipeline's stages hold different parameters of one model, so none of them knows the norm alone.
-Each measures the squares of its own parameters, summed over its data-parallel ranks; the stages
-exchange these, and every stage adds all of them: stage by stage, parameter by parameter, in fp64.
-That is the order in which one process adds them, so the norm, the clip coefficient and the decision
-to skip are those of one process, bit for bit. A process with several stages exchanges once: the
-first of them that is asked measures all, and the others take what was found.
+Sums of squares are added parameter by parameter, in the order of the model, in fp64: so the norm,
+the clip coefficient and the decision to skip are those of one process, bit for bit. Where other
+engines hold other parts of the model, `Division.norm` adds theirs: [Note: Divisions] in
+`engine.division`.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
@@ -20,10 +17,10 @@ from zlib import crc32
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.checks.part_checks import check_same_gradients
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, Measured
-from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+from offloadtrain.runtime.process_group import RankError, Ranks
 
 
 class EngineError(OffloadTrainError):
@@ -54,173 +51,24 @@ class Norm:
         self.coef *= 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
 
 
-class Stages:
-    """The stages of one pipeline in this process, in order, and the processes of the others.
-
-    Process r of p holds stages r, r + p, r + 2p and so on.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        """`ranks`: the processes of the pipeline, in the order of their first stages."""
-        self.ranks = ranks
-        # Weak: an optimizer that is dropped without close() must end at once.
-        self._members: list[weakref.ref[NormMeasure]] = []
-        self._names: list[list[str]] = []
-        self._measured: dict[NormMeasure, Measured] = {}
-        self._sent_intent: Sequence[float] = ()
-        """The intent of the last exchange."""
-
-    def join(self, member: NormMeasure) -> None:
-        """Add this process's next stage."""
-        self._members.append(weakref.ref(member))
-
-    def send(self, member: NormMeasure, intent: Sequence[float]) -> Callable[[], Measured]:
-        """Send the squares of this process's parameters to the other stages; the first call of a
-        step begins a collective.
-
-        Args:
-            intent: what must be the same on every process, see `NormMeasure.send`.
-
-        Returns:
-            A function that waits for the other stages, and returns the squares of all. It raises
-            RankError if they disagree about the step.
-        """
-        if self.ranks.is_single and len(self._members) == 1:
-            result = member.own(intent)
-            return lambda: result
-        receive = None
-        if member not in self._measured:
-            receive, self._sent_intent = self._exchange(intent), intent
-        elif [*intent] != [*self._sent_intent]:
-            raise RankError(
-                f"stages of one process disagree in step {int(intent[0]) + 1}: clip_grad_norm_ and "
-                "skips are the same for each of pipeline.optimizers"
-            )
-
-        def measured() -> Measured:
-            if receive is not None:
-                receive()
-            return self._measured.pop(member)
-
-        return measured
-
-    def agree_on_names(self) -> None:
-        """Exchange the names of all stages' parameters, once: now, and not with the first squares,
-        where all stages would wait for the last one.
-
-        Raises:
-            RankError: a parameter is in two stages, or processes have different numbers of stages.
-        """
-        if self._names:
-            return
-        of_processes = self.ranks.gather([member.names for member in self._alive()])
-        if len({len(stage_names) for stage_names in of_processes}) > 1:
-            counts = ", ".join(str(len(stage_names)) for stage_names in of_processes)
-            raise RankError(f"the processes of a pipeline hold {counts} stages: give each as many")
-        # In the order of the model.
-        stages = [names for of_each in zip(*of_processes, strict=True) for names in of_each]
-        owner: dict[str, int] = {}
-        for stage, names in enumerate(stages):
-            for name in filter(None, names):
-                if owner.setdefault(name, stage) != stage:
-                    raise RankError(
-                        f"parameter '{name}' is in stages {owner[name]} and {stage} of the "
-                        "pipeline: each parameter is one stage's, and names are the whole model's"
-                    )
-        self._names = stages
-
-    def _alive(self) -> list[NormMeasure]:
-        return [member for ref in self._members if (member := ref()) is not None]
-
-    def _exchange(self, intent: Sequence[float]) -> Callable[[], None]:
-        members = self._alive()
-        measurements = [member.own(intent) for member in members]
-        rows = [
-            [*member.counts, *measured.of_parameter]
-            for member, measured in zip(members, measurements, strict=True)
-        ]
-        self.agree_on_names()
-        longest = len(members[0].counts) + max(map(len, self._names))
-        padded = [row + [0.0] * (longest - len(row)) for row in rows]
-        sent = self.ranks.send_host([*intent, *(x for row in padded for x in row)])
-
-        def receive() -> None:
-            # Waits for every stage's squares: the first stage's backward ends last.
-            self._add_up(sent(), members, measurements, intent)
-
-        return receive
-
-    def _add_up(
-        self,
-        rows: Tensor,
-        members: Sequence[NormMeasure],
-        measurements: Sequence[Measured],
-        intent: Sequence[float],
-    ) -> None:
-        """Take in what all stages have sent, (processes, n)."""
-        _check_alike(rows[:, : len(intent)], "stage", _OF_ALL, intent[0])
-        of_stages = rows[:, len(intent) :].reshape(self.ranks.size, len(members), -1)
-        # Of all processes' first stages, then of all second ones: in the order of the model.
-        of_stages = of_stages.transpose(0, 1).flatten(0, 1)
-        count = len(members[0].counts)
-        _check_alike(of_stages[:, :count], "stage", _OF_STAGES, intent[0])
-        squares = [
-            row[count : count + len(names)].tolist()
-            for row, names in zip(of_stages, self._names, strict=True)
-        ]
-        all_squares = [value for of_stage in squares for value in of_stage]
-        # Non-finite parameters → ranks whose shards have them; known for own stages only.
-        known = {
-            name: ranks for measured in measurements for name, ranks in measured.nonfinite.items()
-        }
-        pairs = zip(self._names, squares, strict=True)
-        named = [pair for names, row in pairs for pair in zip(names, row, strict=True)]
-        nonfinite = {name: known.get(name, ()) for name, value in named if not math.isfinite(value)}
-        for member, measured in zip(members, measurements, strict=True):
-            self._measured[member] = Measured(all_squares, nonfinite, measured.told)
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlace:
-    """A model as one stage of a pipeline, and as one part of tensor parallelism.
-
-    Attributes:
-        first: the number of its first parameter in the whole model, by which stochastic rounding
-            draws.
-        parts: the ranks that hold the other parts of its DTensors.
-        kept: versions of its working weights, see [Note: Two versions] in
-        `step.program.two_versions`, and
-            sums of its gradients: two, where a step is decided after the next one's have begun.
-        in_order: each backward is that of the oldest forward without one.
-    """
-
-    stages: Stages
-    first: int = 0
-    parts: Ranks = ALONE
-    kept: tuple[int, int] = (1, 1)
-    in_order: bool = False
-
-
 class NormMeasure:
-    """Measures the norm of one engine's step, together with the other stages'.
+    """Measures the norm of one engine's step, together with the engines of the rest of the model.
 
     Attributes:
         names: of the model's parameters, in order; "" stands for one that is not trained.
     """
 
-    def __init__(
-        self, gradients: Gradients, functions: Functions, ranks: Ranks, place: StagePlace
-    ) -> None:
+    def __init__(self, gradients: Gradients, functions: Functions, division: Division) -> None:
         self._gradients, self._functions = gradients, functions
-        self._ranks, self._stages, self._parts = ranks, place.stages, place.parts
-        self.names = gradients.names
+        self.ranks, self._parts, self._exchange = division.replicas, division.parts, division.norm
+        self.names, self.divided = gradients.names, gradients.divided
         self._written: dict[str, int] = {}
         """What this rank has loaded or written since the step before → checksums."""
-        place.stages.join(self)
+        self._exchange.join(self)
 
     @property
     def counts(self) -> list[float]:
-        """Return the number of backwards, which must be the same in every stage."""
+        """Return the number of backwards, which must be the same in every engine."""
         return [float(self._gradients.micro_steps)]
 
     def measure(
@@ -232,7 +80,7 @@ class NormMeasure:
         *,
         skip: bool = False,
     ) -> Norm:
-        """Wait for the norm of the step, here and on every rank and stage.
+        """Wait for the norm of the step, here and on every other rank.
 
         Args:
             skip: the step will be skipped, on every rank.
@@ -252,10 +100,10 @@ class NormMeasure:
         *,
         skip: bool = False,
     ) -> Callable[[], Norm]:
-        """Wait for the squares of this stage, and send them to the others.
+        """Wait for the squares of this engine, and send them to the others.
 
         Returns:
-            A function that waits for the other stages; raises as `measure`.
+            A function that waits for the others; raises as `measure`.
         """
         # A plain backward leaves its micro-step open: its last blocks are sent here.
         self._gradients.end_micro_step()
@@ -264,54 +112,20 @@ class NormMeasure:
                 f"{asker}() without a backward: no parameter of the model has received a gradient "
                 "since the last step"
             )
-        receive = self._stages.send(self, [step_count, _digest(max_norm), float(skip)])
+        receive = self._exchange.send(self, [step_count, digest(max_norm), float(skip)])
 
         def norm() -> Norm:
             measured = receive()
-            self._check_ranks(self._ranks, measured.told, step_count)
-            value = math.sqrt(measured.squares) / (loss_scale * self._ranks.everyone.size)
+            self.check_ranks(self.ranks, measured.told, step_count)
+            value = math.sqrt(measured.squares) / (loss_scale * self.ranks.everyone.size)
             return Norm(value, measured.nonfinite)
 
         return norm
 
     def own(self, intent: Sequence[float]) -> Measured:
-        """Measure this stage's parameters over its data-parallel ranks, which send `intent`."""
+        """Measure this engine's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()
-        measured = self._gradients.measure(self._intent(intent), self._parts)
-        copies = self._ranks.copies
-        if not copies.is_single:
-            # This shard's ranks of all groups hold copies of it, which must be decided on alike and
-            # have got the same gradient; see [Note: Copies] in `runtime.process_group`.
-            intent_sent = measured.told[self._ranks.rank].tolist()
-            rows = copies.all_gather_host(
-                [*intent_sent, _digest(measured.of_parameter), _agree(measured.told)]
-            )
-            self._check_ranks(self._ranks, measured.told, intent[0])
-            _check_alike(rows, "copy", (*_WHAT, "the sums of squares", _AGREEMENT), intent[0])
-        return measured if self._parts.is_single else self._of_all_parts(measured, intent)
-
-    def _of_all_parts(self, measured: Measured, intent: Sequence[float]) -> Measured:
-        """Add the squares of the other parts of DTensors in rank order. A tensor that every rank
-        holds in full counts once, with the first rank's value."""
-        same = [*self._intent_of_part(intent), _agree(measured.told)]
-        # Waits for the same backward on the other ranks.
-        rows = self._parts.all_gather_host([*same, *measured.of_parameter])
-        num_same, divided = len(same), self._gradients.divided
-        # After the exchange, in which the other parts wait.
-        self._check_ranks(self._ranks, measured.told, intent[0])
-        _check_alike(rows[:, :num_same], "part", (*_OF_PARTS, _AGREEMENT), intent[0])
-        check_same_gradients(self.names, rows[:, num_same:], divided, int(intent[0]))
-        sums, nonfinite = [], dict(measured.nonfinite)
-        for index, values in enumerate(rows[:, num_same:].T.tolist()):
-            # All parts skip a step in which one of them has had an overflow.
-            once = index not in divided and all(map(math.isfinite, values))
-            total = 0.0
-            for value in values[:1] if once else values:
-                total += value
-            if not math.isfinite(total):
-                nonfinite.setdefault(self.names[index], ())
-            sums.append(total)
-        return Measured(sums, nonfinite, measured.told)
+        return self._gradients.measure(self._intent(intent), self._parts)
 
     def check_after_clipping(self, step_count: int, coef: float, *, skip: bool) -> None:
         """Compare what may have changed since `clip_grad_norm_()` has waited for the norm.
@@ -319,41 +133,42 @@ class NormMeasure:
         Raises:
             RankError: ranks disagree about the step.
         """
-        intent = [step_count, _digest(coef), float(skip)]
-        if not self._ranks.is_single:
-            rows = self._ranks.everyone.all_gather_host(self._intent(intent))
-            self._check_ranks(self._ranks.everyone, rows, step_count)
-        if not self._parts.is_single:
-            rows = self._parts.all_gather_host(self._intent_of_part(intent))
-            _check_alike(rows, "part", _OF_PARTS, step_count)
+        intent = [step_count, digest(coef), float(skip)]
+        if not self.ranks.is_single:
+            rows = self.ranks.everyone.all_gather_host(self._intent(intent))
+            self.check_ranks(self.ranks.everyone, rows, step_count)
+        self._exchange.compare(self, intent)
 
-    def _check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None:
+    def check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None:
         """Raises RankError unless all of `ranks` are about to do the same."""
         # Every rank sees the same rows: all of them exchange the names here, or none.
         if rows.shape[1] and not bool((rows[:, -1] == rows[0, -1]).all()):
             _check_written(ranks.gather(self._written), int(step_count) + 1)
-        _check_alike(rows, "rank", _WHAT, step_count)
+        check_rows_alike(rows, "rank", RANK_COLUMNS, step_count)
 
     def _intent(self, intent: Sequence[float]) -> list[float]:
-        """Return what must be the same on every data-parallel rank, in the order of `_WHAT`."""
-        if self._ranks.is_single:
+        """Return what must be the same on all data-parallel ranks: the `RANK_COLUMNS`."""
+        if self.ranks.is_single:
             return []
         self._written = self._functions.take_written()
-        written = _digest(sorted(self._written.items()))
-        return [*self._intent_of_part(intent), self._functions.take_digest(), written]
+        written = digest(sorted(self._written.items()))
+        return [*self.intent_of_part(intent), self._functions.take_digest(), written]
 
-    def _intent_of_part(self, intent: Sequence[float]) -> list[float]:
-        """Return what must be the same on all parts, in the order of `_OF_PARTS`: of what each
+    def intent_of_part(self, intent: Sequence[float]) -> list[float]:
+        """Return what must be the same on all parts, in the order of `PART_COLUMNS`: of what each
         holds whole, a rate of one part's own would make several weights."""
-        return [*intent, *self.counts, _digest(self._functions.hyperparameters())]
+        return [*intent, *self.counts, digest(self._functions.hyperparameters())]
 
 
-_OF_ALL = ("the step count", "clip_grad_norm_", "the skips asked for")
-_OF_STAGES = ("the number of backwards",)
-_OF_PARTS = (*_OF_ALL, *_OF_STAGES, "hyperparameters")
-_AGREEMENT = "the agreement among the ranks"
-"""Where a part's replicas, or a copy's ranks, differ, all others end with them."""
-_WHAT = (*_OF_PARTS, "the collectives", "the weights loaded or written since the last step")
+INTENT_COLUMNS = ("the step count", "clip_grad_norm_", "the skips asked for")
+COUNT_COLUMNS = ("the number of backwards",)
+PART_COLUMNS = (*INTENT_COLUMNS, *COUNT_COLUMNS, "hyperparameters")
+RANK_COLUMNS = (
+    *PART_COLUMNS,
+    "the collectives",
+    "the weights loaded or written since the last step",
+)
+"""Names of what ranks compare before an update, for messages."""
 
 
 def _check_written(of_ranks: Sequence[Mapping[str, int]], step: int) -> None:
@@ -369,15 +184,11 @@ def _check_written(of_ranks: Sequence[Mapping[str, int]], step: int) -> None:
             )
 
 
-def _agree(rows: Tensor) -> float:
-    return float(rows.eq(rows[:1]).all())
-
-
-def _digest(value: object) -> float:
+def digest(value: object) -> float:
     return float(crc32(repr(value).encode()))
 
 
-def _check_alike(rows: Tensor, each: str, what: Sequence[str], step_count: float) -> None:
+def check_rows_alike(rows: Tensor, each: str, what: Sequence[str], step_count: float) -> None:
     """Check that all have launched the same collectives and are about to do the same update.
 
     Args:

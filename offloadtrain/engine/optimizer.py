@@ -1,42 +1,219 @@
-"""The optimizer that `offload()` returns."""
+"""The optimizer that `offload()` returns.
+
+[Note: Accelerate]
+The optimizer behaves like Accelerate's optimizer wrapper without being wrapped.
+`Accelerator.prepare` (and with it the Trainers of transformers and TRL) wraps an optimizer. The
+wrapper copies its whole state dict to the device, here 12 bytes per parameter, and never asks it
+whether a step was skipped. An optimizer that reports to be prepared is not wrapped, and must do the
+rest itself: `step` and `zero_grad` do nothing before the last microbatch of `accumulate`.
+
+[Note: Evaluation in ZeRO stage 3]
+A forward gathers weights there. Collectives are matched by their order: where one rank takes
+another path through the model, each gets weights pieced together from two modules, and computes
+with them. In training `step()` compares what was launched; no step follows the last evaluation. So
+every forward of the model without gradients ends with a few bytes of each rank.
+"""
 
 from __future__ import annotations
 
+import inspect
+import logging
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.accelerate import Prepared
 from offloadtrain.engine.autograd.casting import attach_casts
+from offloadtrain.engine.autograd.hooks import OfOneModel
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
-from offloadtrain.engine.checks.evaluation_check import check_evaluations
-from offloadtrain.engine.checks.foreign_readers import ParameterReaders
-from offloadtrain.engine.checks.model_checks import ModelError, offloaded, warn_of_local_norm
-from offloadtrain.engine.checks.parameter_guard import ParameterGuard
-from offloadtrain.engine.eager import eager
-from offloadtrain.engine.norm import StagePlace, Stages
+from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
+from offloadtrain.engine.division import Division
+from offloadtrain.engine.engine import Engine, hook_parameters
+from offloadtrain.engine.foreign_readers import ParameterReaders
+from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.param_groups import common_defaults
-from offloadtrain.engine.parameter_hooks import hook_parameters
 from offloadtrain.engine.partition import layers_of
-from offloadtrain.engine.release import Release
-from offloadtrain.engine.split_step import SplitStep
-from offloadtrain.engine.state import parameter_state as state
-from offloadtrain.engine.state.load_weights import ParamInit
-from offloadtrain.engine.state.state_dict_hooks import attach_state_dict_hooks
-from offloadtrain.engine.state.weights_io import WeightsIO
+from offloadtrain.engine.state import check_held_by, load_dict, views
 from offloadtrain.engine.step_report import Phase, StepReport
+from offloadtrain.engine.weights import ParamInit, WeightsIO, attach_state_dict_hooks
 from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import Lanes
-from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.process_group import RankError, Ranks
+
+Args = ParamSpec("Args")
+Found = TypeVar("Found")
+
+
+def eager(function: Callable[Args, Found]) -> Callable[Args, Found]:
+    """Return the function without the wrapper that hides it from torch's compiler.
+
+    The wrapper imports the compiler at its first call, which takes over a second. Where nobody has
+    imported it, nothing is compiled, and there is nothing to hide from.
+    """
+    return function if "torch._dynamo" in sys.modules else inspect.unwrap(function)
+
+
+class Prepared:
+    """The attributes of an optimizer that Accelerate reads."""
+
+    _prepared = False
+    """Accelerate has asked: it will drive this optimizer."""
+    last_step: Any
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True; from the first read on, Accelerate says when a step is due.
+
+        Raises:
+            EngineError: Accelerate is to scale losses.
+        """
+        if not self._prepared and _state("AcceleratorState").get("_mixed_precision") == "fp16":
+            raise EngineError(
+                "Accelerator(mixed_precision = 'fp16') scales losses by a GradScaler, which finds "
+                "no gradients to unscale: offload with integrations.accelerate.offload(accelerator,"
+                " model, …), or use mixed_precision = 'no', precision = 'fp16' and "
+                "optimizer.backward(loss) in place of accelerator.backward(loss)"
+            )
+        self._prepared = True
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        self._prepared = value
+
+    @property
+    def optimizer(self) -> Prepared:
+        """Itself: Accelerate compares it with the optimizer of a learning-rate scheduler."""
+        return self
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if the last step changed nothing, so that a scheduler should wait."""
+        return self.last_step is not None and self.last_step.skipped
+
+    @property
+    def _accumulating(self) -> bool:
+        """True if more microbatches come before Accelerate's next step."""
+        return self._prepared and not _state("GradientState").get("sync_gradients", True)
+
+
+def _state(name: str) -> dict[str, Any]:
+    """Return the state that Accelerate shares between all objects of a class; {} if it is not
+    loaded."""
+    state_class = getattr(sys.modules.get("accelerate.state"), name, None)
+    return {} if state_class is None else dict(state_class._shared_state)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Release:
+    """The finalizer of an optimizer.
+
+    An optimizer that goes out of scope gives the model its weights back, as `close()` does. At the
+    end of the process it does not: nobody reads the weights any more, and the host may have no room
+    for a copy of them. Its reference to the optimizer is dead in the first case only.
+
+    Attributes:
+        engine: weak, as the engine refers to the model, which may refer to the optimizer. A hook of
+            the model keeps the engine alive until it is closed.
+    """
+
+    engine: Callable[[], Engine | None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        optimizer: object,
+        lanes: Lanes,
+        arena: Arena,
+        disk: DiskArena,
+        joined: Sequence[Ranks],
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._lanes, self._arena, self._disk, self._joined = lanes, arena, disk, joined
+
+    def __call__(self) -> None:
+        """Give back the lanes, the memory that they use, and process groups whose world is gone."""
+        try:
+            engine = self.engine()
+            if self._optimizer() is None and engine is not None and not engine.guard.closed:
+                _warn_of_lost_weights(engine)
+                engine.close()
+        finally:
+            # Drains first: copies and kernels in flight use the arena's memory and the file.
+            self._lanes.close()
+            self._arena.close()
+            self._disk.close()
+            for ranks in self._joined:
+                ranks.let_go()
+
+
+def _warn_of_lost_weights(engine: Engine) -> None:
+    """Warn of weights in shards. Gathering them takes a collective, and ranks drop their optimizers
+    at different times."""
+    if engine.residency.streamed and not engine.program.spec.is_single:
+        _log.warning(
+            "an optimizer whose weights are in shards (zero_stage = 3) went out of scope: the "
+            "weights of its layers are gone, and their parameters are empty. Keep a reference to "
+            "it, take dict(optimizer.full_weights()) on all ranks, then call optimizer.close()"
+        )
+
+
+class _AfterForward(OfOneModel):
+    """Not called where forward raises: the other ranks learn of that from their gathers."""
+
+    __slots__ = ("_functions", "_ranks")
+
+    def __init__(self, functions: Functions, ranks: Ranks) -> None:
+        self._functions = weakref.ref(functions)
+        self._ranks = ranks
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        functions = self._functions()
+        if functions is not None and not torch.is_grad_enabled():
+            eager(_compare)(functions, self._ranks)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _compare(functions: Functions, ranks: Ranks) -> None:
+    # Waits for the other ranks, which have launched the same gathers; not for the gathers.
+    digests = ranks.all_gather_host([functions.take_digest()])
+    for rank, digest in enumerate(digests[:, 0]):
+        if digest != digests[0, 0]:
+            raise RankError(
+                f"ranks disagree in an evaluation: rank {rank} has gathered the weights of other "
+                "modules than rank 0, or in another order, so that neither has the right result. "
+                "With zero_stage = 3 every rank must take the same path through the model: drop or "
+                "pad incomplete batches, or name a module that only some use in keep_whole"
+            )
+
+
+def check_evaluations(model: nn.Module, engine: Engine, ranks: Ranks) -> list[RemovableHandle]:
+    """Compare the ranks behind every forward without gradients, where forwards gather."""
+    if ranks.is_single or not engine.residency.streamed:
+        return []
+    return [model.register_forward_hook(_AfterForward(engine.functions, ranks))]
+
+
+class SplitSteps(Protocol):
+    """Ends the steps of an optimizer, each in several moments: see `OffloadOptimizer.split`."""
+
+    def sample_timeline(self) -> None:
+        """Record the lanes from the next decision on, until the one after it."""
+
+
+_S = TypeVar("_S", bound=SplitSteps)
 
 
 class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
@@ -50,7 +227,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     not the whole parameter.
     """
 
-    _split: SplitStep | None = None
+    _split: SplitSteps | None = None
+    """What ends the steps, each in several moments, in the place of `step`."""
     _told_of_local_norm = False
 
     def __init__(
@@ -60,15 +238,14 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         groups: list[dict[str, Any]],
         config: OffloadConfig,
         device: torch.device,
-        ranks: Ranks,
+        division: Division,
         lanes: Lanes,
         param_init_fn: ParamInit | None = None,
-        place: StagePlace | None = None,
         ledger: Ledger | None = None,
     ) -> None:
-        """`place`: the model is a stage of a pipeline; `ledger`: that of its process's stages."""
+        """`ledger`: that of the process's other engines."""
         super().__init__(groups, common_defaults(groups, rule))
-        place = place or StagePlace(Stages(ALONE))
+        ranks = division.replicas
         self.device, self.ranks, self.ledger = device, ranks, ledger or Ledger()
         self.working_dtype = PRECISIONS[config.precision]
         self._rules = [rule_of(rule, group) for group in groups]
@@ -77,7 +254,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self.ledger, config.memory.scratch_dir, in_memory=config.memory.scratch_in_memory
         )
         lanes.loads_cross_bus = config.weights.offloaded
-        self._joined = ranks, place.stages.ranks, place.parts
+        self._joined = ranks, division.stages, division.parts
         release = Release(self, lanes, self._arena, disk, self._joined)
         # Where it is dropped without close(), and at the end of the process.
         self._finalizer = weakref.finalize(self, release)
@@ -88,8 +265,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 self.param_groups,
                 config,
                 device=device,
-                ranks=ranks,
-                place=place,
+                division=division,
                 param_init_fn=param_init_fn,
                 lanes=lanes,
                 arena=self._arena,
@@ -100,13 +276,13 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._finalizer()
             raise
         release.engine = weakref.ref(self._engine)
-        self._part_ranks, self._stage_ranks = place.parts, place.stages.ranks
+        self._part_ranks, self._stage_ranks = division.parts, division.stages
         self.model, self._flips = model, config.update == "speculative"
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        buckets = [bucket for block in self._blocks for bucket in block.held]
+        buckets = [bucket for block in self._blocks for bucket in block.all_buckets]
         moving = [slot.param for bucket in buckets if bucket.moves for slot in bucket.slots]
         self._seal = ParameterGuard(model, moving)
-        self._norm_size = ranks.everyone.size * place.stages.ranks.size * place.parts.size
+        self._norm_size = division.size
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
         self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -115,7 +291,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _attach(self, config: OffloadConfig) -> None:
         model, engine, cast_inputs = self.model, self._engine, config.activations.cast_inputs
-        slots = [slot for block in self._blocks for b in block.held for slot in b.slots]
+        slots = [slot for block in self._blocks for b in block.all_buckets for slot in b.slots]
         engine.attached += [
             *hook_parameters(engine, self._blocks),
             *attach_state_dict_hooks(model, self, engine),
@@ -196,7 +372,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def micro_step(self) -> AbstractContextManager[None]:
         """A context: the backward inside it is one microbatch's, however autograd is called.
 
-        For stages of a pipeline, whose backward begins from gradients that another stage has sent
+        For a part of a model whose backward begins from gradients that another process has sent
         and not from a loss. In fp16 these must be of a loss that `scaled` has made.
 
         Raises:
@@ -208,7 +384,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """The backward of one microbatch is over.
 
         For loops that call `loss.backward()` several times without a forward of the model in
-        between (pipelines): otherwise gradients of two microbatches are added in the working dtype,
+        between: otherwise gradients of two microbatches are added in the working dtype,
         and count as one. `backward(loss)`, a forward and `step()` do it by themselves; nothing
         happens where no backward has begun.
         """
@@ -267,11 +443,15 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._step_tensor.fill_(report.step)
         return loss
 
-    def split_step(self) -> SplitStep:
-        """Return the halves of `step()`, for a pipeline without flushes."""
-        engine, groups = self._engine, self.param_groups
-        self._split = SplitStep(engine, self._check, groups, self._step_tensor)
-        return self._split
+    def split(self, make: Callable[[Engine, Callable[[], None], Tensor], _S]) -> _S:
+        """Let another object end the steps, each in several moments.
+
+        Args:
+            make: makes it of the engine, a function that raises where the model or a
+                hyperparameter cannot be updated, and the 0-dim tensor of the number of steps.
+        """
+        self._split = split = make(self._engine, self._check, self._step_tensor)
+        return split
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used, wherever they are; after `step()` there are none.
@@ -281,7 +461,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         zero gradient, so that its decay and moments go on, unless `skip_unused` names it.
 
         Raises:
-            EngineError: microbatches of a pipeline without flushes are in flight.
+            EngineError: microbatches of split steps are in flight.
         """
         if self.phase is not Phase.CLOSED and not self._accumulating:
             self._engine.drop_gradients()
@@ -298,9 +478,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._fill_state()
 
     def sample_timeline(self) -> None:
-        """Record the intervals of each lane in the next step, for its report's `timeline`; of a
-        pipeline without flushes, in the step after the next one to be decided. Nothing waits for
-        the lanes until the timeline is read."""
+        """Record the intervals of each lane in the next step, for its report's `timeline`; where
+        steps are split, in the step after the next one to be decided. Nothing waits for the lanes
+        until the timeline is read."""
         (self._split or self._engine).sample_timeline()
 
     @property
@@ -332,9 +512,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         # This thread writes the state next, which Adam and uploads in flight still use.
         self.synchronize()
-        state.check_held_by(state_dict, self._held_by)
+        check_held_by(state_dict, self._held_by)
         slot_of = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
-        step, of_experts = state.load_dict(state_dict, self.param_groups, slot_of, self._rules)
+        step, of_experts = load_dict(state_dict, self.param_groups, slot_of, self._rules)
         self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)
         scaler = state_dict.get("scaler", self.scaler_state())
         self.finish_load(step=step, scaler=scaler, expert_steps=of_experts)
@@ -399,6 +579,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            step = bucket.experts.steps_of(slot) if bucket.experts else self._step_tensor
-            self._engine.functions.hand_out(bucket, views := state.views(bucket, slot))
-            self.state[slot.param] = {"step": step, **views}
+            step = bucket.usage.steps_of(slot) if bucket.usage else self._step_tensor
+            self._engine.functions.hand_out(bucket, tensors := views(bucket, slot))
+            self.state[slot.param] = {"step": step, **tensors}

@@ -49,16 +49,16 @@ def partition(model: nn.Module) -> list[Part]:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """List the layers of its list; of a stage of a pipeline also one that is left alone in it."""
+    """List the layers of its list; of a model that was cut, also one that is left alone in it."""
     names = getattr(model, _LAYERS, None)
     if names is None:
         return [part.module for part in partition(model) if part.repeated]
     return [model.get_submodule(name) for name in names]
 
 
-def remember_layers(stage: nn.Module, names: Sequence[str]) -> None:
-    """A copy of the stage remembers them, too."""
-    setattr(stage, _LAYERS, tuple(names))
+def remember_layers(model: nn.Module, names: Sequence[str]) -> None:
+    """A copy of the model remembers them, too."""
+    setattr(model, _LAYERS, tuple(names))
 
 
 def _tied(part: Part, first: dict[nn.Parameter, str]) -> tuple[str, ...]:

@@ -13,12 +13,11 @@ from torch import Tensor
 from offloadtrain.engine.autograd.absent_reads import AbsentReads
 from offloadtrain.engine.block import CLOSED, Block
 from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory.memory_map import MemoryMap
 from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.lost_ranks import lost
 from offloadtrain.runtime.process_group import ALONE
-from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.program.streaming import StreamError
 
@@ -39,7 +38,7 @@ class Residency:
         self._program = program
         self.memory = memory
         self._blocks = {block.name: block for block in blocks}
-        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.held}
+        self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self._exposed: set[Block] = set()
         """Blocks whose parameters are views of the host's copy."""
         self._running: dict[int, dict[Block, int]] = {}
@@ -57,9 +56,9 @@ class Residency:
         for block in blocks:
             block.source = self
             block.reads = self.reads if block.streamed else None
-            for bucket in block.held:
+            for bucket in block.all_buckets:
                 bucket.memory = memory
-        for bucket in (bucket for block in self.streamed for bucket in block.held):
+        for bucket in (bucket for block in self.streamed for bucket in block.all_buckets):
             bucket.place = program.spec.first_slot(bucket.spec)
 
     @property
@@ -73,7 +72,7 @@ class Residency:
         if name is None:
             return None
         at = tensor.storage_offset() * tensor.element_size()
-        for bucket in self._blocks[name].held:
+        for bucket in self._blocks[name].all_buckets:
             flat = bucket.working.flat
             start = flat.storage_offset() * flat.element_size()
             if start <= at < start + flat.numel() * flat.element_size():
@@ -89,7 +88,7 @@ class Residency:
         if not (unused := self._program.streaming.unused):
             return message
         weights = (
-            slot.name for name in unused for b in self._blocks[name].held for slot in b.slots
+            slot.name for name in unused for b in self._blocks[name].all_buckets for slot in b.slots
         )
         return (
             f"{message}. This pass of this rank has not used {', '.join(map(repr, weights))} so "
@@ -218,9 +217,9 @@ class Residency:
         self.expose_host_weights()
         # Not tensors of a user's inference mode, which could not be trained again.
         with torch.inference_mode(False):
-            for bucket in (bucket for block in self.streamed for bucket in block.held):
+            for bucket in (bucket for block in self.streamed for bucket in block.all_buckets):
                 # A mapped file lives as long as its views.
-                on_disk = self._program.buckets[bucket.name].source_tier is Tier.DISK
+                on_disk = self._program.buckets[bucket.name].loads_from_file
                 for slot in bucket.slots:
                     if not self._is_single:
                         slot.local.data = slot.local.data.new_empty(0)
@@ -242,7 +241,7 @@ class Residency:
         """A block takes a slot, or another version: its parameters are views of it."""
         entering = self._blocks[block]
         self._exposed.discard(entering)
-        for bucket in entering.held:
+        for bucket in entering.all_buckets:
             bucket.place = slot
         entering.enter_device()
 

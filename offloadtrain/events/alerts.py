@@ -97,22 +97,20 @@ class Alerts:
 
     def step(self, step: Step) -> None:
         """A step was tried."""
-        with self._lock:
-            alerts = list(self._of_step(step))
-        for alert in alerts:
-            self._emit(alert)
+        self._report(self._of_step(step))
 
     def system(self, sample: System, free_disk_bytes: int | None = None) -> None:
         """A sample of the machine, some seconds after the last one."""
-        with self._lock:
-            alerts = list(self._of_system(sample, free_disk_bytes))
-        for alert in alerts:
-            self._emit(alert)
+        self._report(self._of_system(sample, free_disk_bytes))
 
     def standing(self, code: str, message: str) -> None:
         """Raise an alert that lasts for the whole run."""
+        self._report(self._switch(code).report(message))
+
+    def _report(self, rules: Iterable[Alert]) -> None:
+        """Evaluate rules, which are generators, under the lock; emit their alerts outside of it."""
         with self._lock:
-            alerts = list(self._switch(code).report(message))
+            alerts = list(rules)
         for alert in alerts:
             self._emit(alert)
 

@@ -5,7 +5,7 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 The loop stays as Accelerate's guide writes it. What the wrapper of an optimizer does is in
-`engine.accelerate`.
+[Note: Accelerate] in `engine.optimizer`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ from torch import Tensor, nn
 
 from offloadtrain.engine import EngineError, OffloadOptimizer
 from offloadtrain.engine import offload as _offload
-from offloadtrain.integrations import rank_files
-from offloadtrain.integrations.options import Options, merged, precision_of
-from offloadtrain.integrations.weights import state_dict as state_dict_of
+from offloadtrain.integrations import checkpoint_files
+from offloadtrain.integrations.framework_support import (
+    Options,
+    merged,
+    precision_of,
+    state_dict_of,
+)
 from offloadtrain.optim import AnyRule
 
 _ALONE_OR_DDP = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -55,15 +59,12 @@ def offload(
         "precision": precision_of(accelerator.mixed_precision, model),
         "grad_accum_steps": accelerator.gradient_accumulation_steps,
     }
-    chosen = merged({**_named(config), **options}, settings, "the accelerator")
+    named = merged(config or {}, {}, "")
+    chosen = merged({**named, **options}, settings, "the accelerator")
     check(accelerator)
     optimizer = _offload(model, rule, **chosen)
     drive(accelerator, model, optimizer)
     return optimizer
-
-
-def _named(config: Options | None) -> dict[str, Any]:
-    return merged(config or {}, {}, "")
 
 
 def check(accelerator: Any) -> None:
@@ -173,7 +174,7 @@ def _save(
     """`Accelerator.save_state`, which knows optimizers that are the same on every rank."""
     with _left_out(accelerator, optimizer):
         folder = save(*args, **named)
-    rank_files.save_state(optimizer, folder)
+    checkpoint_files.save_state(optimizer, folder)
     return folder
 
 
@@ -196,7 +197,7 @@ def _load(
     finally:
         handle.remove()
     # After the model, whose file has rounded weights.
-    rank_files.load_state(optimizer, Path(folders[0]))
+    checkpoint_files.load_state(optimizer, Path(folders[0]))
 
 
 @contextmanager

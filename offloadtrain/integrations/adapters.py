@@ -29,6 +29,11 @@ def is_peft(model: nn.Module) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+def base_model(model: Any) -> Any:
+    """Return the model that PEFT has wrapped, or the model itself."""
+    return model.get_base_model() if is_peft(model) else model
+
+
 def lora_config(keys: Mapping[str, Any]) -> Any:
     """Return PEFT's configuration of the keys.
 

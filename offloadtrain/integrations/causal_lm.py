@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
-from offloadtrain.model.generate import uncompiled
-from offloadtrain.model.language_model import Sampling
+from offloadtrain.integrations.adapters import base_model
+from offloadtrain.model.language_model import Sampling, uncompiled
 from offloadtrain.model.loss import cross_entropy
 
 
@@ -38,7 +38,7 @@ class CausalLm:
 
     @classmethod
     def of(cls, module: Any, *, chunked: bool = False) -> CausalLm:
-        base = _base(module)
+        base = base_model(module)
         if base.loss_type not in (None, "ForCausalLM"):
             raise CausalLmError(
                 f"{type(base).__name__} is trained with a loss of kind {base.loss_type}, not with "
@@ -60,10 +60,11 @@ class CausalLm:
         """Raises CausalLmError for a model that does not keep the documents of a sequence apart
         where their positions begin anew: those do whose masks are made by transformers' own
         functions."""
-        source = inspect.getsource(inspect.getmodule(type(_base(self.module))))  # type: ignore[arg-type]
+        base = base_model(self.module)
+        source = inspect.getsource(inspect.getmodule(type(base)))  # type: ignore[arg-type]
         if "create_causal_mask(" not in source:
             raise CausalLmError(
-                f"{type(_base(self.module)).__name__} lets attention, or its recurrence, cross the "
+                f"{type(base).__name__} lets attention, or its recurrence, cross the "
                 'ends of documents: data.packing must be "stream" or "padded"'
             )
 
@@ -123,11 +124,6 @@ class CausalLm:
         finally:
             self.module.train(was_training)
         return cast(Tensor, generated)
-
-
-def _base(module: Any) -> Any:
-    """Return the model that PEFT has wrapped, or the model itself."""
-    return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 @contextmanager

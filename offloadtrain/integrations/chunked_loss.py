@@ -2,7 +2,7 @@
 
 The forward of most of them ends in two lines: `logits = self.lm_head(hidden_states)`, and
 `self.loss_function(logits=logits, labels=labels, …)`. While a forward with labels runs, the head
-computes the loss itself, in parts ([Note: Parts of the vocabulary] in `model/chunked_loss.py`), and
+computes the loss itself, in parts ([Note: Parts of the vocabulary] in `model/loss.py`), and
 the loss function returns that. The source of the model's forward says whether it ends so; one that
 does more with its logits is refused, by name.
 """
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.config.data_options import IGNORED
+from offloadtrain.config.sections import IGNORED
 from offloadtrain.engine import ModelError
-from offloadtrain.model.chunked_loss import linear_cross_entropy
+from offloadtrain.integrations.adapters import base_model
+from offloadtrain.model.loss import linear_cross_entropy
 
 _KNOWN = {"num_items_in_batch", "ignore_index", "shift_labels", "vocab_size"}
 """Keywords of transformers' loss for causal language models that change its value."""
@@ -43,7 +44,7 @@ def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0)
         ModelError: a head that is not one plain linear layer, or logits that are scaled, capped or
             used otherwise.
     """
-    base = _base_of(model)
+    base = base_model(model)
     if is_chunked(model):
         raise ModelError(f"the loss of {type(base).__name__} is computed in parts already")
     head = _usual_head(base)
@@ -56,11 +57,7 @@ def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0)
 
 def is_chunked(model: Any) -> bool:
     """Tell whether `chunk_loss` has changed a model."""
-    return isinstance(getattr(_base_of(model).loss_function, "__self__", None), _Pending)
-
-
-def _base_of(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return isinstance(getattr(base_model(model).loss_function, "__self__", None), _Pending)
 
 
 def _with_labels(forward: Callable[..., Any], pending: _Pending) -> Callable[..., Any]:

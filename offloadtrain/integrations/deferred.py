@@ -23,10 +23,10 @@ from inspect import signature
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from offloadtrain.engine import ModelError
-from offloadtrain.integrations.safetensors_files import SafetensorsFiles
 from offloadtrain.runtime.tensor_parts import is_distributed, keep_part
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ _LISTED = 5
 
 _LOAD_TAKES = ["model", "state_dict", "checkpoint_files", "load_config"]
 """The first parameters of the method of transformers that is replaced."""
+
+_MAPPED_BYTES = 256 << 20
+"""Bytes read before the files are closed, so that pages that are done with leave the process."""
+
+_LFS_POINTER = b"version https://git-lfs"
 
 _patching = threading.Lock()
 
@@ -114,7 +119,7 @@ class DeferredWeights:
         def plan(model: Any, state_dict: Any, files: Any, config: Any, *rest: Any) -> Any:
             if threading.get_ident() != thread_id:
                 return load(model, state_dict, files, config, *rest)
-            self._dtypes = kept_dtypes(model.state_dict(), config.dtype_plan or {})
+            self._dtypes = fixed_dtypes(model.state_dict(), config.dtype_plan or {})
             return self._plan(model, files, config.weight_mapping or []), None
 
         with _patching:
@@ -259,7 +264,7 @@ def _load_of(model: Any) -> Callable[..., Any]:
     )
 
 
-def kept_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+def fixed_dtypes(names: Iterable[str], plan: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
     """Return the dtype of each name that one of a model's patterns keeps in a dtype of its own.
 
     Args:
@@ -368,3 +373,52 @@ def _record(missing: set[str], unexpected: set[str]) -> Any:
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _LISTED
     return ", ".join(names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+class SafetensorsFiles:
+    """The tensors of some safetensors files, as views of their pages."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._open: dict[str, Any] = {}
+        self._read_bytes = 0
+        self._file_of: dict[str, str] = {}
+        self.shapes: dict[str, Tensor] = {}
+        """Name → a meta tensor."""
+        for file in files:
+            for name in self._opened(file).keys():
+                self._file_of[name] = file
+                self.shapes[name] = torch.empty_like(self.tensor(name), device="meta")
+        self._open.clear()
+
+    def tensor(self, name: str) -> Tensor:
+        """View a tensor's pages, which stay mapped as long as the view lives."""
+        if self._read_bytes > _MAPPED_BYTES:
+            self._open.clear()
+            self._read_bytes = 0
+        tensor: Tensor = self._opened(self._file_of[name]).get_tensor(name)
+        self._read_bytes += tensor.nbytes
+        return tensor
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(file, framework="pt")
+            except FileNotFoundError as error:
+                raise ModelError(
+                    f"'{file}' is not there, and the index beside it names it: copy or download "
+                    "the missing shard"
+                ) from error
+            except SafetensorError as error:
+                raise ModelError(_unreadable(file, error)) from error
+        return self._open[file]
+
+
+def _unreadable(file: str, error: SafetensorError) -> str:
+    with open(file, "rb") as opened:
+        begins = opened.read(len(_LFS_POINTER))
+    if begins == _LFS_POINTER:
+        return (
+            f"'{file}' is a pointer of Git LFS and holds no weights: run `git lfs pull` in its "
+            "clone, or `hf download`"
+        )
+    return f"'{file}' is damaged, or no safetensors file: {error}"

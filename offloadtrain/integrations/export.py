@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine import ModelError
 from offloadtrain.hardware.atomic_io import rename_folder, sync_folder
-from offloadtrain.integrations.deferred import kept_dtypes
+from offloadtrain.integrations.deferred import fixed_dtypes
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def model_weights(
         buffers: all of the model's, by name.
     """
     names = _saved_names(model)
-    dtypes = kept_dtypes(names.values(), model._get_dtype_plan(dtype))
+    dtypes = fixed_dtypes(names.values(), model._get_dtype_plan(dtype))
     for first, value in weights:
         if (name := names.get(first)) is not None:
             yield name, value.to(dtypes.get(name, dtype)) if value.is_floating_point() else value

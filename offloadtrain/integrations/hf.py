@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +24,18 @@ from torch import Tensor, nn
 from offloadtrain.engine import OffloadOptimizer, optimizer_of
 from offloadtrain.engine import offload as _offload
 from offloadtrain.engine.step_report import Phase
-from offloadtrain.integrations import accelerate, callbacks, trainer_files, training_arguments
+from offloadtrain.integrations import accelerate, checkpoint_files
 from offloadtrain.integrations.chunked_loss import chunk_loss, is_chunked
-from offloadtrain.integrations.options import Options, merged
-from offloadtrain.integrations.weights import Dtypes, dtypes_of
-from offloadtrain.integrations.weights import state_dict as state_dict_of
-from offloadtrain.optim import AnyRule
+from offloadtrain.integrations.framework_support import (
+    Dtypes,
+    Options,
+    dtypes_of,
+    merged,
+    precision_of,
+    state_dict_of,
+    synchronize_readers,
+)
+from offloadtrain.optim import SGD, Adagrad, AdamW, AnyRule, Lion, UpdateRule
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -66,11 +74,11 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         if chunked_loss is not None:
             self.chunked_loss = chunked_loss
         super().__init__(*args, **kwargs)
-        callbacks.synchronize_before(self.callback_handler)
+        _synchronize_before(self.callback_handler)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""
-        training_arguments.refuse(self.args)
+        refuse_arguments(self.args)
         if self.args.n_gpu > 1:
             _log.warning(
                 "%d GPUs and one process: it trains on the first; torchrun starts one per GPU",
@@ -105,11 +113,11 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 if optimizer is not None:
                     optimizer.close()
             self._original_dtypes = dtypes_of(model)
-            settings = training_arguments.options_of(self.args, model)
+            settings = options_of(self.args, model)
             options = merged(self.offload, settings, "TrainingArguments")
             self.optimizer = _offload(model, self._rule(), params=self._groups(model), **options)
         elif self._driven is None:
-            self._check_given(self.optimizer)
+            self._check_user_optimizer(self.optimizer)
         if self._driven is None or self._driven is not self.optimizer:
             self._driven = self._drive(model, self.optimizer)
         if self.chunked_loss:
@@ -128,7 +136,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                     "label_smoothing=…) instead"
                 )
 
-    def _check_given(self, optimizer: Any) -> None:
+    def _check_user_optimizer(self, optimizer: Any) -> None:
         """Raises ValueError for options beside an optimizer that has its own; says what else of the
         arguments it does not follow."""
         if self.offload:
@@ -154,7 +162,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 f"optimizers = ({type(optimizer).__name__}, …): leave it out, the optimizer is made"
                 " from TrainingArguments; or give one of offloadtrain.offload"
             )
-        settings = training_arguments.options_of(self.args, model)
+        settings = options_of(self.args, model)
         for name in ("precision", "clip_norm", "grad_accum_steps"):
             if (value := getattr(optimizer.config, name)) != settings[name]:
                 raise ValueError(
@@ -172,7 +180,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 
     def _rule(self) -> AnyRule:
         if self.optimizer_cls_and_kwargs is None:
-            return training_arguments.rule_of(self.args)
+            return rule_of(self.args)
         kind, hyperparameters = self.optimizer_cls_and_kwargs
         rule: AnyRule = kind(**hyperparameters)
         return rule
@@ -226,7 +234,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, writes = self.create_optimizer(), self.args.should_save
-        reason = trainer_files.reason_against_torch(optimizer)
+        reason = checkpoint_files.reason_against_torch(optimizer)
         if reason is not None and writes and not self._warned_of_reason:
             self._warned_of_reason = True
             _log.warning(
@@ -235,13 +243,15 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 reason,
             )
         fused = self.args.optim == "adamw_torch_fused"
-        trainer_files.save(optimizer, output_dir, writes=writes, fused=fused)
+        checkpoint_files.save_for_trainer(optimizer, output_dir, writes=writes, fused=fused)
         if writes:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load this rank's state; or that of torch's AdamW, where a plain Trainer has saved it."""
-        if checkpoint is None or not trainer_files.load(self.create_optimizer(), checkpoint):
+        if checkpoint is None or not checkpoint_files.load_for_trainer(
+            self.create_optimizer(), checkpoint
+        ):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
@@ -251,6 +261,101 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 def _is_driven(optimizer: OffloadOptimizer | None) -> bool:
     """Tell whether a trainer has made or taken this optimizer."""
     return optimizer is not None and optimizer._prepared
+
+
+def _synchronize_before(handler: Any) -> None:
+    """Synchronize before the callbacks of a `CallbackHandler` of transformers."""
+    alive = weakref.ref(handler)  # a cycle would keep the trainer, and with it the host's memory
+
+    def call_event(event: str, *args: Any, **kwargs: Any) -> Any:
+        handler = alive()
+        assert handler is not None, "it calls this function"
+        if isinstance(handler.optimizer, OffloadOptimizer):
+            synchronize_readers(handler.optimizer, handler.callbacks, event)
+        return type(handler).call_event(handler, event, *args, **kwargs)
+
+    handler.call_event = call_event
+
+
+_REFUSED: dict[str, str] = {
+    "deepspeed": "the engine shards and offloads itself; offloadtrain import-deepspeed translates "
+    "its file",
+    "fsdp": "the engine shards state, gradients and weights itself: offload = dict(zero_stage = 3)",
+    "parallelism_config": "data parallelism is what the engine has",
+    "torch_compile": "it compiles the model as a whole, whose weights move between calls: "
+    "offload = dict(compile_blocks = True) compiles its layers",
+    "auto_find_batch_size": "a step that ran out of memory cannot be repeated with the same "
+    "optimizer: set the batch size",
+    "optim_args": "the arguments of another optimizer",
+    "optim_target_modules": "the arguments of another optimizer",
+}
+"""Argument → why any value but its default cannot be honoured."""
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raises ValueError, with a line for each argument that cannot be honoured."""
+    problems = [
+        f"{name} = {getattr(args, name)!r}: {why}"
+        for name, why in _REFUSED.items()
+        if getattr(args, name, None)
+    ]
+    if _name(args.optim) not in _RULES:
+        problems.append(
+            f"optim = {_name(args.optim)!r}: the optimizers are {', '.join(_RULES)}; for state of "
+            "8 bits, offload = dict(state = 'int8')"
+        )
+    for name, precision in (("fp16_full_eval", "fp16"), ("bf16_full_eval", "bf16")):
+        if getattr(args, name) and mixed_precision(args) != precision:
+            problems.append(
+                f"{name} = True: it casts weights, which are of the training's precision"
+            )
+    if problems:
+        raise ValueError("these TrainingArguments do not work offloaded:\n" + "\n".join(problems))
+
+
+def mixed_precision(args: Any) -> str:
+    """Return "fp16", "bf16" or "no"."""
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+
+
+def options_of(args: Any, model: nn.Module) -> dict[str, Any]:
+    """Return the options of `offload` that the arguments determine."""
+    return {
+        "device": args.device,
+        "precision": precision_of(mixed_precision(args), model),
+        "clip_norm": args.max_grad_norm or None,
+        "grad_accum_steps": args.gradient_accumulation_steps,
+        "seed": args.seed,
+    }
+
+
+def rule_of(args: Any) -> UpdateRule:
+    """Return the update rule of `optim`. Weight decay is that of the parameter groups."""
+    return _RULES[_name(args.optim)](args)
+
+
+def _name(optim: Any) -> str:
+    return str(getattr(optim, "value", optim))
+
+
+def _adamw(args: Any) -> UpdateRule:
+    return AdamW(
+        lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon
+    )
+
+
+def _lion(args: Any) -> UpdateRule:
+    return Lion(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2))
+
+
+_RULES: dict[str, Callable[[Any], UpdateRule]] = {
+    "adamw_torch": _adamw,
+    "adamw_torch_fused": _adamw,
+    "lion_32bit": _lion,
+    "sgd": lambda args: SGD(lr=args.learning_rate),
+    "adagrad": lambda args: Adagrad(lr=args.learning_rate),
+}
+"""`optim` → its update rule."""
 
 
 def __getattr__(name: str) -> Any:

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, PipelineError
 from offloadtrain.config.hf_model import HfModel, Lora
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
-from offloadtrain.engine import ModelError, OffloadOptimizer, PipelineError, offload
-from offloadtrain.engine.pipeline.decoder_probe import check_stages
-from offloadtrain.engine.pipeline.stage_modules import divide as divide_layers
+from offloadtrain.engine import ModelError, OffloadOptimizer, offload
 from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
-from offloadtrain.integrations.tensor_plan import check_plan, divide, divided_dims
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
-from offloadtrain.runtime.mesh import DeviceMesh, Mesh
-from offloadtrain.sizing.parts import parts_of_module
+from offloadtrain.parallel.mesh import DeviceMesh, Mesh
+from offloadtrain.parallel.pipeline.decoder_probe import check_stages
+from offloadtrain.parallel.pipeline.stage_modules import divide as divide_layers
+from offloadtrain.parallel.tensor.transformers_plan import check_plan, divide, divided_dims
+from offloadtrain.plan.layout import parts_of_module
 
 AUTO_CLASS = "AutoModelForCausalLM"
 RANKS = RanksConfig()

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Stage
-from offloadtrain.engine.pipeline.decoder_stages import cut_stage
-from offloadtrain.engine.pipeline.stage_modules import divide
-from offloadtrain.integrations import tensor_plan
 from offloadtrain.integrations.causal_lm import CausalLm
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.hf_job import described_model
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms
+from offloadtrain.parallel.pipeline.decoder_stages import cut_stage
+from offloadtrain.parallel.pipeline.stage_modules import divide
+from offloadtrain.parallel.tensor import transformers_plan
 from offloadtrain.plan.costs.microbatch import TracedStep
+from offloadtrain.plan.tracing.tracer import Tracer
 from offloadtrain.runtime.dtypes import PRECISIONS
-from offloadtrain.sizing.tracer import Tracer
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class HfTrace:
     def _tracer(self, stage: Stage | None, layers_per_stage: Sequence[int]) -> Tracer:
         assert self.job.hf is not None
         model = described_model(self.job.hf).train()
-        tensor_plan.narrowed(model, self.job.ranks.tensor)
+        transformers_plan.narrowed(model, self.job.ranks.tensor)
         loss: Callable[[Any, Config], Tensor] = _loss
         if stage is not None:
             cut_stage(model, divide(model, stage.count, layers_per_stage), stage.index)

@@ -21,10 +21,15 @@ from torch import Tensor
 
 from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.engine import offload as _offload
-from offloadtrain.integrations import callbacks, rank_files
-from offloadtrain.integrations.options import merged, precision_of
-from offloadtrain.integrations.weights import Dtypes, dtypes_of
-from offloadtrain.integrations.weights import state_dict as state_dict_of
+from offloadtrain.integrations import checkpoint_files
+from offloadtrain.integrations.framework_support import (
+    Dtypes,
+    dtypes_of,
+    merged,
+    precision_of,
+    state_dict_of,
+    synchronize_readers,
+)
 from offloadtrain.optim import AnyRule
 
 if TYPE_CHECKING:
@@ -70,7 +75,7 @@ def _synchronizing(event: str) -> Any:
     def hook(callback: Any, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         if (engine := trainer.strategy._engine) is not None:
             readers = [other for other in (*trainer.callbacks, module) if other is not callback]
-            callbacks.synchronize(engine, readers, event)
+            synchronize_readers(engine, readers, event)
 
     return hook
 
@@ -184,7 +189,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
     ) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._engine is not None and "optimizer_states" in checkpoint:
-            rank_files.save_state(self._engine, _offload_path(filepath))
+            checkpoint_files.save_state(self._engine, _offload_path(filepath))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -198,7 +203,7 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._engine is not None, "setup comes before"
-        rank_files.load_state(self._engine, _offload_path(self._loaded))
+        checkpoint_files.load_state(self._engine, _offload_path(self._loaded))
 
     def teardown(self) -> None:
         """Give the host memory back: the module keeps its working weights."""

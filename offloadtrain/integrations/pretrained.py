@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
-from offloadtrain.engine.pipeline.stage_modules import is_stage
 from offloadtrain.integrations.adapters import (
     attach,
     bare,
+    base_model,
     is_peft,
     lora_config,
     merged_weights,
@@ -32,8 +32,8 @@ from offloadtrain.integrations.export import (
     write_tokenizer,
     write_weights,
 )
-from offloadtrain.integrations.source_files import check_files
 from offloadtrain.optim import AnyRule
+from offloadtrain.parallel.pipeline.stage_modules import is_stage
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 
@@ -172,7 +172,7 @@ def save_pretrained(
         ModelError: a model that is not of transformers, or adapters that cannot be merged.
     """
     optimizer, model = _resolve(source)
-    base = model.get_base_model() if is_peft(model) else model
+    base = base_model(model)
     if not hasattr(base, "save_pretrained"):
         raise ModelError(
             f"{type(base).__name__} is no model of transformers: save dict(master_weights()) with "
@@ -259,7 +259,7 @@ def _loader(name: str, auto_class: str | type | None, keywords: Mapping[str, Any
     """
     import transformers
 
-    check_files(name, str(keywords.get("subfolder", "")))
+    _check_files(name, str(keywords.get("subfolder", "")))
     of_config = {k: v for k, v in keywords.items() if k in _OF_CONFIG}
     config = transformers.AutoConfig.from_pretrained(name, **of_config)
     if (quantized := getattr(config, "quantization_config", None)) is not None:
@@ -272,6 +272,60 @@ def _loader(name: str, auto_class: str | type | None, keywords: Mapping[str, Any
     if isinstance(auto_class, str):
         return getattr(transformers, auto_class)
     return auto_class or _named_class(config, name)
+
+
+def _check_files(name: str, subfolder: str = "") -> None:
+    """Look at a folder; of a name on the Hub nothing is known here.
+
+    Raises:
+        ModelError: it is not there, or holds no model that can be streamed.
+    """
+    folder = Path(name) / subfolder
+    if not Path(name).is_dir():
+        # A name on the Hub is NAME or OWNER/NAME.
+        is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+        if is_path:
+            raise ModelError(
+                f"'{name}': there is no such folder, and no name on the Hub is like it"
+            )
+        return
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"'{folder}' holds PEFT adapters: load their base model with transformers, then "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True), and ot.offload the result"
+        )
+    if not (folder / "config.json").exists():
+        raise ModelError(f"'{folder}' has no config.json{_below(folder)}")
+    _check_weights(folder)
+
+
+def _below(folder: Path) -> str:
+    """Name the folders in it that have one: a repository may hold several models."""
+    folders = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    if not folders:
+        return ": it is no folder of a model of transformers"
+    return f"; these folders in it have: {', '.join(folders)}"
+
+
+def _check_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index*.json")):
+        return
+    if pickled := sorted(path.name for path in folder.glob("*.bin")):
+        raise ModelError(
+            f"'{folder}' has its weights in pickles ({pickled[0]}), which can run code when read, "
+            "and must be read whole. Write safetensors once: "
+            "transformers.AutoModel.from_pretrained(folder).save_pretrained(new_folder), with the "
+            "model's own class instead of AutoModel"
+        )
+    quantized = any(folder.glob("*.gguf"))
+    raise ModelError(
+        f"'{folder}' has no *.safetensors"
+        + (
+            ", only GGUF: load it with transformers (gguf_file=…), which widens it, then ot.offload"
+            if quantized
+            else ": its weights were not downloaded"
+        )
+    )
 
 
 def _named_class(config: Any, name: str) -> Any:

@@ -104,8 +104,9 @@ class Experts(nn.Module):
         super().__init__()
         self.gated = shape.mlp == "swiglu"
         outputs = (2 if self.gated else 1) * shape.ff_width
-        self.up = nn.Parameter(torch.empty(shape.num_experts, outputs, shape.d_model))
-        self.down = nn.Parameter(torch.empty(shape.num_experts, shape.d_model, shape.ff_width))
+        count = shape.held_experts
+        self.up = nn.Parameter(torch.empty(count, outputs, shape.d_model))
+        self.down = nn.Parameter(torch.empty(count, shape.d_model, shape.ff_width))
 
     def forward(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
         """Return (M, D).

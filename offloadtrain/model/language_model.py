@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -9,8 +11,84 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.model.generate import generate
 from offloadtrain.model.transformer import Transformer
+
+# Shape suffixes: B batch, T time (grows by one each round), V vocab_size.
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    tokens_BT: Tensor,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return the prompt followed by `num_tokens` sampled tokens, (B, T + num_tokens) int64.
+
+    The model sees at most its last `max_seq_len` tokens; it runs in evaluation mode and is left
+    in the mode it was in.
+
+    Args:
+        tokens_BT: the prompt, at least one token, on the device of the model.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: sample among the k likeliest tokens; 0: among all.
+        top_p: and among the fewest of these whose probabilities reach this sum.
+        generator: makes the choice on its own device, which need not be the model's.
+
+    Raises:
+        ValueError: an argument out of range, or logits that are not finite.
+    """
+    if tokens_BT.shape[1] < 1:
+        raise ValueError("generate needs a prompt of at least one token")
+    if temperature < 0.0 or top_k < 0:
+        raise ValueError(f"temperature = {temperature} and top_k = {top_k} must not be negative")
+    if not 0.0 < top_p <= 1.0:
+        raise ValueError(f"top_p = {top_p} must be above 0 and at most 1")
+    was_training = model.training
+    model.eval()
+    try:
+        with uncompiled():
+            for _ in range(num_tokens):
+                logits_BV = model(tokens_BT[:, -model.shape.max_seq_len :])[:, -1]
+                logits_BV = logits_BV.float().to(generator.device)
+                next_B1 = _choose(logits_BV, temperature, top_k, top_p, generator)
+                tokens_BT = torch.cat((tokens_BT, next_B1.to(tokens_BT.device)), dim=1)
+    finally:
+        model.train(was_training)
+    return tokens_BT
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Run compiled layers as they were: each token makes a sequence of another length, and the
+    compiler would make code for several of them. Where nobody has imported it, nothing is
+    compiled."""
+    imported = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if imported else nullcontext()
+
+
+def _choose(
+    logits_BV: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator
+) -> Tensor:
+    if not bool(logits_BV.isfinite().all()):
+        raise ValueError("the model's logits are not finite, so there is nothing to sample from")
+    if temperature == 0.0:
+        return logits_BV.argmax(dim=1, keepdim=True)
+    if 0 < top_k < logits_BV.shape[1]:
+        least_B1 = logits_BV.topk(top_k, dim=1).values[:, -1:]
+        logits_BV = logits_BV.masked_fill(logits_BV < least_B1, float("-inf"))
+    probabilities_BV = torch.softmax(logits_BV / temperature, dim=1)
+    if top_p < 1.0:
+        sorted_BV, order_BV = probabilities_BV.sort(dim=1, descending=True)
+        # A token stays if those before it do not reach the sum: the likeliest always does.
+        beyond_BV = sorted_BV.cumsum(dim=1) - sorted_BV >= top_p
+        probabilities_BV = probabilities_BV.scatter(
+            1, order_BV, sorted_BV.masked_fill(beyond_BV, 0.0)
+        )
+    return torch.multinomial(probabilities_BV, 1, generator=generator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

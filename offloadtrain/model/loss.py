@@ -1,23 +1,93 @@
-"""Cross-entropy in fp32 over logits of any floating dtype, a few rows at a time.
+"""Cross-entropy in fp32, a piece at a time: of logits, or of hidden states and the head's weight.
 
 `torch.nn.functional.cross_entropy` on `logits.float()` holds two fp32 copies of the logits for
 backward: with 8192 tokens and a vocabulary of 128256 that is 8 GiB. Here only the original logits
 are saved for backward, which recomputes the softmax, and fp32 copies exist for a few rows at a
 time.
+
+[Note: Parts of the vocabulary]
+Logits of 8192 tokens over 128256 classes are 2 GiB in 16 bits, and their gradient as much again.
+`linear_cross_entropy` never holds them as a whole. Forward makes the logits of a part of the
+classes, adds them to a running logsumexp and drops them; backward makes them a second time: one
+more product of the head buys both. Parts of the classes, not of the tokens: each row of the head's
+weight then gets its gradient from one product over all tokens, as it does without parts, and only
+the gradient of the hidden states is summed over parts, in fp32. The loss scale reaches every
+product, since gradients are made in backward.
+
+[Note: Pieces in a trace]
+Fake tensors of a trace are the CPU's, and may stand for those of another device, whose pieces have
+another size. A trace also need not run every piece: all but the last of a loss do the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from offloadtrain.config.data_options import IGNORED
-from offloadtrain.model.piece_sizes import each, made_of_each, pieces_of_cpu
+from offloadtrain.config.loss_parts import classes_of_part
+from offloadtrain.config.sections import IGNORED
+
+Piece = TypeVar("Piece")
+
+_stands_for_cpu: ContextVar[bool] = ContextVar("the CPU's tensors are the CPU's", default=True)
+
+
+def pieces_of_cpu(tensor: Tensor) -> bool:
+    """Return whether a loss of this tensor is computed in pieces of the size for a CPU."""
+    return tensor.device.type == "cpu" and _stands_for_cpu.get()
+
+
+@contextmanager
+def cpu_stands_for(*, on_cpu: bool) -> Iterator[None]:
+    """Let the CPU's tensors of this thread stand for another device's, unless `on_cpu`."""
+    token = _stands_for_cpu.set(on_cpu)
+    try:
+        yield
+    finally:
+        _stands_for_cpu.reset(token)
+
+
+class Few(Protocol):
+    """Replaces a loop over pieces. All pieces except the last have the same size."""
+
+    def each(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        """Yield some of the pieces; nothing that the others make would be alive after them."""
+
+    def made(self, pieces: Sequence[Piece], make: Callable[[Piece], Tensor]) -> list[Tensor]:
+        """Return a tensor for every piece."""
+
+
+_few: ContextVar[Few | None] = ContextVar("every piece runs", default=None)
+
+
+def each(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the pieces of a loss, all but the last of one size."""
+    few = _few.get()
+    yield from pieces if few is None else few.each(list(pieces))
+
+
+def made_of_each(pieces: Iterable[Piece], make: Callable[[Piece], Tensor]) -> list[Tensor]:
+    """Apply `make` to the pieces of a loss. All pieces except the last have the same size."""
+    few = _few.get()
+    return [make(piece) for piece in pieces] if few is None else few.made(list(pieces), make)
+
+
+@contextmanager
+def few_stand_for_all(few: Few) -> Iterator[None]:
+    """Let it choose the pieces that run in this thread."""
+    token = _few.set(few)
+    try:
+        yield
+    finally:
+        _few.reset(token)
+
 
 # Shape suffixes: N tokens, V vocab_size, R rows in work at a time.
 
@@ -73,3 +143,124 @@ def _row_ranges(logits_NV: Tensor) -> Iterator[slice]:
     step = max(1, rows_bytes // (4 * vocab_size))
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
+
+
+# Shape suffixes: N tokens, D width, V classes, P classes of one part.
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    bias_V: Tensor | None = None,
+    *,
+    divisor: Tensor | float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Return the cross-entropy of hidden · weightᵀ + bias, an fp32 scalar.
+
+    Per token: logsumexp - (1 - s)·logit[target] - s·mean(logits) + z·logsumexp², with s the label
+    smoothing (Szegedy et al. 2016) and z the weight of the z-loss (Chowdhery et al. 2022).
+
+    Args:
+        hidden_ND, weight_VD, bias_V: one floating dtype; logits are rounded to it, as a linear
+            layer's are, and everything else is fp32.
+        targets_N: int64 class numbers in [0, V), or `IGNORED`.
+        divisor: of the sum over counted tokens. Default: their number, so that the loss is their
+            mean; without any, 0.
+    """
+    options = (divisor, label_smoothing, z_loss)
+    loss = _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, targets_N, *options)  # type: ignore[no-untyped-call]
+    return cast(Tensor, loss)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        divisor: Tensor | float | None,
+        smoothing: float,
+        z_loss: float,
+    ) -> Tensor:
+        counted_N = targets_N != IGNORED
+        if divisor is None:
+            divisor = counted_N.sum().clamp(min=1)
+        sum_N = torch.full(targets_N.shape, float("-inf"), device=hidden_ND.device)
+        right_N, all_N = torch.zeros_like(sum_N), torch.zeros_like(sum_N)
+        for lo, hi in each(parts(hidden_ND, weight_VD)):
+            logits_NP = _logits(hidden_ND, weight_VD, bias_V, lo, hi)
+            sum_N = torch.logaddexp(sum_N, torch.logsumexp(logits_NP, 1))
+            right_N += _at_targets(logits_NP, targets_N, lo)
+            if smoothing:
+                all_N += logits_NP.sum(1)
+            del logits_NP  # before the next part's are made
+        losses_N = sum_N - (1 - smoothing) * right_N - smoothing / len(weight_VD) * all_N
+        losses_N += z_loss * sum_N.square()
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, sum_N)
+        ctx.options = (divisor, smoothing, z_loss)
+        return losses_N.masked_fill_(~counted_N, 0.0).sum() / divisor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, targets_N, sum_N = ctx.saved_tensors
+        divisor, smoothing, z_loss = ctx.options
+        scale_N = (grad_loss / divisor).expand(sum_N.shape).masked_fill(targets_N == IGNORED, 0.0)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_ND = torch.zeros_like(hidden_ND, dtype=torch.float32) if wants_hidden else None
+        grad_VD = torch.empty_like(weight_VD) if wants_weight else None
+        grad_V = torch.empty_like(bias_V) if wants_bias else None
+        for lo, hi in each(parts(hidden_ND, weight_VD)):
+            grad_NP = _logits(hidden_ND, weight_VD, bias_V, lo, hi).sub_(sum_N[:, None]).exp_()
+            if z_loss:
+                grad_NP *= (1 + 2 * z_loss * sum_N)[:, None]
+            _subtract_targets(grad_NP, targets_N, lo, 1 - smoothing)
+            if smoothing:
+                grad_NP -= smoothing / len(weight_VD)
+            grad_NP *= scale_N[:, None]
+            if grad_V is not None:
+                grad_V[lo:hi] = grad_NP.sum(0)
+            rounded_NP = grad_NP.to(hidden_ND.dtype)
+            if grad_VD is not None:
+                torch.mm(rounded_NP.T, hidden_ND, out=grad_VD[lo:hi])
+            if grad_ND is not None:
+                grad_ND += rounded_NP @ weight_VD[lo:hi]
+            del grad_NP, rounded_NP  # before the next part's are made
+        grad_hidden = None if grad_ND is None else grad_ND.to(hidden_ND.dtype)
+        return grad_hidden, grad_VD, grad_V, None, None, None, None
+
+
+def parts(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield [lo, hi) of the classes of each part."""
+    step = classes_of_part(len(hidden_ND), on_cpu=pieces_of_cpu(hidden_ND))
+    for lo in range(0, len(weight_VD), step):
+        yield lo, min(lo + step, len(weight_VD))
+
+
+def _logits(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, lo: int, hi: int
+) -> Tensor:
+    """Return a part's logits (N, P), fp32, rounded to the dtype of the head before."""
+    bias_P = None if bias_V is None else bias_V[lo:hi]
+    return torch.nn.functional.linear(hidden_ND, weight_VD[lo:hi], bias_P).float()
+
+
+def _at_targets(logits_NP: Tensor, targets_N: Tensor, lo: int) -> Tensor:
+    """Return each token's logit of its target, 0 where another part has it."""
+    columns_N = targets_N - lo
+    here_N = (columns_N >= 0) & (columns_N < logits_NP.shape[1])
+    logits_N1 = logits_NP.gather(1, columns_N.clamp(0, logits_NP.shape[1] - 1)[:, None])
+    return logits_N1[:, 0].masked_fill(~here_N, 0.0)
+
+
+def _subtract_targets(grad_NP: Tensor, targets_N: Tensor, lo: int, amount: float) -> None:
+    """Subtract `amount` at each token's target, where this part has it."""
+    columns_N = targets_N - lo
+    here_N = (columns_N >= 0) & (columns_N < grad_NP.shape[1])
+    columns_N1 = columns_N.clamp(0, grad_NP.shape[1] - 1)[:, None]
+    grad_NP.scatter_add_(1, columns_N1, here_N[:, None].to(grad_NP.dtype) * -amount)

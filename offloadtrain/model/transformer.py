@@ -16,12 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.model.chunked_loss import linear_cross_entropy
 from offloadtrain.model.experts import Experts, MixtureOfExperts
-from offloadtrain.model.layers import Embedding, Linear, activated
-from offloadtrain.model.loss import cross_entropy
-from offloadtrain.model.own_draws import own_draws
-from offloadtrain.model.rotary import RotaryTables, rotate
+from offloadtrain.model.layers import Embedding, Linear, RotaryTables, activated, own_draws, rotate
+from offloadtrain.model.loss import cross_entropy, linear_cross_entropy
 
 Rotary = tuple[Tensor, Tensor]  # cos_TP, sin_TP, or cos_B1TP, sin_B1TP; fp32
 
@@ -244,7 +241,7 @@ class Attention(nn.Module):
         self.part: int | None = None
         """Number of this rank's part of the heads; None: it has all of them."""
         self.qkv = Linear(shape.d_model, width, bias=shape.bias)
-        self.out = Linear(shape.d_model, shape.d_model, bias=shape.bias)
+        self.out = Linear(self.num_heads * self.head_dim, shape.d_model, bias=shape.bias)
 
     def forward(
         self, x_BTD: Tensor, rotary: Rotary | None, bias_B1TT: Tensor | None = None

@@ -1,7 +1,7 @@
-"""Memory and step time of a job, before anything is allocated. No torch.
+"""Memory and step time of a job, before anything is allocated.
 
-The plan drives the program of `step` with costs in place of functions: memory comes from the spec,
-seconds from machine files. `costs/` has what operations take, `search/` changes for a job that does
-not fit and faster divisions of it, `baselines/` other systems. Nothing is measured here. Start at
-`plan.py`.
+`layout.py` runs the engine's partition on the meta device, `tracing/` runs one microbatch over
+fake tensors, and `costs/` gives seconds to the operations of the program of `step`. `search/` has
+changes for a job that does not fit and faster divisions of it, `baselines/` other systems. Nothing
+is measured here. Start at `plan.py`; `plan_model.plan_model` plans a module.
 """

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import StateOn
-from offloadtrain.config.ranks_options import evenly
-from offloadtrain.plan.prediction import Prediction
-from offloadtrain.plan.stage_balance import divisions_from
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.placement import Placement
+from offloadtrain.plan.times import Prediction, predict
+from offloadtrain.step.layout.buffer_table import device_bytes
+from offloadtrain.step.layout.state_tiers import device_share, filled, first_on_device
+from offloadtrain.step.layout.tiers import Tier
 
 FULL = 0.95
 """The share of the device's memory that is planned full: activations are estimated to 5 %."""
@@ -33,8 +36,7 @@ class Planned(Protocol):
     def prediction(self) -> Prediction: ...
     @property
     def fits(self) -> bool: ...
-    @property
-    def balanced_layers(self) -> tuple[int, ...]: ...
+    def divisions(self) -> Sequence[tuple[int, ...]]: ...
 
 
 def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
@@ -98,9 +100,7 @@ def _with_balanced_stages(job: Config, planned: Callable[[Config], Planned]) -> 
     least = with_state_on(job, 0.0) if job.offload.state.tier == "auto" else job
     if job.offload.activations.recompute_blocks == "auto":
         least = _with_recompute(least, _num_layers(job))
-    balanced = planned(with_layers(least, ())).balanced_layers
-    even = evenly(sum(balanced), len(balanced))
-    tried = ((), *divisions_from(even, balanced))
+    tried = planned(with_layers(least, ())).divisions()
     fitting = (each for each in reversed(tried) if planned(with_layers(least, each)).fits)
     return with_layers(job, next(fitting, tried[-1]))
 
@@ -128,3 +128,35 @@ def _num_layers(job: Config) -> int:
     if job.hf is None:
         return job.model.num_layers
     return sum(part.repeated for part in job.hf.parts or ())
+
+
+SAME = 0.002
+"""A difference of the simulated step that is not worth any memory."""
+
+
+def largest_share(placed: Placement, room: int) -> float:
+    """Return the largest share that fits.
+
+    Args:
+        placed: with all of the state on the host.
+        room: device bytes for all that the engine holds.
+    """
+    limit = placed.config.offload.memory.device_limit
+    limit = room if limit is None else min(limit, room)
+    return device_share(filled(placed.spec, limit, device_bytes))
+
+
+def fastest_share(placed: Placement, machine: Machine) -> float:
+    """Return the smallest share with which a step is as fast as with the placement's own."""
+    count = len(placed.spec.buckets_on(Tier.DEVICE))
+
+    def seconds(number: int) -> float:
+        spec = first_on_device(placed.spec, number)
+        return predict(replace(placed, spec=spec), machine).seconds
+
+    enough_s = seconds(count) * (1 + SAME)
+    # Where the device updates slower than the host, as it does narrow formats, none is taken.
+    if seconds(0) <= enough_s:
+        return 0.0
+    fast = bisect_left(range(count + 1), True, key=lambda n: seconds(n) <= enough_s)
+    return device_share(first_on_device(placed.spec, fast))

@@ -1,101 +1,79 @@
-"""Blocks and buckets of the shipped transformer from its shape, or of another model from its parts,
-as the engine partitions and pads them.
+"""The blocks of a job as the engine partitions and pads its model, without any of its memory.
 
-`tests/plan/test_memory.py` compares the resulting spec with the engine's spec of the module.
+The engine's own functions run on parameters of the meta device: those of the shipped transformer,
+or those that the description of another model names (`config.hf_model.PartShape`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+import glob
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from math import prod
+from typing import Any
+
+import torch
+from torch import nn
 
 from offloadtrain.config.hf_model import ParamShape, PartShape
-from offloadtrain.config.job import Config, OptimConfig
+from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.config.offload import PRECISIONS
+from offloadtrain.config.offload import PRECISIONS, OffloadConfig
 from offloadtrain.config.ranks_options import Stage
-from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec, MatrixSpec
-from offloadtrain.step.layout.bucket_layout import padded, placed
-from offloadtrain.step.layout.formats import ADAM_MOMENTS, format_for
-from offloadtrain.step.layout.skipping import experts_in, skips
+from offloadtrain.config.sections import OptimConfig
+from offloadtrain.engine.build import make_blocks
+from offloadtrain.engine.checks import keeps_fp32
+from offloadtrain.engine.division import Division
+from offloadtrain.engine.param_groups import hidden_matrices
+from offloadtrain.engine.partition import Part, partition
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim import MatrixRule, rule_of
+from offloadtrain.optim.update_rules import update_rule
+from offloadtrain.runtime.lanes import SequentialLanes
+from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import AS_LARGE_AS_EXPERTS
+from offloadtrain.step.layout.block_spec import BlockSpec
 
 
-@dataclass(frozen=True, slots=True)
-class RuleNeeds:
-    """What an update rule asks of the layout; the engine asks the rule itself.
+def parts_of_module(
+    model: nn.Module, divided: Mapping[str, int] | None = None, expert_parts: int = 1
+) -> tuple[PartShape, ...]:
+    """Return the parts of a model that become blocks; a parameter in the first that refers to it.
 
-    Attributes:
-        moments: its state.
-        whole: no parameter is cut between ranks (`optim.keeps_whole`).
-        rest: of a rule of matrices, the state of all other parameters; else None.
+    Args:
+        model: on any device, also meta.
+        divided: name of a parameter → the dimension that parts of it divide.
+        expert_parts: ranks that hold different experts of the shipped transformer.
     """
-
-    moments: tuple[str, ...]
-    whole: bool = False
-    rest: tuple[str, ...] | None = None
-
-    @property
-    def of_matrices(self) -> bool:
-        return self.rest is not None
-
-    def of_bucket(self, *, matrices: bool) -> RuleNeeds:
-        """Return those of a bucket, of matrices or of the rest."""
-        return self if self.rest is None or matrices else RuleNeeds(self.rest)
-
-
-_NEEDS = {
-    "adamw": RuleNeeds(ADAM_MOMENTS),
-    "adam": RuleNeeds(ADAM_MOMENTS),
-    "lion": RuleNeeds(("exp_avg",)),
-    "sgd": RuleNeeds(("momentum_buffer",)),
-    "adagrad": RuleNeeds(("sum",)),
-    "lamb": RuleNeeds(ADAM_MOMENTS, whole=True),
-    "muon": RuleNeeds(("momentum_buffer",), whole=True, rest=ADAM_MOMENTS),
-}
-_STATELESS = RuleNeeds(())
-
-
-def needs_of(optim: OptimConfig) -> RuleNeeds:
-    """Return what the rule that a job names asks; `train.update_rules.update_rule` makes it."""
-    return _STATELESS if optim.name == "sgd" and not optim.momentum else _NEEDS[optim.name]
-
-
-def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
-    """Return all blocks in forward order."""
-    parts = parts_of(config)
-    again = config.offload.activations.recomputed_of([part.name for part in parts if part.repeated])
-    blocks: list[BlockSpec] = []
-    for part in parts:
-        block = _block(part, config, ranks, recomputed=part.name in again)
-        blocks += [block] if block.held else []
-        if part.tied and blocks:
-            blocks[-1] = replace(blocks[-1], then=blocks[-1].then + part.tied)
-    return tuple(blocks)
-
-
-def _block(part: PartShape, config: Config, ranks: int, *, recomputed: bool) -> BlockSpec:
-    trained = [param for param in part.params if param.trained]
-    frozen = [param for param in part.params if not param.trained]
-    offload = config.offload
-    streamable = part.repeated and offload.streams_among(ranks)
-    streamable = streamable or (part.leaf and offload.zero_stage_among(ranks) == 3)
-    return BlockSpec(
-        part.name,
-        _buckets(part.name, trained, config, ranks),
-        _buckets(f"{part.name} frozen", frozen, config, ranks) if streamable else (),
-        part.repeated,
-        part.leaf,
-        recomputed,
-    )
+    dims = divided or {}
+    shapes: list[PartShape] = []
+    listed: set[nn.Parameter] = set()
+    hidden, fp32 = hidden_matrices(model), keeps_fp32(model)
+    for part in partition(model):
+        new = [(name, param) for name, param in part.parameters if param not in listed]
+        listed.update(param for _, param in new)
+        params = (
+            ParamShape(
+                name,
+                tuple(param.shape),
+                param.requires_grad,
+                param in hidden,
+                param in fp32,
+                expert_parts if ".mlp.experts." in name else 1,
+                dims.get(name),
+            )
+            for name, param in new
+        )
+        tied = tuple(name or "root" for name in part.tied)
+        shapes.append(PartShape(part.name or "root", tuple(params), part.repeated, part.leaf, tied))
+    return tuple(shapes)
 
 
 def parts_of(config: Config) -> tuple[PartShape, ...]:
     """Return every parameter of the job's model, in registration order; a tied one once."""
     if config.hf is None:
-        return _parts_of_shape(config.rank_shape, config.stage)
+        return _parts_of_shape(config.rank_shape, config.stage, config.ranks.expert)
     assert config.hf.parts is not None, "integrations.hf_job.described comes first"
     if (parts := config.ranks.tensor) == 1:
         return config.hf.parts
@@ -108,179 +86,147 @@ def parts_of(config: Config) -> tuple[PartShape, ...]:
 def num_tensors(config: Config) -> int:
     """Return the number of parameter tensors; a tied one counts once. Of a stage of a pipeline
     those of earlier stages count, too: norms have their place in the whole model."""
-    tensors = sum(len(part.params) for part in parts_of(config))
+    parts = parts_of(config)
+    tensors = sum(len(part.params) for part in parts)
     if config.hf is not None:
         return config.hf.tensors_before + tensors
     if config.stage is None or config.stage.is_first:
         return tensors
     tables = 2 if config.model.positions == "learned" else 1
-    of_layer = sum(map(len, _layer(config.model).values())) + (2 if config.model.num_experts else 0)
-    return tensors + tables + config.stage.first_layer * of_layer
+    in_layers = sum(len(part.params) for part in parts if part.name.startswith("blocks."))
+    return tensors + tables + config.stage.first_layer * in_layers // config.stage.layers
 
 
-@lru_cache(maxsize=16)
-def _parts_of_shape(shape: ModelShape, stage: Stage | None) -> tuple[PartShape, ...]:
-    """Kept, as a search asks for the same shape in many placements."""
-    first = 0 if stage is None else stage.first_layer
-    parts = [*_layers(shape, range(first, first + shape.num_layers))]
-    if stage is None or stage.is_first:
-        parts = [*_tables(shape), *parts]
-    return tuple([*parts, *_end(shape)] if stage is None or stage.is_last else parts)
+def empty_transformer(shape: ModelShape, stage: Stage | None = None) -> Transformer:
+    """Return the shipped transformer on the meta device, or a stage of it.
+
+    Args:
+        shape: of what one rank holds: the layers of the stage.
+    """
+    with torch.device("meta"):
+        model = Transformer(shape)
+    if stage is not None and not stage.is_first:
+        model.register_module("embedding", None)
+        if shape.positions == "learned":
+            model.register_module("positions", None)
+    if stage is not None and not stage.is_last:
+        model.register_module("norm", None)
+        model.register_module("head", None)
+    return model
 
 
-def _tables(shape: ModelShape) -> Iterator[PartShape]:
-    table = (shape.vocab_size, shape.d_model)
-    yield PartShape("embedding", (ParamShape("embedding.weight", table),), leaf=True)
-    if shape.positions == "learned":
-        learned = (shape.max_seq_len, shape.d_model)
-        yield PartShape("positions", (ParamShape("positions.weight", learned),), leaf=True)
+@lru_cache(maxsize=64)
+def _parts_of_shape(
+    shape: ModelShape, stage: Stage | None, expert_parts: int
+) -> tuple[PartShape, ...]:
+    """Cached, as a search needs the same shape in many placements."""
+    model = empty_transformer(shape, stage)
+    if stage is not None:  # layers have their numbers in the whole model
+        layers = enumerate(list(model.blocks), stage.first_layer)
+        model.blocks._modules = {str(number): layer for number, layer in layers}
+    return parts_of_module(model, expert_parts=expert_parts)
 
 
-def _layers(shape: ModelShape, numbers: Sequence[int]) -> Iterator[PartShape]:
-    sizes_of = _layer(shape)
-    for number in numbers:
-        layer = {f"blocks.{number}.{name}": sizes for name, sizes in sizes_of.items()}
-        listed = shape.num_layers > 1
-        modules = {name: _named(name, sizes, listed=listed) for name, sizes in layer.items()}
-        if shape.num_experts:
-            experts = f"blocks.{number}.mlp.experts"
-            modules[experts] = _experts(experts, shape)
-        if not listed:  # every module is its own block
-            yield from (PartShape(name, params, leaf=True) for name, params in modules.items())
-        else:
-            params = tuple(param for many in modules.values() for param in many)
-            yield PartShape(f"blocks.{number}", params, repeated=True)
-
-
-def _end(shape: ModelShape) -> Iterator[PartShape]:
-    yield PartShape("norm", _named("norm", _norm(shape)), leaf=True)
-    if shape.tie_embeddings:
-        yield PartShape("head", (), leaf=True, tied=("embedding",))
-    else:
-        weight = ParamShape("head.weight", (shape.vocab_size, shape.d_model))
-        yield PartShape("head", (weight,), leaf=True)
-
-
-def _named(
-    module: str, sizes: Sequence[tuple[int, ...]], *, listed: bool = False
-) -> tuple[ParamShape, ...]:
-    """Return the weight and, if there is one, the bias. `listed`: of a layer in a list."""
-    names = (f"{module}.weight", f"{module}.bias")
-    return tuple(
-        ParamShape(name, size, hidden=listed and len(size) == 2)
-        for name, size in zip(names, sizes, strict=False)
-    )
-
-
-def _layer(shape: ModelShape) -> dict[str, list[tuple[int, ...]]]:
-    """Return module of a layer → sizes of its parameters."""
-    heads = (shape.num_heads + 2 * shape.kv_heads) * shape.head_dim
-    modules = {
-        "attention_norm": _norm(shape),
-        "attention.qkv": _linear(shape, shape.d_model, heads),
-        "attention.out": _linear(shape, shape.num_heads * shape.head_dim, shape.d_model),
-        "mlp_norm": _norm(shape),
-    }
-    if shape.num_experts:
-        return modules | {"mlp.router": [(shape.num_experts, shape.d_model)]}
-    return modules | {
-        "mlp.up": _linear(shape, shape.d_model, _up_width(shape)),
-        "mlp.down": _linear(shape, shape.ff_width, shape.d_model),
-    }
-
-
-def _up_width(shape: ModelShape) -> int:
-    return shape.ff_width * (2 if shape.mlp == "swiglu" else 1)
-
-
-def _experts(module: str, shape: ModelShape) -> tuple[ParamShape, ...]:
-    """The matrices of the experts of a layer that a rank holds, which lie behind its router."""
-    parts = shape.num_experts // shape.held_experts
-    sizes = {
-        "up": (shape.held_experts, _up_width(shape), shape.d_model),
-        "down": (shape.held_experts, shape.d_model, shape.ff_width),
-    }
-    return tuple(
-        ParamShape(f"{module}.{name}", size, expert_parts=parts) for name, size in sizes.items()
-    )
-
-
-def _norm(shape: ModelShape) -> list[tuple[int, ...]]:
-    with_bias = shape.norm == "layernorm" and shape.bias
-    return [(shape.d_model,)] * (2 if with_bias else 1)
-
-
-def _linear(shape: ModelShape, width: int, out: int) -> list[tuple[int, ...]]:
-    return [(out, width), (out,)] if shape.bias else [(out, width)]
-
-
-def _buckets(
-    name: str, params: Sequence[ParamShape], config: Config, ranks: int
-) -> tuple[BucketSpec, ...]:
-    """Split parameters by update rule, weight decay, dtype and the ranks that share them, in order
-    of appearance."""
-    sorted_in: dict[tuple[bool, bool, str, int, bool], list[ParamShape]] = {}
-    needs, named = needs_of(config.optim), config.offload.skip_unused
-    skipped = {p.name: p.sizes for p in params if p.trained and skips(p.name, named)}
-    experts = experts_in(skipped)
-    for param in params:
-        matrix = needs.of_matrices and param.hidden and param.trained
-        decays = param.trained and (config.optim.decay == "all" or len(param.sizes) > 1)
-        sharers = ranks // param.expert_parts
-        key = (matrix, decays, working_dtype(param, config), sharers, param.name in experts)
-        sorted_in.setdefault(key, []).append(param)
-    several = len(sorted_in) > 1
-    return tuple(
-        _bucket(
-            f"{name}/{number}" if several else name,
-            some,
-            dtype,
-            config,
-            sharers,
-            matrices=matrix,
-            experts=sum(experts.get(param.name, 0) for param in some),
-        )
-        for number, ((matrix, _, dtype, sharers, _), some) in enumerate(sorted_in.items())
-    )
-
-
-def _bucket(
-    name: str,
-    params: Sequence[ParamShape],
-    dtype: str,
-    config: Config,
-    ranks: int,
-    *,
-    matrices: bool,
-    experts: int,
-) -> BucketSpec:
-    """`matrices`: they are updated as such. `experts`: as in `BucketSpec`."""
-    trained = params[0].trained
-    needs = needs_of(config.optim).of_bucket(matrices=matrices) if trained else _STATELESS
-    numels = [prod(param.sizes) for param in params]
-    numel, matrix_specs = padded(numels, ranks), []
-    if needs.whole:
-        offsets, numel = placed(numels, ranks)
-    if matrices:
-        matrix_specs = [
-            MatrixSpec(at, *param.sizes) for at, param in zip(offsets, params, strict=True)
-        ]
-    return BucketSpec(
-        name,
-        numel,
-        sum(numels),
-        dtype,
-        format_for(config.offload.state.format, dtype),
-        ranks,
-        needs.moments,
-        tuple(sorted(matrix_specs)),
-        needs.whole and not matrices,
-        experts=experts,
-    )
-
-
-def working_dtype(param: ParamShape, config: Config) -> str:
+def working_dtype(param: ParamShape, config: OffloadConfig) -> str:
     """Dtype of the working weight."""
-    named = any(fnmatchcase(param.name, pattern) for pattern in config.offload.weights.keep_fp32)
-    in_fp32 = param.fp32 or named
-    return PRECISIONS["fp32" if in_fp32 else config.offload.precision]
+    named = any(fnmatchcase(param.name, pattern) for pattern in config.weights.keep_fp32)
+    return PRECISIONS["fp32" if param.fp32 or named else config.precision]
+
+
+def blocks_of(config: Config, ranks: int = 1) -> tuple[BlockSpec, ...]:
+    """Return all blocks in forward order."""
+    offload = config.offload
+    needed = OffloadConfig(
+        precision=offload.precision,
+        working=offload.weights.tier,
+        zero_stage=offload.sharding.zero_stage,
+        state=offload.state.format,
+        activation=offload.activations.mode,
+        recompute_blocks=offload.activations.recompute_blocks,
+        keep_fp32=offload.weights.keep_fp32,
+        skip_unused=offload.skip_unused,
+    )
+    return _blocks(parts_of(config), config.optim, needed, ranks, config.ranks.expert)
+
+
+class _Parameters(nn.Module):
+    """Named parameters in place of the modules that own them."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        super().__init__()
+        self._named = named
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named.items())
+
+
+@lru_cache(maxsize=64)
+def _blocks(
+    shapes: Sequence[PartShape],
+    optim: OptimConfig,
+    config: OffloadConfig,
+    ranks: int,
+    expert_parts: int,
+) -> tuple[BlockSpec, ...]:
+    """Cached, as the candidates of a search differ in few of the options that blocks depend on."""
+    named = {param.name: _parameter(param) for shape in shapes for param in shape.params}
+    parts = [
+        Part(
+            shape.name,
+            nn.Module(),
+            tuple((param.name, named[param.name]) for param in shape.params),
+            shape.repeated,
+            shape.leaf,
+            shape.tied,
+        )
+        for shape in shapes
+    ]
+    params = [param for shape in shapes for param in shape.params]
+    fp32 = [p.name for p in params if working_dtype(p, config) == PRECISIONS["fp32"]]
+    rule = update_rule(optim)
+    groups = _groups([param for param in params if param.trained], named, rule, optim)
+    blocks, _ = make_blocks(
+        parts,
+        _Parameters(named),
+        groups,
+        [rule_of(rule, group) for group in groups],
+        config.replace(keep_fp32=tuple(map(glob.escape, fp32))),
+        Division(replicas=Ranks.fake(ranks, expert_parts=expert_parts)),
+        SequentialLanes(),
+    )
+    return tuple(
+        BlockSpec(
+            block.name,
+            tuple(bucket.spec for bucket in block.buckets),
+            tuple(bucket.spec for bucket in block.frozen),
+            block.repeated,
+            block.leaf,
+            block.recomputed,
+            block.then,
+        )
+        for block in blocks
+    )
+
+
+def _parameter(shape: ParamShape) -> nn.Parameter:
+    param = nn.Parameter(torch.empty(shape.sizes, device="meta"), requires_grad=shape.trained)
+    if shape.expert_parts > 1:
+        setattr(param, AS_LARGE_AS_EXPERTS, True)
+    return param
+
+
+def _groups(
+    trained: Sequence[ParamShape],
+    named: Mapping[str, nn.Parameter],
+    rule: Any,
+    optim: OptimConfig,
+) -> list[dict[str, Any]]:
+    """Return the parameter groups of a job: by decay, and under a rule of matrices by that."""
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    key = rule.group_key if isinstance(rule, MatrixRule) else "hidden"
+    for param in trained:
+        hidden = isinstance(rule, MatrixRule) and param.hidden
+        decays = optim.decay == "all" or len(param.sizes) > 1
+        group = groups.setdefault((hidden, decays), {"params": [], key: hidden})
+        group["params"].append(named[param.name])
+    return list(groups.values())

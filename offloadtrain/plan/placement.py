@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
 from offloadtrain.config.job import Config
-from offloadtrain.config.offload import PRECISIONS, OptionError
+from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OptionError
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.optim import MatrixRule
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.plan.costs.microbatch import Trace, TracedStep
-from offloadtrain.plan.layout import blocks_of, needs_of, num_tensors, parts_of, working_dtype
+from offloadtrain.plan.layout import blocks_of, num_tensors, parts_of, working_dtype
 from offloadtrain.step.layout import buffer_table, placement
 from offloadtrain.step.layout.buffers import Memory, by_owner, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.proof.pipeline_drive import in_flight
 
 
 class PlanError(OffloadTrainError):
@@ -29,12 +32,15 @@ class Placement:
     Attributes:
         config: the rank's part of the job (`batch_split.shared`), its precision resolved.
         spec: the spec of the rank's step.
-        trace: tells what a microbatch of the model takes; None: of our transformer, its shape does.
+        trace: of a microbatch of the model; None: activations are those of our transformer of its
+            shape (`tracing.tracer`), and times are counted from that shape.
+        in_flight: microbatches whose activations are in memory at once.
     """
 
     config: Config
     spec: StepSpec
     trace: Trace | None = None
+    in_flight: int = 1
 
     @cached_property
     def traced(self) -> TracedStep | None:
@@ -45,17 +51,6 @@ class Placement:
     def weight_bytes(self) -> int:
         """Bytes of a working weight, and of an activation."""
         return ITEMSIZE[PRECISIONS[self.config.offload.precision]]
-
-    @cached_property
-    def in_flight(self) -> int:
-        """Microbatches whose activations are held at once: several on a stage of a pipeline."""
-        if self.config.stage is None:
-            return 1
-        stage, ranks = self.config.stage, self.config.ranks
-        return in_flight(
-            *(ranks.schedule, stage.index, stage.count, ranks.stages_per_rank),
-            self.config.train.grad_accum_steps,
-        )
 
     @property
     def repeated(self) -> int:
@@ -123,7 +118,8 @@ class Placement:
         parts = (part for part in parts_of(self.config) if part.name not in self.spec.streamed)
         frozen = (param for part in parts for param in part.params if not param.trained)
         return sum(
-            prod(param.sizes) * ITEMSIZE[working_dtype(param, self.config)] for param in frozen
+            prod(param.sizes) * ITEMSIZE[working_dtype(param, self.config.offload)]
+            for param in frozen
         )
 
 
@@ -133,6 +129,8 @@ def place(
     available_bytes: int | None = None,
     trace: Trace | None = None,
     copies: int = 1,
+    in_flight: int = 1,
+    **rows: Any,
 ) -> Placement:
     """Lay out the step of one rank.
 
@@ -143,6 +141,8 @@ def place(
             copies.
         trace: see `Placement`.
         copies: the number of such groups of ranks.
+        in_flight: see `Placement`.
+        rows: the fields of the spec that a stage of several adds.
 
     Raises:
         PlanError: a device limit is too small for the slots and the unstreamed part, the stage
@@ -154,8 +154,6 @@ def place(
             "of the model, which this search does not make: plan the job by itself (offloadtrain "
             "plan JOB), or set 'offload' or 'recompute'"
         )
-    stage = config.stage
-    versions, sums = (1, 1) if stage is None else stage.kept(config.ranks.schedule)
     try:
         spec = placement.lay_out(
             blocks_of(config, ranks),
@@ -163,18 +161,48 @@ def place(
             ranks=ranks,
             num_tensors=num_tensors(config),
             available_bytes=available_bytes,
-            weight_versions=versions,
-            gradient_sums=sums,
             copies=copies,
             parts=config.ranks.tensor,
+            **rows,
         )
     except (DeviceMemoryError, OptionError) as error:
         raise PlanError(f"offload.{error}") from None
-    if needs_of(config.optim).of_matrices and not any(bucket.matrices for bucket in spec.buckets):
+    of_matrices = isinstance(update_rule(config.optim), MatrixRule)
+    if of_matrices and not any(bucket.matrices for bucket in spec.buckets):
         raise PlanError(
             'optim.name = "muon" updates the matrices of layers in a list, and the model has no '
             'such list that is trained: use optim.name = "adamw", or more layers'
         )
-    placed = Placement(config, spec, trace)
+    placed = Placement(config, spec, trace, in_flight)
     _ = placed.traced  # here, where what cannot be traced is an error of the placement
     return placed
+
+
+def resolved(job: Config, machine: Machine) -> Config:
+    """Return the job with "auto" precision resolved for the machine.
+
+    Raises:
+        PlanError: the machine does not support device, precision or state format.
+    """
+    kind, where = job.device.kind, machine.gpu or "its CPU"
+    if kind != "auto" and (kind == "cpu") != machine.on_cpu:
+        raise PlanError(
+            f"device.kind = {kind!r}, but the machine computes on {where}: choose another machine, "
+            'or set device.kind = "auto"'
+        )
+    precision = job.offload.precision
+    if precision == "auto":
+        precision = machine.auto_precision
+    elif precision not in machine.precisions:
+        raise PlanError(
+            f"offload.precision = {precision!r}, but {where} does not support it: set "
+            f"offload.precision = {' or '.join(machine.precisions)}"
+        )
+    state = job.offload.state.format
+    if precision not in STATE_PRECISIONS[state]:
+        raise PlanError(
+            f"offload.state = {state!r} does not support offload.precision = {precision!r} on "
+            f"{where}: set offload.state = fp32"
+            + (" or int8" if precision in STATE_PRECISIONS["int8"] else "")
+        )
+    return replace(job, offload=job.offload.replace(precision=precision))

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from math import ceil, prod
 
-from offloadtrain.config.batch_split import of_stage, replicas, shards, shared
+from offloadtrain.config.batch_split import replicas, shards, shared
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import num_block_params
-from offloadtrain.config.ranks_options import names_of
 from offloadtrain.config.units import format_bytes, parse_bytes
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.plan import state_share
-from offloadtrain.plan.automatic import FULL, decided
-from offloadtrain.plan.costs.activations import activations, together
-from offloadtrain.plan.costs.disk import Wear, wear
+from offloadtrain.plan.automatic import FULL, decided, largest_share
+from offloadtrain.plan.costs.disk import SaveCost, Wear, save_cost, wear
 from offloadtrain.plan.costs.microbatch import Activations, Trace
-from offloadtrain.plan.costs.save_cost import SaveCost, save_cost
 from offloadtrain.plan.layout import blocks_of
-from offloadtrain.plan.pipeline_times import PipelineTimes, as_part_of, pipeline_times
-from offloadtrain.plan.placement import Placement, place
-from offloadtrain.plan.prediction import Prediction
-from offloadtrain.plan.resolve import resolved
-from offloadtrain.plan.stage_balance import balanced
-from offloadtrain.plan.times import predict
+from offloadtrain.plan.placement import Placement, place, resolved
+from offloadtrain.plan.times import Prediction, predict
+from offloadtrain.plan.tracing.tracer import activations, together
 from offloadtrain.step.layout.buffer_table import added, disk_owners
 from offloadtrain.step.layout.placement import with_second_copies
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.proof.pipeline_drive import Schedule
 
 PROCESS = "Python, torch"
 UPDATE_BYTES = 128 << 20
@@ -52,19 +45,13 @@ class Plan:
         name: of the machine.
         hosts: number of hosts.
         local_ranks: on each host.
-        placed: without second copies of the state; of a pipeline, the first of the rank's stages.
-        beside: the other stages of the rank.
-        stages: of a pipeline, all of them.
-        schedule: of a pipeline.
+        placed: without second copies of the state.
     """
 
     job: Config
     name: str
     machine: Machine
     placed: Placement
-    beside: tuple[Placement, ...] = ()
-    stages: tuple[Placement, ...] = ()
-    schedule: Schedule = "1f1b"
 
     @property
     def ranks(self) -> int:
@@ -80,30 +67,29 @@ class Plan:
         return min(self.ranks, self.machine.gpus)
 
     @property
-    def held(self) -> tuple[Placement, ...]:
-        """What the rank holds: of a pipeline its stages."""
-        return self.placed, *self.beside
+    def placements(self) -> tuple[Placement, ...]:
+        """What the rank has in memory: one part of the model, or several."""
+        return (self.placed,)
 
     @cached_property
     def activations(self) -> Activations:
-        of_stages = (activations(placed, on_cpu=self.machine.on_cpu) for placed in self.held)
+        of_stages = (activations(placed, on_cpu=self.machine.on_cpu) for placed in self.placements)
         return together(list(of_stages))
 
     @property
     def stage_names(self) -> str:
-        """The rank's stages, and what they hold; "" without a pipeline."""
-        stages = [placed.config.stage for placed in self.held if placed.config.stage is not None]
-        return names_of(stages) if stages else ""
+        """The stages of the model that the rank has, and what they contain; "": all of it."""
+        return ""
 
     @property
     def engine_device(self) -> dict[str, int]:
         """Owner → bytes on each device, without activations and torch's needs."""
-        return added(placed.device() for placed in self.held)
+        return added(placed.device() for placed in self.placements)
 
     @property
     def frozen_bytes(self) -> int:
         """As of `Placement`."""
-        return sum(placed.frozen_bytes for placed in self.held)
+        return sum(placed.frozen_bytes for placed in self.placements)
 
     @cached_property
     def device(self) -> dict[str, int]:
@@ -136,13 +122,13 @@ class Plan:
     @cached_property
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
-        other_stages = (placed.host() for placed in self.beside)
-        return added([self.copied.host(), *other_stages]) | {PROCESS: self.process_bytes}
+        others = (placed.host() for placed in self.placements[1:])
+        return added([self.copied.host(), *others]) | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:
         """The same without optional second copies."""
-        return added(placed.host() for placed in self.held) | {PROCESS: self.process_bytes}
+        return added(placed.host() for placed in self.placements) | {PROCESS: self.process_bytes}
 
     @cached_property
     def disk(self) -> dict[str, int]:
@@ -157,19 +143,11 @@ class Plan:
 
     @cached_property
     def prediction(self) -> Prediction:
-        alone = predict(self.copied, self.machine)
-        if self.pipeline is None:
-            return alone
-        for placed in self.beside:
-            alone = alone.beside(predict(placed, self.machine))
-        return as_part_of(alone, self.pipeline, self.held, 1e12 * self.machine.peak_tflops)
+        return predict(self.copied, self.machine)
 
-    @cached_property
-    def pipeline(self) -> PipelineTimes | None:
-        """The step of all stages of a pipeline."""
-        if not self.stages:
-            return None
-        return pipeline_times(self.stages, self.machine, self.schedule)
+    def stage_lines(self) -> Iterator[str]:
+        """Yield a line for each stage of the model, where it is divided into stages."""
+        yield from ()
 
     @property
     def device_room(self) -> int:
@@ -244,7 +222,7 @@ class Plan:
         """Bytes of host memory of all ranks for what a save copies."""
         spec = self.placed.spec
         of_one = sum(
-            placed.spec.spill_bytes(b) for placed in self.held for b in placed.spec.buckets
+            placed.spec.spill_bytes(b) for placed in self.placements for b in placed.spec.buckets
         )
         return spec.replicas * self.job.ranks.tensor * of_one
 
@@ -294,7 +272,10 @@ class Plan:
     @property
     def device_has_room(self) -> bool:
         """Whether what is on a device fits there; a CPU has the host's memory alone."""
-        return self.machine.on_cpu or sum(self.device.values()) <= self.device_room
+        if self.machine.on_cpu:
+            return True
+        room = self.device_room  # the engine's memory is known at once; activations take a trace
+        return sum(self.engine_device.values()) <= room and sum(self.device.values()) <= room
 
     @property
     def has_room(self) -> bool:
@@ -317,12 +298,11 @@ class Plan:
             return 0.0
         other_bytes = sum(self.device.values()) - sum(self.placed.device().values()) + UPDATE_BYTES
         other_bytes += self._more_experts_bytes
-        return state_share.most(self.placed, int(self.device_room * FULL) - other_bytes)
+        return largest_share(self.placed, int(self.device_room * FULL) - other_bytes)
 
-    @property
-    def balanced_layers(self) -> tuple[int, ...]:
-        """The layers of each stage of a pipeline with which all take about as long."""
-        return balanced(self.stages, self.machine)
+    def divisions(self) -> Sequence[tuple[int, ...]]:
+        """Return numbers of layers of each stage to try, the best one last; (): as many each."""
+        return ((),)
 
     @property
     def missing_bytes(self) -> int:
@@ -332,9 +312,10 @@ class Plan:
             return max(host, 0)
         return max(host, 0) + max(sum(self.device.values()) - self.device_room, 0)
 
-    @property
+    @cached_property
     def fits(self) -> bool:
-        return not self.problems
+        # The engine's memory is known at once; activations take a trace.
+        return not self._problems(self.needed, self.engine_device) and not self.problems
 
 
 def make(
@@ -373,17 +354,10 @@ def _placed(
     copies = replicas(job, ranks) // count
     if job.ranks.pipeline == 1:
         return Plan(job, name, machine, place(part, count, trace=trace, copies=copies))
-    numbers, ranks = range(job.ranks.stages), job.ranks.pipeline
-    stages = (of_stage(part, number) for number in numbers)
-    placed = [place(stage_job, count, trace=trace, copies=copies) for stage_job in stages]
-    plans = [
-        Plan(job, name, machine, placed[rank], tuple(placed[rank + ranks :: ranks]))
-        for rank in range(ranks)
-    ]
-    most = max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
-    chosen = most if stage is None else plans[stage]
-    copied = [plan.copied for plan in plans] + placed[ranks:]
-    return replace(chosen, stages=tuple(copied), schedule=job.ranks.schedule)
+    # By name: nothing here depends on the package that divides models, which depends on this one.
+    plan_stages = import_module("offloadtrain.parallel.pipeline.plan").plan_stages
+    divided: Plan = plan_stages(job, name, machine, part, count, copies, trace, stage)
+    return divided
 
 
 def _too_much(where: str, needed: int, room: int, owners: Mapping[str, int]) -> str:

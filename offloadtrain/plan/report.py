@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from typing import Any
 
 from offloadtrain.config.batch_split import explain
 from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_count, format_seconds
-from offloadtrain.plan import saved_tensors
+from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts
+from offloadtrain.plan.costs.costs import Costs
+from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan
 from offloadtrain.plan.search.suggest import Change
+from offloadtrain.plan.times import compute_seconds
 from offloadtrain.step.layout.state_tiers import device_share
 from offloadtrain.step.layout.tiers import Tier
 
@@ -210,7 +214,7 @@ def _step(plan: Plan) -> str:
             exposed = step.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
-    lines += [*_stages(plan), *_copies(plan), *_parts(plan), *_experts(plan)]
+    lines += [*plan.stage_lines(), *_copies(plan), *_parts(plan), *_experts(plan)]
     mfu = ""
     if step.mfu is not None:
         mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -218,7 +222,7 @@ def _step(plan: Plan) -> str:
         f"{format_count(step.tokens_per_s)} tokens/s, {step.tflops:.3g} Tflop/s per rank "
         f"(6 N + 12 L d T per token), {step.hardware_tflops:.3g} with recompute{mfu}"
     )
-    buckets = [bucket for placed in plan.held for bucket in placed.spec.buckets]
+    buckets = [bucket for placed in plan.placements for bucket in placed.spec.buckets]
     owned = sum(bucket.params / bucket.ranks for bucket in buckets)
     lines.append(
         f"bus: {format_bytes(step.d2h_bytes)} down, {format_bytes(step.h2d_bytes)} up per step "
@@ -227,31 +231,11 @@ def _step(plan: Plan) -> str:
         + (f"; to other ranks: {format_bytes(step.comm_bytes)}" if plan.ranks > 1 else "")
     )
     if plan.job.offload.activations.mode == "offload_saved":
-        lines.append(saved_tensors.told(plan.placed, machine))
+        lines.append(_saved_tensors(plan.placed, machine))
     if plan.disk:
         lines += [_disk(plan), _wear(plan)]
     lines.append(_checkpoint(plan))
     return "\n".join(lines)
-
-
-def _stages(plan: Plan) -> Iterator[str]:
-    """Yield a line per stage of a pipeline: its compute, its bubble, and what it sends on."""
-    times = plan.pipeline
-    if times is None:
-        return
-    for number, busy in enumerate(times.compute_s):
-        line = (
-            f"  stage {number + 1} ({plan.stages[number].repeated} layers): computes "
-            f"{format_seconds(busy)}, bubble {100 * times.bubbles[number % times.ranks]:.0f} %"
-        )
-        if number < len(times.links):
-            link = times.links[number]
-            where = "between hosts" if link.between_hosts else "inside the host"
-            line += (
-                f"; a microbatch to the next one: {format_bytes(link.nbytes)}, "
-                f"{format_seconds(link.seconds)} {where}"
-            )
-        yield line
 
 
 def _copies(plan: Plan) -> Iterator[str]:
@@ -390,3 +374,43 @@ def alternatives(changes: Sequence[Change]) -> str:
 def _change(change: Change) -> str:
     rate = format_count(change.plan.prediction.tokens_per_s)
     return f"  {_needs(change.plan)}  {rate:>6} tokens/s  {change.text}"
+
+
+def hidden_above(placed: Placement, machine: Machine) -> int:
+    """Return the least `offload_saved_above`, in bytes, from which on all that is moved goes down
+    while forward computes and comes back while backward does; 0: with the job's own.
+
+    The copies of weights and gradients use the same bus and are not counted: a simulation of the
+    step tells what they leave.
+
+    Raises:
+        MachineError: as `predict`.
+    """
+    costs, compute = Costs(placed, machine), compute_seconds(placed, machine)
+    down = compute.forward * costs.bus(machine.d2h_gbps)
+    up = compute.backward * costs.bus(machine.h2d_gbps)
+    moved, above = 0, max(placed.block_inputs, default=0) + 1
+    for size, alike in groupby(sorted(placed.block_inputs, reverse=True)):
+        moved += sum(alike)
+        if moved > min(down, up):
+            return above
+        above = size
+    return 0
+
+
+def _saved_tensors(placed: Placement, machine: Machine) -> str:
+    """Say how many tensors move and, where compute does not hide them, which it would."""
+    sizes, threshold = placed.block_inputs, placed.config.offload.activations.offload_saved_above
+    if not sizes:
+        return (
+            f"saved tensors: none has {format_bytes(threshold)}, so nothing moves: lower "
+            "offload.offload_saved_above"
+        )
+    size = format_bytes(sum(sizes))
+    line = f"saved tensors: {len(sizes)}, {size}, go to the host in each microbatch"
+    if (above := hidden_above(placed, machine)) == 0:
+        return f"{line}, which takes no longer than forward and backward"
+    return (
+        f"{line}, which takes longer than forward or backward; those from "
+        f"{format_bytes(above)} on do not (offload_saved_above = {above})"
+    )

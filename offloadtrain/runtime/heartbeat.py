@@ -59,7 +59,7 @@ class Heartbeat:
         self.cpu_counts = True
         self.held_up = self.watched = False
         self.collective_of = ""
-        self._beats = 0
+        self.beats = 0
         # Keyed by thread: each writes its own key only, so that no count is lost without a lock.
         self._entered: dict[int, int] = {}
         self._inside: set[int] = set()
@@ -67,7 +67,7 @@ class Heartbeat:
     def enter(self, phase: str) -> None:
         """Begin a phase."""
         self.phase, self.part = phase, None
-        self._beats += 1
+        self.beats += 1
 
     def advance(self, what: str, done_bytes: int, total_bytes: int) -> None:
         """Note how far a part of the phase is. One thread at a time sets up."""
@@ -76,11 +76,11 @@ class Heartbeat:
         if part is not None and part.what == what and part.done_bytes < part.total_bytes:
             self.spent_s[what] = self.spent_s.get(what, 0.0) + now_s - self._part_since_s
         self.part, self._part_since_s = Part(what, done_bytes, total_bytes), now_s
-        self._beats += 1
+        self.beats += 1
 
     def beat(self) -> None:
         """Note progress within a phase. Threads may lose each other's: any change is progress."""
-        self._beats += 1
+        self.beats += 1
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -92,7 +92,7 @@ class Heartbeat:
             yield
         finally:
             self._inside.discard(thread)
-            self._beats += 1
+            self.beats += 1
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -100,11 +100,11 @@ class Heartbeat:
         thread = threading.get_ident()
         waited = thread in self._inside
         self._inside.discard(thread)
-        self._beats += 1
+        self.beats += 1
         try:
             yield
         finally:
-            self._beats += 1
+            self.beats += 1
             if waited:
                 self._inside.add(thread)
 
@@ -134,7 +134,7 @@ class Heartbeat:
     @property
     def marks(self) -> tuple[int, int]:
         """A value that changes with every beat and collective."""
-        return self._beats, self.collectives
+        return self.beats, self.collectives
 
 
 HEARTBEAT = Heartbeat()

@@ -15,7 +15,7 @@ shard of a gradient; weights are gathered within the group. All copies have the 
 same updates, and stay equal to the bit: every step compares them.
 
 Collectives are matched by their order. They run on one lane, and every rank launches them in one
-order (`step.program.prefetch_policy.ReduceOrder`). Host values for decisions use a separate process
+order (`engine.gradients.ReduceOrder`). Host values for decisions use a separate process
 group, so that they never interfere.
 
 [Note: Names of groups]

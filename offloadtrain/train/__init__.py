@@ -1,8 +1,8 @@
 """A run: from a resolved job to a trained model, with its folder, its log and its checkpoints.
 
 `build.py` assembles model, data and engine, `trainer.py` is the loop, `run_folder.py` owns a run's
-files, `log/` writes its events, `saved/` saves and restores it over the files of `checkpoint/`,
-`resume.py` finds the checkpoint to resume from, `signals.py` handles stops.
+files and finds the run to resume, `log/` writes its events, `saving.py` saves and restores it over
+the files of `checkpoint/`, `emergency.py` saves it after a failure of the device.
 Nothing here parses a command line, and the monitor is never imported.
 Start at `trainer.Trainer.train`.
 """

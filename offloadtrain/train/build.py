@@ -1,8 +1,11 @@
-"""From a job to a `TrainingContext`: device, plan, data, model and optimizer, on every rank."""
+"""From a job to a `TrainingContext`: torch, device, plan, data, model, optimizer, on every rank."""
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,30 +15,38 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig, Precision
-from offloadtrain.data.batches import Batches
-from offloadtrain.data.tokens import Progress, TokenFile
-from offloadtrain.engine import AnyOptimizer, OffloadOptimizer, offload
+from offloadtrain.config.units import format_bytes, parse_bytes
+from offloadtrain.data.batches import Batches, Masking
+from offloadtrain.data.prepare import prepare
+from offloadtrain.data.source import HUB, PYTHON_STDLIB
+from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
+from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
+from offloadtrain.optim.update_rules import decay_groups, update_rule
+from offloadtrain.parallel.mesh import Mesh
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
+from offloadtrain.parallel.tensor.own_model import divided, initializer
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
+from offloadtrain.runtime import kernels
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.runtime.mesh import Mesh
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
 from offloadtrain.train.job_trace import needed_trace
-from offloadtrain.train.resume import ResumedSettings
-from offloadtrain.train.tensor_parallel import divided, initializer
-from offloadtrain.train.token_files import check_tokenizers, masking_of, open_on_ranks
-from offloadtrain.train.torch_setup import set_up_torch
-from offloadtrain.train.update_rules import decay_groups, update_rule
+from offloadtrain.train.run_folder import ResumedSettings
+from offloadtrain.train.saved_state import seed_all
 
 if TYPE_CHECKING:
     from offloadtrain.train.pipelined import PipelinedModel
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +104,7 @@ def assemble(
     precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
         job,
-        offload=_checked(_on_disk_of(job, job.offload.replace(precision=precision)), why),
+        offload=_offload_options(job, precision, why),
         device=replace(job.device, kind="auto"),
     )
     if problems := list(problems_of_ranks(chosen)):
@@ -202,7 +213,7 @@ def _offloaded(
     if config.hf is not None:
         module, optimizer = hf_job.build(
             config.hf,
-            update_rule(config),
+            update_rule(config.optim),
             lambda model: decay_groups(model, config),
             config.offload,
             device=device,
@@ -235,7 +246,7 @@ def offload_job(
     """
     return offload(
         model,
-        update_rule(config),
+        update_rule(config.optim),
         params=decay_groups(model, config),
         device=device,
         config=config.offload,
@@ -255,19 +266,16 @@ def _check_same_job(job: Config, tokens: TokenFile, ranks: Ranks) -> None:
             raise RankError(f"rank {rank} has other tokens in {tokens.path} than rank 0")
 
 
-def _on_disk_of(job: Config, offload: OffloadConfig) -> OffloadConfig:
-    """Put what is on the disk beside the runs, unless the job names a folder for it."""
-    if not offload.uses_disk:
-        return offload
-    return offload.replace(scratch_dir=offload.memory.scratch_dir or job.runs_dir)
-
-
-def _checked(offload: OffloadConfig, why: str) -> OffloadConfig:
-    """Refuse options that contradict the resolved precision.
+def _offload_options(job: Config, precision: Precision, why: str) -> OffloadConfig:
+    """Return the job's options with the resolved precision. What is on the disk lies next to the
+    runs, unless the job names a folder for it.
 
     Raises:
-        ConfigError: naming both keys.
+        ConfigError: an option contradicts the precision; it names both keys.
     """
+    offload = job.offload.replace(precision=precision)
+    if offload.uses_disk:
+        offload = offload.replace(scratch_dir=offload.memory.scratch_dir or job.runs_dir)
     chosen = f" (offload.precision = {offload.precision}: {why})" if why else ""
     if problems := [f"offload.{problem}{chosen}" for problem in offload.problems()]:
         raise ConfigError(*problems)
@@ -315,3 +323,187 @@ def _rates_of(rates: Machine, here: Machine) -> Machine:
         node_link_gbps=rates.node_link_gbps or rates.gpu_link_gbps,
         **chosen,
     )
+
+
+def open_on_ranks(
+    config: Config,
+    ranks: Ranks,
+    *,
+    verifies: bool,
+    on_prepare: Progress | None,
+    on_verify: Progress | None,
+) -> tuple[TokenFile, TokenFile | None]:
+    """Open and verify the token files; rank 0 makes them first if they are missing. Every rank
+    calls this.
+
+    Args:
+        verifies: this rank compares the files with their checksums; one rank of each host does.
+
+    Raises:
+        ConfigError: their vocabulary is larger than the model's.
+        DataError: they are missing or damaged.
+    """
+    # The other ranks wait until rank 0 has prepared the files.
+    if ranks.rank:
+        ranks.barrier()
+    opened = open_tokens(config, on_prepare)
+    if ranks.rank == 0:
+        ranks.barrier()
+    for tokens in filter(None, opened):
+        _check_vocabulary(config, tokens)
+    for tokens in filter(None, opened if verifies else ()):
+        verify(tokens, on_verify)
+    # No rank goes on before the files of its host are verified.
+    ranks.barrier()
+    return opened
+
+
+def open_tokens(
+    config: Config, on_prepare: Progress | None = None
+) -> tuple[TokenFile, TokenFile | None]:
+    """Open the token files of a job, made first if the job names a source."""
+    data = config.data
+    if not data.source:
+        return TokenFile(data.train), TokenFile(data.val) if data.val else None
+    named = data.source == PYTHON_STDLIB or data.source.startswith(HUB)
+    if not named and not Path(data.source).exists():
+        raise DataError(
+            f"data.source = {data.source} is not there. Set it to a file of text or records or a "
+            "folder of them (--set data.source=my_texts), or name token files made by "
+            "`offloadtrain prepare my_texts data` (--set data.train=data/train.bin "
+            "data.val=data/val.bin)"
+        )
+    folder = Path(data.cache) / (Path(data.source).stem or "source")
+    made = prepare(
+        data.source,
+        folder,
+        val_fraction=data.val_fraction,
+        tokenizer=data.tokenizer or "bytes",
+        form=data.form,
+        field=data.field,
+        chat_template=data.chat_template,
+        progress=on_prepare,
+    )
+    if made.remark:
+        _log.warning(made.remark)
+    return TokenFile(made.train), TokenFile(made.val) if made.val else None
+
+
+def masking_of(config: Config, tokens: TokenFile) -> Masking | None:
+    """Return what hides tokens of a file in a job of an encoder; None: a decoder."""
+    if config.hf is not None or config.model.is_causal:
+        return None
+    return Masking(config.model.mask_token, tokens.header.vocab_size)
+
+
+def _check_vocabulary(config: Config, tokens: TokenFile) -> None:
+    masks = config.hf is None and not config.model.is_causal
+    if masks and tokens.header.vocab_size > config.model.mask_token:
+        raise ConfigError(
+            f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
+            f"model.vocab_size = {config.model.vocab_size} must be at least "
+            f'{tokens.header.vocab_size + 1}: with model.objective = "mlm" its last row is the '
+            "mask token"
+        )
+    if tokens.header.vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"{tokens.path} has tokens of a vocabulary of {tokens.header.vocab_size}, and "
+            f"model.vocab_size = {config.model.vocab_size}; set it to at least that"
+        )
+
+
+def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) -> None:
+    """
+    Raises:
+        ConfigError: the files are known not to be of one tokenizer, or not of the job's; or the
+            text generated after the last step could not be decoded.
+    """
+    identity = train.header.tokenizer_id
+    if val is not None and val.header.tokenizer_id not in ("", identity):
+        raise ConfigError(
+            f"{val.path} is of another tokenizer ({val.header.tokenizer}) than {train.path} "
+            f"({train.header.tokenizer}): prepare both with one"
+        )
+    wanted = config.data.tokenizer
+    if wanted and identity not in ("", tokenizer(wanted).identity):
+        raise ConfigError(
+            f"data.tokenizer = {wanted}, but {train.path} was prepared with another one "
+            f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
+        )
+    if config.train.sample_tokens:
+        _check_decodes(config.train.sample_tokens, train)
+
+
+def _check_decodes(count: int, tokens: TokenFile) -> None:
+    try:
+        identity = tokenizer(tokens.header.tokenizer).identity
+        if tokens.header.tokenizer_id not in ("", identity):
+            raise DataError(f"the tokenizer {tokens.header.tokenizer} is another one by now")
+    except DataError as error:
+        raise ConfigError(
+            f"train.sample_tokens = {count}, but the text cannot be decoded: {tokens.path}: "
+            f"{error}; set train.sample_tokens = 0"
+        ) from None
+
+
+def set_up_torch(
+    config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
+) -> None:
+    """Set up this process, before anything is drawn or allocated.
+
+    Raises:
+        ConfigError: the limit on GPU memory cannot be kept.
+    """
+    # Each rank draws its own dropout, but for those that compute the same batch.
+    seed_all(config.train.seed + rank_info.rank // config.ranks.tensor)
+    torch.set_num_threads(_threads(config, device, rank_info, resumed))
+    if config.device.threads:
+        kernels.set_threads(config.device.threads)
+    elif rank_info.local_size > 1 and device.type == "cpu":
+        kernels.set_threads(_share(rank_info))
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    _bound_process(config.device.process_memory_limit, device)
+
+
+def _threads(
+    config: Config, device: torch.device, rank_info: RankInfo, resumed: ResumedSettings | None
+) -> int:
+    """Return torch's number of threads: as requested, or as in the checkpoint since bits depend on
+    it, or as available."""
+    if config.device.threads:
+        return config.device.threads
+    alone = rank_info.local_size == 1
+    if alone and "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    if resumed is not None and resumed.threads and resumed.ranks == rank_info.size:
+        return min(resumed.threads, len(os.sched_getaffinity(0)))
+    if not alone and device.type == "cuda":
+        return torch.get_num_threads()
+    return _share(rank_info) if not alone else min(torch.get_num_threads(), _share(rank_info))
+
+
+def _share(rank_info: RankInfo) -> int:
+    """Return the CPUs per rank of this host, by affinity and quota; at least 1."""
+    usable, quota = len(os.sched_getaffinity(0)), cgroup.cpu_quota()
+    if quota is not None:
+        usable = min(usable, int(quota))
+    return max(1, usable // rank_info.local_size)
+
+
+def _bound_process(limit: str, device: torch.device) -> None:
+    """Let torch enforce the limit for every allocation."""
+    if not limit:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            "device.process_memory_limit bounds the memory of a GPU, and this run computes on the "
+            "CPU: leave it out"
+        )
+    total = torch.cuda.get_device_properties(device).total_memory
+    if parse_bytes(limit) > total:
+        raise ConfigError(
+            f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
+        )
+    torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)

@@ -22,8 +22,7 @@ from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.rendezvous import attempt_store, connect, disconnect
 from offloadtrain.runtime.watchdog import Watchdog
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.resume import Opened, open_run
-from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.run_folder import Opened, RunFolder, open_run
 from offloadtrain.train.signals import StoppedEarlyError, StopRequests, told_early
 
 COLLECTIVE_TIMEOUT_S = 1800.0
@@ -79,7 +78,7 @@ class DistributedRun:
     def open_run(
         self, config: Config, run_dir: Path | None, resume: str, say: Callable[[str], None]
     ) -> Opened:
-        """Open the run folder as `resume.open_run`. Restarted ranks reopen their folder."""
+        """Open the run folder as `run_folder.open_run`. Restarted ranks reopen their folder."""
         if self.rank_info.attempt and self._store.check([_RUN_KEY]):
             run_dir, resume = Path(self._store.get(_RUN_KEY).decode()), "auto"
         opened = open_run(config, run_dir=run_dir, resume=resume, say=say, ranks=self.ranks)
@@ -168,7 +167,7 @@ class DistributedRun:
         self._leave(text, self._code_of(error))
 
     def _stops_early(self) -> bool:
-        """Whether this rank or one that could say so was told to stop while it was building."""
+        """Return True if this rank or any reachable one was asked to stop during set-up."""
         return self._failures.stopped_early or self._stop.stops_building
 
     def _leave(self, text: str, code: int) -> NoReturn:

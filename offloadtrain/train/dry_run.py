@@ -17,15 +17,19 @@ import torch
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
+from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.build import lay_out, make_blocks
-from offloadtrain.engine.memory.memory_map import MemoryMap
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
-from offloadtrain.engine.pipeline.decoder_stages import cut_stage
-from offloadtrain.engine.pipeline.stage_modules import divide
-from offloadtrain.integrations import tensor_plan
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
+from offloadtrain.optim.update_rules import decay_groups, update_rule
+from offloadtrain.parallel.pipeline.decoder_stages import cut_stage
+from offloadtrain.parallel.pipeline.drive import stage_steps
+from offloadtrain.parallel.pipeline.stage_modules import divide
+from offloadtrain.parallel.tensor import transformers_plan
+from offloadtrain.parallel.tensor.own_model import narrowed, with_fewer_experts
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime.arena import Ledger, MetaArena
@@ -39,11 +43,8 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
-from offloadtrain.step.proof.pipeline_drive import stage_steps
 from offloadtrain.step.proof.prove import Fault, prove_operations
 from offloadtrain.train.build import empty_model
-from offloadtrain.train.tensor_parallel import narrowed, with_fewer_experts
-from offloadtrain.train.update_rules import decay_groups, update_rule
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16
@@ -97,25 +98,27 @@ def laid_out(plan: Plan) -> Ledger:
 
 def _placements(plan: Plan) -> tuple[Placement, ...]:
     """Return those of the rank's stages, second copies of the state included."""
-    return plan.copied, *plan.beside
+    return plan.copied, *plan.placements[1:]
 
 
 def _lay_out(plan: Plan, placed: Placement, ledger: Ledger) -> None:
     config, planned = placed.config, placed.spec
     lanes, device = SequentialLanes(), torch.device("meta")
-    ranks = Ranks.fake(planned.ranks, planned.copies, plan.job.ranks.expert)
     model, first = _stage_of(plan, config.stage)
-    rule = update_rule(config)
+    rule = update_rule(config.optim)
     groups = normalise_groups(model, decay_groups(model, config), rule)
     rules = [rule_of(rule, group) for group in groups]
     parts = partition(model)
-    blocks, _ = make_blocks(parts, model, groups, rules, config.offload, ranks, lanes, first)
-    spec = lay_out(
-        *(model, blocks, config.offload, ranks, plan.second_copy_budget),
+    division = Division(
+        replicas=Ranks.fake(planned.ranks, planned.copies, plan.job.ranks.expert),
+        parts=Ranks.fake(plan.job.ranks.tensor),
         first=first,
-        kept=(planned.weight_versions, planned.gradient_sums),
-        parts=plan.job.ranks.tensor,
+        weight_versions=planned.weight_versions,
+        gradient_sums=planned.gradient_sums,
+        update_policy=planned.update_policy,
     )
+    blocks, _ = make_blocks(parts, model, groups, rules, config.offload, division, lanes)
+    spec = lay_out(model, blocks, config.offload, division, plan.second_copy_budget)
     if spec != planned:
         raise DryRunError(f"the layout differs from the plan: {_first_difference(spec, planned)}")
     arena, disk = MetaArena(ledger), MetaDiskArena(ledger)
@@ -127,7 +130,7 @@ def _stage_of(plan: Plan, stage: Stage | None) -> tuple[torch.nn.Module, int]:
     number."""
     model = empty_model(plan.job)
     if plan.job.hf is not None:
-        tensor_plan.narrowed(model, plan.job.ranks.tensor)
+        transformers_plan.narrowed(model, plan.job.ranks.tensor)
     else:
         narrowed(cast(Transformer, model), plan.job.ranks.tensor)
         with_fewer_experts(cast(Transformer, model), plan.job.ranks.expert)

@@ -1,27 +1,23 @@
-"""The trace of a job's microbatch: what a plan takes where the shape of the model does not tell it.
+"""The trace of a job's microbatch, where a plan needs more than that of our transformer's shape.
 
 With `offload.activation = "offload_saved"` each tensor that autograd saves goes to the host by its
-own size. A shape tells their sum; the trace of the module knows each one. So it does for
-`offload.recompute_blocks = "auto"` with a model of transformers.
+own size, which the layout of the host's memory needs. With `offload.recompute_blocks = "auto"` a
+model of transformers is traced itself.
 """
 
 from __future__ import annotations
-
-import torch
-from torch import Tensor, nn
 
 from offloadtrain.config.batch_split import shared
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.integrations.hf_trace import HfTrace
-from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.costs.microbatch import Trace
-from offloadtrain.plan.resolve import resolved
-from offloadtrain.sizing.tracer import Tracer
+from offloadtrain.plan.placement import resolved
+from offloadtrain.plan.tracing.tracer import ShapeTrace
 
 
 def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
-    """Return the trace that a plan of this job must have; None: the shape of its model tells it."""
+    """Return the trace that a plan of this job must have; None: that of its shape is enough."""
     needed = job.offload.activations.mode == "offload_saved"
     # Of other models than ours the shape estimates activations, too coarsely to fill a device.
     needed = needed or (job.hf is not None and job.offload.activations.recompute_blocks == "auto")
@@ -38,22 +34,4 @@ def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
     of_rank = shared(resolved(job, machine), ranks)
     if of_rank.hf is not None:
         return HfTrace(of_rank, machine.on_cpu)
-    with torch.device("meta"):
-        model = Transformer(of_rank.model).train()
-    return Tracer(model, _traced_loss, of_rank.train.micro_batch, on_cpu=machine.on_cpu)
-
-
-def _traced_loss(model: nn.Module, job: Config) -> Tensor:
-    """The loss that the job will train with, over tokens without values."""
-    train = job.train
-    assert isinstance(model, Transformer)
-    terms = LossTerms(train.label_smoothing, train.z_loss)
-    model.chunked_loss = terms if train.chunked_loss else None
-    size = (train.micro_batch, job.data.seq_len)
-    # Each its own: what is saved of one memory is saved once.
-    tokens_BT, targets_BT, positions_BT = (
-        torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3)
-    )
-    isolated = job.data.packing == "isolated"
-    loss: Tensor = model(tokens_BT, targets_BT, positions_BT=positions_BT if isolated else None)
-    return loss
+    return ShapeTrace(machine.on_cpu)

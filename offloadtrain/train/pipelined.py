@@ -16,16 +16,16 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.ranks_options import Stage, names_of
 from offloadtrain.data.batches import Batch
-from offloadtrain.engine.pipeline.pipeline import pipeline
-from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
 from offloadtrain.integrations import hf_job
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms
-from offloadtrain.runtime.mesh import Mesh
-from offloadtrain.train.tensor_parallel import divided, initializer
-from offloadtrain.train.update_rules import decay_groups, update_rule
+from offloadtrain.optim.update_rules import decay_groups, update_rule
+from offloadtrain.parallel.mesh import Mesh
+from offloadtrain.parallel.pipeline.api import pipeline
+from offloadtrain.parallel.pipeline.steps import Pipeline
+from offloadtrain.parallel.tensor.own_model import divided, initializer
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ def _pipeline(
     return pipeline(
         model,
         mesh,
-        update_rule(config),
+        update_rule(config.optim),
         example=torch.empty(shape, dtype=torch.int64, device="meta"),
         microbatches=config.train.grad_accum_steps,
         schedule=config.ranks.schedule,

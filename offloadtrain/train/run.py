@@ -2,34 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 
 from offloadtrain.boundary.output import tell
 from offloadtrain.config import job as jobs
 from offloadtrain.config.batch_split import explain
+from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.job import Config
+from offloadtrain.events import oom_kills, set_up_file
 from offloadtrain.events.control import Requests
+from offloadtrain.events.set_up_file import SetUpNow
+from offloadtrain.hardware import cgroup
+from offloadtrain.hardware.host_memory import least_room
 from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.runtime.arena import Ledger, is_out_of_memory
+from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.build import TrainingContext, assemble, described
-from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.distributed_run import DistributedRun
-from offloadtrain.train.guards import Guards
-from offloadtrain.train.log import run_summary
-from offloadtrain.train.log.console import Console
-from offloadtrain.train.log.progress_bar import ProgressBar
+from offloadtrain.train.log.console import Console, ProgressBar, run_summary
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.log.shown_set_up import ShownSetUp
-from offloadtrain.train.memory_errors import NamedMemoryErrors
-from offloadtrain.train.resume import Opened, open_run
-from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.trainer import Trainer
+from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
+from offloadtrain.train.signals import Guards
 from offloadtrain.train.unflushed_trainer import trainer_of
 
-MOST_TOLD = 20
+
+@contextmanager
+def named_memory_errors() -> Iterator[Callable[[Ledger], None]]:
+    """Turn a refusal of Python, of torch or of the kernel into a HostMemoryError, which names the
+    tightest limit and the largest owners. Yields a function that takes the engine's Ledger, once
+    there is one.
+    """
+    ledgers = [Ledger()]
+    try:
+        yield ledgers.append
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
+        raise HostMemoryError(
+            f"the host gives no more memory ({reason}): {least_room()}. Held by the engine: "
+            f"{ledgers[-1].summary()}. Set a smaller train.micro_batch, "
+            'offload.activation = "recompute" or a narrower offload.state'
+        ) from error
+
+
+EVERY_S = 0.5
+
+
+class ShownSetUp:
+    """Writes what a heartbeat says into the folder, from a thread, until the context is left."""
+
+    def __init__(
+        self, folder: Path, warn: Callable[[str], None], heartbeat: Heartbeat = HEARTBEAT
+    ) -> None:
+        """`warn`: called once if the file cannot be written; the set-up goes on unseen."""
+        self._folder, self._warn, self._heartbeat = folder, warn, heartbeat
+        self._over = threading.Event()
+        self._since_s = time.time()
+        self._kills = oom_kills.count(cgroup.oom_counters())
+        self._thread = threading.Thread(target=self._run, name="shown-set-up", daemon=True)
+
+    def __enter__(self) -> ShownSetUp:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Remove the file: the log has begun, or the start is refused. Idempotent."""
+        self._over.set()
+        self._thread.join()
+        set_up_file.remove(self._folder)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                set_up_file.write(self._folder, self._now())
+            except OSError as error:
+                self._warn(f"the set-up's progress cannot be written: {error}")
+                return
+            if self._over.wait(EVERY_S):
+                return
+
+    def _now(self) -> SetUpNow:
+        part = self._heartbeat.part
+        return SetUpNow(
+            pid=os.getpid(),
+            pid_start_ticks=start_ticks(),
+            host=socket.gethostname(),
+            since_s=self._since_s,
+            time_s=time.time(),
+            phase=self._heartbeat.phase,
+            part=part.what if part else "",
+            done_bytes=part.done_bytes if part else 0,
+            total_bytes=part.total_bytes if part else 0,
+            oom_kills=self._kills,
+        )
+
+
+MOST_WARNINGS = 20
 """Warnings of damaged checkpoints at one start."""
 
 
@@ -68,17 +154,20 @@ def run(
         stack.enter_context(guards.reporting(log.hung))
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
-        memory = stack.enter_context(NamedMemoryErrors())
+        set_ledger = stack.enter_context(named_memory_errors())
         set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
         context = _build(config, opened, distributed, console)
-        memory.ledger = context.optimizer.ledger
+        set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)
         trainer = trainer_of(config, context, folder, log)
-        _resume(trainer, opened, ranks)
+        # See [Note: Reading once].
+        if opened.checkpoint and not trainer.resume(opened.checkpoint, opened.skip):
+            raise opened.no_checkpoint()
         trainer.saving.check_room(trainer.progress.step)
         resolved = jobs.dump(with_sums_of(config, context.plan.job))
-        _warn_of_damage(opened.begin(job=job_text, resolved=resolved, ranks=ranks), log)
-        _warn_without_locks(folder, log, ranks)
+        problems = opened.begin(job=job_text, resolved=resolved, ranks=ranks)
+        if ranks.rank == 0:
+            _warn_of_folder(folder, problems, log)
         if distributed is not None:
             distributed.began(folder)
         guards.watchdog.run = str(folder.path.resolve())
@@ -87,32 +176,25 @@ def run(
         log.started(context, trainer.progress, waiting)
         set_up.close()
         guards.stop.defer()
-        outcome = trainer.train(requests, guards.stop)
-        log.ended(outcome.status)
+        status = trainer.train(requests, guards.stop)
+        log.ended(status)
         context.optimizer.close()
         if ranks.rank == 0:
-            seconds, stopped = trainer.progress.seconds, outcome.status == "stopped"
-            events = folder.events()
-            summary = run_summary.words(
-                *(folder.path, events, config, seconds, outcome.step),
-                stopped=stopped,
-                nproc=1 if distributed is None else distributed.nproc,
-            )
-            console.say(summary)
+            progress, nproc = trainer.progress, 1 if distributed is None else distributed.nproc
+            facts = (folder.path, folder.events(), config, progress.seconds, progress.step)
+            console.say(run_summary(*facts, stopped=status == "stopped", nproc=nproc))
             tell(str(folder.path))
-    return outcome.status
+    return status
 
 
-def _warn_of_damage(problems: Sequence[str], log: RunLog) -> None:
-    """Warn of each checkpoint that was set aside; of a folder full of junk, of the first ones."""
-    for problem in problems[:MOST_TOLD]:
+def _warn_of_folder(folder: RunFolder, problems: Sequence[str], log: RunLog) -> None:
+    """Warn of each checkpoint that was set aside; of a folder full of junk, of the first ones; and
+    of a file system without locks."""
+    for problem in problems[:MOST_WARNINGS]:
         log.warn("checkpoint-damaged", problem)
-    if (more := len(problems) - MOST_TOLD) > 0:
+    if (more := len(problems) - MOST_WARNINGS) > 0:
         log.warn("checkpoint-damaged", f"{more} more damaged checkpoints are set aside")
-
-
-def _warn_without_locks(folder: RunFolder, log: RunLog, ranks: Ranks) -> None:
-    if ranks.rank == 0 and not folder.has_locks:
+    if not folder.has_locks:
         log.warn(
             "no-locks",
             f"the file system of {folder.path} keeps no locks (flock): nothing stops a second "
@@ -121,23 +203,13 @@ def _warn_without_locks(folder: RunFolder, log: RunLog, ranks: Ranks) -> None:
 
 
 def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:
-    """Make the folder, and show in it what rank 0 does, until closed: see [Note: Nothing before it
-    begins]."""
+    """Make the folder, and show the progress of rank 0 in it until the stack is closed: see
+    [Note: Nothing before it begins]."""
     shown = ExitStack()
     if ranks.rank == 0:
         folder.announce()
         shown.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
     return shown
-
-
-def _resume(trainer: Trainer, opened: Opened, ranks: Ranks) -> None:
-    """Load the newest checkpoint whose tensors verify: see [Note: Reading once]."""
-    while opened.found is not None:
-        try:
-            trainer.resume(opened.found)
-            return
-        except DamagedCheckpointError as damage:
-            opened.fall_back(damage, ranks)
 
 
 def _build(

@@ -1,4 +1,5 @@
-"""The folder of one run: made, found, locked.
+"""The folder of one run: made, found, locked; and the choice of a command: a new one, or which to
+resume.
 
 runs/<UTC time>-<name>/
     run.json            its process: id, pid, host, command line, schema version
@@ -9,7 +10,7 @@ runs/<UTC time>-<name>/
     events/rank000.jsonl, rank000.ring    the log, and the newest samples of memory
     checkpoints/
     control/            requests from outside (control.py)
-    metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if asked for (loggers/)
+    metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if requested (loggers.py)
 runs/latest             → the newest that has taken a step
 """
 
@@ -24,20 +25,27 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.boundary.safe_write import own_folder, replace_file
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import Precision
 from offloadtrain.events import set_up_file
 from offloadtrain.events.schema import SCHEMA
 from offloadtrain.hardware.atomic_io import sync_folder
 from offloadtrain.hardware.file_locks import is_at, lock, take
+from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+from offloadtrain.train.saved_state import require_run_state
 
 _MODE = 0o700
 _FOLDERS = ("events", "checkpoints", "control", "tensorboard", "wandb")
@@ -61,7 +69,7 @@ class RunFolder:
     is therefore only locked until `begin`; a new one is made by `announce`, with nothing in it but
     what the set-up does. `close` removes what both have created, unless there is a step or a
     checkpoint (`keep`): only then does runs_dir/latest point to it. A kill at the wrong moment can
-    leave a folder without either; `resume.py` skips it.
+    leave a folder without either; `open_run` skips it.
 
     Attributes:
         path: the folder; `announce` may change the name of a new run if it was taken meanwhile.
@@ -134,7 +142,7 @@ class RunFolder:
 
     @property
     def has_locks(self) -> bool:
-        """Whether the file system keeps locks; some network file systems are mounted without."""
+        """True if the file system supports locks; some network file systems are mounted without."""
         return lock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @property
@@ -391,3 +399,195 @@ def start_ticks() -> int:
     """Return the start time of this process in clock ticks since boot, since pids are reused."""
     stat = Path("/proc/self/stat").read_text()
     return int(stat.rpartition(")")[2].split()[19])
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumedSettings:
+    """Settings a resumed run takes from the checkpoint unless the job sets them, since its bits
+    depend on them.
+
+    Attributes:
+        precision: of the working weights.
+        ranks: number of ranks.
+        threads: torch's threads on each rank; 0: not recorded.
+    """
+
+    precision: Precision
+    ranks: int
+    threads: int
+
+
+@dataclass(slots=True)
+class Opened:
+    """A run folder, locked and not yet changed: see [Note: Nothing before it begins].
+
+    Attributes:
+        checkpoint: the one to resume from, whose tensors are verified when they are loaded; None:
+            the run begins at step 0.
+        damaged: newer checkpoints that were skipped, and the problem of each.
+    """
+
+    run: RunFolder
+    checkpoint: Checkpoint | None = None
+    damaged: list[tuple[Path, DamagedCheckpointError]] = field(default_factory=list)
+
+    @property
+    def settings(self) -> ResumedSettings | None:
+        """None: a new run."""
+        if self.checkpoint is None:
+            return None
+        state = self.checkpoint.state
+        parts = state["config"].get("ranks", {}).get("tensor", 1)
+        ranks = len(state["rng"]) * (parts if type(parts) is int else 1)
+        return ResumedSettings(state["precision"], ranks, state.get("threads", 0))
+
+    def skip(self, path: Path, damage: DamagedCheckpointError) -> None:
+        """Note a damaged checkpoint; an earlier one is tried."""
+        self.damaged.append((path, damage))
+
+    def no_checkpoint(self) -> CheckpointError:
+        """Return the error of a run that must be resumed, and none of its checkpoints is valid."""
+        reasons = "".join(f"\n  {why}" for _, why in self.damaged)
+        return CheckpointError(
+            f"{self.run.checkpoints} has no valid checkpoint to resume from; it was not changed. "
+            f"To start over, use another --run-dir.{reasons}"
+        )
+
+    def begin(self, *, job: str, resolved: str, ranks: Ranks = ALONE) -> list[str]:
+        """Begin the run after its checkpoint was accepted: from here on the folder is written.
+        Every rank calls this.
+
+        Args:
+            job: text of the job as given; a resumed run keeps its own.
+            resolved: text of the job as resolved.
+
+        Returns:
+            A sentence on each damaged checkpoint.
+
+        Raises:
+            RunFolderError: the folder cannot be made, or another start has begun in it meanwhile.
+        """
+        if ranks.rank == 0:
+            self.run.begin(resolved, None if self.checkpoint else job)
+        path = Path(ranks.broadcast_object(str(self.run.path.resolve())))
+        if ranks.rank:
+            self.run.join(path)
+            return []
+        return [
+            f"{why}. It is kept as {checkpoint.set_aside(at).name}." for at, why in self.damaged
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The meaning of `--resume` and `--run-dir`, before any checkpoint is opened.
+
+    Attributes:
+        candidates: run folders with checkpoints; the first valid one is used.
+        required: fail if none of them is valid.
+        skipped: newer runs without a checkpoint.
+        over: a run without a checkpoint to start over in its folder; empty: none.
+    """
+
+    candidates: Sequence[str] = ()
+    required: bool = False
+    skipped: Sequence[str] = ()
+    over: str = ""
+
+
+def open_run(
+    job: Config, *, run_dir: Path | None, resume: str, say: Say, ranks: Ranks = ALONE
+) -> Opened:
+    """Find the run folder and lock it; nothing is written. Every rank calls this; rank 0 decides.
+
+    Args:
+        run_dir: the requested folder.
+        resume: "never", "auto" or a run folder.
+
+    Raises:
+        ConfigError: `resume` and `run_dir` contradict each other, or there is no such run.
+        CheckpointError: the requested run has checkpoints, and none of them is valid.
+        RunFolderError: the folder is in use, or contains a run that must not be mixed with a new
+            one.
+    """
+    local = _choose(job, run_dir, resume, say) if ranks.rank == 0 else _Choice()
+    choice = _Choice(**ranks.broadcast_object(asdict(local)))
+    skipped = list(choice.skipped)
+    for path in map(Path, choice.candidates):
+        opened = _opened(path, ranks)
+        if opened.checkpoint is not None:
+            if skipped:
+                say(f"resume auto: skipped {', '.join(skipped)}; resuming {path.name}")
+            return opened
+        opened.run.close()
+        if choice.required:
+            raise opened.no_checkpoint()
+        skipped.append(f"{path.name} (no valid checkpoint)")
+    if resume == "auto" and not choice.over:
+        nothing = f"skipped {', '.join(skipped)}" if skipped else f"no checkpoint of {job.name}"
+        say(f"resume auto: {nothing} in {run_dir or job.runs_dir}, a new run")
+    if ranks.rank:
+        return Opened(RunFolder.of_rank_0())
+    if choice.over:
+        return Opened(RunFolder(Path(choice.over)))
+    return Opened(RunFolder.new(Path(job.runs_dir), job.name, run_dir))
+
+
+def _opened(path: Path, ranks: Ranks) -> Opened:
+    """Lock the folder, and open its checkpoints until one is valid."""
+    opened = Opened(RunFolder(path) if ranks.rank == 0 else RunFolder.of_rank_0(path))
+    try:
+        opened.checkpoint = checkpoint.newest_good(
+            opened.run.checkpoints, opened.skip, ranks, verified=False, accept=require_run_state
+        )
+    except BaseException:
+        opened.run.close()
+        raise
+    return opened
+
+
+def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice:
+    if resume == "never":
+        return _Choice()
+    if resume != "auto":
+        return _Choice([str(_named(itself(Path(resume)), run_dir))], required=True)
+    if run_dir is not None:
+        return _of_folder(itself(run_dir), say)
+    candidates, skipped = [], []
+    for path in of_job(Path(job.runs_dir), job.name):
+        saved = checkpoint.find(path / "checkpoints")
+        if saved and checkpoint.step_of(saved[0]) >= job.train.steps:
+            skipped.append(f"{path.name} (complete)")
+            break
+        if saved:
+            candidates.append(str(path))
+        elif not candidates:
+            skipped.append(f"{path.name} (no checkpoint)")
+    return _Choice(candidates, skipped=skipped)
+
+
+def _of_folder(path: Path, say: Say) -> _Choice:
+    """Resume in this folder; a run without a checkpoint is started over there, and its log is
+    continued."""
+    if checkpoint.find(path / "checkpoints"):
+        return _Choice([str(path)], required=True)
+    if not holds_run(path):
+        return _Choice()
+    say(f"resume auto: {path} has no checkpoint: starting over in it; its log is kept")
+    return _Choice(over=str(path))
+
+
+def _named(path: Path, run_dir: Path | None) -> Path:
+    if run_dir is not None and run_dir.resolve() != path.resolve():
+        raise ConfigError(
+            f"--resume {path} and --run-dir {run_dir} are different folders; give one"
+        )
+    if checkpoint.find(path / "checkpoints"):
+        return path
+    problem = f"--resume {path}: no checkpoint in {path / 'checkpoints'}; "
+    if holds_run(path):
+        raise ConfigError(problem + how_to_go_on(path))
+    raise ConfigError(problem + 'give a run folder, "auto" or "never"')

@@ -1,15 +1,94 @@
-"""Requests by signal: Ctrl-C, or SIGTERM from Slurm, Kubernetes or systemd, SIGHUP of a lost
-terminal: stop; SIGUSR1: save a checkpoint and go on."""
+"""Stop signals of a run's process, and the watchdog that ends it when it hangs.
+
+Ctrl-C, SIGTERM from Slurm, Kubernetes or systemd, and SIGHUP of a lost terminal request a stop.
+SIGUSR1 requests a checkpoint, and training goes on. Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 
-from offloadtrain.train.second_stop import SecondStop
+from offloadtrain.config.job import Config
+from offloadtrain.runtime.failure_detector import RankInfo
+from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.launcher_link import Link
+from offloadtrain.runtime.watchdog import Watchdog
+
+REPEAT_S = 0.25
+"""A stop so soon after the first is the same one: a terminal sends Ctrl-C to all of a group, and
+programs that start others may pass it on."""
+
+_watched: set[int] = set()
+"""Ends for writing of the watches that this process has begun."""
+
+
+class SecondStop:
+    """Watches for the signals `numbers` in a thread of its own.
+
+    Python runs handlers between two instructions of the main thread: never while that waits in a
+    call of C, for the device or for a lock, and late where a signal comes just before such a call.
+    What is read here the interpreter writes when the signal arrives.
+    """
+
+    def __init__(
+        self,
+        numbers: Collection[int],
+        first: Callable[[int], object],
+        again: Callable[[], object],
+    ) -> None:
+        """Begin, in the main thread. `first`: called in the thread with the first stop; `again`:
+        at each one that comes `REPEAT_S` after it or later.
+
+        Raises:
+            ValueError: this is not the main thread.
+        """
+        self.repeated = 0  # first stops that this process has sent itself once more
+        self._numbers, self._first, self._again = frozenset(numbers), first, again
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        _watched.add(self._writer)
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="second stop", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look at the signals that have come, and at no more."""
+        signal.set_wakeup_fd(self._before)
+        _watched.discard(self._writer)
+        os.close(self._writer)
+        self._thread.join()  # it ends with the pipe
+        os.close(self._reader)
+
+    def _watch(self) -> None:
+        first_s, repeats = None, 0
+        while byte := os.read(self._reader, 1):
+            now_s = time.monotonic()
+            if byte[0] not in self._numbers:
+                continue
+            if first_s is None:
+                first_s = now_s
+                self._first(byte[0])
+            elif repeats < self.repeated:
+                repeats += 1
+            elif now_s - first_s >= REPEAT_S:
+                self._again()
+
+
+def _leave_to_the_parent() -> None:
+    """Signals of a forked child (a data loader's worker) are not those of its parent."""
+    before = signal.set_wakeup_fd(-1)
+    if before not in _watched:
+        signal.set_wakeup_fd(before)
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STDERR = 2
@@ -27,7 +106,7 @@ class StoppedEarlyError(BaseException):
 class StopRequests:
     """While entered, signals are requests; the second stop ends the process at once.
 
-    Until `defer` a stop raises StoppedEarlyError: building ends where it is, or behind the import
+    Until `defer` a stop raises StoppedEarlyError: building ends where it is, or after the import
     that is under way (whoever imports half a module again may find anything; numpy calls itself
     without end). From then on it is only noted: the loop checks `requested` between two steps,
     where the state is consistent. A run that is ended at once (status 1, nothing is saved) keeps
@@ -108,7 +187,7 @@ class StopRequests:
             _write(f"{name}: stopping after this step, with a checkpoint; repeat: end at once")
 
     def _end_building(self, number: int, frame: FrameType | None) -> None:
-        """Raise StoppedEarlyError, now or behind the import that the signal came into."""
+        """Raise StoppedEarlyError, now or after the import that the signal has interrupted."""
         if not _imports(frame):
             raise StoppedEarlyError(str(self.requested))
 
@@ -152,3 +231,46 @@ def _end_at_once() -> None:
 def _write(note: str) -> None:
     with suppress(OSError):  # the terminal is gone, which is what SIGHUP says
         os.write(_STDERR, f"\n{note}\n".encode())
+
+
+ALONE = RankInfo()
+
+
+@dataclass(frozen=True, slots=True)
+class Guards:
+    stop: StopRequests
+    watchdog: Watchdog
+
+    @contextmanager
+    def reporting(self, log: Callable[[str], None]) -> Iterator[None]:
+        """Log the report of a hang while inside. `log`: may be called from another thread."""
+        self.watchdog.log = log
+        try:
+            yield
+        finally:
+            self.watchdog.log = None
+
+
+@contextmanager
+def guarded(
+    config: Config, *, hung_code: int, rank_info: RankInfo = ALONE, link: Link | None = None
+) -> Iterator[Guards]:
+    """Guard this process; begins before torch is loaded.
+
+    Args:
+        hung_code: exit code of a process that hangs.
+        rank_info: this process among the ranks.
+        link: to the launcher of this rank, which judges hangs and ends it after a second stop.
+
+    Raises:
+        StoppedEarlyError: a stop was requested before the first step.
+    """
+    watchdog = Watchdog(
+        HEARTBEAT,
+        least_limit_s=config.train.hang_timeout_s,
+        hung_code=hung_code,
+        link=link,
+        judges=rank_info.size == 1,
+    )
+    with StopRequests(aborts=link is None, quiet=rank_info.rank > 0) as stop, watchdog:
+        yield Guards(stop, watchdog)

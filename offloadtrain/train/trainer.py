@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -27,8 +27,7 @@ import torch
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
-from offloadtrain.data.batches import Batches
-from offloadtrain.data.prefetch import Prefetch
+from offloadtrain.data.batches import Batches, Prefetch
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.engine import OffloadOptimizer, StepReport
 from offloadtrain.events.control import Request, Requests
@@ -36,8 +35,9 @@ from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.train.build import TrainingContext
-from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.build import TrainingContext, masking_of
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint, OnDamaged
+from offloadtrain.train.emergency import Emergency
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.losses import (
     LateLoss,
@@ -49,10 +49,8 @@ from offloadtrain.train.losses import (
 )
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.saved.emergency import Emergency
-from offloadtrain.train.saved.saving import ADVICE, Saving, TrainingError
+from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
-from offloadtrain.train.token_files import masking_of
 
 if TYPE_CHECKING:
     from offloadtrain.train.pipelined import PipelinedModel
@@ -64,15 +62,6 @@ _SAMPLE_SEED = 0
 
 class AbortedError(OffloadTrainError):
     """An abort was requested."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a start: all steps done, or stopped on request and resumable."""
-
-    status: Literal["done", "stopped"]
-    step: int
-    val_loss: float | None
 
 
 class Trainer:
@@ -92,6 +81,8 @@ class Trainer:
         self.model = context.model.module
         self.optimizer.warns_of_skips = False  # the run log reports each one
         self.batches, self.val_tokens = context.batches, context.val_tokens
+        # Groups may have peaks of their own (Muon's matrices and the rest), on the same schedule.
+        self._lr_ratios = [group["lr"] / config.optim.lr for group in self.optimizer.param_groups]
         self.progress = Progress()
         self._precision = context.precision
         self._tokenizer = context.train_tokens.header.tokenizer
@@ -104,14 +95,18 @@ class Trainer:
         self._all_stop = False
         self._emergency = Emergency(config, context, self.saving, log)
 
-    def resume(self, found: checkpoint.Checkpoint) -> None:
-        """Continue from a checkpoint; raises what `Saving.resume` raises."""
-        self.progress = self.saving.resume(found)
+    def resume(self, source: Checkpoint, on_damaged: OnDamaged) -> bool:
+        """Continue from a checkpoint, or an earlier one if it is damaged; False: none is valid.
+        Raises what `Saving.resume_newest` raises."""
+        progress = self.saving.resume_newest(source, on_damaged)
+        self.progress = progress or self.progress
+        return progress is not None
 
     # ---- the loop
 
-    def train(self, requests: Requests | None, stop: StopRequests) -> Outcome:
-        """Train from `progress.step` to the job's last step.
+    def train(self, requests: Requests | None, stop: StopRequests) -> Literal["done", "stopped"]:
+        """Train from `progress.step` to the job's last step, or until a stop. A stopped run can be
+        resumed.
 
         Args:
             requests: requests from outside, answered by rank 0.
@@ -135,15 +130,18 @@ class Trainer:
                 self._evaluate()
             while self.progress.step < config.steps and not self._stops(stop):
                 done, stats = self._step(stop)
-                self.saving.poll(self.progress, stats.written)
+                if stats.written:
+                    self.saving.finish(self.progress)
                 if done:
                     self._between_steps()
                 self._answer(stop, stats)
-            if self.progress.step < config.steps:
-                self.saving.save(self.progress)
-                return Outcome("stopped", self.progress.step, self.progress.val_loss)
-            self._finish()
-        return Outcome("done", self.progress.step, self.progress.val_loss)
+            finished = self.progress.step >= config.steps
+            if finished:
+                self._evaluate()
+            self.saving.save(self.progress)
+            if finished and config.sample_tokens:
+                self._sample()
+        return "done" if finished else "stopped"
 
     def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
         """Try one optimizer step; return whether it was not skipped, and what ranks exchanged."""
@@ -151,7 +149,7 @@ class Trainer:
         lr = self._set_learning_rate()
         self._log.before_step(self.optimizer)
         self._accumulate(clock)
-        spike = self.saving.spikes.found(self._loss, self.progress.step + 1)
+        spike = self.saving.spikes.problem_of(self._loss, self.progress.step + 1)
         HEARTBEAT.enter(f"update of step {self.progress.step + 1}")
         try:
             self.optimizer.step(skip=bool(spike))
@@ -165,7 +163,7 @@ class Trainer:
         row = self._row(self._loss.wait(), clock, report, stop)
         stats = self._stats_of(self._ranks.all_gather_host(row))
         self._count(report, clock, stats, lr, spike)
-        if spike and self.saving.spikes.goes_back:
+        if spike and self.config.train.on_spike == "rollback":
             self.saving.roll_back(spike, self.progress)
             self._emergency.step_ended()
         return not report.skipped, stats
@@ -221,10 +219,8 @@ class Trainer:
             warmup_steps=optim.warmup_steps,
             min_ratio=optim.min_lr_ratio,
         )
-        for group in self.optimizer.param_groups:
-            # Under muon, what is no matrix has a rate of its own, on the same schedule.
-            is_rest = not group.get("use_muon", True)
-            group["lr"] = lr * (optim.adamw_lr / optim.lr) if is_rest else lr
+        for group, ratio in zip(self.optimizer.param_groups, self._lr_ratios, strict=True):
+            group["lr"] = lr * ratio
         return lr
 
     def _accumulate(self, clock: StepClock) -> None:
@@ -362,14 +358,6 @@ class Trainer:
         clock.lap("evaluation")
         self.progress.seconds += clock.total_ms / 1e3
         self._log.evaluated(self.progress, count * batch * seq_len * ranks.size, clock.total_ms)
-
-    # ---- the end
-
-    def _finish(self) -> None:
-        self._evaluate()
-        self.saving.save(self.progress)
-        if self.config.train.sample_tokens:
-            self._sample()
 
     def _sample(self) -> None:
         """Let the model continue the prompt."""

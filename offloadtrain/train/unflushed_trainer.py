@@ -1,11 +1,12 @@
 """The training loop of a pipeline without flushes, whose steps overlap.
 
 [Note: Overlapping steps]
-A step's microbatches begin before the step before is decided (`engine.split_step`). An iteration of
-this loop therefore runs the microbatches of step t, then counts and logs step t - 1, whose losses
-and decision are known by now, and only then asks for the update of step t: with the learning rate
-behind t - 1, also where that was skipped. Ranks exchange their figures of step t without waiting
-for each other, and take them in an iteration later: to wait at once would be a flush.
+A step's microbatches begin before the step before is decided (`parallel.pipeline.split_step`). An
+iteration of this loop therefore runs the microbatches of step t, then counts and logs step t - 1,
+whose losses and decision are known by now, and only then asks for the update of step t: with the
+learning rate behind t - 1, also where that was skipped. Ranks exchange their figures of step t
+without waiting for each other, and take them in an iteration later: to wait at once would be a
+flush.
 
 Where something must be done between two steps, as one process does it - an evaluation, a
 checkpoint, a stop, the end - the iteration ends step t, too, and keeps the delay: the run is where
@@ -21,8 +22,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from offloadtrain.config.job import Config
-from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
 from offloadtrain.optim import LossScaleError
+from offloadtrain.parallel.pipeline.steps import Pipeline
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.log.run_log import RunLog

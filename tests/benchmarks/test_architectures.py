@@ -19,7 +19,7 @@ from benchmarks.architectures import training
 from benchmarks.architectures.cells import CELLS, SAME, Case, deviation
 from benchmarks.architectures.models import ARCHITECTURES, Architecture
 from offloadtrain.engine import optimizer
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.checks import ModelError
 from tests import levels
 from tests.benchmarks.rows import by_level
 
@@ -58,7 +58,7 @@ def test_the_page_names_every_architecture_and_every_cell() -> None:
 @pytest.mark.parametrize("name", by_level(ARCHITECTURES, SLICE))
 def test_streaming_has_more_blocks_than_slots(name: str) -> None:
     offloaded = ot.offload(training.build(ARCHITECTURES[name]), device="cpu", working="host")
-    streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.held)]
+    streamed = [b for b in offloaded._blocks if any(bucket.streamed for bucket in b.all_buckets)]
     offloaded.close()
     assert (len(streamed) > 2) is (name not in WITHOUT_LAYERS)
 

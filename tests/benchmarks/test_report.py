@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu.spec import Spec
-from offloadtrain.cli import results
+from offloadtrain.cli import results_tables
 from offloadtrain.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,8 +100,8 @@ def test_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_not_of_a_goal_does_not_count(tmp_path: Path) -> None:
     """Another model, other options, fewer tokens: the goal of 3B is about fp32 at 32k tokens."""
     write(tmp_path)
-    (file,) = results.read(tmp_path)
-    wide, _ = results.GOALS[:2]
+    (file,) = results_tables.read(tmp_path)
+    wide, _ = results_tables.GOALS[:2]
     assert wide.worst(file) == pytest.approx(1.08)
     for ours in (
         replace(WIDE, size="llama-7b"),
@@ -111,7 +111,7 @@ def test_what_is_not_of_a_goal_does_not_count(tmp_path: Path) -> None:
         other = replace(ours, system="resident", options={})
         runs = {ours.name: steps(ours, 9.0), other.name: steps(other, 1.0)}
         write(tmp_path, measurements=runs)
-        (file,) = results.read(tmp_path)
+        (file,) = results_tables.read(tmp_path)
         assert wide.worst(file) is None
 
 
@@ -144,11 +144,11 @@ def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_only_what_was_measured_on_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(tmp_path, capsys) == [results.NOTHING]
+    assert told(tmp_path, capsys) == [results_tables.NOTHING]
     write(tmp_path, machine={"cores": 2})
     (tmp_path / "other.json").write_text('{"rows": []}')
     (tmp_path / "list.json").write_text("[]")
-    assert told(tmp_path, capsys) == [results.NOTHING]
+    assert told(tmp_path, capsys) == [results_tables.NOTHING]
     write(tmp_path, gpu="NVIDIA Y", measurements={})
     assert told(tmp_path, capsys) == ["`nvidia-y-20261121.json`: NVIDIA Y"]
 
@@ -187,15 +187,16 @@ def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_plot_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--plot", str(tmp_path / "plots")]) == 1
-    assert results.NOTHING in capsys.readouterr().err
+    assert results_tables.NOTHING in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("page", "printed"), [("README.md", results.summary), ("docs/gpu.md", results.everything)]
+    ("page", "printed"),
+    [("README.md", results_tables.summary), ("docs/gpu.md", results_tables.everything)],
 )
 def test_pages_have_what_the_results_say(
-    page: str, printed: Callable[[Sequence[results.ResultsFile]], str]
+    page: str, printed: Callable[[Sequence[results_tables.ResultsFile]], str]
 ) -> None:
     text = (ROOT / page).read_text()
     (said,) = re.findall(r"<!-- results -->\n(.*?)\n<!-- /results -->", text, re.DOTALL)
-    assert said == printed(results.read(ROOT / "benchmarks" / "results"))
+    assert said == printed(results_tables.read(ROOT / "benchmarks" / "results"))

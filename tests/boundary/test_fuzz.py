@@ -30,12 +30,12 @@ from offloadtrain.data.tokens import DataError, TokenHeader
 from offloadtrain.events import log_lines, oom_kills
 from offloadtrain.events.control import _parsed
 from offloadtrain.hardware import machine
+from offloadtrain.train import saved_state
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, STATE, CheckpointError
 from offloadtrain.train.checkpoint.save import save
 from offloadtrain.train.progress import Progress
-from offloadtrain.train.saved import rng
-from offloadtrain.train.saved.saved_state import require_run_state
+from offloadtrain.train.saved_state import require_run_state
 from tests.boundary.hostile import TEXTS
 from tests.boundary.hostile_checkpoints import OTHERS, rewrite_state
 from tests.cli.test_bad_input import JOB
@@ -169,7 +169,7 @@ def _saved() -> Path:
         "held_out": None,
         "tokenizer": "bytes",
         "tokenizer_name": "bytes",
-        "rng": [rng.snapshot().as_json],
+        "rng": [saved_state.random_states().as_json],
         "precision": "bf16",
         "threads": 1,
         "config": {"offload": {"clip_norm": 1.0}},

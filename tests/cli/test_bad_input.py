@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offloadtrain.cli.main import main
-from offloadtrain.data.token_writer import TokenWriter
+from offloadtrain.data.tokens import TokenWriter
 
 Captured = pytest.CaptureFixture[str]
 

@@ -14,8 +14,18 @@ import torch
 
 from offloadtrain.cli.bench import resident, scale, thread
 from offloadtrain.cli.bench import step as paced
-from offloadtrain.cli.bench.peers import DEEPSPEED_STEP, DEEPSPEED_ZERO2, TORCH_PATH
-from offloadtrain.cli.bench.report import LIMIT, ONE_PASS, Label, Row, goals, rows_of, table
+from offloadtrain.cli.bench.adam import (
+    DEEPSPEED_STEP,
+    DEEPSPEED_ZERO2,
+    LIMIT,
+    ONE_PASS,
+    TORCH_PATH,
+    Label,
+    Row,
+    goals,
+    rows_of,
+    table,
+)
 from offloadtrain.cli.bench.rounds import measure, ratio
 from offloadtrain.cli.bench.scale import CASES
 from offloadtrain.cli.bench.step import MILLISECONDS

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offloadtrain.cli import main
-from offloadtrain.cli.doctor import examine, facts
+from offloadtrain.cli.doctor import examine
 from offloadtrain.cli.doctor.checks import Status
 from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
@@ -72,9 +72,9 @@ def test_a_card_that_torch_has_no_kernels_for(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is measured, nothing written, and the exit code is 1."""
-    v100 = facts.TorchGpu("Tesla V100-SXM2-32GB", (7, 0), 32 << 30, False, None)
-    monkeypatch.setattr(facts, "torch_gpus", lambda: ((v100,), ""))
-    monkeypatch.setattr(facts, "can_pin", lambda nbytes: True)
+    v100 = examine.TorchGpu("Tesla V100-SXM2-32GB", (7, 0), 32 << 30, False, None)
+    monkeypatch.setattr(examine, "torch_gpus", lambda: ((v100,), ""))
+    monkeypatch.setattr(examine, "can_pin", lambda nbytes: True)
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80"])
     monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=1)))
     file = tmp_path / "v100.toml"
@@ -92,7 +92,7 @@ def test_a_card_that_torch_has_no_kernels_for(
 def test_a_gpu_behind_a_torch_for_cpus(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "torch_gpus", lambda: ((), ""))
+    monkeypatch.setattr(examine, "torch_gpus", lambda: ((), ""))
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=1)))
@@ -106,7 +106,7 @@ def test_a_gpu_without_nvml_and_without_a_context(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch counts it, and cannot start it: never a plan for the CPU in its place."""
-    monkeypatch.setattr(facts, "torch_gpus", lambda: ((), "all devices are busy"))
+    monkeypatch.setattr(examine, "torch_gpus", lambda: ((), "all devices are busy"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -120,7 +120,7 @@ def test_a_gpu_without_nvml_and_without_a_context(
 def test_a_full_disk_fails_and_the_rest_is_measured(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts, "free_bytes", lambda folder: 1000)
+    monkeypatch.setattr(examine, "free_bytes", lambda folder: 1000)
     assert doctor("--quick", "--json", "--folder", tmp_path) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["machine"] is not None

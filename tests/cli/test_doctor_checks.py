@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offloadtrain.cli.doctor import checks, drive, facts, measure, speeds
-from offloadtrain.cli.doctor.checks import Check, Status
-from offloadtrain.cli.doctor.drive import DriveRates
+from offloadtrain.cli.doctor import checks, examine, measure
+from offloadtrain.cli.doctor.checks import Check, DriveRates, Status
 from offloadtrain.hardware.machine import Machine
 from tests.small_buffers import small_doctor
 
@@ -129,8 +128,8 @@ def test_a_cpu_is_judged_by_what_training_takes() -> None:
     told = checks.check_cpu_bf16(False, "a product in bf16 is 0.23 times as fast")
     assert told.status is WARN and "selects fp32" in told.advice and "0.23" in told.found
     slower = replace(MACHINE, gpu="", bf16_tflops=0.0385, fp32_tflops=0.0803)
-    assert speeds.check_compute(slower, False).status is PASS
-    contrary = speeds.check_compute(slower, True)
+    assert checks.check_compute(slower, False).status is PASS
+    contrary = checks.check_compute(slower, True)
     assert contrary.status is WARN and '"fp32"' in contrary.advice
 
 
@@ -278,21 +277,21 @@ def test_versions() -> None:
 
 
 def test_speeds() -> None:
-    found = {check.name: check for check in speeds.check_speeds(MACHINE, 63.0, bf16=True)}
+    found = {check.name: check for check in checks.check_speeds(MACHINE, 63.0, bf16=True)}
     assert {check.status for check in found.values()} == {PASS}
     told = found["Adam"].found
     assert "fp32 0.25, split16 0.154, norm 0.0625 ns/param" in told and "80%" in told
     assert "bf16 660, fp16 655, fp32 50 Tflop/s" in found["compute"].found
     slow = replace(MACHINE, fp32_gparams=2.0, d2h_gbps=20.0)
-    found = {check.name: check for check in speeds.check_speeds(slow, 63.0, bf16=True)}
+    found = {check.name: check for check in checks.check_speeds(slow, 63.0, bf16=True)}
     assert found["Adam"].status is WARN and found["H2D, D2H"].status is WARN
-    assert speeds.check_bandwidth(20.0, 20.0, False, None).status is PASS
-    assert "no GPU" in speeds.check_bandwidth(5.0, 5.0, True, None).found
+    assert checks.check_bandwidth(20.0, 20.0, False, None).status is PASS
+    assert "no GPU" in checks.check_bandwidth(5.0, 5.0, True, None).found
 
 
 def test_what_a_link_allows() -> None:
-    assert speeds.link_gbps(4, 16) == pytest.approx(31.5, rel=0.01)
-    assert speeds.link_gbps(None, 16) is None and speeds.link_gbps(9, 16) is None
+    assert checks.link_gbps(4, 16) == pytest.approx(31.5, rel=0.01)
+    assert checks.link_gbps(None, 16) is None and checks.link_gbps(9, 16) is None
 
 
 def test_a_curve_through_two_points() -> None:
@@ -312,7 +311,7 @@ def test_buffers_fit_the_memory() -> None:
 
 def test_a_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_doctor(monkeypatch)
-    found = asdict(drive.drive_rates(tmp_path))
+    found = asdict(measure.drive_rates(tmp_path))
     assert all(rate > 0 for rate in found.values()) and list(tmp_path.iterdir()) == []
     assert set(found) == {f.name for f in fields(Machine) if f.name.startswith("disk_")} - RATING
 
@@ -322,8 +321,8 @@ def test_state_in_host_memory_is_not_measured(
 ) -> None:
     """It saves none there: a plan with such rates would be of no drive."""
     small_doctor(monkeypatch)
-    monkeypatch.setattr(drive, "kind_of", lambda folder: "tmpfs")
-    found = drive.drive_rates(tmp_path)
+    monkeypatch.setattr(measure, "kind_of", lambda folder: "tmpfs")
+    found = measure.drive_rates(tmp_path)
     assert found.disk_gbps > 0 and found == DriveRates(disk_gbps=found.disk_gbps)
 
 
@@ -339,32 +338,32 @@ def put(path: Path, text: str) -> None:
 def test_memory_limits_of_both_versions(tmp_path: Path) -> None:
     mount, membership = tmp_path / "cgroup", tmp_path / "membership"
     put(membership, "4:memory:/box/inner\n0::/job")
-    assert facts.memory_limit(mount, membership) is None
+    assert examine.memory_limit(mount, membership) is None
     put(mount / "memory.max", "max")
     put(mount / "memory/memory.limit_in_bytes", str(1 << 62))
-    assert facts.memory_limit(mount, membership) is None  # how version 1 says so
+    assert examine.memory_limit(mount, membership) is None  # how version 1 says so
     put(mount / "memory/box/memory.limit_in_bytes", str(32 * GIB))
-    assert facts.memory_limit(mount, membership) == 32 * GIB
+    assert examine.memory_limit(mount, membership) == 32 * GIB
     put(mount / "job/memory.max", str(16 * GIB))
-    assert facts.memory_limit(mount, membership) == 16 * GIB
+    assert examine.memory_limit(mount, membership) == 16 * GIB
 
 
 def test_nodes(tmp_path: Path) -> None:
     put(tmp_path / "devices/system/node/node1/cpulist", "8-9,12")
     put(tmp_path / "bus/pci/devices/0000:3b:00.0/numa_node", "1")
     put(tmp_path / "bus/pci/devices/0000:5e:00.0/numa_node", "-1")
-    assert facts.numa_nodes(tmp_path) == {1: [8, 9, 12]}
-    assert facts.gpu_node("0000:3b:00.0", tmp_path) == 1
-    assert facts.gpu_node("0000:5e:00.0", tmp_path) is None
-    assert facts.gpu_node("0000:ff:00.0", tmp_path) is None
-    assert facts.gpu_node(None, tmp_path) is None
+    assert examine.numa_nodes(tmp_path) == {1: [8, 9, 12]}
+    assert examine.gpu_node("0000:3b:00.0", tmp_path) == 1
+    assert examine.gpu_node("0000:5e:00.0", tmp_path) is None
+    assert examine.gpu_node("0000:ff:00.0", tmp_path) is None
+    assert examine.gpu_node(None, tmp_path) is None
 
 
 def test_allowed_memories(tmp_path: Path) -> None:
     put(tmp_path / "status", "Name:\tx\nMems_allowed_list:\t0-1")
-    assert facts.allowed_memories(tmp_path / "status") == [0, 1]
+    assert examine.allowed_memories(tmp_path / "status") == [0, 1]
     put(tmp_path / "status", "Name:\tx")
-    assert facts.allowed_memories(tmp_path / "status") == []
+    assert examine.allowed_memories(tmp_path / "status") == []
 
 
 def test_no_context_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,15 +372,15 @@ def test_no_context_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", refuse)
-    assert facts.torch_gpus() == ((), "The NVIDIA driver on your system is too old.")
+    assert examine.torch_gpus() == ((), "The NVIDIA driver on your system is too old.")
 
 
 @pytest.mark.gpu(until="cuda_driver.register")
 def test_the_gpu_of_this_machine() -> None:
-    gpus, _ = facts.torch_gpus()
+    gpus, _ = examine.torch_gpus()
     assert len(gpus) == torch.cuda.device_count()
     assert all(gpu.memory_bytes > GIB for gpu in gpus)
-    assert facts.can_pin(64 << 20)
+    assert examine.can_pin(64 << 20)
 
 
 @pytest.mark.gpu(until="torch.cuda._lazy_init")

@@ -16,7 +16,7 @@ import torch
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from offloadtrain.train.second_stop import REPEAT_S
+from offloadtrain.train.signals import REPEAT_S
 from tests.train.small_job import events_of, small_job
 
 Process = subprocess.Popen[str]

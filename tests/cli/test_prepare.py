@@ -8,7 +8,7 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.data.tokens import TokenFile
-from offloadtrain.train.log.progress_bar import ProgressBar
+from offloadtrain.train.log.console import ProgressBar
 
 
 def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

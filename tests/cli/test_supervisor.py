@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.train.second_stop import REPEAT_S
+from offloadtrain.train.signals import REPEAT_S
 from tests.distributed.rank_faults import ROOT, listening, none_left
 
 _LAUNCHER = """

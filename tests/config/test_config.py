@@ -18,19 +18,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config import job as jobs
-from offloadtrain.config.data_options import Packing
-from offloadtrain.config.job import (
-    OFFLOAD,
-    Config,
-    ConfigError,
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import OFFLOAD, Config
+from offloadtrain.config.model_shape import SIZES, ModelShape
+from offloadtrain.config.offload import OPTIONS, STATE_PRECISIONS, OffloadConfig
+from offloadtrain.config.sections import (
     DataConfig,
     DeviceConfig,
     LogConfig,
     OptimConfig,
+    Packing,
     TrainConfig,
 )
-from offloadtrain.config.model_shape import SIZES, ModelShape
-from offloadtrain.config.offload import OPTIONS, STATE_PRECISIONS, OffloadConfig
 from offloadtrain.config.toml import converted
 from tests import levels
 

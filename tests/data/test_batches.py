@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.data.batches import Batches
-from offloadtrain.data.token_writer import write_tokens
 from offloadtrain.data.tokens import DataError, TokenFile
 from tests import levels
+from tests.data.tiny import write_tokens
 
 
 def counting_file(path: Path, count: int) -> TokenFile:

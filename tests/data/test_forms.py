@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offloadtrain.data import cut
+from offloadtrain.data import encode, records
 from offloadtrain.data.prepare import prepare
 from offloadtrain.data.tokens import DataError, TokenFile
 from tests.data import tiny
@@ -130,7 +130,7 @@ def test_every_kind_of_file_gives_the_same_documents(
 ) -> None:
     from transformers import AutoTokenizer
 
-    monkeypatch.setattr(cut, "PIECE_BYTES", 900)
+    monkeypatch.setattr(records, "PIECE_BYTES", 900)
     source = KINDS[kind](tmp_path / "data", TEXTS)
     files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.2)
     theirs = AutoTokenizer.from_pretrained(folder)
@@ -336,7 +336,7 @@ def test_a_long_text_is_cut_at_words(
 ) -> None:
     from offloadtrain.data.tokenizer import tokenizer
 
-    monkeypatch.setattr(cut, "PIECE_BYTES", 70)
+    monkeypatch.setattr(records, "PIECE_BYTES", 70)
     text = "what is \u00e9\u4e2d it? the hat\n" * 30 + "\u4e2d" * 100 + " the cat" * 30
     (tmp_path / "a.txt").write_text(text)
     words = tokenizer(str(folder))
@@ -370,14 +370,13 @@ def test_another_tokenizer_or_template_is_another_result(tmp_path: Path, folder:
 def test_processes_give_the_same_file(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offloadtrain.data import workers
 
     source = _jsonl(tmp_path / "a", chat_rows(40))
     alone = prepare(source, tmp_path / "one", tokenizer=str(folder), val_fraction=0.5)
-    monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
-    monkeypatch.setattr(workers, "FEWEST_PROCESSES", 2)
-    monkeypatch.setattr(cut, "PIECE_BYTES", 999)
-    monkeypatch.setattr(workers, "_executor", _recorded(workers._executor, made := []))
+    monkeypatch.setattr(encode, "PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
+    monkeypatch.setattr(records, "PIECE_BYTES", 999)
+    monkeypatch.setattr(encode, "_executor", _recorded(encode._executor, made := []))
     spread = prepare(source, tmp_path / "two", tokenizer=str(folder), val_fraction=0.5, jobs=2)
     assert made == ["ProcessPoolExecutor"]
     for one, two in ((alone.train, spread.train), (alone.val, spread.val)):

@@ -9,8 +9,7 @@ import pytest
 
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.data import records
-from offloadtrain.data.cut import cut
-from offloadtrain.data.records import Bad
+from offloadtrain.data.records import Bad, cut
 from offloadtrain.data.source import SourceFile
 
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from offloadtrain.config.data_options import IGNORED
-from offloadtrain.data.batches import Batch, Batches
-from offloadtrain.data.masking import CHOSEN, MASKED, RANDOM, Masking
+from offloadtrain.config.sections import IGNORED
+from offloadtrain.data.batches import CHOSEN, MASKED, RANDOM, Batch, Batches, Masking
 from offloadtrain.data.tokens import DataError, TokenFile
 from tests.data.test_packing import write
 

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.config.data_options import IGNORED, Packing
+from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data.batches import Batch, Batches
-from offloadtrain.data.token_writer import TokenWriter
-from offloadtrain.data.tokens import DataError, TokenFile
+from offloadtrain.data.tokens import DataError, TokenFile, TokenWriter
 from tests import levels
 
 

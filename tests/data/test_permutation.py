@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offloadtrain.data.permutation import Permutation
+from offloadtrain.data.batches import Permutation
 from tests import levels
 
 

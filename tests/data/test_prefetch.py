@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain.data.batches import Batch, Batches
-from offloadtrain.data.prefetch import Prefetch
+from offloadtrain.data.batches import Batch, Batches, Prefetch
 from offloadtrain.data.tokens import TokenFile
 from tests.data.test_batches import counting_file
 

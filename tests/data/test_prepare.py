@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.data import cut, documents, workers
+from offloadtrain.data import encode, records
 from offloadtrain.data.encode import Encoder
 from offloadtrain.data.prepare import PreparedFiles, prepare
 from offloadtrain.data.source import find_files
@@ -25,7 +25,7 @@ from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, TokenFile
 from tests import levels
 
-READING = documents.Reading(Encoder(tokenizer("bytes"), "text", "text"), 0, keep_going=False)
+READING = encode.Reading(Encoder(tokenizer("bytes"), "text", "text"), 0, keep_going=False)
 
 
 def tokens(path: Path | None) -> bytes:
@@ -50,15 +50,15 @@ def jsonl(texts: list[str]) -> bytes:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cut, "PIECE_BYTES", 100)
-    monkeypatch.setattr(workers, "PIECE_BYTES", 100)
+    monkeypatch.setattr(records, "PIECE_BYTES", 100)
+    monkeypatch.setattr(encode, "PIECE_BYTES", 100)
 
 
 @pytest.fixture(params=["threads", "processes"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "processes":
-        monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
-        monkeypatch.setattr(workers, "FEWEST_PROCESSES", 2)
+        monkeypatch.setattr(encode, "PROCESSES_FROM_BYTES", 0)
+        monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
     return str(request.param)
 
 
@@ -113,8 +113,8 @@ def test_parallel_equals_serial(mixed: Path, tmp_path: Path, pool: str) -> None:
 def test_pieces_do_not_show_in_the_result(mixed: Path, tmp_path: Path) -> None:
     in_pieces = prepare(mixed, tmp_path / "pieces", val_fraction=0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "PIECE_BYTES", 1 << 20)
-        patch.setattr(workers, "PIECE_BYTES", 1 << 20)
+        patch.setattr(records, "PIECE_BYTES", 1 << 20)
+        patch.setattr(encode, "PIECE_BYTES", 1 << 20)
         whole = prepare(mixed, tmp_path / "whole", val_fraction=0.3)
     assert both(whole) == both(in_pieces)
 
@@ -129,8 +129,8 @@ def test_jsonl_cut_anywhere_gives_each_line_once(
     (file,) = find_files(folder / "a.jsonl", excluded=folder / "out")
     reading = READING
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "PIECE_BYTES", piece)
-        results = [documents.read_pieces((p,), reading) for p in cut.cut(file)]
+        patch.setattr(records, "PIECE_BYTES", piece)
+        results = [encode.read_pieces((p,), reading) for p in records.cut(file)]
     parts = (part for result in results for part in result.train.parts)
     assert b"".join(part.tobytes() for part in parts) == expected
     assert sum(result.lines for result in results) == len(texts)
@@ -442,18 +442,18 @@ def test_a_file_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
     (source / "a").write_bytes(b"a")
     reading = READING
     with pytest.raises(DataError, match="became shorter"):
-        documents.read_pieces(tuple(cut.cut(file)), reading)
+        encode.read_pieces(tuple(records.cut(file)), reading)
 
 
 def test_processes_are_started_where_they_pay(tmp_path: Path) -> None:
     """Bytes of records not by two, which were slower than one thread; text never."""
     table = written(tmp_path / "a", {"a.jsonl": jsonl(["a", "b"])})
     text = written(tmp_path / "b", {"a.txt": b"a"})
-    enough = workers.PROCESSES_FROM_BYTES
+    enough = encode.PROCESSES_FROM_BYTES
     other: Any = object()
     words = replace(READING, encoder=replace(READING.encoder, tokenizer=other))
     for source, reading, num_bytes, fewest in (
-        (table, READING, enough, workers.FEWEST_PROCESSES),
+        (table, READING, enough, encode.FEWEST_PROCESSES),
         (table, READING, enough - 1, None),
         (text, READING, 16 * enough, None),
         (table, words, enough // 16, 2),
@@ -461,15 +461,15 @@ def test_processes_are_started_where_they_pay(tmp_path: Path) -> None:
         (text, words, enough // 16 - 1, None),
     ):
         (file,) = find_files(source, excluded=tmp_path / "out")
-        pieces = [replace(next(iter(cut.cut(file))), num_bytes=num_bytes)]
-        found = [jobs for jobs in (1, 2, 3, 9) if workers._processes_pay(pieces, reading, jobs)]
+        pieces = [replace(next(iter(records.cut(file))), num_bytes=num_bytes)]
+        found = [jobs for jobs in (1, 2, 3, 9) if encode._processes_pay(pieces, reading, jobs)]
         assert found == ([] if fewest is None else [n for n in (2, 3, 9) if n >= fewest])
 
 
 def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "PROCESSES_FROM_BYTES", 0)
-    monkeypatch.setattr(workers, "FEWEST_PROCESSES", 2)
-    monkeypatch.setattr(workers, "_read", _die)
+    monkeypatch.setattr(encode, "PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
+    monkeypatch.setattr(encode, "_read", _die)
     source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
     with pytest.raises(DataError, match="worker process ended early"):
         prepare(source, tmp_path / "out", jobs=2)
@@ -479,9 +479,9 @@ def test_a_script_without_a_main_guard_is_told_so_instead_of_hanging(tmp_path: P
     source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
     script = tmp_path / "script.py"
     script.write_text(
-        "from offloadtrain.data import prepare, workers\n"
-        "workers.PROCESSES_FROM_BYTES = 0\n"
-        "workers.FEWEST_PROCESSES = 2\n"
+        "from offloadtrain.data import encode, prepare\n"
+        "encode.PROCESSES_FROM_BYTES = 0\n"
+        "encode.FEWEST_PROCESSES = 2\n"
         f"prepare.prepare({str(source)!r}, {str(tmp_path / 'out')!r}, jobs=2)\n"
     )
     search = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

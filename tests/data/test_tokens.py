@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.data.token_writer import TokenWriter, write_tokens
 from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter
 from tests import levels
+from tests.data.tiny import write_tokens
 
 Damage = Callable[[bytes], bytes]
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from offloadtrain.data import tokens as token_files
-from offloadtrain.data.token_writer import write_tokens
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
-from offloadtrain.data.verified import verify
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, verify
+from tests.data.tiny import write_tokens
 
 
 @pytest.fixture

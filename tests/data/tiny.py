@@ -1,9 +1,14 @@
-"""Tiny tokenizers, made where they are needed: nothing is downloaded."""
+"""Tiny tokenizers and token files, made where they are needed: nothing is downloaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy.typing as npt
+
+from offloadtrain.data.tokens import TokenWriter
 
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' "
@@ -54,3 +59,20 @@ def folder(path: Path, template: str | None = CHATML, begin: str = "") -> Path:
     made.chat_template = template
     made.save_pretrained(path)
     return path
+
+
+def write_tokens(
+    path: str | Path,
+    pieces: Iterable[npt.NDArray[Any]],
+    *,
+    vocab_size: int,
+    tokenizer: str,
+    fingerprint: str = "",
+) -> None:
+    """Write a whole token file, atomically. Raises as `TokenWriter` does."""
+    with TokenWriter(
+        path, vocab_size=vocab_size, tokenizer=tokenizer, fingerprint=fingerprint
+    ) as writer:
+        for piece in pieces:
+            writer.write(piece)
+        writer.commit()

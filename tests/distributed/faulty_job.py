@@ -21,8 +21,8 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.process_group import Ranks
-from offloadtrain.train import token_files
-from offloadtrain.train.checkpoint.writer import TensorWriter
+from offloadtrain.train import build
+from offloadtrain.train.checkpoint.save import TensorWriter
 from offloadtrain.train.trainer import Trainer
 from offloadtrain.train.unflushed_trainer import UnflushedTrainer
 
@@ -36,7 +36,7 @@ POINTS: dict[str, tuple[Any, str]] = {
     "error": (Transformer, "forward"),
 }
 MORE_POINTS: dict[str, tuple[Any, str]] = {
-    "building": (token_files, "open_tokens"),
+    "building": (build, "open_tokens"),
     "evaluation": (Trainer, "_evaluate"),
 }
 

@@ -25,7 +25,6 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 
 from offloadtrain.cli import supervisor
-from offloadtrain.cli.commands import launch
 from offloadtrain.runtime.launcher_link import STACKS
 from tests.distributed.pool import forkserver
 
@@ -121,7 +120,7 @@ def _job(
 ) -> NoReturn:
     """All of a launcher's process."""
     supervisor.subprocess = _FORKS  # type: ignore[assignment, attr-defined]
-    launch.PROGRAM = tuple(program)  # type: ignore[assignment]
+    supervisor.PROGRAM = tuple(program)  # type: ignore[assignment]
     os.dup2(os.open(held, os.O_RDONLY), HELD)
     output = os.open(said, os.O_WRONLY)
     os.dup2(output, 1)

@@ -27,7 +27,7 @@ PRELOADED = [
     "torch._dynamo",  # what the first torch optimizer of a process imports, for a second
     "torch.distributed.fsdp",
     "offloadtrain.train.run",
-    "offloadtrain.cli.commands.launch",
+    "offloadtrain.cli.supervisor",
     "tests.distributed.faulty_job",
     "tests.distributed.test_checkpoints",
     "tests.distributed.rank_jobs",

@@ -26,8 +26,8 @@ HANG_S = 15.0
 """Longer than a rank takes to start again on a machine that is busy with other tests."""
 _LAUNCH = """
 import sys
-from offloadtrain.cli.commands import launch
-launch.PROGRAM = tuple(sys.argv[1].split())
+from offloadtrain.cli import supervisor
+supervisor.PROGRAM = tuple(sys.argv[1].split())
 from offloadtrain.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """

@@ -18,14 +18,14 @@ from offloadtrain.events.control import Requests
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train.build import assemble, described
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.layout import Entry
+from offloadtrain.train.checkpoint.manifest import Entry
 from offloadtrain.train.checkpoint.restore import read_whole, restore
 from offloadtrain.train.checkpoint.save import save
 from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.resume import open_run
-from offloadtrain.train.saved.saved_run import language_model, open_saved
+from offloadtrain.train.run_folder import open_run
 from offloadtrain.train.signals import StopRequests
+from offloadtrain.train.trained_model import language_model, open_saved
 from offloadtrain.train.unflushed_trainer import trainer_of
 from tests.train.small_job import JOB, AnyEvent, write_text
 
@@ -128,12 +128,12 @@ def train(folder: Path, data: Path, *, resume: bool = False, **options: Any) -> 
     with run, RunLog(run, job, Console(quiet=True), ranks.rank) as log:
         context = assemble(job, ranks=ranks)
         trainer = trainer_of(job, context, run, log)
-        if opened.found is not None:
-            trainer.resume(opened.found)
+        if opened.checkpoint is not None:
+            assert trainer.resume(opened.checkpoint, opened.skip) and not opened.damaged
         assert opened.begin(job=text, resolved=text, ranks=ranks) == []
         log.started(context, trainer.progress)
-        outcome = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())
-        log.ended(outcome.status)
+        status = trainer.train(Requests(folder) if ranks.rank == 0 else None, StopRequests())
+        log.ended(status)
         context.optimizer.close()
     rank = ranks.rank
     ranks.close()
@@ -141,9 +141,9 @@ def train(folder: Path, data: Path, *, resume: bool = False, **options: Any) -> 
     plan = events_of_rank(folder, schema.RunStarted, rank)[-1].plan
     rows = events_of_rank(folder, schema.Memory, rank)[-1].rows
     return RankRun(
-        status=outcome.status,
+        status=status,
         losses={step.step: step.loss for step in steps},
-        val_loss=outcome.val_loss,
+        val_loss=trainer.progress.val_loss,
         tokens=steps[-1].tokens,
         comm_bytes=steps[-1].comm_bytes,
         d2h_bytes=[step.d2h_bytes for step in steps],

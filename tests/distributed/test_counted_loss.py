@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from offloadtrain.config.data_options import IGNORED, Packing
+from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data.batches import Batches
-from offloadtrain.data.token_writer import TokenWriter
-from offloadtrain.data.tokens import TokenFile
+from offloadtrain.data.tokens import TokenFile, TokenWriter
 from offloadtrain.model.transformer import Transformer
 from tests.distributed.conftest import Run
 from tests.distributed.rank_jobs import FP32, job_of, losses_are_close, train

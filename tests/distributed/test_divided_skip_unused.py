@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
-from offloadtrain.engine.experts import merged_steps
-from offloadtrain.integrations.tensor_plan import divide
+from offloadtrain.parallel.tensor.own_model import divide_matrices
+from offloadtrain.parallel.tensor.transformers_plan import divide
+from offloadtrain.parallel.unused_experts import merged_steps
 from offloadtrain.runtime.tensor_parts import shares_of
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.tensor_parallel import divide_matrices
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import EXPERTS
 from tests.distributed.rank_jobs import (

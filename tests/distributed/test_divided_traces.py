@@ -13,8 +13,8 @@ from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.microbatch import TracedStep
+from offloadtrain.plan.placement import resolved
 from offloadtrain.plan.plan import make
-from offloadtrain.plan.resolve import resolved
 from offloadtrain.train.job_trace import needed_trace, tracer_of
 from tests.distributed.conftest import Run
 from tests.distributed.rank_jobs import figures, job_of, save_hf_model, train

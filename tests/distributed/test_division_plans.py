@@ -21,15 +21,15 @@ from offloadtrain.config.job import problems_of_ranks
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.parallel import expert_parallel
+from offloadtrain.parallel.pipeline.plan import times_of
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.report import as_json, text
-from offloadtrain.plan.search.choices import choices_of
 from offloadtrain.plan.search.compare import compare
-from offloadtrain.plan.search.suggest import applied, nearest, single_changes
+from offloadtrain.plan.search.suggest import applied, choices_of, nearest, single_changes
 from offloadtrain.plan.search.why import why
-from offloadtrain.runtime import token_exchange
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.process_group import Ranks, all_to_all_single
@@ -42,7 +42,7 @@ from tests.distributed.divisions import DIVISIONS, INTERLEAVED, STAGES, TWO_VERS
 from tests.distributed.rank_jobs import ANY_DEVICE, BF16, Options, job_of, newest, train
 from tests.distributed.test_division_rules import divided_job
 from tests.distributed.test_divisions import GPT2, STREAMED
-from tests.sizing.measured import most_allocated
+from tests.plan.tracing.measured import most_allocated
 from tests.train.small_job import write_text
 
 DEEP_INTERLEAVED: Options = INTERLEAVED | {"model.num_layers": 8}
@@ -279,7 +279,7 @@ def planned_share(data: Path, **changes: Any) -> float:
         context.optimizer.step()
 
     # Gloo's threads let go of a tensor later than we do: wait for them, and take the least.
-    with patch.object(token_exchange, "all_to_all_single", slow_exchange):
+    with patch.object(expert_parallel, "all_to_all_single", slow_exchange):
         allocated = min(most_allocated(step) for _ in range(6))
     context.optimizer.close()
     ranks.close()
@@ -351,8 +351,9 @@ def test_traffic_of_parts_of_a_stage_by_hand(options: Options) -> None:
     tensor = part.micro_batch * 32 * 32 * 4  # tokens, d_model, fp32
     of_step = 4 * (job.model.num_layers // 2) * tensor * part.grad_accum_steps
     assert plan.prediction.parts_bytes == of_step
-    assert plan.pipeline is not None and plan.ranks == 4
-    assert {link.nbytes for link in plan.pipeline.links} == {tensor}
+    times = times_of(plan)
+    assert times is not None and plan.ranks == 4
+    assert {link.nbytes for link in times.links} == {tensor}
     assert "tensor parallel: each rank holds 1/2 of the layers' matrices" in text(plan)
     for stage in (0, 1):
         assert "as planned" in dry_run.check(make(job, *find("cpu2"), 4, stage=stage))
@@ -366,8 +367,9 @@ def test_parts_of_a_stage_fill_hosts_one_by_one() -> None:
     for gpus, between, sharing in ((8, False, 0), (4, True, 4), (2, True, 2)):
         hosts = replace(machine, gpus=gpus, node_link_gbps=1.0)
         plan = make(job, name, hosts, 8)
-        assert plan.pipeline is not None
-        (link,) = plan.pipeline.links
+        times = times_of(plan)
+        assert times is not None
+        (link,) = times.links
         assert link.between_hosts is between
         if between:
             assert link.seconds == pytest.approx(link.nbytes * sharing / 1e9)

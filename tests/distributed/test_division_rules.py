@@ -21,7 +21,7 @@ from offloadtrain.config.batch_split import (
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import RanksConfig
-from offloadtrain.plan.search.choices import choices_of
+from offloadtrain.plan.search.suggest import choices_of
 from tests.distributed.divisions import DEEP, DIVISIONS, EXPERT, STAGES, TENSOR
 from tests.distributed.rank_jobs import Options, job_of, save_hf_model
 

@@ -12,18 +12,18 @@ import torch
 from torch.distributed.tensor import Shard
 
 from offloadtrain.events import alerts
-from offloadtrain.model.own_draws import own_draws
+from offloadtrain.model.layers import own_draws
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import PartError, Range, is_distributed, share_of
-from offloadtrain.train import token_files
+from offloadtrain.train import build
 from offloadtrain.train.build import assemble
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.losses import loss_of
 from offloadtrain.train.pipelined import PipelinedModel
 from offloadtrain.train.progress import StepStats
-from offloadtrain.train.saved.saved_run import open_saved
 from offloadtrain.train.signals import StopRequests
+from offloadtrain.train.trained_model import open_saved
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DEEP, DEEPER, INTERLEAVED, SMALL, STAGES, TENSOR
@@ -104,7 +104,7 @@ def count_verified_files(data: Path) -> int:
     ranks, verified = Ranks.of(None, torch.device("cpu")), []
     rank_info = RankInfo(ranks.rank, ranks.size, ranks.rank, ranks.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_files, "verify", lambda tokens, _: verified.append(tokens))
+        patch.setattr(build, "verify", lambda tokens, _: verified.append(tokens))
         assemble(job_of(data), ranks=ranks, rank_info=rank_info).optimizer.close()
     ranks.close()
     return len(verified)

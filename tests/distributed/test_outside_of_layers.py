@@ -32,7 +32,7 @@ def streamed(*, tied: bool = False, **options: Any) -> tuple[list[str], dict[str
     optimizer = ot.offload(model, **STAGE_3, **options)
     outside = [block for block in optimizer._blocks if not block.repeated]
     held = {row.owner: row.bytes for row in optimizer.ledger.rows() if row.tier == "device"}
-    whole = sum(bucket.numel for block in outside for bucket in block.held) * 2
+    whole = sum(bucket.numel for block in outside for bucket in block.all_buckets) * 2
     names = [block.name for block in outside if block.streamed]
     optimizer.close()
     return names, held, whole

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
-from offloadtrain.engine.autograd.activation_offload import ActivationError
+from offloadtrain.engine.autograd.offload import ActivationError
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes

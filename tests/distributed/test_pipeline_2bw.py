@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
+from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.pipeline.stage_modules import PipelineError
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes

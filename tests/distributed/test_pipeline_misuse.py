@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 import offloadtrain as ot
-from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
-from offloadtrain.engine.pipeline.stage_modules import cut, divide
+from offloadtrain.parallel.pipeline.stage_modules import cut, divide
+from offloadtrain.parallel.pipeline.steps import Pipeline
 from offloadtrain.runtime.process_group import RankError
 from tests.distributed.conftest import Run
 

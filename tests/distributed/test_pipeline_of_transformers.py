@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offloadtrain as ot
-from offloadtrain.engine.pipeline.decoder_probe import check_stages
-from offloadtrain.engine.pipeline.decoder_stages import cut_stage, is_of_transformers
-from offloadtrain.engine.pipeline.stage_modules import divide
+from offloadtrain.parallel.pipeline.decoder_probe import check_stages
+from offloadtrain.parallel.pipeline.decoder_stages import cut_stage, is_of_transformers
+from offloadtrain.parallel.pipeline.stage_modules import divide
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.proof.prove import prove

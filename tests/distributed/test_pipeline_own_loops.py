@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import offloadtrain as ot
-from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
-from offloadtrain.engine.pipeline.stage_modules import divide
+from offloadtrain.parallel.pipeline.stage_modules import divide
+from offloadtrain.parallel.pipeline.steps import Pipeline
 from tests.distributed.conftest import Run
 from tests.distributed.pool import RankFailedError
 from tests.distributed.test_pipeline_misuse import squares, told

@@ -21,7 +21,7 @@ from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import RankError
-from offloadtrain.step.layout.bucket_layout import ALIGN
+from offloadtrain.step.layout.block_spec import ALIGN
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched

@@ -159,7 +159,7 @@ def overflowing(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return LossScaler(scale=2.0**24, growth_interval=2, hysteresis=hysteresis)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offloadtrain.engine.step_counter.LossScaler", scaler)
+        patch.setattr("offloadtrain.engine.step_report.LossScaler", scaler)
         patch.setattr("tests.distributed.test_staged_parts.STEPS", 9)
         return run(*args, **options)
 

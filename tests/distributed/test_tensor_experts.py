@@ -12,11 +12,11 @@ from torch import nn
 import offloadtrain as ot
 from offloadtrain.engine.local_part import local
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.parallel.tensor.own_model import divide_matrices
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.tensor_parts import keep_part
 from offloadtrain.step.proof.prove import prove
-from offloadtrain.train.tensor_parallel import divide_matrices
 from tests.distributed.conftest import Run
 from tests.distributed.test_expert_parallel import (
     LR,

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import offloadtrain as ot
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.engine.local_part import LocalPart
-from offloadtrain.integrations.tensor_plan import check_plan, divide
+from offloadtrain.parallel.tensor.transformers_plan import check_plan, divide
 from offloadtrain.runtime.tensor_parts import Share, is_distributed, shares_of
 from tests.distributed.conftest import Run
 from tests.distributed.test_pipeline_misuse import told

@@ -12,7 +12,7 @@ import pytest
 
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaleError, LossScaler
-from offloadtrain.train.saved.saved_run import open_saved
+from offloadtrain.train.trained_model import open_saved
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import TWO_VERSIONS
 from tests.distributed.rank_jobs import (
@@ -38,7 +38,7 @@ def fast(run: Callable[..., Any], *args: Any, scale: float = SCALE, **options: A
         return LossScaler(scale=scale, growth_interval=2, hysteresis=hysteresis)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offloadtrain.engine.step_counter.LossScaler", scaler)
+        patch.setattr("offloadtrain.engine.step_report.LossScaler", scaler)
         patch.setattr("tests.distributed.test_pipeline.STEPS", 14)
         return run(*args, **options)
 

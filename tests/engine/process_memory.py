@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.autograd.activation_offload import ActivationOffloader, OffloadedActivation
+from offloadtrain.engine.autograd.offload import ActivationOffloader, OffloadedActivation
 from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes

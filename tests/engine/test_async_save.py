@@ -17,7 +17,7 @@ from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.layout.spill import SPILL_BLOCK
+from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.step.program import modes
 from offloadtrain.step.program.operations import Written
 from offloadtrain.step.proof.prove import prove

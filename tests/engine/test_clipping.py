@@ -19,7 +19,7 @@ from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from tests.numerics.models import Chain, batches, loss_of
 
-LOGGER = "offloadtrain.engine.checks.foreign_readers"
+LOGGER = "offloadtrain.engine.foreign_readers"
 
 
 def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:

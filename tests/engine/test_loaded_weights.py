@@ -133,7 +133,7 @@ def test_values_that_cannot_be_found_again_are_told(caplog: pytest.LogCaptureFix
     given = {k.replace("0.weight", "0.old_weight"): v for k, v in net.state_dict().items()}
     given = {name: value + 0.001 for name, value in given.items()}
     optimizer = offloaded(net)
-    with caplog.at_level(logging.WARNING, "offloadtrain.engine.state.load_weights"):
+    with caplog.at_level(logging.WARNING, "offloadtrain.engine.weights"):
         net.load_state_dict(given)
     masters = {name: tensors["master"] for name, tensors in optimizer.named_state()}
     assert torch.equal(masters["1.weight"], given["1.weight"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadtrain.engine.state.salvage import SalvageError, UpdateJournal
+from offloadtrain.engine.salvage import SalvageError, UpdateJournal
 from offloadtrain.runtime.lanes import HostProgress, Lane, SequentialLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offloadtrain import AdamW, offload
+from offloadtrain import offload
 from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.optim.adam import AdamW
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes

@@ -12,8 +12,8 @@ from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
 from offloadtrain.hardware.cpus import CpuPlan, parse_cpulist, plan
 from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.train.resume import ResumedSettings
-from offloadtrain.train.torch_setup import _threads
+from offloadtrain.train.build import _threads
+from offloadtrain.train.run_folder import ResumedSettings
 
 GPUS = {"0000:3b:00.0": 0, "0000:5e:00.0": 0, "0000:af:00.0": 1, "0000:d8:00.0": 1}
 

@@ -14,8 +14,8 @@ import torch
 
 import offloadtrain as ot
 from benchmarks.frameworks import data, trainers
-from offloadtrain.integrations import training_arguments
-from offloadtrain.integrations.rank_files import CheckpointError
+from offloadtrain.integrations.checkpoint_files import CheckpointError
+from offloadtrain.integrations.hf import refuse_arguments, rule_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -309,8 +309,8 @@ def test_other_optimizers(tmp_path: Path, optim: str) -> None:
 
 def test_lion_is_made_of_its_arguments() -> None:
     args = transformers.TrainingArguments(optim="lion_32bit", learning_rate=2e-4, use_cpu=True)
-    training_arguments.refuse(args)
-    assert training_arguments.rule_of(args) == ot.Lion(lr=2e-4, betas=(0.9, 0.999))
+    refuse_arguments(args)
+    assert rule_of(args) == ot.Lion(lr=2e-4, betas=(0.9, 0.999))
 
 
 @pytest.mark.slow
@@ -401,10 +401,10 @@ def arguments(**named: Any) -> Any:
 )
 def test_arguments_are_refused_by_name(name: str, value: Any) -> None:
     args = arguments()
-    training_arguments.refuse(args)
+    refuse_arguments(args)
     setattr(args, name, value)
     with pytest.raises(ValueError, match=rf"^these .*\n{name} = "):
-        training_arguments.refuse(args)
+        refuse_arguments(args)
 
 
 def test_what_the_arguments_determine_is_not_taken_from_the_options(tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from benchmarks.round_trip import (
     tensors,
 )
 from offloadtrain.engine import ModelError
-from offloadtrain.integrations import export, safetensors_files
-from offloadtrain.integrations.safetensors_files import SafetensorsFiles
+from offloadtrain.integrations import deferred, export
+from offloadtrain.integrations.deferred import SafetensorsFiles
 from offloadtrain.runtime.dtypes import PRECISIONS
 from tests.benchmarks.rows import by_level
 
@@ -211,7 +211,7 @@ def test_a_conversion_that_needs_values_is_left_to_transformers(
 
 
 def test_pages_leave_while_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safetensors_files, "_MAPPED_BYTES", 1 << 16)
+    monkeypatch.setattr(deferred, "_MAPPED_BYTES", 1 << 16)
     path = tmp_path / "model.safetensors"
     save_file({str(i): torch.ones(1 << 14) for i in range(8)}, path)
     files = SafetensorsFiles([str(path)])

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offloadtrain.config import loss_parts
-from offloadtrain.config.data_options import IGNORED
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.sections import IGNORED
 from offloadtrain.engine import offload
-from offloadtrain.model.chunked_loss import linear_cross_entropy
+from offloadtrain.model.loss import linear_cross_entropy
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.optim import AdamW
 

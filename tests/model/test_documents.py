@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from offloadtrain.config.data_options import IGNORED
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.sections import IGNORED
 from offloadtrain.model.transformer import Transformer
 from tests.model.test_transformer import BOTH, tokens_of
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offloadtrain.config.data_options import IGNORED
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.sections import IGNORED
 from offloadtrain.integrations.own_model import NoClassError, class_name
 from offloadtrain.model.language_model import OwnModel, Sampling
-from offloadtrain.model.rotary import rotate
+from offloadtrain.model.layers import rotate
 from offloadtrain.model.transformer import LossTerms, Transformer, TransformerBlock
 from tests.model.test_documents import LENGTHS, POSITIONS_T
 from tests.model.test_transformer import GPT2, LLAMA, tokens_of

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.model.generate import generate
+from offloadtrain.model.language_model import generate
 from offloadtrain.model.transformer import Transformer
 
 SHAPE = ModelShape(vocab_size=23, num_layers=1, d_model=32, num_heads=2, max_seq_len=8, dropout=0.3)

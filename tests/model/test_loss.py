@@ -7,7 +7,7 @@ from torch import Tensor
 
 from offloadtrain.model import loss as loss_module
 from offloadtrain.model.loss import cross_entropy
-from tests.sizing.measured import most_allocated
+from tests.plan.tracing.measured import most_allocated
 
 
 @pytest.mark.parametrize("rows_bytes", [1, 4 * 50 * 3, 1 << 20], ids=["1 row", "3 rows", "all"])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.model_shape import SIZES
-from offloadtrain.model.rotary import RotaryTables, rotary_tables, rotate
+from offloadtrain.model.layers import RotaryTables, rotary_tables, rotate
 from offloadtrain.model.transformer import Transformer
 from tests import levels
 

@@ -21,10 +21,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import offloadtrain as ot
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.engine.autograd import recompute
-from offloadtrain.engine.autograd.activation_offload import ActivationError, ActivationOffloader
+from offloadtrain.engine.autograd.offload import ActivationError, ActivationOffloader
+from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.memory.memory_map import BlockInputs, MemoryMap, Ranges
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes
@@ -39,7 +39,7 @@ from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
 from tests.numerics.test_streaming import MODES
-from tests.sizing.measured import most_allocated
+from tests.plan.tracing.measured import most_allocated
 from tests.step.specs import chain
 
 POLICIES = ["recompute", "offload", "offload_saved"]

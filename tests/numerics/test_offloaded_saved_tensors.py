@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine.autograd.activation_offload import ActivationError
-from offloadtrain.engine.autograd.saved_offload import SavedOffloader
-from tests.sizing.measured import most_allocated
+from offloadtrain.engine.autograd.offload import ActivationError, SavedOffloader
+from tests.plan.tracing.measured import most_allocated
 
 SAVED: dict[str, Any] = {"activation": "offload_saved", "offload_saved_above": 0}
 BATCH, SEQ_LEN, WIDTH = 3, 16, 32

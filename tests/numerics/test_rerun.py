@@ -21,8 +21,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
-from offloadtrain.engine.autograd.rewind import Rewind, RewindError
-from offloadtrain.engine.autograd.stand_ins import ChangedInPlaceError
+from offloadtrain.engine.autograd.recompute import Rewind, RewindError
+from offloadtrain.engine.autograd.saved_tensors import ChangedInPlaceError
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.runtime.lanes import on_lanes
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of

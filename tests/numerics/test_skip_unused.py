@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.state.salvage import SalvageError
+from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend
@@ -286,7 +286,7 @@ def test_without_it_the_state_of_skipped_experts_is_refused() -> None:
 def test_unused_experts_cross_no_bus_upwards_and_no_memory_of_their_state_changes() -> None:
     resident, optimizer, model = pair()
     whole = sum(bucket.spec.nbytes for block in optimizer._blocks for bucket in block.buckets)
-    experts = [b for block in optimizer._blocks for b in block.buckets if b.experts is not None]
+    experts = [b for block in optimizer._blocks for b in block.buckets if b.usage is not None]
     for number, tokens in enumerate(batches(4)):
         before = {bucket.name: bucket.state[0].flat.clone() for bucket in experts}
         up = optimizer.lanes.totals.h2d_bytes

@@ -18,7 +18,7 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import DiskError
-from offloadtrain.engine.state.salvage import SalvageError
+from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.runtime import disk_arena
 from offloadtrain.runtime.lanes import Lane, LaneError, Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes

@@ -10,7 +10,7 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.config.errors import DeviceMemoryError
-from offloadtrain.engine.state.salvage import SalvageError
+from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes

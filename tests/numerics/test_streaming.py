@@ -36,7 +36,7 @@ each_model = pytest.mark.parametrize("name", STREAMED)
 
 def block_bytes(block: Block) -> int:
     """Device memory of a block's working weights."""
-    return sum(bucket.spec.nbytes for bucket in block.held)
+    return sum(bucket.spec.nbytes for bucket in block.all_buckets)
 
 
 each_precision = pytest.mark.parametrize("precision", DTYPES)
@@ -147,7 +147,9 @@ def test_never_more_blocks_than_slots(slots: int, monkeypatch: pytest.MonkeyPatc
     def enter(self: Residency, block: str, slot: int) -> None:
         original(self, block, slot)
         on_slots = [
-            b for b in blocks_of(optimizer) if not b.held[0].slots[0].param.data.isnan().all()
+            b
+            for b in blocks_of(optimizer)
+            if not b.all_buckets[0].slots[0].param.data.isnan().all()
         ]
         assert len(on_slots) <= slots
         seen.append(len(self.resident))

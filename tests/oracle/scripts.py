@@ -17,7 +17,7 @@ from tests.numerics.models import loss_of
 from tests.oracle.cases import Case
 
 if TYPE_CHECKING:
-    from offloadtrain.engine.pipeline.stage_optimizers import StageOptimizers
+    from offloadtrain.parallel.pipeline.stage_optimizers import StageOptimizers
 
 STEPS = 4
 INFINITY = float("inf")

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.engine.pipeline.pipeline_steps import Pipeline
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import Transformer
+from offloadtrain.parallel.pipeline.steps import Pipeline
 from tests.numerics.models import VOCAB, WIDTH
 from tests.oracle.cases import Case
 from tests.oracle.scripts import STEPS, Discarded, Loop, load_older_weights

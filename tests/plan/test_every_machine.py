@@ -11,7 +11,7 @@ import pytest
 
 from offloadtrain.hardware.machine import find, shipped
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search.published_models import MODELS
+from offloadtrain.plan.search.largest import MODELS
 from offloadtrain.plan.search.question import job_of
 from offloadtrain.plan.search.suggest import applied
 

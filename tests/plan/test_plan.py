@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from offloadtrain.cli.commands.jobs import shipped_jobs
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.config.job import Config, OptimConfig
+from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
-from offloadtrain.optim import MatrixRule, keeps_whole
 from offloadtrain.plan import placement, report, times
 from offloadtrain.plan import plan as planning
 from offloadtrain.plan.costs.costs import Costs, newton_schulz_flops
-from offloadtrain.plan.layout import blocks_of, needs_of
+from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search import suggest
@@ -33,7 +32,6 @@ from offloadtrain.step.layout.block_spec import MatrixSpec
 from offloadtrain.step.proof.simulate import steady
 from offloadtrain.train import dry_run
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
-from offloadtrain.train.update_rules import update_rule
 from tests import levels
 from tests.plan.test_memory import job
 
@@ -501,20 +499,6 @@ def test_a_plan_that_the_engine_contradicts(
     monkeypatch.setattr(placement, name, wrong)
     with pytest.raises(DryRunError, match=f"the layout differs from the plan: .*{said}"):
         check(planned(small()))
-
-
-def test_a_plan_knows_what_every_rule_needs_that_a_job_can_name() -> None:
-    names = get_args(get_type_hints(OptimConfig)["name"])
-    jobs = [{"optim__name": name} for name in names]
-    jobs.append({"optim__name": "sgd", "optim__momentum": 0.0})
-    for keys in jobs:
-        job = small(**keys)
-        rule, needs = update_rule(job), needs_of(job.optim)
-        assert (rule.moments, keeps_whole(rule)) == (needs.moments, needs.whole)
-        assert needs.of_matrices == isinstance(rule, MatrixRule)
-        if isinstance(rule, MatrixRule):
-            rest = needs.of_bucket(matrices=False)
-            assert (rule.rest.moments, keeps_whole(rule.rest)) == (rest.moments, rest.whole)
 
 
 RULES: dict[str, dict[str, Any]] = {

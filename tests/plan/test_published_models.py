@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from offloadtrain.config.model_shape import num_params
-from offloadtrain.plan.search.published_models import MODELS
+from offloadtrain.plan.search.largest import MODELS
 
 RELEASED = {
     "SmolLM2-135M": 134_515_008,

@@ -10,7 +10,7 @@ import pytest
 
 from offloadtrain.hardware.direct_io import BLOCK
 from offloadtrain.hardware.machine import find
-from offloadtrain.plan.costs.save_cost import SHARE, save_cost
+from offloadtrain.plan.costs.disk import SHARE, save_cost
 from offloadtrain.plan.plan import make
 from offloadtrain.train.checkpoint import checkpoint
 from tests.train.small_job import run, small_job

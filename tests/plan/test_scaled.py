@@ -14,10 +14,9 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import find
 from offloadtrain.model import loss
-from offloadtrain.plan.costs import activations as activation_plan
-from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.placement import place
 from offloadtrain.plan.plan import make
+from offloadtrain.plan.tracing.tracer import activations, traced_microbatch
 from offloadtrain.step.layout import step_spec as spec
 from tests.plan.test_activations import most_allocated
 from tests.plan.test_memory import booked, planned
@@ -29,10 +28,10 @@ SCALE, SIDE = 1024, 32
 def small_rings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spec, "STAGING_BYTES", spec.STAGING_BYTES // SCALE)
-        rows = activation_plan._ROWS_BYTES_GPU // SCALE
-        for module in (loss, activation_plan):
-            patch.setattr(module, "_ROWS_BYTES_CPU", rows)
+        patch.setattr(loss, "_ROWS_BYTES_CPU", loss._ROWS_BYTES_DEVICE // SCALE)
+        traced_microbatch.cache_clear()
         yield
+        traced_microbatch.cache_clear()
 
 
 def scaled(config: Config) -> Config:

@@ -14,9 +14,9 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OptionError
 from offloadtrain.events import schema
 from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.parallel.pipeline import search as pipeline_search
 from offloadtrain.plan import report
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search import pipeline_search
 from offloadtrain.plan.search.suggest import nearest, settled
 from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.layout.placement import lay_out

@@ -13,8 +13,7 @@ from offloadtrain.config.job import load
 from offloadtrain.hardware.machine import find
 from offloadtrain.plan.costs.costs import Costs
 from offloadtrain.plan.plan import make
-from offloadtrain.plan.search.choices import value_of
-from offloadtrain.plan.search.suggest import single_changes
+from offloadtrain.plan.search.suggest import single_changes, value_of
 from offloadtrain.plan.search.why import as_json, text, why
 from offloadtrain.plan.times import predict
 

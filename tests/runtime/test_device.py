@@ -12,7 +12,7 @@ import torch
 
 from offloadtrain.runtime import device
 from offloadtrain.runtime.device import cpu_bf16_speedup, resolve_precision, speedup
-from offloadtrain.train.saved import rng
+from offloadtrain.train import saved_state
 
 CPU = torch.device("cpu")
 XEON = {torch.float32: 31.0, torch.bfloat16: 7.1}
@@ -61,10 +61,10 @@ def test_load_in_between_decides_nothing() -> None:
 
 def test_measuring_draws_no_random_number_and_leaves_the_threads() -> None:
     """A job is seeded before its precision is known."""
-    rng.seed_all(3)
-    before, threads = rng.capture(), torch.get_num_threads()
+    saved_state.seed_all(3)
+    before, threads = saved_state.random_states().as_json, torch.get_num_threads()
     cpu_bf16_speedup.__wrapped__()
-    assert rng.capture() == before and torch.get_num_threads() == threads
+    assert saved_state.random_states().as_json == before and torch.get_num_threads() == threads
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="oneDNN's limits are those of x86")

@@ -59,8 +59,12 @@ class Contents:
     @property
     def norms(self) -> dict[str, tuple[int, ...]]:
         """Bucket → the deliveries whose squares count."""
-        told = {name: bucket.measured_on.value for name, bucket in self._program.buckets.items()}
-        return {name: sent for (tier, name), sent in self._norms.items() if told[name] == tier}
+        buckets = self._program.buckets
+        return {
+            name: sent
+            for (tier, name), sent in self._norms.items()
+            if buckets[name].gradient.measured_on == tier
+        }
 
     def set_state(self, version: Version) -> None:
         """Of every trained bucket; of frozen ones, the weights that are loaded."""
@@ -77,7 +81,7 @@ class Contents:
 
     def _at_rest(self, bucket: BucketRefs) -> tuple[Ref, ...]:
         """Where its state is between steps."""
-        return bucket.state_file if bucket.spec.is_on_disk else bucket.state()
+        return bucket.state_files or bucket.state()
 
     def run(self, operations: Iterable[Operation], delivery: int = -1) -> None:
         """`delivery`: the number of the gradients that autograd has left."""

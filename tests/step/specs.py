@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.offload import PRECISIONS, STATE_PRECISIONS, OffloadConfig, Precision
 from offloadtrain.step.layout import step_spec as spec_module
-from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.layout.bucket_layout import padded
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec, padded
 from offloadtrain.step.layout.formats import ADAM_MOMENTS, format_for
 from offloadtrain.step.layout.placement import lay_out
-from offloadtrain.step.layout.spill import SPILL_BLOCK
 from offloadtrain.step.layout.state_tiers import candidates, first_on_device
-from offloadtrain.step.layout.step_spec import STAGING_BYTES, StepSpec
+from offloadtrain.step.layout.step_spec import SPILL_BLOCK, STAGING_BYTES, StepSpec
 from offloadtrain.step.program.operations import Operations
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps

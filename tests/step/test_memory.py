@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout import buffer_table
-from offloadtrain.step.layout.bucket_layout import ALIGN, padded, placed
+from offloadtrain.step.layout.block_spec import ALIGN, padded, placed
 from offloadtrain.step.layout.buffer_table import arena_rows, device_owners, host_owners
 from offloadtrain.step.layout.buffers import BufferTable, Memory, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE

@@ -7,10 +7,10 @@ from functools import cache
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offloadtrain.engine.gradients import ReduceOrder
 from offloadtrain.step.program.prefetch_policy import (
     AccessOrder,
     Pool,
-    ReduceOrder,
     next_use,
     prefetches,
     victim,
@@ -131,9 +131,9 @@ def test_turns_are_taken_in_the_agreed_order(ready: list[int], order: list[int])
         assert set(taken) <= set(ready[: number + 1])
         waiting = order[len(taken)] if len(taken) < 6 else None
         assert waiting not in ready[: number + 1]  # nobody waits without a reason
-    assert taken == order and list(turns.seen) == ready
+    assert taken == order and list(turns.ready_blocks) == ready
     turns.restart()
-    assert turns.rest() == order and not turns.seen
+    assert turns.rest() == order and not turns.ready_blocks
 
 
 def test_who_is_free_has_its_turn_at_once() -> None:

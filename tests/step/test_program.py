@@ -142,14 +142,14 @@ def test_a_dropped_step_leaves_no_block_behind() -> None:
     steps(program, 2)
     program.grads_ready("b1", {"b1.0": True}, last=True)
     program.grads_complete("b1", Decision(3))
-    assert list(program.behind) == ["b1"]
+    assert list(program.mode.behind) == ["b1"]
     assert launches(program.drop(), Kind.WEIGHTS_UP) == []
-    assert not program.behind
+    assert not program.mode.behind
     program.grads_ready("b1", {"b1.0": True}, last=True)
     program.grads_complete("b1", Decision(3))
-    assert list(program.behind) == ["b1"]
+    assert list(program.mode.behind) == ["b1"]
     assert [op.owner for op in launches(program.graph_freed("b1"), Kind.WEIGHTS_UP)] == ["b1.0"]
-    assert not program.behind
+    assert not program.mode.behind
     # Dropped now, all of them get their new weights.
     assert [op.owner for op in launches(program.drop(), Kind.WEIGHTS_UP)] == ["b0.0"]
 

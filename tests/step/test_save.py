@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 
 from offloadtrain.step.layout.formats import ITEMSIZE
-from offloadtrain.step.layout.spill import SPILL_BLOCK
-from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.step_spec import SPILL_BLOCK, StepSpec
 from offloadtrain.step.program.operations import Kind, Lane, Launch, Operation, Operations, Wait
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps

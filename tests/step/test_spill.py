@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.hardware.direct_io import BLOCK
-from offloadtrain.step.layout.spill import SPILL_BLOCK, Fields, SpillPart, spill
+from offloadtrain.step.layout.step_spec import SPILL_BLOCK, Fields, SpillPart, spill
 
 FIELDS = st.lists(st.tuples(st.integers(0, 9000), st.sampled_from([1, 2, 4])), max_size=4)
 

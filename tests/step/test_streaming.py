@@ -27,7 +27,7 @@ class Slots:
 
     def __init__(self, spec: StepSpec) -> None:
         table = buffer_table(spec)
-        held = {b.name: [BucketRefs(x, spec, table, 0) for x in b.held] for b in spec.blocks}
+        held = {b.name: [BucketRefs(x, spec, table, 0) for x in b.all_buckets] for b in spec.blocks}
         self.order = Dependencies()
         self.streaming = Streaming(spec, table, self.order, held)
         self.at: dict[str, int] = {}
@@ -217,7 +217,7 @@ def test_all_that_a_block_holds_comes_with_it() -> None:
 def test_blocks_that_stay_are_nobody_s_business() -> None:
     spec = streamed(3, 2, resident_blocks=1)
     slots = Slots(spec)
-    streams = [one.name for one in spec.blocks if slots.streaming.streams(one.name)]
+    streams = [one.name for one in spec.blocks if slots.streaming.loads(one.name)]
     assert streams == ["b0", "b2"] and spec.slots == 2
 
 

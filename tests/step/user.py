@@ -81,7 +81,7 @@ class User:
         self._always = always
         self._names = [block.name for block in spec.blocks]
         self._buckets = {b.name: [x.name for x in b.buckets] for b in spec.blocks}
-        self._held = {b.name: [x.name for x in b.held] for b in spec.blocks}
+        self._held = {b.name: [x.name for x in b.all_buckets] for b in spec.blocks}
         self._given: dict[str, list[Ref]] = {}
         """Weights of blocks that were used, until they are changed or leave the device."""
         self._trained = [bucket.name for bucket in spec.buckets]
@@ -234,7 +234,7 @@ class User:
         self._run(self.program.first_sums())
 
     def _free_graphs(self) -> None:
-        for name in tuple(self.program.behind):
+        for name in tuple(self.program.mode.behind):
             if name not in self._again and not self._odd("a graph that stays"):
                 self._run(self.program.graph_freed(name))
                 self._begun = True
@@ -291,7 +291,7 @@ class User:
     def _compute(self, kind: Kind, name: str, pinned: Collection[str]) -> None:
         """The program is told of the use, and not of what runs behind it."""
         self._run(self.program.use(name, pinned))
-        refs = [self.program.buckets[one].whole for one in self._held[name]]
+        refs = [self.program.buckets[one].working for one in self._held[name]]
         self._given[name] = refs
         self._contents.read.clear()
         work = Launch(kind, Lane.COMPUTE, name, tuple(refs))

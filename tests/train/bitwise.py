@@ -127,7 +127,7 @@ def running(case: Case, seed: int = 0) -> Iterator[Run]:
     lanes: Lanes = case.lanes()
     with pytest.MonkeyPatch.context() as patch, on_lanes(lanes):
         patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
-        patch.setattr("offloadtrain.engine.step_counter.LossScaler", _fast_scaler)
+        patch.setattr("offloadtrain.engine.step_report.LossScaler", _fast_scaler)
         run = Run(case, seed)
         try:
             yield run

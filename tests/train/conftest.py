@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.train import guards
+from offloadtrain.train import signals
 from tests.train.small_job import run, small_job
 
 StopAfter = Callable[[int | None], None]
@@ -40,7 +40,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> StopAfter:
             return self._left < 0
 
     def arm(limit: int | None) -> None:
-        monkeypatch.setattr(guards, "StopRequests", lambda **_: Counted(limit))
+        monkeypatch.setattr(signals, "StopRequests", lambda **_: Counted(limit))
 
     return arm
 

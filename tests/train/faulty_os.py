@@ -11,9 +11,9 @@ from typing import Any
 
 from offloadtrain.hardware import atomic_io, direct_io
 from offloadtrain.hardware.direct_io import BLOCK
-from offloadtrain.train.checkpoint import checkpoint, disk_space, save
+from offloadtrain.train.checkpoint import checkpoint, save
 
-MODULES = (atomic_io, direct_io, checkpoint, disk_space, save)
+MODULES = (atomic_io, direct_io, checkpoint, save)
 """Those that write a checkpoint."""
 
 EFFECTS = (

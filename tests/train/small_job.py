@@ -12,7 +12,7 @@ from offloadtrain.cli.exit_codes import HUNG
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.events import log_lines, schema
-from offloadtrain.train.guards import guarded
+from offloadtrain.train.signals import guarded
 
 JOB = """
 name = "small"

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.engine.state.saved_state import WORKING
+from offloadtrain.engine.saved_state import WORKING
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.layout.spill import SPILL_BLOCK
+from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST, DamagedCheckpointError, digest_of
-from offloadtrain.train.checkpoint.saved_weights import saved_weights
+from offloadtrain.train.checkpoint.restore import saved_weights
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
 from tests.train.bitwise import STEPS, Case, differ, parted, running, saving, whole
 

@@ -20,15 +20,15 @@ import xxhash
 from offloadtrain.hardware import direct_io
 from offloadtrain.hardware.direct_io import BLOCK, DirectFile
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.layout import Region, lay_out
 from offloadtrain.train.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpointError,
+    Region,
     digest_of,
+    lay_out,
 )
 from offloadtrain.train.checkpoint.restore import restore
-from offloadtrain.train.checkpoint.save import save
-from offloadtrain.train.checkpoint.writer import Part, TensorWriter
+from offloadtrain.train.checkpoint.save import Part, TensorWriter, save
 from tests.train.toy_state import ToyModel, ToyState, filled, same
 
 
@@ -388,7 +388,7 @@ def test_damage_that_is_met_while_loading_names_the_tensor(tmp_path: Path) -> No
             content = bytearray(good := (path / entry.file).read_bytes())
             content[at] ^= 4
             (path / entry.file).write_bytes(content)
-            found = checkpoint.newest_good(tmp_path, never_damaged, whole=False)
+            found = checkpoint.newest_good(tmp_path, never_damaged, verified=False)
             assert found is not None and found.step == 2
             with pytest.raises(DamagedCheckpointError, match=f"{entry.kind} of '{entry.name}'"):
                 restore(found, *filled(9))

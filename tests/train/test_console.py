@@ -7,29 +7,40 @@ import itertools
 import math
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.units import format_clock
+from offloadtrain.events import schema
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.log.console import Console, StepLine, format_step, loss_curve
 
-LINE = StepLine(
+STEP = schema.Step(
     step=3,
-    steps=200,
     loss=2.34567,
+    tokens=0,
     grad_norm=0.912345,
     lr=3e-4,
     tokens_per_s=12_345.6,
     mfu=0.4123,
     exposed_ms=1.26,
+)
+LINE = StepLine(
+    record=STEP,
+    steps=200,
     device_bytes=3 * 2**30,
     host_bytes=14 * 2**30,
     eta_s=4000,
     now_s=1_795_000_000.0,  # 11:06:40 UTC
 )
+
+
+def line_of(**changed: Any) -> StepLine:
+    """Return the line of a step with other figures."""
+    return replace(LINE, record=replace(STEP, **changed))
 
 
 class Terminal(io.StringIO):
@@ -83,9 +94,9 @@ def test_a_step_line_says_it_all() -> None:
 
 
 def test_what_is_not_known_is_left_out_and_what_is_rare_is_put_in() -> None:
-    bare = format_step(replace(LINE, grad_norm=None, mfu=None, eta_s=math.nan))
+    bare = format_step(replace(line_of(grad_norm=None, mfu=None), eta_s=math.nan))
     assert "grad" not in bare and "mfu" not in bare and "1%  eta - (-)  loss" in bare
-    full = format_step(replace(LINE, skipped=True, loss_scale=65536.0, val_loss=2.5))
+    full = format_step(replace(line_of(skipped=True, loss_scale=65536.0), val_loss=2.5))
     assert "val 2.5000  SKIPPED  grad" in full and "scale 65536" in full
 
 
@@ -115,7 +126,7 @@ def test_nothing_is_added_where_something_is_told() -> None:
     for second in range(60):
         clock.now += 1
         console.doing(f"step {second}")
-        console.step(replace(LINE, step=second))
+        console.step(line_of(step=second))
         console.fill_silence()
     assert "..." not in stream.getvalue() and len(stream.getvalue().splitlines()) == 12
 
@@ -149,7 +160,7 @@ def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.Mo
 
 
 def test_non_finite_figures_are_shown_as_they_are() -> None:
-    text = format_step(replace(LINE, loss=math.nan, grad_norm=math.inf))
+    text = format_step(line_of(loss=math.nan, grad_norm=math.inf))
     assert "loss nan" in text and "grad inf" in text
 
 
@@ -160,12 +171,12 @@ def test_a_plain_line_every_few_seconds() -> None:
     stream, clock = io.StringIO(), Clock()
     console = Console(stream, every_s=5.0, clock=clock)
     for step in range(1, 13):
-        console.step(replace(LINE, step=step))
+        console.step(line_of(step=step))
         clock.now += 1
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
         "1/200", "6/200", "11/200",
     ]  # fmt: skip
-    console.step(replace(LINE, step=200), force=True)
+    console.step(line_of(step=200), force=True)
     assert stream.getvalue().splitlines()[-1].startswith("step 200/200")
     assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
 
@@ -175,11 +186,11 @@ def test_a_live_line_is_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> N
     stream, clock = Terminal(), Clock()
     console = Console(stream, every_s=5.0, clock=clock)
     console.step(LINE)
-    console.step(replace(LINE, step=4))  # too early for a terminal, too
+    console.step(line_of(step=4))  # too early for a terminal, too
     clock.now += 0.2
-    console.step(replace(LINE, step=5))
+    console.step(line_of(step=5))
     shown = stream.getvalue().split("\r\x1b[2K")
-    assert shown == ["", format_step(LINE)[:39], format_step(replace(LINE, step=5))[:39]]
+    assert shown == ["", format_step(LINE)[:39], format_step(line_of(step=5))[:39]]
 
 
 def test_a_message_keeps_the_live_line() -> None:

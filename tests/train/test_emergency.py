@@ -17,9 +17,9 @@ from offloadtrain.config.job import Config
 from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.events import schema
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.train import emergency
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.saved import emergency
-from offloadtrain.train.saved.emergency import DeviceFailedError, DeviceLostError
+from offloadtrain.train.emergency import DeviceFailedError, DeviceLostError
 from offloadtrain.train.trainer import Trainer
 from tests.losing_lanes import LosingLanes
 from tests.train.small_job import events_of, history, run, small_job, tensor_hashes

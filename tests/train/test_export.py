@@ -19,14 +19,14 @@ from torch.nn.functional import linear as linear_of
 
 from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES, ModelShape
+from offloadtrain.convert import torch_export
 from offloadtrain.integrations import export
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
 from offloadtrain.model.experts import MixtureOfExperts
-from offloadtrain.model.rotary import RotaryTables
+from offloadtrain.model.layers import RotaryTables
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.train.checkpoint import save, saved_weights
-from offloadtrain.train.saved import convert_to_torch
-from offloadtrain.train.saved.saved_run import open_saved
+from offloadtrain.train.checkpoint import restore, save
+from offloadtrain.train.trained_model import open_saved
 from tests.train.small_job import run, small_job
 
 SMALL = ModelShape(vocab_size=97, num_layers=2, d_model=32, num_heads=4, max_seq_len=24)
@@ -232,7 +232,7 @@ def test_a_signal_leaves_no_half_of_a_folder(
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(export, "save_file", interrupted)
-    monkeypatch.setattr(convert_to_torch, "_fill", interrupted)
+    monkeypatch.setattr(torch_export, "_fill", interrupted)
     for command in (["export"], ["convert", "--to", "torch"]):
         assert main([*command, str(trained_run), str(tmp_path / "out")]) == 1
         said = capsys.readouterr().err
@@ -262,7 +262,7 @@ def test_saved_weights_are_the_masters(
         return real(folder, step, model, optimizer, *rest, **more)
 
     monkeypatch.setattr(save, "Save", saved)
-    monkeypatch.setattr(saved_weights, "_DECODED", 256)
+    monkeypatch.setattr(restore, "_DECODED", 256)
     job = small_job(tmp_path, "train.steps=2", "train.eval_every=0", f"offload.state={state}")
     assert run(job, tmp_path / "run") == 0
     found = dict(open_saved(tmp_path / "run").weights())

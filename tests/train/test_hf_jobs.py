@@ -17,24 +17,22 @@ from torch import Tensor
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from offloadtrain.config.data_options import IGNORED
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
+from offloadtrain.config.sections import IGNORED
 from offloadtrain.data.batches import Batches
 from offloadtrain.events import schema
 from offloadtrain.hardware.machine import find
 from offloadtrain.integrations import hf_job
 from offloadtrain.optim.lr_schedule import learning_rate
+from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import make
-from offloadtrain.train.build import described
+from offloadtrain.train.build import described, open_tokens
 from offloadtrain.train.dry_run import laid_out
 from offloadtrain.train.job_trace import needed_trace
-from offloadtrain.train.saved.saved_run import open_saved
-from offloadtrain.train.saved.trained_model import evaluate, open_model
-from offloadtrain.train.token_files import open_tokens
-from offloadtrain.train.update_rules import decay_groups, update_rule
+from offloadtrain.train.trained_model import evaluate, open_model, open_saved
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text
 
@@ -218,7 +216,7 @@ def plain_losses(job: Config) -> list[float]:
     """Of torch alone, in fp32, over the same batches."""
     assert job.hf is not None
     model = transformers.AutoModelForCausalLM.from_pretrained(job.hf.folder).train()
-    rule, train = update_rule(job), job.train
+    rule, train = update_rule(job.optim), job.train
     optimizer = torch.optim.AdamW(
         decay_groups(model, job),
         lr=1.0,
@@ -327,7 +325,7 @@ def test_random_weights_are_those_that_transformers_draws(tmp_path: Path) -> Non
     assert job.hf is not None
     model, optimizer = hf_job.build(
         job.hf,
-        update_rule(job),
+        update_rule(job.optim),
         lambda module: decay_groups(module, job),
         job.offload,
         device=torch.device("cpu"),

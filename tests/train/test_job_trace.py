@@ -14,8 +14,7 @@ from offloadtrain.config.job import Config
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.report import text
-from offloadtrain.plan.saved_tensors import hidden_above
+from offloadtrain.plan.report import hidden_above, text
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.plan.times import compute_seconds
 from offloadtrain.train.build import assemble

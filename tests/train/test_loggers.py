@@ -19,14 +19,12 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from offloadtrain.config import log_options
+from offloadtrain.config import sections
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.log_options import LogConfig, check_packages
+from offloadtrain.config.sections import LogConfig, check_packages
 from offloadtrain.events import log_lines, schema
-from offloadtrain.train.loggers import loggers
-from offloadtrain.train.loggers.files import Csv, JsonLines
-from offloadtrain.train.loggers.loggers import Loggers
-from offloadtrain.train.loggers.row import STEP_SCALARS, Row
+from offloadtrain.train.log import loggers
+from offloadtrain.train.log.loggers import STEP_SCALARS, Csv, JsonLines, Loggers, Row
 from offloadtrain.train.run_folder import RunFolder
 from tests.train.small_job import events_of, run, small_job
 
@@ -258,7 +256,7 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """W&B makes a folder `wandb` in the working directory, which is on Python's path."""
     (tmp_path / "only_a_folder").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(log_options, "PACKAGES", ("only_a_folder",))
+    monkeypatch.setattr(sections, "PACKAGES", ("only_a_folder",))
     with pytest.raises(ConfigError, match="is not installed"):
         check_packages(LogConfig(to=("only_a_folder",)))  # type: ignore[arg-type]
     check_packages(LogConfig(to=("csv", "jsonl")))
@@ -266,7 +264,7 @@ def test_a_folder_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_is_imported_or_started_unless_asked_for(tmp_path: Path) -> None:
     program = (
-        "import sys, offloadtrain.train.loggers.loggers, offloadtrain.config.job;"
+        "import sys, offloadtrain.train.log.loggers, offloadtrain.config.job;"
         "print(*{'tensorboard', 'wandb', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from offloadtrain.config.job import Config
-from offloadtrain.engine import AnyOptimizer
 from offloadtrain.events import schema
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.train.log.run_log import RunLog
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, run, small_job, tensor_hashes

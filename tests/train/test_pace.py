@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from offloadtrain.config.job import TrainConfig
-from offloadtrain.train.log.pace import Pace
+from offloadtrain.config.sections import TrainConfig
+from offloadtrain.train.log.run_log import Pace
 
 
 def test_the_trainer_counts_what_held_it_up() -> None:

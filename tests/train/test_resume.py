@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from offloadtrain.config.job import ConfigError
+from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaler
+from offloadtrain.train import saved_state
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
-from offloadtrain.train.saved import rng
 from offloadtrain.train.trainer import Trainer
 from tests.numerics.test_compiled_blocks import generates
 from tests.train.conftest import StopAfter
@@ -30,7 +30,7 @@ def test_resume_is_bit_exact(
     tmp_path: Path, stop_after: StopAfter, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     fast = partial(LossScaler, scale=64.0, growth_interval=3)  # grows within the test
-    monkeypatch.setattr("offloadtrain.engine.step_counter.LossScaler", fast)
+    monkeypatch.setattr("offloadtrain.engine.step_report.LossScaler", fast)
     job = small_job(tmp_path, f"offload.precision={precision}")
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert run(job, whole) == 0
@@ -166,10 +166,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(
 
 
 def test_all_random_states_come_back() -> None:
-    rng.seed_all(5)
-    before = rng.capture()
+    saved_state.seed_all(5)
+    before = saved_state.random_states().as_json
     drawn = [(random.random(), np.random.randn(), torch.rand(3).tolist()) for _ in range(2)]
-    rng.restore(before)
+    saved_state.restore_random_states(before)
     assert drawn == [(random.random(), np.random.randn(), torch.rand(3).tolist()) for _ in range(2)]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from offloadtrain.config import job as jobs
-from offloadtrain.config.job import Config, ConfigError, load
-from offloadtrain.train.resume import open_run
-from offloadtrain.train.run_folder import RunFolder, RunFolderError
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config, load
+from offloadtrain.train.run_folder import RunFolder, RunFolderError, open_run
 from tests.train.conftest import StopAfter
 from tests.train.small_job import run, small_job
 
@@ -21,8 +21,8 @@ def opened(job: Config, resume: str, run_dir: Path | None = None) -> tuple[RunFo
     assert found.begin(job="text", resolved=jobs.dump(job)) == []
     found.run.keep()
     found.run.close()
-    assert (resume == "auto" and not found.found) == bool(said)
-    return found.run, found.found is not None
+    assert (resume == "auto" and not found.checkpoint) == bool(said)
+    return found.run, found.checkpoint is not None
 
 
 def test_a_new_run_gets_a_dated_folder(tmp_path: Path) -> None:

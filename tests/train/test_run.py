@@ -21,10 +21,11 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.runtime import kernels
+from offloadtrain.train import build
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.log.console import Console
-from offloadtrain.train.saved.saving import TrainingError
+from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.trainer import MAX_SKIPS
 from tests import levels
 from tests.train.conftest import StopAfter
@@ -146,6 +147,17 @@ def test_the_schedule_reaches_the_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_each_group_follows_the_schedule_from_its_own_rate(tmp_path: Path) -> None:
+    """Under Muon, what is no matrix of a layer has a rate of its own."""
+    job = small_job(tmp_path, "optim.name=muon", "optim.adamw_lr=1e-3", "train.steps=6")
+    assert run(job, tmp_path / "run") == 0
+    lr = events_of(tmp_path / "run", schema.Step)[-1].lr
+    newest = checkpoint.find(tmp_path / "run" / "checkpoints")[0]
+    groups = json.loads((newest / "state.json").read_text())["param_groups"]
+    rates = {(group["use_muon"], group["lr"]) for group in groups}
+    assert rates == {(True, lr), (False, lr * (1e-3 / 1e-2))}
+
+
 def test_learning_happens_and_seeds_matter(tmp_path: Path) -> None:
     for name, overrides in (("one", ()), ("two", ()), ("three", ("train.seed=7",))):
         assert run(small_job(tmp_path, *overrides), tmp_path / name) == 0
@@ -330,7 +342,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(
 ) -> None:
     monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 10 << 30)
     job = small_job(tmp_path, "model.d_model=16384", "model.num_layers=9")
-    monkeypatch.setattr(Transformer, "__init__", lambda *_, **__: pytest.fail("it is built"))
+    monkeypatch.setattr(build, "offload_job", lambda *_, **__: pytest.fail("it is built"))
     with pytest.raises(PlanError, match=r"needs .* GiB and has 1\d\.\d GiB"):
         run(job, tmp_path / "run")
 

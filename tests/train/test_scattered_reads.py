@@ -13,9 +13,9 @@ from torch import nn
 import offloadtrain as ot
 from offloadtrain.hardware.direct_io import BLOCK, aligned_buffer
 from offloadtrain.train.checkpoint import checkpoint, reader
+from offloadtrain.train.checkpoint.reader import Piece, Target, scatter
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
-from offloadtrain.train.checkpoint.scatter import Piece, Target, scatter
 
 MEMORY = 64 * BLOCK
 

@@ -17,9 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from offloadtrain.train import second_stop
-from offloadtrain.train.second_stop import REPEAT_S
-from offloadtrain.train.signals import StoppedEarlyError, StopRequests
+from offloadtrain.train import signals
+from offloadtrain.train.signals import REPEAT_S, StoppedEarlyError, StopRequests
 
 STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -50,7 +49,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
         self._heard = threading.Semaphore(0)
-        monkeypatch.setattr(second_stop, "time", SimpleNamespace(monotonic=self._read))
+        monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=self._read))
 
     def _read(self) -> float:
         now_s = self.now_s

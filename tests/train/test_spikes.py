@@ -12,7 +12,7 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import alerts, schema
 from offloadtrain.train import trainer
-from offloadtrain.train.saved.saving import TrainingError
+from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.trainer import Trainer
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, run, small_job, tensor_hashes

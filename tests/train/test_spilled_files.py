@@ -11,7 +11,7 @@ import pytest
 
 from offloadtrain.hardware import direct_io
 from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.step.layout.spill import SPILL_BLOCK
+from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import MANIFEST
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of

@@ -20,16 +20,16 @@ from torch import Tensor
 from offloadtrain.cli.exit_codes import HUNG
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
-from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.config.job import Config, ConfigError
-from offloadtrain.data.token_writer import write_tokens
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.job import Config
 from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
 from offloadtrain.events import schema
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
-from offloadtrain.train.guards import guarded
 from offloadtrain.train.run_folder import RunFolderError
+from offloadtrain.train.signals import guarded
+from tests.data.tiny import write_tokens
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, run, small_job, write_text
 
@@ -283,7 +283,7 @@ def test_only_damaged_checkpoints_are_left_for_a_person(
 
 def test_a_folder_taken_while_the_model_was_built_is_left_alone(tmp_path: Path) -> None:
     """Two starts of one command: who begins second is refused, and removes nothing."""
-    from offloadtrain.train.resume import open_run
+    from offloadtrain.train.run_folder import open_run
 
     job, mine = small_job(tmp_path), tmp_path / "mine"
     late = open_run(job, run_dir=mine, resume="never", say=print)

@@ -14,9 +14,10 @@ import torch
 
 from offloadtrain.cli.exit_codes import FAILED, of_error
 from offloadtrain.config.errors import DiskError
-from offloadtrain.engine import AnyOptimizer, OffloadOptimizer
+from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.events import schema
 from offloadtrain.hardware.machine import find
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.plan.plan import make
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.lanes import LaneError

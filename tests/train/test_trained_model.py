@@ -14,14 +14,14 @@ import torch.nn.functional as F
 import transformers
 
 from offloadtrain.cli.main import main
-from offloadtrain.data.token_writer import write_tokens
 from offloadtrain.data.tokens import TokenFile
 from offloadtrain.events import schema
 from offloadtrain.integrations import causal_lm
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.transformer import Transformer
-from offloadtrain.train.saved.saved_run import language_model, open_saved
+from offloadtrain.train.trained_model import language_model, open_saved
+from tests.data.tiny import write_tokens
 from tests.train.small_job import events_of, run, small_job
 
 Captured = pytest.CaptureFixture[str]

@@ -11,9 +11,8 @@ import torch
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.train.log import run_memory, unaccounted
-from offloadtrain.train.log.run_memory import RunMemory
-from offloadtrain.train.log.unaccounted import UnaccountedMemory, anonymous_bytes
+from offloadtrain.train.log import run_memory
+from offloadtrain.train.log.run_memory import RunMemory, UnaccountedMemory, anonymous_bytes
 from tests.runtime.fake_allocator import FakeAllocator
 
 GIB = 1 << 30
@@ -57,7 +56,7 @@ def test_memory_that_is_being_mapped_is_not_told() -> None:
 
 
 def test_real_memory_and_the_mapping_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unaccounted, "ALLOWED_BYTES", 64 << 20)
+    monkeypatch.setattr(run_memory, "ALLOWED_BYTES", 64 << 20)
     memory = UnaccountedMemory(Ledger())
     before = anonymous_bytes()
     assert memory.look() is None and before is not None
@@ -74,7 +73,7 @@ def test_a_run_looks_every_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Any
     FakeAllocator(32 * GIB).install(monkeypatch)
     monkeypatch.setattr(run_memory, "gpu_uuid", lambda device: "GPU-1")
     process, told = Process(), []
-    monkeypatch.setattr(unaccounted, "anonymous_bytes", process.read)
+    monkeypatch.setattr(run_memory, "anonymous_bytes", process.read)
     optimizer: Any = SimpleNamespace(
         device=torch.device("cuda", 0), ledger=process.ledger, pinned=True
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain.engine.state.saved_state import FlatState, OwnState, Piece, StateWriter, whole
+from offloadtrain.engine.saved_state import FlatState, OwnState, Piece, StateWriter, whole
 from offloadtrain.runtime.process_group import Extent, Ranks
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")

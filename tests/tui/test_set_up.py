@@ -24,7 +24,7 @@ from offloadtrain_tui.view_state import ViewState
 
 from offloadtrain.events import set_up_file
 from offloadtrain.runtime.heartbeat import Heartbeat
-from offloadtrain.train.log.shown_set_up import ShownSetUp
+from offloadtrain.train.run import ShownSetUp
 from offloadtrain.train.run_folder import RunFolder
 from tests.tui.recordings import plain, write
 
@@ -33,7 +33,7 @@ import sys, time
 from pathlib import Path
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.log.shown_set_up import ShownSetUp
+from offloadtrain.train.run import ShownSetUp
 path = Path(sys.argv[1])
 run = RunFolder(path) if path.exists() else RunFolder.new(path.parent, "job", path)
 run.announce()

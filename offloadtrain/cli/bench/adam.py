@@ -1,25 +1,28 @@
 """CPU Adam, and the other rules, against the traffic limit, torch and DeepSpeed, interleaved in one
-process."""
+process.
+
+A whole path of torch or DeepSpeed starts from 16-bit gradients and ends with 16-bit weights, with
+clipping: cast, multiply, step, cast. DeepSpeed's ZeRO-2 casts the gradients on the GPU
+(`stage_1_and_2.py`): its path on the host starts from fp32.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
+import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from offloadtrain.cli.bench.peers import (
-    BYTES_PER_PARAM,
-    FULL_PATH_BYTES,
-    deepspeed_cases,
-    torch_cases,
-)
-from offloadtrain.cli.bench.report import LIMIT, ONE_PASS, Label, Row, rows_of
-from offloadtrain.cli.bench.rounds import Case, measure
+from offloadtrain.cli.bench.rounds import Case, Seconds, measure, ratio, torch_threads
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.kernels import (
@@ -36,6 +39,168 @@ from offloadtrain.runtime.kernels import (
 )
 from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS
+
+LIMIT = "traffic limit"
+ONE_PASS = "one pass"
+TORCH_STEP, TORCH_PATH = "torch fused, step alone", "torch fused, whole path"
+DEEPSPEED_STEP, DEEPSPEED_PATH = "DeepSpeed, step alone", "DeepSpeed, whole path"
+DEEPSPEED_ZERO2 = "DeepSpeed, ZeRO-2's path"
+BYTES_PER_PARAM = {TORCH_STEP: 28, DEEPSPEED_STEP: 28, DEEPSPEED_ZERO2: 42}
+"""Memory traffic per parameter; a whole path has FULL_PATH_BYTES."""
+
+FULL_PATH_BYTES = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One case on one number of threads.
+
+    Attributes:
+        x_limit: time relative to moving the 28 bytes of fp32 Adam.
+        x_deepspeed_zero2, x_deepspeed_path, x_deepspeed_step, x_torch_path: speedups over these.
+    """
+
+    case: str
+    backend: str
+    state: str
+    n: int
+    threads: int
+    ns_per_param: float
+    bytes_per_param: float | None
+    x_limit: float | None
+    x_deepspeed_zero2: float | None
+    x_deepspeed_path: float | None
+    x_deepspeed_step: float | None
+    x_torch_path: float | None
+
+    @property
+    def gb_per_s(self) -> float | None:
+        return self.bytes_per_param and self.bytes_per_param / self.ns_per_param
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"gb_per_s": self.gb_per_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """The identity of a case."""
+
+    case: str
+    backend: str
+    state: str
+    bytes_per_param: float | None
+
+    @property
+    def key(self) -> str:
+        return f"{self.case}|{self.backend}|{self.state}"
+
+
+def rows_of(labels: Sequence[Label], seconds: Seconds, n: int, threads: int) -> list[Row]:
+    """Compare every case with the limit and the peers of the same run."""
+    by_case = {label.case: seconds[label.key] for label in labels}
+
+    def row(label: Label) -> Row:
+        times = seconds[label.key]
+        return Row(
+            case=label.case,
+            backend=label.backend,
+            state=label.state,
+            n=n,
+            threads=threads,
+            ns_per_param=statistics.median(times) / n * 1e9,
+            bytes_per_param=label.bytes_per_param,
+            x_limit=ratio(times, by_case.get(LIMIT)),
+            x_deepspeed_zero2=ratio(by_case.get(DEEPSPEED_ZERO2), times),
+            x_deepspeed_path=ratio(by_case.get(DEEPSPEED_PATH), times),
+            x_deepspeed_step=ratio(by_case.get(DEEPSPEED_STEP), times),
+            x_torch_path=ratio(by_case.get(TORCH_PATH), times),
+        )
+
+    return [row(label) for label in labels]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return all rows as a text table."""
+    head = (
+        f"{'case':30} {'backend':14} {'state':8} thr ns/param B/param   GB/s  x limit"
+        "  x ZeRO-2  x DS path  x DS step  x torch path"
+    )
+    return "\n".join([head, *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    size = "-" if row.bytes_per_param is None else f"{row.bytes_per_param:.2f}"
+    return (
+        f"{row.case:30} {row.backend:14} {row.state:8} {row.threads:3} {row.ns_per_param:8.3f} "
+        f"{size:>7} {_figure(row.gb_per_s):>6} {_figure(row.x_limit):>8} "
+        f"{_figure(row.x_deepspeed_zero2):>9} {_figure(row.x_deepspeed_path):>10} "
+        f"{_figure(row.x_deepspeed_step):>10} {_figure(row.x_torch_path):>13}"
+    )
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A goal: `measured` is at most or at least `bound`; None: not measured."""
+
+    what: str
+    measured: float | None
+    bound: float
+    at_most: bool
+
+    def __str__(self) -> str:
+        sign = "<=" if self.at_most else ">="
+        if self.measured is None:
+            return f"{self.what:48} {sign} {self.bound:5.2f}      -  not measured"
+        reached = self.measured <= self.bound if self.at_most else self.measured >= self.bound
+        verdict = "reached" if reached else "not reached"
+        return f"{self.what:48} {sign} {self.bound:5.2f} {self.measured:6.2f}  {verdict}"
+
+
+def goals(rows: Sequence[Row], dispatch_us: float) -> list[Goal]:
+    """Return the goals of the kernels, for every measured number of threads."""
+    result: list[Goal] = []
+    counts = sorted({row.threads for row in rows})
+    for threads in counts:
+        fp32 = _best(rows, "fp32", threads)
+        suffix = f", {threads} thread{'s' if threads > 1 else ''}"
+        if fp32 is not None:
+            result += [
+                Goal(f"fp32 against the traffic limit{suffix}", fp32.x_limit, 1.1, True),
+                Goal(f"fp32, times ZeRO-2's path{suffix}", fp32.x_deepspeed_zero2, 1.7, False),
+                Goal(f"fp32, times torch's path{suffix}", fp32.x_torch_path, 1.8, False),
+            ]
+        result.append(
+            Goal(
+                f"Numba against native, fp32{suffix}", _numba_over_native(rows, threads), 1.3, True
+            )
+        )
+    for state, bound in (("split16", 2.2), ("int8", 2.0)):
+        best = _best(rows, state, counts[-1])
+        if best is not None:
+            what = f"{state}, times ZeRO-2's path, {counts[-1]} threads"
+            result.append(Goal(what, best.x_deepspeed_zero2, bound, False))
+    return [*result, Goal("dispatch of one bucket, us", dispatch_us, 10.0, True)]
+
+
+def _best(rows: Sequence[Row], state: str, threads: int, backend: str = "native") -> Row | None:
+    """Return the first such row: backends are in order of preference."""
+    for row in rows:
+        same = (row.case, row.state, row.threads) == (ONE_PASS, state, threads)
+        if same and row.backend.startswith(backend):
+            return row
+    return None
+
+
+def _numba_over_native(rows: Sequence[Row], threads: int) -> float | None:
+    native, numba = (_best(rows, "fp32", threads, name) for name in ("native", "numba"))
+    if native is None or numba is None or native.x_limit is None or numba.x_limit is None:
+        return None
+    return numba.x_limit / native.x_limit
+
 
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 RULES: dict[str, Scalars] = {
@@ -203,13 +368,102 @@ def _under(backend: Backend, run: Callable[[], object]) -> Case:
 
 def peer_cases(b: Buffers) -> dict[Label, Case]:
     """Return the cases of torch and DeepSpeed."""
-    arguments = (b.fp32, b.grad, b.working, b.wide, SCALARS)
-    by_label: dict[Label, Case] = {}
-    for backend, cases in (("torch", torch_cases), ("deepspeed", deepspeed_cases)):
-        for name, run in cases(*arguments).items():
-            size = BYTES_PER_PARAM.get(name, FULL_PATH_BYTES)
-            by_label[Label(name, backend, "fp32", float(size))] = run
-    return by_label
+    return {
+        Label(name, backend, "fp32", float(BYTES_PER_PARAM.get(name, FULL_PATH_BYTES))): run
+        for backend, cases in (("torch", _torch_cases(b)), ("deepspeed", _deepspeed_cases(b)))
+        for name, run in cases.items()
+    }
+
+
+def _torch_cases(b: Buffers) -> dict[str, Case]:
+    """torch.optim.AdamW(fused=True), called as the optimizer calls it, with gradients in `wide`."""
+    state, step = b.fp32, torch.tensor(float(SCALARS.step))
+
+    def fused() -> None:
+        torch._fused_adamw_(
+            [state.master],
+            [b.wide],
+            [state.exp_avg],
+            [state.exp_avg_sq],
+            [],
+            [step],
+            lr=SCALARS.lr,
+            beta1=SCALARS.beta1,
+            beta2=SCALARS.beta2,
+            weight_decay=SCALARS.weight_decay,
+            eps=SCALARS.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return {TORCH_STEP: fused, TORCH_PATH: _path(fused, b)}
+
+
+def _deepspeed_cases(b: Buffers) -> dict[str, Case]:
+    """DeepSpeedCPUAdam; empty, with one line on stderr, if it cannot be loaded or built."""
+    try:
+        adam = _quietly(partial(_deepspeed_adam, b))
+    except Exception as error:  # its compiler run may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == "deepspeed":
+            return {}
+        print(f"DeepSpeed is installed but does not work: {error}", file=sys.stderr)
+        return {}
+    path, zero2 = _path(adam.step, b), _from_fp32(adam.step, b)
+    return {DEEPSPEED_STEP: adam.step, DEEPSPEED_PATH: path, DEEPSPEED_ZERO2: zero2}
+
+
+def deepspeed_version() -> str | None:
+    """Return the loaded version, None if none was."""
+    return getattr(sys.modules.get("deepspeed"), "__version__", None)
+
+
+def _path(step: Callable[[], object], b: Buffers) -> Case:
+    from_fp32 = _from_fp32(step, b)
+
+    def path() -> None:
+        b.wide.copy_(b.grad)
+        from_fp32()
+
+    return path
+
+
+def _from_fp32(step: Callable[[], object], b: Buffers) -> Case:
+    master = b.fp32.master
+
+    def path() -> None:
+        b.wide.mul_(SCALARS.grad_scale)
+        step()
+        b.working.copy_(master)
+
+    return path
+
+
+def _deepspeed_adam(b: Buffers) -> Any:
+    param = torch.nn.Parameter(b.fp32.master)
+    param.grad = b.wide
+    adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+        [param],
+        lr=SCALARS.lr,
+        betas=(SCALARS.beta1, SCALARS.beta2),
+        eps=SCALARS.eps,
+        weight_decay=SCALARS.weight_decay,
+        adamw_mode=True,
+    )
+    adam.step()
+    return adam
+
+
+def _quietly(make: Callable[[], Any]) -> Any:
+    """Redirect stdout, which is for data: its import and its compiler print there."""
+    sys.stdout.flush()
+    stdout_copy = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            return make()
+    finally:
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
@@ -247,20 +501,10 @@ def run(
         by_key = {label.key: case for label, case in cases.items()}
         # Of one thread the processor's time, which other work on the machine lengthens less.
         clock = time.process_time if count == 1 else time.perf_counter
-        with _torch_threads(count):
+        with torch_threads(count):
             seconds = measure(by_key, rounds, partial(on_round, count), clock)
         rows += rows_of(list(cases), seconds, numel, count)
     return rows
-
-
-@contextlib.contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def dispatch_us() -> float:

@@ -8,7 +8,8 @@ in the `step()` of a model whose gradients are ready. The cases alternate, each 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isqrt
@@ -16,14 +17,18 @@ from math import isqrt
 import torch
 from torch import nn
 
-from offloadtrain.cli.bench.drive import BOTH, BUCKETS, READ, WRITE, drive_cases
-from offloadtrain.cli.bench.rounds import Case, Seconds, ratio
-from offloadtrain.cli.bench.rounds import measure as in_turn
+from offloadtrain.cli.bench.rounds import Case, Seconds, measure, ratio
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.optim import AdamW
+from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Memory
+from offloadtrain.step.layout.tiers import Tier
 
+BUCKETS = 16
+READ, WRITE, BOTH = "read", "write", "read and write at once"
 GOAL = 0.85
 """Share of the bound that the engine's update is to reach."""
 
@@ -63,7 +68,7 @@ def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) ->
             say(f"disk, round {number}/{rounds}")
             update.prepare()
 
-        seconds = in_turn(cases, rounds, begin)
+        seconds = measure(cases, rounds, begin)
     return [_row(case, one_way * (1 if case in (READ, WRITE) else 2), seconds) for case in cases]
 
 
@@ -143,3 +148,37 @@ def verdict(rows: Sequence[DiskRow]) -> str:
     x_bound = next(row.x_bound for row in rows if row.x_bound is not None)
     word = "reached" if x_bound >= GOAL else "missed"
     return f"goal: the engine's update at {GOAL} of the bound or more: {x_bound:.2f}, {word}"
+
+
+@contextmanager
+def drive_cases(folder: str, num_bytes: int) -> Iterator[Mapping[str, Case]]:
+    """Yield the cases, over a scratch file in `folder` of so many bytes, about.
+
+    One bucket after the other is moved, each way through memory of its own. With both ways at once
+    a thread reads the whole file while another writes it, half a file apart.
+
+    Raises:
+        DiskError: there is no room, or the disk fails.
+    """
+    arena = DiskArena(Ledger(), folder, in_memory=True)
+    row = BufferSpec("bench", num_bytes // BUCKETS // 4, "float32", Tier.DISK)
+    files = arena.map({BufferKey(slot, Memory.STATE_FILE): row for slot in range(BUCKETS)})
+    memory = Arena(Ledger(), pin=False).map([row] * 2)
+
+    def read() -> None:
+        for file in files:
+            arena.read(file, memory[0])
+
+    def write(first: int = 0) -> None:
+        for number in range(BUCKETS):
+            arena.write(memory[1], files[(first + number) % BUCKETS])
+
+    def both() -> None:
+        with ThreadPoolExecutor(2) as pool:
+            for future in (pool.submit(read), pool.submit(write, BUCKETS // 2)):
+                future.result()
+
+    try:
+        yield {READ: read, WRITE: write, BOTH: both}
+    finally:
+        arena.close()

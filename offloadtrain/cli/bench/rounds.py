@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
 
 Case = Callable[[], object]
 Seconds = dict[str, list[float]]
@@ -35,6 +38,17 @@ def measure(
             if number:
                 seconds[name].append(clock() - start)
     return seconds
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch compute with so many threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def ratio(above: list[float] | None, below: list[float] | None) -> float | None:

@@ -13,21 +13,24 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import multiprocessing, nn
+from torch import multiprocessing
 
-from offloadtrain.cli.bench.step import MILLISECONDS, PacedLayer, paced_lanes, spec_of_layers
+from offloadtrain.cli.bench.step import (
+    MILLISECONDS,
+    median_step_s,
+    paced_step_s,
+    spec_of_layers,
+)
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import AdamW
-from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.rendezvous import join_through
 from offloadtrain.step.program.operations import Kind
 from offloadtrain.step.proof.simulate import steady
@@ -45,7 +48,7 @@ SHARED = (Kind.GRAD_DOWN, Kind.WEIGHTS_UP, Kind.LOAD, Kind.ADAM, Kind.NORM, Kind
 """Operations divided by the number of ranks."""
 COLLECTIVE_MS = 4.0
 """Time of a block's collective if a rank sent all of it; it sends (N-1)/N."""
-WARM_STEPS, BATCH, LENGTH = 3, 4, 128
+BATCH, LENGTH = 4, 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,24 +145,12 @@ def _rank(rank: int, count: int, folder: str, layers: int, steps: int) -> None:
     medians = {
         case: _demo(options, device, steps)
         if case == "demo"
-        else _paced(options, count, layers, steps)
+        else paced_step_s(layers, steps, lambda kind: _pace(kind, count), **options)
         for case, options in CASES.items()
     }
-    torch.save(medians, Path(folder, f"medians{rank}"))
-
-
-def _paced(options: dict[str, Any], count: int, layers: int, steps: int) -> float:
-    model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
-    with on_lanes(paced_lanes(layers, lambda kind: _pace(kind, count))):
-        optimizer = offload(model, AdamW(), device="cpu", precision="fp32", **options)
-
-    def step() -> None:
-        optimizer.backward(model(torch.ones(1, requires_grad=True)).sum())
-        optimizer.step()
-
-    spent = _median_ms(step, steps)
-    optimizer.close()
-    return spent
+    torch.save(
+        {case: 1e3 * median_s for case, median_s in medians.items()}, Path(folder, f"medians{rank}")
+    )
 
 
 def _demo(options: dict[str, Any], device: torch.device, steps: int) -> float:
@@ -167,20 +158,7 @@ def _demo(options: dict[str, Any], device: torch.device, steps: int) -> float:
     model = Transformer(shape)
     optimizer = offload(model, AdamW(), device=device, precision="fp32", **options)
     tokens_BT = torch.randint(shape.vocab_size, (BATCH, LENGTH), device=device)
-
-    def step() -> None:
-        optimizer.backward(model(tokens_BT, tokens_BT))
-        optimizer.step()
-
-    spent = _median_ms(step, steps)
-    optimizer.close()
-    return spent
-
-
-def _median_ms(step: Callable[[], None], steps: int) -> float:
-    spent = []
-    for _ in range(WARM_STEPS + steps):
-        began = time.perf_counter()
-        step()
-        spent.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(spent[WARM_STEPS:])
+    try:
+        return median_step_s(optimizer, lambda: model(tokens_BT, tokens_BT), steps)
+    finally:
+        optimizer.close()

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine import offload
+from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.layout.bucket_layout import padded
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec, padded
 from offloadtrain.step.layout.formats import format_for
 from offloadtrain.step.layout.placement import lay_out
 from offloadtrain.step.layout.step_spec import StepSpec
@@ -110,24 +109,10 @@ def _paced(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
-    """Train a model of paced layers on paced lanes."""
-    placement: dict[str, Any] = {"working": "host"} if streamed else {}
-    model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
-    with on_lanes(paced_lanes(layers, _ms)):
-        optimizer = offload(
-            model, AdamW(), device="cpu", precision="fp32", **OPTIONS[mode], **placement
-        )
-    spent = []
-    for _ in range(WARM_STEPS + steps):
-        begun = time.perf_counter()
-        optimizer.backward(model(torch.ones(1, requires_grad=True)).sum())
-        optimizer.step()
-        spent.append(time.perf_counter() - begun)
-    optimizer.close()
-    expected = steady(
-        spec_of_layers(layers, **OPTIONS[mode], **placement), lambda op: _ms(op.kind) / 1e3
-    )
-    measured = statistics.median(spent[WARM_STEPS:])
+    """Compare a paced step of a mode and placement with its schedule."""
+    options = OPTIONS[mode] | ({"working": "host"} if streamed else {})
+    expected = steady(spec_of_layers(layers, **options), lambda op: _ms(op.kind) / 1e3)
+    measured = paced_step_s(layers, steps, _ms, **options)
     return StepRow(
         mode=mode,
         working="host" if streamed else "device",
@@ -139,10 +124,29 @@ def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:
     )
 
 
-def paced_lanes(layers: int, ms: Callable[[Kind], float]) -> ThreadLanes:
-    """Return lanes that pace each operation by its kind."""
+def paced_step_s(layers: int, steps: int, ms: Callable[[Kind], float], **options: Any) -> float:
+    """Return the median seconds of a step of paced layers; `ms`: least time of an operation."""
     least = {f"{kind.value} {layer}": ms(kind) for kind in Kind for layer in range(layers)}
-    return ThreadLanes(pace=lambda name: least.get(name, 0.0))
+    model = nn.Sequential(*(PacedLayer() for _ in range(layers)))
+    with on_lanes(ThreadLanes(pace=lambda name: least.get(name, 0.0))):
+        optimizer = offload(model, AdamW(), device="cpu", precision="fp32", **options)
+    try:
+        return median_step_s(
+            optimizer, lambda: model(torch.ones(1, requires_grad=True)).sum(), steps
+        )
+    finally:
+        optimizer.close()
+
+
+def median_step_s(optimizer: OffloadOptimizer, loss: Callable[[], Tensor], steps: int) -> float:
+    """Return the median seconds of a step, after WARM_STEPS."""
+    spent = []
+    for _ in range(WARM_STEPS + steps):
+        begun = time.perf_counter()
+        optimizer.backward(loss())
+        optimizer.step()
+        spent.append(time.perf_counter() - begun)
+    return statistics.median(spent[WARM_STEPS:])
 
 
 def _ms(kind: Kind) -> float:

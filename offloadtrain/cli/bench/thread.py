@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.cli.bench.rounds import torch_threads
 from offloadtrain.engine import offload
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import Operation, Range, on_lanes
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 
 def run(steps: int, on_round: Callable[[str], None]) -> list[ThreadRow]:
     """Every placement with every number of layers, on one thread."""
-    with _one_thread():
+    with torch_threads(1):
         return [row for layers in LAYERS for row in _measure(layers, steps, on_round)]
 
 
@@ -149,16 +149,6 @@ def _timed(step: Callable[[], object]) -> float:
     begun = time.thread_time()
     step()
     return time.thread_time() - begun
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def table(rows: Sequence[ThreadRow]) -> str:

@@ -1,4 +1,4 @@
-"""`offloadtrain bench`."""
+"""`offloadtrain bench`, and `offloadtrain report` of what `make gpu` has measured."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 import re
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.units import parse_bytes
-
-if TYPE_CHECKING:
-    from offloadtrain.cli.bench.report import Row
 
 STATES = ("fp32", "split16", "int8")
 
@@ -45,8 +43,7 @@ def adam(
         Print one JSON object instead of the tables.
     """
     numel, counts = _numel(n), _counts("--threads", threads)
-    if rounds < 1:
-        raise ConfigError(f"--rounds {rounds}: give at least 1")
+    _at_least_one(rounds=rounds)
     chosen = _states(states)
 
     from offloadtrain.cli.bench import adam as bench
@@ -55,9 +52,17 @@ def adam(
         print(f"\r{count} threads, round {number}/{rounds} ", end="", file=sys.stderr, flush=True)
 
     rows = bench.run(numel, counts, rounds, chosen, tell)
-    print(file=sys.stderr)
-    show = _print_json if as_json else _print_tables
-    show(rows, rounds, bench.dispatch_us())
+    dispatch_us = bench.dispatch_us()
+    facts = {
+        "deepspeed": bench.deepspeed_version(),
+        "n": numel,
+        "rounds": rounds,
+        "dispatch_us": dispatch_us,
+        "rows": [row.as_json() for row in rows],
+    }
+    goals = [f"{'goal':48}    bound  found", *map(str, bench.goals(rows, dispatch_us))]
+    title = f"{numel} parameters, medians of {rounds} rounds; DS: DeepSpeed"
+    _show(as_json, facts, f"{title}\n", bench.table(rows), "", *goals)
 
 
 def step(
@@ -88,11 +93,13 @@ def step(
     as_json
         Print one JSON object instead of the tables.
     """
-    for flag, value in (("--layers", layers), ("--steps", steps), ("--rounds", rounds)):
-        if value < 1:
-            raise ConfigError(f"{flag} {value}: give at least 1")
+    _at_least_one(layers=layers, steps=steps, rounds=rounds)
     if thread:
-        _thread(steps, as_json)
+        from offloadtrain.cli.bench import thread as idle
+
+        costs = idle.run(steps, _say)
+        title = f"milliseconds of the training thread per layer, medians of {steps} steps"
+        _show(as_json, {"thread": list(map(asdict, costs))}, f"{title}\n", idle.table(costs))
         return
 
     from offloadtrain.cli.bench import resident
@@ -100,27 +107,14 @@ def step(
 
     rows = paced.run(layers, steps, _say)
     demo = resident.run(rounds, _say)
-    print(file=sys.stderr)
-    if as_json:
-        tables = {"paced": list(map(asdict, rows)), "demo": list(map(asdict, demo))}
-        print(json.dumps(_machine() | tables))
-    else:
-        print(f"{layers} paced blocks on threads, medians of {steps} steps\n")
-        print(paced.table(rows))
-        print("\nthe demo model, medians of ratios within a round\n")
-        print(resident.table(demo))
-
-
-def _thread(steps: int, as_json: bool) -> None:
-    from offloadtrain.cli.bench import thread
-
-    rows = thread.run(steps, _say)
-    print(file=sys.stderr)
-    if as_json:
-        print(json.dumps(_machine() | {"thread": list(map(asdict, rows))}))
-    else:
-        print(f"milliseconds of the training thread per layer, medians of {steps} steps\n")
-        print(thread.table(rows))
+    _show(
+        as_json,
+        {"paced": list(map(asdict, rows)), "demo": list(map(asdict, demo))},
+        f"{layers} paced blocks on threads, medians of {steps} steps\n",
+        paced.table(rows),
+        "\nthe demo model, medians of ratios within a round\n",
+        resident.table(demo),
+    )
 
 
 def scale(
@@ -150,9 +144,7 @@ def scale(
         Print one JSON object instead of the table.
     """
     counts = sorted({1, *_counts("--ranks", ranks)})
-    for flag, value in (("--layers", layers), ("--steps", steps), ("--rounds", rounds)):
-        if value < 1:
-            raise ConfigError(f"{flag} {value}: give at least 1")
+    _at_least_one(layers=layers, steps=steps, rounds=rounds)
 
     import torch
 
@@ -162,11 +154,7 @@ def scale(
     if gpus and counts[-1] > gpus:
         raise ConfigError(f"--ranks {ranks}: there are {gpus} GPUs, one for each rank")
     rows = scaling.run(counts, layers=layers, steps=steps, rounds=rounds, say=_say)
-    print(file=sys.stderr)
-    if as_json:
-        print(json.dumps(_machine() | {"rows": list(map(asdict, rows))}))
-    else:
-        print(scaling.table(rows))
+    _show(as_json, {"rows": list(map(asdict, rows))}, scaling.table(rows))
 
 
 def disk(
@@ -193,8 +181,7 @@ def disk(
     as_json
         Print one JSON object instead of the table.
     """
-    if rounds < 1:
-        raise ConfigError(f"--rounds {rounds}: give at least 1")
+    _at_least_one(rounds=rounds)
     try:
         num_bytes = parse_bytes(size)
     except ValueError as error:
@@ -203,39 +190,53 @@ def disk(
     from offloadtrain.cli.bench import disk as bench
 
     rows = bench.run(folder, num_bytes, rounds, _say)
-    print(file=sys.stderr)
-    if as_json:
-        print(json.dumps(_machine() | {"disk": list(map(asdict, rows))}))
-    else:
-        print(f"medians of {rounds} rounds\n")
-        print(bench.table(rows))
+    title = f"medians of {rounds} rounds\n"
+    _show(as_json, {"disk": list(map(asdict, rows))}, title, bench.table(rows))
+
+
+def report(
+    folder: Path = Path("benchmarks/results"), /, *, all: bool = False, plot: Path | None = None
+) -> None:
+    """Print the steps measured on GPUs as a table, from results files only.
+
+    Parameters
+    ----------
+    folder
+        Folder with the results files of `make gpu`.
+    all
+        Also print plans, goals, the machine's rates and what was not measured.
+    plot
+        Also draw ratios, rates and exposed time as SVG files into this folder.
+    """
+    from offloadtrain.cli import results_tables
+
+    if not folder.is_dir():
+        raise results_tables.ResultsError(f"{folder}: no such folder; make gpu writes results")
+    files = results_tables.read(folder)
+    if plot is not None:
+        from offloadtrain.cli.results_plots import plot as draw
+
+        draw(files, plot)
+    print(results_tables.everything(files) if all else results_tables.summary(files))
 
 
 def _say(text: str) -> None:
     print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
 
 
-def _print_tables(rows: list[Row], rounds: int, dispatch: float) -> None:
-    from offloadtrain.cli.bench.report import goals, table
+def _show(as_json: bool, facts: dict[str, Any], *text: str) -> None:
+    """Print the facts and the machine as one JSON object, or the text; below the progress line."""
+    print(file=sys.stderr)
+    if as_json:
+        print(json.dumps(_machine() | facts))
+    else:
+        print(*text, sep="\n")
 
-    print(f"{rows[0].n} parameters, medians of {rounds} rounds; DS: DeepSpeed\n")
-    print(table(rows))
-    print(f"\n{'goal':48}    bound  found")
-    for goal in goals(rows, dispatch):
-        print(goal)
 
-
-def _print_json(rows: list[Row], rounds: int, dispatch: float) -> None:
-    from offloadtrain.cli.bench.peers import deepspeed_version
-
-    summary = _machine() | {
-        "deepspeed": deepspeed_version(),
-        "n": rows[0].n,
-        "rounds": rounds,
-        "dispatch_us": dispatch,
-        "rows": [row.as_json() for row in rows],
-    }
-    print(json.dumps(summary))
+def _at_least_one(**values: int) -> None:
+    for option, value in values.items():
+        if value < 1:
+            raise ConfigError(f"--{option} {value}: give at least 1")
 
 
 def _machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`offloadtrain convert`."""
+"""`offloadtrain convert` and `offloadtrain import-deepspeed`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
-from offloadtrain.cli.interrupts import ends_as_interrupted
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.cli.exit_codes import ends_as_interrupted
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
 
 
 def convert(
@@ -80,8 +80,8 @@ def _to_run(
 ) -> None:
     from offloadtrain.config import job as jobs
     from offloadtrain.config import toml
+    from offloadtrain.convert.run_import import to_run
     from offloadtrain.train.log.console import Console
-    from offloadtrain.train.saved.convert import to_run
 
     for path in filter(None, (source, optimizer)):
         if not os.path.exists(path):
@@ -96,10 +96,49 @@ def _to_run(
 
 
 def _from_run(source: Path, out: Path, to: Literal["torch", "dcp"]) -> None:
-    from offloadtrain.train.saved.convert_to_torch import to_dcp, to_torch
-    from offloadtrain.train.saved.saved_run import open_saved
+    from offloadtrain.convert.torch_export import to_dcp, to_torch
+    from offloadtrain.train.trained_model import open_saved
 
     write = {"torch": to_torch, "dcp": to_dcp}[to]
     for line in write(open_saved(source), out):
         print(line, file=sys.stderr)
     print(out)
+
+
+def import_deepspeed(
+    config: Path,
+    out: Path | None = None,
+    /,
+    *,
+    to: Literal["job", "mixin"] = "job",
+    trainer_args: Path | None = None,
+) -> None:
+    """Translate a DeepSpeed configuration, and list on stderr what has no translation.
+
+    Parameters
+    ----------
+    config
+        The JSON file.
+    out
+        File to write, which must not exist; default: stdout.
+    to
+        A job's TOML, or JSON with the options of OffloadMixin and the TrainingArguments.
+    trainer_args
+        JSON of TrainingArguments, or the script that makes them: what "auto" stands for.
+    """
+    from offloadtrain.convert import deepspeed_config
+
+    loaded = deepspeed_config.load(config, trainer_args)
+    text = loaded.job() if to == "job" else loaded.mixin()
+    if out is None:
+        print(text, end="")
+    else:
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise OffloadTrainError(f"{out} cannot be written: {error.strerror}") from error
+        print(out)
+    undecided = loaded.undecided_in_a_job() if to == "job" else {}
+    for key, why in {**loaded.unmapped, **undecided}.items():
+        print(f"not mapped: {key}: {why}", file=sys.stderr)

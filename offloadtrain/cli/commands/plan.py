@@ -206,7 +206,8 @@ def _job(job: str, hf: str, overrides: tuple[str, ...]) -> Config:
             + (f", or --hf {hf}, not both" if hf else ", or --hf FOLDER")
         )
     if hf:
-        return jobs.loads(_HF_JOB.format(folder=json.dumps(_folder(hf))), "--hf", overrides)
+        folder = str(Path(hf).parent) if Path(hf).name == "config.json" else hf
+        return jobs.loads(_HF_JOB.format(folder=json.dumps(folder)), "--hf", overrides)
     return jobs.load(find_job(job), overrides, say_on_stderr)
 
 
@@ -215,8 +216,8 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     model that cannot be traced is planned by its shape, with one message on stderr."""
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import of_stage, shared
-    from offloadtrain.plan.resolve import resolved
-    from offloadtrain.sizing.trace_step import TraceError
+    from offloadtrain.plan.placement import resolved
+    from offloadtrain.plan.tracing.step import TraceError
     from offloadtrain.train.build import described
     from offloadtrain.train.job_trace import tracer_of
 
@@ -258,12 +259,6 @@ def _fine_tune(
     return 0 if placements else DOES_NOT_FIT
 
 
-def _folder(name: str) -> str:
-    """Return the folder of a config.json, or the name as it is."""
-    path = Path(name)
-    return str(path.parent) if path.name == "config.json" else name
-
-
 def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
     from offloadtrain.plan import report
     from offloadtrain.plan.search import largest
@@ -292,8 +287,8 @@ def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
 
 
 def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:
-    from offloadtrain.plan.resolve import resolved
-    from offloadtrain.plan.search import pipeline_search
+    from offloadtrain.parallel.pipeline import search as pipeline_search
+    from offloadtrain.plan.placement import resolved
 
     if config.hf is not None:
         raise ConfigError("--search divides the shipped transformer only: leave out model.hf")
@@ -306,13 +301,12 @@ def _search(config: Config, name: str, machine: Machine, gpus: int, *, as_json: 
     if reason := pipeline_search.undivided(job):
         print(f"Replicas only: {reason}", file=sys.stderr)
     divisions = pipeline_search.search(job, name, machine, gpus)
-    if as_json:
-        rows = pipeline_search.as_json(divisions)
-        print(json.dumps({"machine": name, "job": job.name, "ranks": gpus, "rows": rows}))
-    elif divisions:
-        print(f"{job.name} on {gpus} x {name}:", *pipeline_search.table(divisions), sep="\n")
-    else:
-        print(f"No division of {job.name} among {gpus} ranks fits {name}.")
+    text = f"No division of {job.name} among {gpus} ranks fits {name}."
+    if divisions:
+        text = "\n".join((f"{job.name} on {gpus} x {name}:", *pipeline_search.table(divisions)))
+    rows = pipeline_search.as_json(divisions)
+    facts = {"machine": name, "job": job.name, "ranks": gpus, "rows": rows}
+    print(json.dumps(facts) if as_json else text)
     return 0 if divisions else DOES_NOT_FIT
 
 
@@ -326,10 +320,8 @@ def _sweep(
     points = sweep.sweep(config, name, machine, counts)
     if plot:
         sweep.plot(points, plot, f"{config.name} on {name}")
-    if as_json:
-        print(json.dumps({"machine": name, "job": config.name, "points": sweep.as_json(points)}))
-    else:
-        print(sweep.table(points, name))
+    facts = {"machine": name, "job": config.name, "points": sweep.as_json(points)}
+    print(json.dumps(facts) if as_json else sweep.table(points, name))
     return 0 if any(not point.problem for point in points) else DOES_NOT_FIT
 
 

@@ -17,8 +17,7 @@ from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.runtime import launcher_link
 from offloadtrain.runtime.failure_detector import RankInfo
-from offloadtrain.train.guards import Guards, guarded
-from offloadtrain.train.signals import StoppedEarlyError, told_early
+from offloadtrain.train.signals import Guards, StoppedEarlyError, guarded, told_early
 
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
@@ -71,7 +70,7 @@ def train(
     """
     from offloadtrain.config import job as jobs
     from offloadtrain.config.batch_split import roles
-    from offloadtrain.config.log_options import check_packages
+    from offloadtrain.config.sections import check_packages
 
     link = launcher_link.attach()
     path = find_job(job)
@@ -93,7 +92,7 @@ def train(
     count = _ranks_wanted(nproc, config) if rank_info.size == 1 else rank_info.size
     waiting = _choose_waiting(config, rank_info)
     if rank_info.size == 1 and nproc != "1":
-        from offloadtrain.cli.commands.launch import launch
+        from offloadtrain.cli.supervisor import launch
 
         if waiting:
             print(f"torch's threads: {waiting}", file=sys.stderr)

@@ -1,28 +1,32 @@
-"""The examination: checks of facts, then checks of measurements."""
+"""The examination of a machine: checks of facts, then checks of measurements; and the facts."""
 
 from __future__ import annotations
 
 import os
 import platform
+import resource
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from offloadtrain.cli.doctor import checks, facts, speeds
-from offloadtrain.cli.doctor.checks import Check, Status
-from offloadtrain.cli.doctor.drive import DriveRates, drive_rates
-from offloadtrain.cli.doctor.measure import measure
+from offloadtrain.cli.doctor import checks
+from offloadtrain.cli.doctor.checks import Check, DriveRates, Status
+from offloadtrain.cli.doctor.measure import drive_rates, measure
 from offloadtrain.config.errors import DiskError
-from offloadtrain.hardware.cpus import SYSFS
+from offloadtrain.hardware import cgroup
+from offloadtrain.hardware.cpus import SYSFS, parse_cpulist
+from offloadtrain.hardware.file_system import free_bytes
 from offloadtrain.hardware.host_memory import stated_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.telemetry import installed_version, probe
-from offloadtrain.runtime import kernels
+from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.device import resolve_precision
 
+PIN_BYTES = 1 << 30
 NEEDED = {"versions", "gpu", "driver", "torch kernels"}
 """Checks that must pass for the device to compute."""
 
@@ -53,20 +57,10 @@ def examine(
         tell: called with each check as soon as it is done.
         say: called with the name of each measurement.
     """
-    report, nvml = Report(), Nvml()
-
-    def add(check: Check) -> None:
+    report, visit = Report(), _Visit(folder, quick, say, Nvml())
+    for check in visit.run(report):
         report.checks.append(check)
         tell(check)
-
-    visit = _Visit(folder, quick, say, nvml)
-    for check in visit.look():
-        add(check)
-    broken = {check.name for check in report.checks if check.status is Status.FAIL}
-    if not broken & NEEDED:
-        report.machine = visit.measure()
-    for check in visit.judge(report.machine):
-        add(check)
     return report
 
 
@@ -77,8 +71,8 @@ class _Visit:
         self.folder, self.quick, self.say, self.nvml = folder, quick, say, nvml
         self.samples = nvml.sample()  # before torch creates a context, which takes memory itself
         self.probe = probe(nvml)
-        self.gpus, self.reason = facts.torch_gpus()
-        self.limit = facts.memory_limit()
+        self.gpus, self.reason = torch_gpus()
+        self.limit = memory_limit()
         self.drive: DriveRates | str | None = None
 
     @property
@@ -87,11 +81,19 @@ class _Visit:
 
     @property
     def host_memory_bytes(self) -> int:
-        total = stated_bytes() or facts.total_memory_bytes()
+        total = stated_bytes() or total_memory_bytes()
         limits = [total, self.probe.host_memory_bytes, self.limit]
         return min(size for size in limits if size)
 
-    def look(self) -> Iterator[Check]:
+    def run(self, report: Report) -> Iterator[Check]:
+        """Check facts and measure; `report`: has the checks so far, and gets the measurements."""
+        yield from self._facts()
+        broken = {check.name for check in report.checks if check.status is Status.FAIL}
+        if not broken & NEEDED:
+            report.machine = self._measure()
+        yield from self._speeds(report.machine)
+
+    def _facts(self) -> Iterator[Check]:
         """Run the checks that need no measurement, and the disk's."""
         yield from self._software()
         yield from self._gpus()
@@ -143,12 +145,12 @@ class _Visit:
     def _memory(self) -> Iterator[Check]:
         available = min(self.probe.host_available_bytes, self.host_memory_bytes)
         yield checks.check_host_memory(self.host_memory_bytes, available)
-        yield checks.check_cgroup(self.limit, facts.total_memory_bytes())
+        yield checks.check_cgroup(self.limit, total_memory_bytes())
         needed = available if self.gpus else 0
-        yield checks.check_memlock(facts.memlock_limit(), needed)
+        yield checks.check_memlock(memlock_limit(), needed)
         if self.gpus:
-            num_bytes = min(facts.PIN_BYTES, available // 8)
-            yield checks.check_pinning(num_bytes, facts.can_pin(num_bytes))
+            num_bytes = min(PIN_BYTES, available // 8)
+            yield checks.check_pinning(num_bytes, can_pin(num_bytes))
 
     def _cores(self) -> Iterator[Check]:
         probe, backend = self.probe, kernels.backend()
@@ -160,21 +162,21 @@ class _Visit:
             backend.where,
         )
         yield checks.check_numa(
-            facts.numa_nodes(SYSFS),
+            numa_nodes(SYSFS),
             os.sched_getaffinity(0),
-            facts.allowed_memories(),
+            allowed_memories(),
             [gpu.node for gpu in self.gpus],
         )
         yield checks.check_kernels(backend.name, backend.isa, backend.why)
 
     def _disk(self) -> Check:
-        free = facts.free_bytes(self.folder)
+        free = free_bytes(self.folder)
         if not self.quick and free >= checks.LEAST_FREE_BYTES:
             self.say("the disk")
             self.drive = _drive(self.folder)
         return checks.check_disk(str(self.folder.resolve()), free, self.drive)
 
-    def measure(self) -> Machine:
+    def _measure(self) -> Machine:
         """Measure for seconds; with `quick` less than one each."""
         probe = self.probe
         return measure(
@@ -187,7 +189,7 @@ class _Visit:
             say=self.say,
         )
 
-    def judge(self, machine: Machine | None) -> Iterator[Check]:
+    def _speeds(self, machine: Machine | None) -> Iterator[Check]:
         """Run the checks of warm links and of speeds; `machine`: None if nothing was measured."""
         links = self.nvml.describe()
         copied = machine is not None and len(links) == len(self.gpus)
@@ -198,10 +200,10 @@ class _Visit:
                 (gpu.pcie_width, gpu.pcie_width_max),
                 busy=copied,
             )
-        most = [speeds.link_gbps(g.pcie_generation_max, g.pcie_width_max) for g in links[:1]]
+        most = [checks.link_gbps(g.pcie_generation_max, g.pcie_width_max) for g in links[:1]]
         if machine is not None:
             link = most[0] if most and self.gpus else None
-            yield from speeds.check_speeds(machine, link, bf16=self._has_bf16)
+            yield from checks.check_speeds(machine, link, bf16=self._has_bf16)
 
 
 def _versions() -> Mapping[str, str]:
@@ -221,3 +223,105 @@ def _drive(folder: Path) -> DriveRates | str:
         return f"cannot be written: {error.strerror}"
     except DiskError as error:
         return str(error)
+
+
+@dataclass(frozen=True, slots=True)
+class TorchGpu:
+    """One GPU as torch sees it.
+
+    Attributes:
+        bf16: bf16 in hardware.
+        node: NUMA node, None: not reported.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    bf16: bool
+    node: int | None
+
+    @property
+    def description(self) -> str:
+        major, minor = self.capability
+        return (
+            f"{self.name}, compute capability {major}.{minor}, {self.memory_bytes / 2**30:.1f} GiB"
+        )
+
+
+def torch_gpus() -> tuple[tuple[TorchGpu, ...], str]:
+    """The GPUs torch sees, and the reason or warning if it sees none."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            gpus = tuple(_torch_gpu(i) for i in range(torch.cuda.device_count()))
+            reason = "; ".join(_first_line(warning.message) for warning in caught)
+        except RuntimeError as error:  # no context can be made: exclusive mode, a lost GPU
+            return (), _first_line(error)
+    return gpus, reason
+
+
+def _torch_gpu(index: int) -> TorchGpu:
+    properties = torch.cuda.get_device_properties(index)
+    address = cuda_driver.pci_address(index)
+    with torch.cuda.device(index):
+        bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return TorchGpu(
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        memory_bytes=properties.total_memory,
+        bf16=bf16,
+        node=gpu_node(address, SYSFS),
+    )
+
+
+def _first_line(message: object) -> str:
+    return str(message).strip().partition("\n")[0]
+
+
+def gpu_node(address: str | None, sysfs: Path) -> int | None:
+    """Return the NUMA node of a GPU by PCI address; None: not reported, as on most machines with
+    one node."""
+    file = sysfs / f"bus/pci/devices/{address}/numa_node"
+    node = int(file.read_text()) if address and file.exists() else -1
+    return node if node >= 0 else None
+
+
+def numa_nodes(sysfs: Path) -> dict[int, list[int]]:
+    """Return node → its CPUs; empty if the system has no nodes."""
+    files = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
+    return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in files}
+
+
+def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:
+    """Return the nodes whose memory this process may use."""
+    for line in status.read_text().splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            return parse_cpulist(line.partition(":")[2])
+    return []
+
+
+def memlock_limit() -> int | None:
+    """Return the bytes this process may lock; None: unlimited."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def total_memory_bytes() -> int:
+    """Return the machine's memory, regardless of limits on this process."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_limit(mount: Path = cgroup.MOUNT, membership: Path = cgroup.MEMBERSHIP) -> int | None:
+    """Return the least memory limit of this process's cgroups, of either version; None: no
+    limit."""
+    limits = cgroup.memory_limits(mount, membership)
+    return min((limit.num_bytes for limit in limits), default=None)
+
+
+def can_pin(nbytes: int) -> bool:
+    """Return whether the driver page-locks this much at once; needs a GPU."""
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    locked = cuda_driver.register(memory)
+    if locked:
+        cuda_driver.unregister(memory)
+    return locked

@@ -8,20 +8,27 @@ memory" and the copies "to the device" are copies in host memory.
 
 from __future__ import annotations
 
+import mmap
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from offloadtrain.cli.bench.adam import SCALARS, Buffers, allocate
+from offloadtrain.cli.bench.disk import BOTH, READ, WRITE, drive_cases
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
-from offloadtrain.cli.doctor.drive import DriveRates
-from offloadtrain.cli.doctor.speeds import FP32_TRAFFIC_BYTES
+from offloadtrain.cli.doctor.checks import FP32_TRAFFIC_BYTES, DriveRates
+from offloadtrain.hardware.direct_io import THREADS, DirectFile
+from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
@@ -52,6 +59,9 @@ FRAGMENT_BYTES = 512 << 20
 
 ROUNDS, QUICK_ROUNDS = 5, 2
 BATCHES, BATCH_S, QUICK_BATCH_S = 3, 0.15, 0.03
+
+CHECKPOINT_BYTES, PIECE_BYTES = 256 << 20, 8 << 20
+STATE_BYTES, DRIVE_ROUNDS = 128 << 20, 3
 
 Say = Callable[[str], None]
 
@@ -222,6 +232,48 @@ def _stream(buffers: Buffers, native: bool) -> tuple[Case, int]:
         return run, FP32_TRAFFIC_BYTES
     # In place like Adam: a copy would also read the overwritten memory, which is not counted.
     return partial(kernels.accumulate, buffers.wide, buffers.grad, False), ACCUMULATE_BYTES
+
+
+def drive_rates(folder: Path) -> DriveRates:
+    """Measure durable writes and, unless the folder is in host memory, moves of state.
+
+    Raises:
+        OSError: it cannot be written, or is full.
+        DiskError: the same, of state.
+    """
+    checkpoints = checkpoint_gbps(folder)
+    if kind_of(folder) in IN_MEMORY:
+        return DriveRates(disk_gbps=checkpoints)
+    with drive_cases(str(folder), STATE_BYTES) as cases:
+        seconds = measure_rounds(cases, DRIVE_ROUNDS, _silent)
+    read, write, both = (
+        ways * STATE_BYTES / statistics.median(seconds[case]) / 1e9
+        for case, ways in ((READ, 1), (WRITE, 1), (BOTH, 2))
+    )
+    return DriveRates(
+        disk_gbps=checkpoints, disk_read_gbps=read, disk_write_gbps=write, disk_both_gbps=both
+    )
+
+
+def checkpoint_gbps(folder: Path) -> float:
+    """Measure durable writes as a checkpoint makes them: past the page cache, several at once.
+
+    Raises:
+        OSError: it cannot be written, or is full.
+    """
+    piece = memoryview(mmap.mmap(-1, PIECE_BYTES))
+    piece[:] = os.urandom(PIECE_BYTES)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as made:
+        file = DirectFile.create(Path(made) / "written", CHECKPOINT_BYTES)
+        try:
+            began = time.perf_counter()
+            with ThreadPoolExecutor(THREADS) as pool:
+                starts = range(0, CHECKPOINT_BYTES, PIECE_BYTES)
+                list(pool.map(lambda start: file.write(piece, start), starts))
+            file.sync()
+            return CHECKPOINT_BYTES / (time.perf_counter() - began) / 1e9
+        finally:
+            file.close()
 
 
 def _device_memory(device: torch.device) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offloadtrain.engine.offloaded_parameter import OffloadedParameter
+from offloadtrain.engine.bucket import OffloadedParameter
 from offloadtrain.runtime.user_code import line_of
 
 _log = logging.getLogger(__name__)

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel, Removable, has_ended
-from offloadtrain.engine.autograd.saved_tensor_hooks import in_checkpoint
-from offloadtrain.engine.checks.model_checks import ModelError
+from offloadtrain.engine.autograd.saved_tensors import in_checkpoint
+from offloadtrain.engine.checks import ModelError
 
 _REFUSE = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),

@@ -1,27 +1,140 @@
-"""The work around each module's forward: waits, spans and handles."""
+"""The work around each module's forward: waits, spans and handles.
+
+[Note: Reads without a call]
+A forward may read parameters without calling the module that owns them: `F.linear(h,
+self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never
+`block(x)`. No hook of the owner fires then, and compute would not wait for an upload of its
+weights. So in the first forward, when nothing is in flight yet, every operation's arguments are
+looked up. If a block is read before any hook has entered it, the running module waits for it in
+later forwards. If a block is read after its own forward, it is kept in use until the running module
+ends. A model with compiled blocks is not tracked: the compiler does not work under a dispatch mode.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.autograd.access_tracker import AccessTracker
-from offloadtrain.engine.autograd.hooks import has_ended, watch, watch_inside
+from offloadtrain.engine.autograd.hooks import (
+    CompiledForward,
+    Passthrough,
+    has_ended,
+    watch,
+    watch_inside,
+)
+from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
-from offloadtrain.engine.autograd.replaced_forward import CompiledForward
-from offloadtrain.engine.autograd.saved_offload import Offloader, SavedOffloader
-from offloadtrain.engine.autograd.saved_tensor_hooks import Chain, SavedTensors
+from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.checks.model_checks import has_compiled
+from offloadtrain.engine.checks import has_compiled
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lanes, Span
+
+
+class AccessTracker(Passthrough):
+    """Active during one forward; calls `missed(module, block)` or `late(module, block)` for such
+    reads, once for each pair: late if the module was running when the block was entered."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        owner: Callable[[Tensor], Block | None],
+        missed: Callable[[nn.Module, Block], None],
+        late: Callable[[nn.Module, Block], None],
+        frame: FrameType | None,
+    ) -> None:
+        """`frame`: that of the forward; see [Note: Interrupted forwards] in `hooks.py`."""
+        super().__init__()
+        self._frame = frame
+        self._owner = owner
+        self._missed = missed
+        self._late = late
+        self._running: list[nn.Module] = [root]
+        self._entered: dict[Block, set[nn.Module]] = {}
+        """Block → modules that were running when a hook entered it."""
+        self._reported: set[tuple[nn.Module, Block]] = set()
+        self._handles: list[RemovableHandle] = []
+        self._ignoring = False
+
+    def __enter__(self) -> AccessTracker:
+        self._handles = [
+            register_module_forward_pre_hook(lambda module, _: self._running.append(module)),
+            register_module_forward_hook(lambda *_: self._left(), always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        """Idempotent."""
+        handles, self._handles = self._handles, []
+        if handles:
+            super().__exit__(*exc)
+        for handle in handles:
+            handle.remove()
+
+    @staticmethod
+    def end_interrupted() -> None:
+        """End those of forwards that an interruption has cut, of any model."""
+        while isinstance(mode := _get_current_dispatch_mode(), AccessTracker):
+            if not has_ended(mode._frame):
+                return
+            mode.__exit__(None, None, None)
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Look nothing up while the engine's own operations run."""
+        self._ignoring = True
+        try:
+            yield
+        finally:
+            self._ignoring = False
+
+    def entered(self, block: Block) -> None:
+        """A hook has waited for this block in this forward."""
+        self._entered[block] = set(self._running)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # "prim" asks a fake tensor for its device, which reads nothing.
+        if not self._ignoring and func.namespace != "prim":
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._look_up(leaf)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _look_up(self, tensor: Tensor) -> None:
+        block = self._owner(tensor)
+        reader = self._running[-1]
+        if block is None or block.forwards or (reader, block) in self._reported:
+            return
+        self._reported.add((reader, block))
+        if reader in self._entered.get(block, ()):
+            self._late(reader, block)
+        else:
+            self._missed(reader, block)
+
+    def _left(self) -> None:
+        if len(self._running) > 1:
+            self._running.pop()
 
 
 class _Running(NamedTuple):
@@ -284,7 +397,7 @@ def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
     """Return modules in streamed blocks that own parameters → the blocks of these. Not in compiled
     blocks: the compiler would compile each block anew, as their hooks differ."""
     streamed = [b for b in blocks if b.streamed and not _has_compiled(b.module)]
-    owner = {slot.param: block for block in streamed for b in block.held for slot in b.slots}
+    owner = {slot.param: block for block in streamed for b in block.all_buckets for slot in b.slots}
     inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
     blocks_of = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
     return {module: list(dict.fromkeys(owners)) for module, owners in blocks_of.items() if owners}

@@ -99,7 +99,9 @@ class Costs:
 
     def __init__(self, placed: Placement, machine: Machine) -> None:
         self.placed, self.machine, self.spec = placed, machine, placed.spec
-        self._buckets = {bucket.name: bucket for block in self.spec.blocks for bucket in block.held}
+        self._buckets = {
+            bucket.name: bucket for block in self.spec.blocks for bucket in block.all_buckets
+        }
         self.parts = AmongParts(placed, machine)
         self.copies = AmongCopies(self.spec, machine, self.parts.count)
         self.experts = AmongExperts(placed, machine)
@@ -376,7 +378,7 @@ class Costs:
     def _loaded(self, streamed: Sequence[BlockSpec], bytes_of: Callable[[BucketSpec], int]) -> int:
         """Return the bytes for streamed blocks in forward and backward of every microbatch, except
         those still in slots. `bytes_of`: a bucket that is loaded → what that moves."""
-        size_of = {block.name: sum(map(bytes_of, block.held)) for block in streamed}
+        size_of = {block.name: sum(map(bytes_of, block.all_buckets)) for block in streamed}
         layers = [size_of[block.name] for block in streamed if block.repeated]
         slots, passes = self.spec.slots, 2 * self.spec.config.grad_accum_steps
         loads = max(passes * (len(layers) - slots) + slots, len(layers))

@@ -1,7 +1,9 @@
-"""What state, gradients and weights on the disk ask of a drive: bytes of a step, seconds, wear."""
+"""What state, gradients and weights on the disk ask of a drive: bytes of a step, seconds, wear; and
+the cost of a checkpoint, which is written while the next steps run."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from offloadtrain.hardware.machine import Machine
@@ -127,3 +129,35 @@ def wear(load: DiskLoad, machine: Machine, local_ranks: int, step_s: float) -> W
     per_day = per_step * _DAY_S / step_s
     rated = 1e12 * machine.disk_tbw
     return Wear(per_step, per_day, rated / per_day if rated and per_day else None)
+
+
+SHARE = 0.03
+"""Of the time of a run: what checkpoints should cost less than."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCost:
+    """The cost of a checkpoint.
+
+    Attributes:
+        write_s: time of its writing.
+        stall_s: time that training stands still: the next update waits for the writes.
+        interval: the smallest number of steps between checkpoints that costs less than `SHARE`.
+    """
+
+    write_s: float
+    stall_s: float
+    interval: int
+
+
+def save_cost(write_s: float, step_s: float, spill_s: float = 0.0) -> SaveCost:
+    """Return the cost of a checkpoint, of which one step and the spill hide what they can.
+
+    Args:
+        write_s: the checkpoint's bytes over the disk's rate.
+        spill_s: the spill's bytes over it; no update waits for these.
+    """
+    stall_s = max(0.0, write_s - step_s - spill_s)
+    # One checkpoint at a time: the next one begins behind it.
+    spent_s = max(stall_s / SHARE, write_s)
+    return SaveCost(write_s, stall_s, max(1, math.ceil(spent_s / step_s)))

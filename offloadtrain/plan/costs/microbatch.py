@@ -1,13 +1,14 @@
 """What a microbatch takes: bytes of torch, and the work of each block.
 
-Of our own transformer it is counted from the shape. Of any other model `sizing` traces it, which
-knows torch; a plan takes that as it is.
+`plan.tracing` counts it over fake tensors.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from offloadtrain.config.job import Config
 
@@ -19,23 +20,19 @@ class Activations:
     Attributes:
         saved: saved activations of all layers but the current one.
         layer: saved activations and temporaries of the current layer.
-        logits: logits, their gradient and the loss's rows; embedding's and final norm's outputs.
+        logits: logits, their gradient and the loss's rows; the outputs of the embedding and of the
+            final norm, and what keeps documents apart.
         gradients: gradients of weights, until the engine takes them.
-        documents: with packing = "isolated", what keeps documents apart: the bias of attention,
-            and the rotary tables of each sequence.
-        moment: time of the peak, "loss" or "backward".
     """
 
     saved: int
     layer: int
     logits: int
     gradients: int
-    documents: int
-    moment: str
 
     @property
     def total(self) -> int:
-        return self.saved + self.layer + self.logits + self.gradients + self.documents
+        return self.saved + self.layer + self.logits + self.gradients
 
     def owners(self) -> dict[str, int]:
         """Return the parts by their names in a plan."""
@@ -44,7 +41,6 @@ class Activations:
             "one layer at work": self.layer,
             "logits and loss": self.logits,
             "gradients in flight": self.gradients,
-            "attention within documents": self.documents,
         }
         return {owner: size for owner, size in named.items() if size}
 
@@ -64,7 +60,11 @@ class AttentionKind:
     causal: bool
 
 
-@dataclass(frozen=True, slots=True)
+def _counts() -> defaultdict[Any, float]:
+    return defaultdict(float)
+
+
+@dataclass(slots=True)
 class Work:
     """What operations compute and move.
 
@@ -77,8 +77,8 @@ class Work:
         recomputed: FLOPs of products and attention that ran before.
     """
 
-    products: Mapping[float, float] = field(default_factory=dict)
-    attention: Mapping[AttentionKind, float] = field(default_factory=dict)
+    products: dict[float, float] = field(default_factory=_counts)
+    attention: dict[AttentionKind, float] = field(default_factory=_counts)
     nbytes: float = 0.0
     launches: float = 0.0
     recomputed: float = 0.0
@@ -86,6 +86,16 @@ class Work:
     @property
     def flops(self) -> float:
         return sum(self.products.values()) + sum(self.attention.values())
+
+    def add(self, other: Work) -> None:
+        """Count the work of other operations, too."""
+        for width, flops in other.products.items():
+            self.products[width] += flops
+        for kind, flops in other.attention.items():
+            self.attention[kind] += flops
+        self.nbytes += other.nbytes
+        self.launches += other.launches
+        self.recomputed += other.recomputed
 
 
 @dataclass(frozen=True, slots=True)

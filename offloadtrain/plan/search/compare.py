@@ -14,11 +14,11 @@ from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.baselines.cells import checked
 from offloadtrain.plan.baselines.peers import PEERS, Peer, Work
-from offloadtrain.plan.costs.activations import activations
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import Placement, place
 from offloadtrain.plan.plan import PROCESS, PROCESS_BYTES, Plan
 from offloadtrain.plan.times import compute_seconds
+from offloadtrain.plan.tracing.tracer import activations
 
 OURS = "offloadtrain"
 

@@ -1,20 +1,108 @@
-"""The largest published model that trains on a machine, by placement and state format."""
+"""The largest published model that trains on a machine, by placement and state format.
+
+`config.model_shape.SIZES` has what a job can name and build; the other models here are planned
+only, as far as their plan needs the numbers of their config.json. Biases of queries, keys and
+values, norms of heads and the MLP's activation are left out: they take less than 0.1 % of the
+parameters. Models whose heads together are wider or narrower than the model (Gemma 7B, Qwen3-32B,
+Mistral Nemo) cannot be described so: `plan --hf` plans them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from offloadtrain.config.job import Config
-from offloadtrain.config.model_shape import ModelShape, num_params
+from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.units import format_bytes, format_count
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.plan.search.published_models import MODELS
 from offloadtrain.plan.search.question import STEP_TOKENS, job_of
 from offloadtrain.plan.search.suggest import applied
 from offloadtrain.step.layout.formats import ADAM_MOMENTS, FORMATS
+
+
+def _model(
+    vocab_size: int,
+    num_layers: int,
+    d_model: int,
+    heads: tuple[int, int],
+    d_ff: int,
+    max_seq_len: int = 32768,
+    *,
+    tied: bool = False,
+) -> ModelShape:
+    """heads: of queries; of keys and values."""
+    return ModelShape(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        d_ff=d_ff,
+        max_seq_len=max_seq_len,
+        tie_embeddings=tied,
+    )
+
+
+def _gpt3(num_layers: int, d_model: int, heads: int) -> ModelShape:
+    """A row of GPT-3's table 2.1 (arXiv:2005.14165), whose sequences have 2048 tokens."""
+    return ModelShape(
+        vocab_size=50257,
+        num_layers=num_layers,
+        d_model=d_model,
+        num_heads=heads,
+        max_seq_len=2048,
+        positions="learned",
+        norm="layernorm",
+        mlp="gelu",
+        tie_embeddings=True,
+        bias=True,
+    )
+
+
+_MODELS = {
+    **{name: shape for name, shape in SIZES.items() if name.startswith("gpt2-")},
+    "GPT-3 2.7B": _gpt3(32, 2560, 32),
+    "GPT-3 6.7B": _gpt3(32, 4096, 32),
+    "GPT-3 13B": _gpt3(40, 5120, 40),
+    "GPT-3 175B": _gpt3(96, 12288, 96),
+    "SmolLM2-135M": _model(49152, 30, 576, (9, 3), 1536, 8192, tied=True),
+    "SmolLM2-360M": _model(49152, 32, 960, (15, 5), 2560, 8192, tied=True),
+    "SmolLM2-1.7B": _model(49152, 24, 2048, (32, 32), 8192, 8192, tied=True),
+    "TinyLlama-1.1B": _model(32000, 22, 2048, (32, 4), 5632, 2048),
+    "Llama-2-7B": SIZES["llama-7b"],
+    "Llama-2-13B": SIZES["llama-13b"],
+    "Llama-2-70B": _model(32000, 80, 8192, (64, 8), 28672, 4096),
+    "Llama-3.2-1B": _model(128256, 16, 2048, (32, 8), 8192, 131072, tied=True),
+    "Llama-3.2-3B": _model(128256, 28, 3072, (24, 8), 8192, 131072, tied=True),
+    "Llama-3.1-8B": SIZES["llama-8b"],
+    "Llama-3.1-70B": _model(128256, 80, 8192, (64, 8), 28672, 131072),
+    "Llama-3.1-405B": _model(128256, 126, 16384, (128, 8), 53248, 131072),
+    "Mistral-7B": _model(32768, 32, 4096, (32, 8), 14336),
+    "Mistral-Large-123B": _model(32768, 88, 12288, (96, 8), 28672),
+    "Gemma-2B": _model(256000, 18, 2048, (8, 1), 16384, 8192, tied=True),
+    "Phi-3-mini-3.8B": _model(32064, 32, 3072, (32, 32), 8192, 4096),
+    "Yi-34B": _model(64000, 60, 7168, (56, 8), 20480, 4096),
+    "Qwen2.5-0.5B": _model(151936, 24, 896, (14, 2), 4864, tied=True),
+    "Qwen2.5-1.5B": _model(151936, 28, 1536, (12, 2), 8960, tied=True),
+    "Qwen2.5-3B": _model(151936, 36, 2048, (16, 2), 11008, tied=True),
+    "Qwen2.5-7B": _model(152064, 28, 3584, (28, 4), 18944),
+    "Qwen2.5-14B": _model(152064, 48, 5120, (40, 8), 13824),
+    "Qwen2.5-32B": _model(152064, 64, 5120, (40, 8), 27648),
+    "Qwen2.5-72B": _model(152064, 80, 8192, (64, 8), 29568),
+    "Qwen3-1.7B": _model(151936, 28, 2048, (16, 8), 6144, tied=True),
+    "Qwen3-8B": _model(151936, 36, 4096, (32, 8), 12288),
+    "Qwen3-14B": _model(151936, 40, 5120, (40, 8), 17408),
+}
+
+MODELS: Mapping[str, ModelShape] = MappingProxyType(
+    dict(sorted(_MODELS.items(), key=lambda item: -num_params(item[1])))
+)
+"""Name → shape, the largest first."""
+
 
 WEIGHT_BYTES = 2
 """Of a 16-bit working weight: less than any other."""

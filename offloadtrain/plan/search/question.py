@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from math import log
 
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.job import Config, DataConfig, TrainConfig
+from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
+from offloadtrain.config.sections import DataConfig, TrainConfig
 from offloadtrain.config.units import format_count
 from offloadtrain.plan.search.suggest import Change
 

@@ -15,8 +15,8 @@ from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, row
 from offloadtrain.plan.baselines.published import Run, Software, step_times, too_large_for
 from offloadtrain.plan.costs.costs import kernels_of
+from offloadtrain.plan.placement import resolved
 from offloadtrain.plan.plan import make
-from offloadtrain.plan.resolve import resolved
 
 IDEAL = Software(compute_share=1.0, adam_share=1.0, contention=1.0, ring_share=1.0)
 """Software of the analytic rows: GPUs, hosts and links at full speed."""

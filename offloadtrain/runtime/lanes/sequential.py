@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from offloadtrain.runtime.lanes.base import (
+    ClockedLanes,
     HostProgress,
     LaneEvent,
     Operation,
@@ -12,7 +13,6 @@ from offloadtrain.runtime.lanes.base import (
     now_ms,
     views,
 )
-from offloadtrain.runtime.lanes.clocked import ClockedLanes
 from offloadtrain.step.program.operations import Lane
 
 
@@ -47,16 +47,20 @@ class SequentialLanes(ClockedLanes):
         self._ended += on_host
         self._count(lane, name, writes)
         self._account(lane, name, start_ms)
+        if lane is not Lane.COMPUTE:
+            self._expose(lane, start_ms)
 
     # No event and no wait does anything: launch order is execution order, on one thread.
     def record(self, lane: Lane) -> LaneEvent:
         return _DONE
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
-        _Done.own(event)
+        if event is not _DONE:
+            _Done.own(event)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
-        _Done.own(event)
+        # The training thread runs all lanes: it waits as they do.
+        self.wait(Lane.HOST, event, why)
 
     def synchronize(self) -> None:
         """Does nothing: nothing is ever pending."""
@@ -72,8 +76,3 @@ class SequentialLanes(ClockedLanes):
 
     def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
         task()
-
-    def _account(self, lane: Lane, name: str, start_ms: float) -> None:
-        super()._account(lane, name, start_ms)
-        if lane is not Lane.COMPUTE:
-            self._expose(lane, start_ms)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from offloadtrain.runtime.lanes.base import (
+    ClockedLanes,
     HostProgress,
     LaneError,
     LaneEvent,
@@ -18,7 +19,6 @@ from offloadtrain.runtime.lanes.base import (
     now_ms,
     views,
 )
-from offloadtrain.runtime.lanes.clocked import ClockedLanes
 from offloadtrain.runtime.lanes.host_lane import Endable, Flag, make_host_lane
 from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.runtime.lanes.worker import Failure, Worker

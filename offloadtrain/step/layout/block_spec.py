@@ -1,4 +1,7 @@
-"""What a step's spec lists: blocks, their buckets, and matrices in them. Sizes are of one rank."""
+"""What a step's spec lists: blocks, their buckets, the layout of parameters and matrices in them.
+
+Sizes are of one rank.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,38 @@ from typing import NamedTuple
 
 from offloadtrain.step.layout.formats import ITEMSIZE, StateFormat
 from offloadtrain.step.layout.tiers import Tier
+
+ALIGN = 128
+"""Elements: every parameter starts on 256 bytes at 16 bit. Misalignment changes a GEMV's bits."""
+
+
+def padded(sizes: Sequence[int], ranks: int = 1) -> int:
+    """Return the elements of a bucket of parameters of these sizes, each aligned, and every shard
+    too."""
+    return _up(sum(_up(size, ALIGN) for size in sizes), ALIGN * ranks)
+
+
+def placed(sizes: Sequence[int], ranks: int = 1) -> tuple[list[int], int]:
+    """Lay out parameters of these sizes so that each lies in the shard of one rank.
+
+    The largest parameters come first, each to the rank that has least: shards as even as that makes
+    them. What is left of a shard is padding.
+
+    Returns:
+        The offset of each, and the elements of the bucket.
+    """
+    filled, where = [0] * ranks, {}
+    for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
+        rank = filled.index(min(filled))
+        where[number] = (rank, filled[rank])
+        filled[rank] += _up(sizes[number], ALIGN)
+    shard = max(filled)
+    offsets = [where[number][0] * shard + where[number][1] for number in range(len(sizes))]
+    return offsets, shard * ranks
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 class MatrixSpec(NamedTuple):
@@ -153,14 +188,14 @@ class BlockSpec:
     then: tuple[str, ...] = ()
 
     @property
-    def held(self) -> tuple[BucketSpec, ...]:
+    def all_buckets(self) -> tuple[BucketSpec, ...]:
         """All that a forward of the block reads."""
         return self.buckets + self.frozen
 
     @cached_property
     def nbytes(self) -> int:
         """Device memory of the working weights; every bucket starts on 256 bytes."""
-        return sum(bucket.nbytes for bucket in self.held)
+        return sum(bucket.nbytes for bucket in self.all_buckets)
 
 
 def readings_of(blocks: Sequence[BlockSpec]) -> tuple[Reading, ...]:

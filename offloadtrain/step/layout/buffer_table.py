@@ -15,6 +15,7 @@ from offloadtrain.step.layout.buffers import (
     BufferKey,
     BufferSpec,
     BufferTable,
+    Delivery,
     Memory,
     PoolSpec,
     by_owner,
@@ -35,13 +36,14 @@ def buffer_table(spec: StepSpec) -> BufferTable:
     rows = {**dict(disk_rows(spec)), **dict(host_rows(spec)), **dict(device_rows(spec))}
     # Parts of slots come last: they are of buffers above.
     rows.update(_parts_of_slots(spec))
-    buckets = (bucket for block in spec.blocks for bucket in block.held)
+    buckets = (bucket for block in spec.blocks for bucket in block.all_buckets)
     streamed = [bucket for bucket in buckets if spec.is_streamed(bucket)]
     return BufferTable(
         rows,
         pools(spec),
         sources={bucket.name: tuple(_sources(spec, bucket)) for bucket in streamed},
         staging={bucket.name: _staging(spec, bucket) for bucket in spec.buckets},
+        delivery={bucket.name: _delivery(spec, bucket) for bucket in spec.buckets},
     )
 
 
@@ -165,7 +167,7 @@ def second_copy_bytes(spec: StepSpec, bucket: BucketSpec) -> int:
 
 def disk_rows(spec: StepSpec) -> Iterator[Row]:
     """Yield what is on the disk, bucket by bucket: state, gradient, weights."""
-    for bucket in (bucket for block in spec.blocks for bucket in block.held):
+    for bucket in (bucket for block in spec.blocks for bucket in block.all_buckets):
         if bucket.is_on_disk and spec.is_trained(bucket):
             for number, row in enumerate(_fields(bucket, Tier.DISK)):
                 yield BufferKey(bucket.name, Memory.STATE_FILE, 0, number), row
@@ -180,7 +182,7 @@ def disk_rows(spec: StepSpec) -> Iterator[Row]:
 def _disk_slots(spec: StepSpec) -> Iterator[Row]:
     """Yield the host slots for what is on the disk, each of the size of the largest bucket's: for
     state, gradients, weights on their way to the device, and new ones on their way back."""
-    buckets = [bucket for block in spec.blocks for bucket in block.held]
+    buckets = [bucket for block in spec.blocks for bucket in block.all_buckets]
     on_disk = [bucket for bucket in spec.buckets if bucket.is_on_disk]
     with_gradient = [bucket for bucket in spec.buckets if bucket.gradient_on_disk]
     state = [span_bytes(_fields(bucket, Tier.HOST)) for bucket in on_disk]
@@ -222,7 +224,7 @@ def _weight_rows(spec: StepSpec) -> Iterator[Row]:
             name = f"{'other ' * version}working {bucket.name}"
             row = BufferSpec("working weights", bucket.numel, bucket.dtype, Tier.DEVICE, name)
             yield BufferKey(bucket.name, Memory.WORKING, version), row
-    for bucket in (bucket for block in spec.blocks for bucket in block.held):
+    for bucket in (bucket for block in spec.blocks for bucket in block.all_buckets):
         versions = 1 + spec.loads_in_turn(bucket) if spec.loads_from_shard(bucket) else 0
         for version in range(versions):
             where = Memory.DEVICE_SHARD, version
@@ -262,7 +264,7 @@ def _parts_of_slots(spec: StepSpec) -> Iterator[Row]:
     """Yield what buckets have in a slot while it is theirs: for each slot that they can have."""
     for block in spec.blocks:
         offset = 0
-        for bucket in block.held if block.name in spec.streamed else ():
+        for bucket in block.all_buckets if block.name in spec.streamed else ():
             for slot in spec.slots_of(block):
                 within, name = (BufferKey(slot, Memory.WORKING), offset), f"working {bucket.name}"
                 size = "streaming slots", bucket.numel, bucket.dtype
@@ -338,6 +340,18 @@ def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
     if not spec.holds_sum(bucket):
         return Memory.GRADIENT
     return Memory.NEW_WEIGHTS if spec.has_new_weight_slot(bucket) else Memory.HOST_STAGING
+
+
+def _delivery(spec: StepSpec, bucket: BucketSpec) -> Delivery:
+    """Return the way of new weights from the memory that an update writes."""
+    if spec.loads_from_disk(bucket):
+        return Delivery.FILE
+    if spec.loads_from_host(bucket):
+        if spec.loads_in_turn(bucket):
+            return Delivery.IN_TURN
+        return Delivery.SNAPSHOT if spec.has_snapshot(bucket) else Delivery.IN_PLACE
+    on_device = bucket.update_tier is Tier.DEVICE
+    return Delivery.ON_DEVICE if on_device else Delivery.UPLOAD
 
 
 # Sums, as the Ledger shows them.

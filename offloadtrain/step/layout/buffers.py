@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ into the same cache sets and make Adam up to three times slower."""
 
 class Memory(StrEnum):
     """The contents of a piece of memory."""
+
+    __hash__ = str.__hash__  # an Enum's own is a Python function, called at every look-up
 
     WORKING = "working"
     """Device: the whole of a bucket's weights; of a streamed block, in a slot."""
@@ -78,6 +80,24 @@ class Memory(StrEnum):
     """Host: a buffer for a block's input, or for this rank's part of it."""
     KEPT_ACTIVATION = "kept block input"
     """Device: a buffer for this rank's part of a block's input."""
+
+
+class Delivery(Enum):
+    """The way of a bucket's new weights from where the update writes them to where compute, or the
+    loads of a streamed bucket, read them."""
+
+    UPLOAD = auto()
+    """Copied from the host to the device."""
+    ON_DEVICE = auto()
+    """Within the device: copied, unless the update writes them to their place."""
+    SNAPSHOT = auto()
+    """Copied on the host, to the snapshot that loads read."""
+    IN_PLACE = auto()
+    """Loads read the memory that the update writes."""
+    IN_TURN = auto()
+    """Loads turn to the memory of two that the update writes."""
+    FILE = auto()
+    """Written to a file right after the update; loads turn to it."""
 
 
 class BufferKey(NamedTuple):
@@ -162,14 +182,15 @@ class BufferTable:
         rows: in the order of allocation.
         pools: kind → buffers of which the table knows no sizes.
         sources: streamed bucket → the buffers that its loads read, one per version of the weights.
-        staging: trained bucket → the kind of the memory that its new weights are written to, and
-            from which they are brought to where compute or loads read them.
+        staging: trained bucket → the kind of the memory that its new weights are written to.
+        delivery: trained bucket → the way of its new weights from there.
     """
 
     rows: Rows
     pools: Mapping[Memory, PoolSpec]
     sources: Mapping[str, tuple[BufferKey, ...]]
     staging: Mapping[str, Memory]
+    delivery: Mapping[str, Delivery]
 
     def allocated(self, tier: Tier) -> dict[BufferKey, BufferSpec]:
         """Return the rows that are allocated on a tier before the first step."""

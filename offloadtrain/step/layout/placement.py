@@ -1,20 +1,159 @@
-"""Lays a step out: which blocks are streamed, where the state is, what has a second copy."""
+"""Lays a step out: which blocks are streamed, where the state is, what has a second copy.
+
+[Note: Outside of layers]
+In ZeRO stage 3 each rank keeps a shard of every block. A block must be whole while it is used, so
+it saves memory only if it shares its slot with others. Layers do. Embedding and head are used one
+after the other, too, and share one slot beside those of the layers: for two of one size, half of
+their bytes and a shard of each instead of both whole. A block outside of layers stays whole
+
+    where no other has its size     a tied embedding, the only large one, would need a slot as large
+                                    as itself, and its shard beside it
+    where it is small               a norm would push the embedding, or the head, out of the slot
+                                    and have to be gathered itself, for a few KiB
+    where slot and shards together  two of one size on two ranks
+    take as much as the whole
+    where other modules may run     its forward would hold the slot while others need it
+    inside of its forward
+
+`keep_whole` names others. So the bytes of the device decide, and never grow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
-from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig, OptionError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.step.layout.block_spec import BlockSpec
+from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
 from offloadtrain.step.layout.buffer_table import arena_rows, device_bytes, second_copy_bytes
 from offloadtrain.step.layout.buffers import largest_owners, span_bytes
+from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.state_tiers import with_state_tiers
-from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.layout.streamed_blocks import streamed_blocks
+from offloadtrain.step.layout.step_spec import StepSpec, UpdatePolicy
 from offloadtrain.step.layout.tiers import Tier
+
+SMALL_SHARE = 1 / 8
+"""Of the largest block outside of layers; smaller ones stay whole."""
+
+
+def streamed_blocks(spec: StepSpec) -> frozenset[str]:
+    """Choose the blocks that do not stay on the device. Repeated ones that do are spread evenly, so
+    that a load has the forward of a resident block to run beside.
+
+    Raises:
+        OptionError: `keep_whole` names no block.
+        DeviceMemoryError: a limit of the device holds not even the rest and the slots.
+    """
+    outside = _outside(spec)
+    return frozenset(_repeated(spec, outside) | {block.name for block in outside})
+
+
+def _outside(spec: StepSpec) -> list[BlockSpec]:
+    """List the streamed blocks outside of lists; see [Note: Outside of layers]."""
+    resident = set()
+    for pattern in spec.config.sharding.keep_whole:
+        names = [block.name for block in spec.blocks if not block.repeated]
+        if not (matches := {name for name in names if fnmatchcase(name, pattern)}):
+            some = ", ".join(map(repr, names[:8])) or "none"
+            raise OptionError(
+                f"keep_whole = {pattern!r} matches no module outside of layers that holds weights; "
+                f"there are {some}"
+            )
+        resident |= matches
+    if spec.zero_stage != 3:
+        return []
+    able = [
+        block
+        for block in spec.blocks
+        if block.leaf and not block.repeated and block.name not in resident
+    ]
+    largest = max((block.nbytes for block in able), default=0)
+    shared = [block for block in able if block.nbytes >= largest * SMALL_SHARE]
+    resident_bytes = sum(_held_bytes(spec, block) for block in shared)
+    return shared if _bytes_streamed(spec, shared) < resident_bytes else []
+
+
+def _bytes_streamed(spec: StepSpec, outside: Sequence[BlockSpec]) -> int:
+    """Count what these blocks take on the device if they share a slot."""
+    sizes = [block.nbytes for block in outside]
+    return max(sizes, default=0) + _shard_bytes(spec, outside)
+
+
+def _shard_bytes(spec: StepSpec, blocks: Sequence[BlockSpec]) -> int:
+    """Count the shards of this rank that stay on its device."""
+    if spec.config.weights.offloaded:
+        return 0
+    shards = (bucket for block in blocks for bucket in block.all_buckets)
+    return sum(bucket.shard_bytes * _versions(spec, bucket) for bucket in shards)
+
+
+def _held_bytes(spec: StepSpec, block: BlockSpec) -> int:
+    """Count what a block takes that stays on the device."""
+    return sum(bucket.nbytes * _versions(spec, bucket) for bucket in block.all_buckets)
+
+
+def _versions(spec: StepSpec, bucket: BucketSpec) -> int:
+    return spec.weight_versions if spec.is_trained(bucket) else 1
+
+
+def _repeated(spec: StepSpec, outside: Sequence[BlockSpec]) -> set[str]:
+    config = spec.config
+    repeated = [block for block in spec.blocks if block.repeated and spec.streams]
+    limit, requested = config.memory.device_limit, config.weights.resident_blocks
+    room = len(repeated) if limit is None else _room(spec, repeated, outside, limit)
+    if requested is not None and room < min(requested, len(repeated)):
+        raise DeviceMemoryError(
+            f"resident_blocks = {requested}, and device_memory_limit = {format_bytes(limit or 0)} "
+            f"has room for {room} beside the rest and {config.weights.device_slots} slots: lower "
+            "the one or raise the other"
+        )
+    stay = (
+        min(requested, len(repeated)) if requested is not None else (0 if limit is None else room)
+    )
+    # The i-th of n that stay lies in the middle of the i-th of n equal parts.
+    staying = {repeated[(2 * i + 1) * len(repeated) // (2 * stay)].name for i in range(stay)}
+    return {block.name for block in repeated} - staying
+
+
+def _room(
+    spec: StepSpec, repeated: Sequence[BlockSpec], outside: Sequence[BlockSpec], limit: int
+) -> int:
+    """Count the repeated blocks that can stay on the device."""
+    config, sizes = spec.config, [_held_bytes(spec, block) for block in repeated]
+    always_resident = [
+        block for block in spec.blocks if block not in repeated and block not in outside
+    ]
+    # Their frozen weights are where the rest of the model's are, which the limit is not for.
+    rest = (
+        sum(bucket.nbytes for block in always_resident for bucket in block.buckets)
+        * spec.weight_versions
+    )
+    rest += _bytes_streamed(spec, outside) + spec.gradient_bytes
+    if spec.streams:
+        rest += _shard_bytes(spec, repeated)
+    rest += spec.matrix_bytes
+    if spec.measures_on(Tier.DEVICE):  # sums of squares: one per parameter tensor
+        rest += ITEMSIZE["float64"] * spec.num_tensors
+    rest += sum(bucket.experts for bucket in spec.buckets)  # a byte for each: used or not
+    least = rest + config.weights.device_slots * max(
+        (block.nbytes for block in repeated), default=0
+    )
+    if least > limit and rest + sum(sizes) > limit:
+        keys = ", or set working = 'host'"
+        if config.weights.offloaded:
+            keys = ", or set device_slots = 1" if config.weights.device_slots > 1 else ""
+        raise DeviceMemoryError(
+            f"device_memory_limit is {format_bytes(limit)}, and the engine needs "
+            f"{format_bytes(least)}: {format_bytes(rest)} for gradient staging and blocks that "
+            f"stay on the device, the rest for {config.weights.device_slots} slots. Raise it{keys}"
+        )
+    if rest + sum(sizes) <= limit:
+        return len(repeated)
+    return sum(1 for n in range(1, len(sizes)) if least + sum(sorted(sizes)[-n:]) <= limit)
+
 
 HEADROOM = 0.9
 """The share of the available host memory that second copies may fill; the rest is for others."""
@@ -29,6 +168,7 @@ def lay_out(
     available_bytes: int | None,
     weight_versions: int = 1,
     gradient_sums: int = 1,
+    update_policy: UpdatePolicy | None = None,
     copies: int = 1,
     parts: int = 1,
 ) -> StepSpec:
@@ -40,8 +180,8 @@ def lay_out(
     Args:
         available_bytes: host memory that state and second copies may fill if the config sets no
             limit; None: no second copies.
-        weight_versions, gradient_sums, copies: as in `StepSpec`.
-        parts: ranks that hold the parts of matrices (tensor parallel).
+        weight_versions, gradient_sums, update_policy, copies: as in `StepSpec`.
+        parts: ranks that hold the other parts of matrices, and have the same inputs.
 
     Raises:
         OptionError: the config does not go with so many ranks, or asks for more state on the device
@@ -66,6 +206,7 @@ def lay_out(
         num_tensors,
         weight_versions=weight_versions,
         gradient_sums=gradient_sums,
+        update_policy=update_policy,
         copies=copies,
         input_parts=parts if config.activations.partition else 1,
     )

@@ -4,28 +4,88 @@ The engine builds it from a module (also on the meta device), the plan from a mo
 over sizes are written here and nowhere else. Sizes are of one rank.
 
 [Note: Sharers]
-All ranks share a bucket, or fewer: with expert parallelism the parameters of experts are in buckets
-of their own, which only the ranks with the same experts share. `BucketSpec.ranks` is their number.
-Rank r of all is then number r · `BucketSpec.ranks` // `StepSpec.ranks` among them: the ranks that
-hold different experts are neighbours.
+All ranks share a bucket, or fewer: parameters of which ranks hold different parts are in buckets of
+their own, which only the ranks with the same part share. `BucketSpec.ranks` is their number. Rank r
+of all is then number r · `BucketSpec.ranks` // `StepSpec.ranks` among them: the ranks that hold
+different parts are neighbours.
 
 [Note: Pieces of a shard]
 A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
 *every* rank's shard, one behind the other in the slot, so that a reduce-scatter of the slot leaves
 each rank the part of its own shard.
+
+[Note: Spill]
+A save copies some state first, so that the next updates need not wait for its writing. It writes
+buckets in the order of the updates that wait for them, so the last update waits longest. The
+*spill* is host memory for the end of that order: the last bytes of state that it holds. A save
+copies them into it on the host lane, behind the updates so far, and writes them from there. The
+next updates wait for the other writes only, and the last of these ends earlier by the time that the
+disk needs for the spill. Which bytes these are follows from sizes alone: a copy at memory's speed
+costs less than a choice by how far the disk has come, and one program stands for every speed of the
+disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.step.layout.block_spec import BlockSpec, BucketSpec
-from offloadtrain.step.layout.bucket_layout import ALIGN
-from offloadtrain.step.layout.spill import SPILL_BLOCK, SpillPart, spill
+from offloadtrain.step.layout.block_spec import ALIGN, BlockSpec, BucketSpec
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.tiers import Tier
+
+SPILL_BLOCK = 4096
+"""Bytes: the unit in which state is cut, a multiple of what disks write without a copy."""
+
+
+class SpillPart(NamedTuple):
+    """The end of one field of a bucket's state.
+
+    Attributes:
+        field: its number.
+        lo, hi: the values that are copied; `hi` is the field's end.
+        offset: the place of the first one in the bucket's spill, in values.
+        blocks: of `SPILL_BLOCK`, the room that they take.
+    """
+
+    field: int
+    lo: int
+    hi: int
+    offset: int
+    blocks: int
+
+
+Fields = Sequence[tuple[int, int]]
+"""(values, bytes of a value) of each field of a bucket."""
+
+
+def spill(buckets: Iterable[tuple[str, Fields]], limit: int) -> Mapping[str, Sequence[SpillPart]]:
+    """Return the bucket's name → the parts of it that are copied.
+
+    Args:
+        buckets: in the order in which they are written.
+        limit: bytes that the parts of all buckets may take.
+    """
+    room, spilled = limit // SPILL_BLOCK, {}
+    for name, fields in reversed(list(buckets)):
+        parts, used = [], 0
+        # The last blocks of its fields, the last field first.
+        for number, (numel, size) in reversed(list(enumerate(fields))):
+            of_field = -(-numel * size // SPILL_BLOCK)
+            blocks = min(of_field, room - used)
+            if blocks:
+                lo = (of_field - blocks) * SPILL_BLOCK // size
+                parts.append(SpillPart(number, lo, numel, used * SPILL_BLOCK // size, blocks))
+                used += blocks
+        if parts:
+            spilled[name] = parts[::-1]
+            room -= used
+    return spilled
+
 
 RING_SLOTS = 2
 """One slot is filled while the other is copied."""
@@ -46,6 +106,9 @@ MATRIX_BYTES = 2
 """Bytes of an element of a matrix on its way to be orthogonalized, which is bf16."""
 
 
+UpdatePolicy: TypeAlias = Callable[[Any], Any]
+
+
 @dataclass(frozen=True)
 class StepSpec:
     """The memory and the transfers of one rank in a step.
@@ -61,9 +124,11 @@ class StepSpec:
         streamed: names of blocks that are loaded into a device slot for their use.
         second_copies: names of blocks with a second copy of their state, which speculative updates
             are written into.
-        weight_versions: of weights in use; two: see [Note: Two versions] in `two_versions`.
+        weight_versions: of weights in use.
         gradient_sums: of each bucket; two, where the next step's gradients arrive before a step is
             decided.
+        update_policy: makes the update mode of a `step.program.updates.UpdatePath`, in the place of
+            the one that `config.update` names.
     """
 
     blocks: tuple[BlockSpec, ...]
@@ -74,6 +139,7 @@ class StepSpec:
     second_copies: frozenset[str] = frozenset()
     weight_versions: int = 1
     gradient_sums: int = 1
+    update_policy: UpdatePolicy | None = None
     copies: int = 1
     input_parts: int = 1
 
@@ -86,6 +152,17 @@ class StepSpec:
     def moves_inputs(self) -> bool:
         """Inputs of repeated blocks leave the place where forward made them."""
         return self.config.activations.mode in ("offload", "offload_saved") or self.input_parts > 1
+
+    @property
+    def offloads_saved(self) -> bool:
+        """All large memory that autograd saves goes to the host."""
+        return self.config.activations.mode == "offload_saved"
+
+    @property
+    def input_memory(self) -> Memory:
+        """The kind of the memory that block inputs are moved to."""
+        on_host = self.config.activations.mode != "recompute" or self.input_parts == 1
+        return Memory.HOST_ACTIVATION if on_host else Memory.KEPT_ACTIVATION
 
     @property
     def is_single(self) -> bool:
@@ -185,7 +262,7 @@ class StepSpec:
     @cached_property
     def block_of(self) -> dict[str, BlockSpec]:
         """Bucket → its block, frozen ones included."""
-        return {bucket.name: block for block in self.blocks for bucket in block.held}
+        return {bucket.name: block for block in self.blocks for bucket in block.all_buckets}
 
     @cached_property
     def state_slots(self) -> int:
@@ -216,7 +293,7 @@ class StepSpec:
 
     @cached_property
     def spilled(self) -> Mapping[str, Sequence[SpillPart]]:
-        """Bucket → what a save copies of its state; see [Note: Spill] in `spill.py`."""
+        """Bucket → what a save copies of its state; see [Note: Spill]."""
         on_host = (bucket for bucket in self.save_order if bucket.state_tier is Tier.HOST)
         sizes = [(bucket.name, bucket.field_sizes) for bucket in on_host]
         return spill(sizes, self.config.memory.checkpoint_spill)
@@ -226,6 +303,10 @@ class StepSpec:
         return SPILL_BLOCK * sum(part.blocks for part in self.spilled.get(bucket.name, ()))
 
     # The weights of streamed blocks between their uses.
+
+    @cached_property
+    def streamed_blocks(self) -> tuple[BlockSpec, ...]:
+        return tuple(block for block in self.blocks if block.name in self.streamed)
 
     def is_streamed(self, bucket: BucketSpec) -> bool:
         return self.block_of[bucket.name].name in self.streamed
@@ -273,7 +354,7 @@ class StepSpec:
     @cached_property
     def weight_slots(self) -> int:
         """The number of host slots for weights on their way from the disk to the device."""
-        buckets = (bucket for block in self.blocks for bucket in block.held)
+        buckets = (bucket for block in self.blocks for bucket in block.all_buckets)
         return min(RING_SLOTS, sum(map(self.loads_from_disk, buckets)))
 
     @cached_property
@@ -323,8 +404,12 @@ class StepSpec:
 
     def reduced_bytes(self, bucket: BucketSpec) -> int:
         """Bytes of an element of a gradient while ranks sum it."""
+        return ITEMSIZE[self.reduced_dtype(bucket)]
+
+    def reduced_dtype(self, bucket: BucketSpec) -> str:
+        """Return the dtype of a gradient while ranks sum it."""
         wide = bucket.ranks > 1 and self.config.sharding.reduction == "fp32"
-        return 4 if wide else bucket.weight_bytes
+        return "float32" if wide else bucket.dtype
 
     @cached_property
     def _largest_gradient(self) -> int:

@@ -17,9 +17,9 @@ an allocation counts as a write on compute, and the lane that fills the memory w
 after it.
 
 [Note: Partitioned activations]
-Ranks that hold parts of one layer's matrices (tensor parallel) have the same input of it, each as a
-whole. With `partition_activations` (ZeRO-R Pa) each of t ranks keeps 1/t of it: on the host
-(Pa+cpu), or with activation = "recompute" in a buffer of the device. In backward the part comes
+Ranks that hold parts of one layer's matrices have the same input of it, each as a whole. With
+`partition_activations` (ZeRO-R Pa) each of t ranks keeps 1/t of it: on the host (Pa+cpu), or with
+activation = "recompute" in a buffer of the device. In backward the part comes
 back to its place in the whole, and an all-gather on the comm lane brings the others, one input
 ahead of its use. An input whose elements t does not divide is kept whole.
 """
@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
@@ -65,6 +66,36 @@ class _Saved:
     handed_over: bool = False
 
 
+class _Copy(NamedTuple):
+    kind: Kind
+    lane: Lane
+
+
+class _Way(NamedTuple):
+    """How a block's input is saved, and fetched for its recompute."""
+
+    memory: Memory
+    save: _Copy
+    fetch: _Copy
+
+
+_WAYS = {
+    way.memory: way
+    for way in (
+        _Way(
+            Memory.HOST_ACTIVATION,
+            _Copy(Kind.ACTIVATION_DOWN, Lane.D2H),
+            _Copy(Kind.ACTIVATION_UP, Lane.LOAD),
+        ),
+        _Way(
+            Memory.KEPT_ACTIVATION,
+            _Copy(Kind.KEEP_INPUT, Lane.COMPUTE),
+            _Copy(Kind.FETCH_PART, Lane.COMM),
+        ),
+    )
+}
+
+
 class ActivationPath:
     """Moves block inputs, which the caller has numbered."""
 
@@ -73,8 +104,8 @@ class ActivationPath:
         self._order = order
         self._parts = spec.input_parts
         self._part = part if self._parts > 1 else 0
-        self._on_host = spec.config.activations.mode != "recompute" or spec.input_parts == 1
-        self._stays = spec.config.activations.mode == "offload_saved"
+        self._way = _WAYS[spec.input_memory]
+        self._stays = spec.offloads_saved
         self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
         self._ahead = _SAVED_AHEAD if self._stays else 1
         self._saved: dict[int, _Saved] = {}
@@ -93,29 +124,26 @@ class ActivationPath:
     def save(self, number: int, numel: int, dtype: str) -> None:
         """Autograd has saved a block input that compute has just written."""
         lo, hi = self._part_of_rank(numel)
-        memory = Memory.HOST_ACTIVATION if self._on_host else Memory.KEPT_ACTIVATION
         nbytes = (hi - lo) * ITEMSIZE[dtype]
         if free := self._free.get(nbytes):
             buffer = free.pop()
         else:
             buffer = len(self._sizes)
             self._sizes.append(nbytes)
-        host = Ref(memory, buffer, 0, 0, hi - lo, dtype)
+        host = Ref(self._way.memory, buffer, 0, 0, hi - lo, dtype)
         there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
         # The user's forward is no launch: this event stands for its write of the input. The copy
         # waits for compute up to here, and not for the block's own forward.
         forward = self._order.record(Lane.COMPUTE, "the forward before it")
         self._order.was_written([there], forward)
-        kind, lane = (Kind.ACTIVATION_DOWN, Lane.D2H)
-        if not self._on_host:
-            kind, lane = (Kind.KEEP_INPUT, Lane.COMPUTE)
         # d2h, concurrently with the block's own forward; a part that stays on the device on
         # compute, before it. It waits for the last fetch from its buffer.
-        self._order.launch(Launch(kind, lane, "", (there._replace(lo=lo, hi=hi),), (host,)))
+        down = Launch(*self._way.save, "", (there._replace(lo=lo, hi=hi),), (host,))
+        self._order.launch(down)
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving[there] = number
         # A part that stays on the device was copied by compute itself, which need not wait.
-        self._let_go(self._most_leaving if self._on_host else 0)
+        self._let_go(0 if self._way.save.lane is Lane.COMPUTE else self._most_leaving)
         self._saved[number] = _Saved(host, there, there._replace(copy=1), self._last)
         self._last = number
 
@@ -182,12 +210,9 @@ class ActivationPath:
         self._order.allocate(entry.back)
         lo, hi = self._part_of_rank(entry.back.hi)
         part = entry.back._replace(lo=lo, hi=hi)
-        kind, lane = (Kind.ACTIVATION_UP, Lane.LOAD)
-        if not self._on_host:
-            kind, lane = (Kind.FETCH_PART, Lane.COMM)
         # load, concurrently with recompute and backward of the block after it: waits for its copy
         # down.
-        self._order.launch(Launch(kind, lane, "", (entry.host,), (part,)))
+        self._order.launch(Launch(*self._way.fetch, "", (entry.host,), (part,)))
         if hi - lo < entry.back.hi:
             # comm, concurrently with the same: waits for this rank's part.
             self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (entry.back,)))

@@ -78,10 +78,7 @@ class Dependencies:
             fresh: memory that is reused: its contents are undefined once the waits are over.
             late: the event behind it is recorded when a wait needs it, or never.
         """
-        uses, lane = self._uses, op.lane
-        # The fields of a state are one cell: it is asked once.
-        reads = [uses[cell] for cell in {ref[:3]: None for ref in op.reads}]
-        writes = [uses[cell] for cell in {ref[:3]: None for ref in op.writes}]
+        lane, reads, writes = op.lane, self._uses_of(op.reads), self._uses_of(op.writes)
         self._wait_for(lane, reads, writes, op)
         # Behind the waits: an earlier operation may still use this memory until then.
         if fresh is not None:
@@ -186,6 +183,12 @@ class Dependencies:
                         last[event.lane] = event
         for ref in refs:
             self._uses[ref[:3]] = _Use(read=last.copy())
+
+    def _uses_of(self, refs: Sequence[Ref]) -> Sequence[_Use]:
+        """Return the uses of each cell; the fields of a state are one cell."""
+        if len(refs) == 1:
+            return (self._uses[refs[0][:3]],)
+        return [self._uses[cell] for cell in {ref[:3]: None for ref in refs}] if refs else ()
 
     def _wait_for(
         self, lane: Lane, reads: Iterable[_Use], writes: Iterable[_Use], who: Launch | str

@@ -25,12 +25,12 @@ the scratch file] in `runtime/disk_arena.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from offloadtrain.step.layout.buffers import BufferTable, Memory
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Kind, Lane, Launch
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref, Written
 from offloadtrain.step.program.places import BucketRefs
 
 
@@ -45,7 +45,7 @@ class DiskPath:
 
     def read(self, bucket: BucketRefs) -> None:
         """Launch what brings the state into a slot, unless it is in one."""
-        if not bucket.spec.is_on_disk or bucket in self._slots:
+        if not bucket.state_files or bucket in self._slots:
             return
         slot, self._next = self._next, (self._next + 1) % len(self._slots)
         before, self._slots[slot] = self._slots[slot], bucket
@@ -55,21 +55,21 @@ class DiskPath:
         self._order.reuse(state, () if before is None else before.state())
         # disk_read, beside the update of the bucket before. It waits until the file has what was
         # written last; whoever uses the state waits for it.
-        op = Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_file, state)
+        op = Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_files, state)
         self._order.launch(op, fresh=state[0])
 
     def write(self, bucket: BucketRefs) -> None:
         """Launch what brings new state from its slot to the file."""
-        if not bucket.spec.is_on_disk:
+        if not bucket.state_files:
             return
         # disk_write, beside the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
-        state, file = bucket.state(), bucket.state_file
+        state, file = bucket.state(), bucket.state_files
         self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))
 
     def read_ahead(self, buckets: Iterable[BucketRefs]) -> None:
         """Fill the slots for the next update, whose order this is."""
-        on_disk = [bucket for bucket in buckets if bucket.spec.is_on_disk]
+        on_disk = [bucket for bucket in buckets if bucket.state_files]
         for bucket in on_disk[: len(self._slots)]:
             self.read(bucket)
 
@@ -78,70 +78,62 @@ class DiskPath:
         self._slots = [None] * len(self._slots)
 
 
-class GradientSlots:
-    """Gives slots to buckets whose gradient is on the disk; of others it does nothing.
+_Parts = Sequence[tuple[Written, Ref]]
 
-    A gradient is written as soon as what a backward brings of it is in its slot, or not at all
-    where its update comes at once ("early").
-    """
 
-    def __init__(self, spec: StepSpec, table: BufferTable, order: Dependencies) -> None:
+class SavePath:
+    """Writes the state as it is after the updates launched so far."""
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        order: Dependencies,
+        buckets: Mapping[str, BucketRefs],
+        disk: DiskPath,
+    ) -> None:
+        """`buckets`: by name, frozen ones included."""
         self._order = order
-        self._slots: list[BucketRefs | None] = [None] * table.slots(Memory.GRADIENT)
-        """The bucket whose gradient each slot holds, or held last."""
-        self._next = 0
-        self._written_late = spec.updates_early
-        self._unwritten: set[BucketRefs] = set()
-        """Buckets whose file lacks what the slot holds."""
+        self._disk = disk
+        self._has_in_use = spec.is_delayed
+        self._trained = [buckets[bucket.name] for bucket in spec.save_order]
+        self._frozen = [bucket for bucket in buckets.values() if not spec.is_trained(bucket.spec)]
 
-    def hold(self, bucket: BucketRefs, *, keep: bool) -> None:
-        """Give the gradient a slot.
+    def save(self) -> None:
+        """Launch the writes of everything, and the copies of what is written from the spill."""
+        for bucket in self._trained:
+            self._disk.read(bucket)
+            # What the spill does not hold. All of a field, though its end is in the spill: a window
+            # of the file may go on into it.
+            ends = {part.field: part.lo for part in bucket.spilled}
+            fields = [
+                (Written(number, 0, ends.get(number, ref.hi)), ref)
+                for number, ref in enumerate(bucket.state())
+            ]
+            # In mode "delayed" the weights in use, too.
+            in_use = [_all_of(len(fields), bucket.in_use)] if self._has_in_use else []
+            unspilled = [(part, ref) for part, ref in fields if part.hi]
+            self._write(bucket.name, [*unspilled, *in_use])
+        spilled = [bucket for bucket in self._trained if bucket.spilled]
+        for bucket in spilled:
+            # On the lane of the next update of this memory, which so follows without a wait.
+            self._order.launch(
+                Launch(Kind.SPILL, Lane.HOST, bucket.name, bucket.spill_sources, bucket.spill)
+            )
+        for bucket in spilled:
+            parts = [Written(part.field, part.lo, part.hi) for part in bucket.spilled]
+            self._write(bucket.name, list(zip(parts, bucket.spill, strict=True)))
+        for bucket in self._frozen:
+            self._write(bucket.name, [_all_of(0, bucket.load_source)])
+        # After all others on their lane: it ends the file.
+        self._order.launch(Launch(Kind.WRITE, Lane.WRITE, ""))
 
-        Args:
-            keep: what was there of it is needed.
-        """
-        if not bucket.spec.gradient_on_disk or bucket in self._slots:
-            return
-        slot, self._next = self._next, (self._next + 1) % len(self._slots)
-        before, self._slots[slot] = self._slots[slot], bucket
-        if before is not None:
-            self._write(before)
-        left = () if before is None else (before.gradient,)
-        bucket.take_gradient_slot(slot)
-        # The slot changes hands: its first write waits for every use of the bucket before.
-        self._order.reuse((bucket.gradient,), left)
-        if keep:
-            reads, writes = (bucket.ref(Memory.GRADIENT_FILE),), (bucket.gradient,)
-            # disk_read, beside the update of the bucket before. It waits until the file has what
-            # was written last; the update waits for it.
-            op = Launch(Kind.READ_GRADIENT, Lane.DISK_READ, bucket.name, reads, writes)
-            self._order.launch(op, fresh=bucket.gradient)
+    def _write(self, owner: str, parts: _Parts) -> None:
+        # Beside forward and backward of the next steps: it waits for the last update of what it
+        # reads, or for its copy; the next update waits for it.
+        written, reads = tuple(part for part, _ in parts), tuple(ref for _, ref in parts)
+        if parts:
+            self._order.launch(Launch(Kind.WRITE, Lane.WRITE, owner, reads, written=written))
 
-    def changed(self, bucket: BucketRefs) -> None:
-        """All that is to be written into the slot for now is launched."""
-        if bucket.spec.gradient_on_disk:
-            self._unwritten.add(bucket)
-            if not self._written_late:
-                self._write(bucket)
 
-    def used(self, bucket: BucketRefs) -> None:
-        """Its update is launched: the gradient is not needed any more."""
-        self._unwritten.discard(bucket)
-
-    def step_ends(self) -> None:
-        """No gradient is needed any more."""
-        self._unwritten.clear()
-
-    def reset(self) -> None:
-        """The lanes are empty, and every gradient is given up."""
-        self._slots = [None] * len(self._slots)
-        self._unwritten.clear()
-
-    def _write(self, bucket: BucketRefs) -> None:
-        if bucket not in self._unwritten:
-            return
-        self._unwritten.discard(bucket)
-        # disk_write, beside backward of the next blocks: waits for their last copy down, or for
-        # their sum; the slot's next bucket waits for it.
-        reads, writes = (bucket.gradient,), (bucket.ref(Memory.GRADIENT_FILE),)
-        self._order.launch(Launch(Kind.WRITE_GRADIENT, Lane.DISK_WRITE, bucket.name, reads, writes))
+def _all_of(number: int, ref: Ref) -> tuple[Written, Ref]:
+    return Written(number, 0, ref.hi - ref.lo), ref

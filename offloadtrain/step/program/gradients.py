@@ -13,25 +13,180 @@ instead.
 The device's sums of squares come down into pinned memory by a copy that nobody waits in. Where all
 state is on the host, it is behind the copies of the gradients, so that step() waits for these, too:
 a decided step needs the device no more and can be finished without it ([Note: Salvage] in
-`engine.state.salvage`). The update begins no later: its first bucket is that of the first forward,
+`engine.salvage`). The update begins no later: its first bucket is that of the first forward,
 whose gradient comes down last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from offloadtrain.step.layout.block_spec import BucketSpec
 from offloadtrain.step.layout.buffers import BufferKey, BufferTable, Memory
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.disk import GradientSlots
-from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref
-from offloadtrain.step.program.places import BucketRefs, Ring, ref_of
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref, Ring, ref_of
+
+Refs = Mapping[tuple[Memory, int, int], Ref]
+"""Kind, version and field → a buffer of one bucket."""
+
+
+class GradientRefs:
+    """One bucket's gradient: its buffers, which the table lists, and its status in the step in
+    progress.
+
+    Attributes:
+        rank: the number of this rank among those that share the bucket.
+        pieces: [lo, hi) of the shard that it goes down in.
+        marks: the marks of experts that got a gradient; None for a bucket that is updated as one.
+        file: its place on the disk; None for a gradient that stays in memory.
+        separate_sum: the sum of microbatches on the device, of a bucket whose state is on the host;
+            None where microbatches are added to the gradient itself.
+        rounds_sum: the sum on the device is rounded to the working dtype before it is measured.
+        staged_dtype: that of its elements while ranks sum them.
+        lane: the lane that adds to it, and later updates the state.
+        adding: the gradient that microbatches are added to.
+        decided: the gradient that Adam reads.
+        touched: a gradient of the step in progress is in its memory.
+        arrived: the copy of its sum to the host is launched.
+        measured_on: the tier whose norms have its sums of squares of this step; None until their
+            launch.
+    """
+
+    def __init__(self, spec: BucketSpec, step: StepSpec, refs: Refs, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.pieces = step.pieces(spec)
+        self.marks = refs.get((Memory.USED, 0, 0))
+        self.file = refs.get((Memory.GRADIENT_FILE, 0, 0))
+        self.separate_sum = refs.get((Memory.SUM, 0, 0))
+        self.rounds_sum = step.rounds_sum(spec)
+        self.staged_dtype = step.reduced_dtype(spec)
+        self.lane = update_lane(spec)
+        self._versions = [ref for key, ref in refs.items() if key[0] is Memory.GRADIENT]
+        self.adding = self.decided = self._versions[0]
+        self.touched = self.arrived = False
+        self.measured_on: Tier | None = None
+
+    @property
+    def summed(self) -> Ref:
+        """The memory in which it is complete first, and is measured."""
+        return self.adding if self.separate_sum is None else self.separate_sum
+
+    @property
+    def sums_lane(self) -> Lane:
+        """The lane that adds microbatches and measures them."""
+        return self.lane if self.separate_sum is None else Lane.UPDATE
+
+    @property
+    def sum_tier(self) -> Tier:
+        """The tier of `summed`."""
+        return Tier.DEVICE if self.sums_lane is Lane.UPDATE else Tier.HOST
+
+    def take_slot(self, slot: int) -> None:
+        """The gradient is in this slot of the host from here on."""
+        self.adding = self.decided = self._versions[slot]
+
+    def close_sum(self) -> None:
+        """The gradient is the one that Adam will read; the next step's goes to the other."""
+        self.decided = self.adding
+        if self.file is None and len(self._versions) > 1:
+            self.adding = self._versions[1 - self.adding.copy]
+
+    def end_step(self) -> None:
+        """The gradient is used up, or given up."""
+        self.touched = self.arrived = False
+        self.measured_on = None
+
+
+def update_lane(spec: BucketSpec) -> Lane:
+    """Return the lane that updates a bucket's state."""
+    return Lane.UPDATE if spec.update_tier is Tier.DEVICE else Lane.HOST
+
+
+def part_of(full: Ref, lo: int, hi: int) -> Ref:
+    """Return elements [lo, hi) of a buffer."""
+    return full if hi - lo == full.hi else full._replace(lo=lo, hi=hi)
+
+
+class GradientSlots:
+    """Gives slots to buckets whose gradient is on the disk; of others it does nothing.
+
+    A gradient is written as soon as what a backward brings of it is in its slot, or not at all
+    where its update comes at once ("early").
+    """
+
+    def __init__(self, spec: StepSpec, table: BufferTable, order: Dependencies) -> None:
+        self._order = order
+        self._slots: list[GradientRefs | None] = [None] * table.slots(Memory.GRADIENT)
+        """The bucket whose gradient each slot holds, or held last."""
+        self._next = 0
+        self._written_late = spec.updates_early
+        self._unwritten: set[GradientRefs] = set()
+        """Buckets whose file lacks what the slot holds."""
+
+    def hold(self, gradient: GradientRefs, *, keep: bool) -> None:
+        """Give the gradient a slot.
+
+        Args:
+            keep: what was there of it is needed.
+        """
+        if gradient.file is None or gradient in self._slots:
+            return
+        slot, self._next = self._next, (self._next + 1) % len(self._slots)
+        before, self._slots[slot] = self._slots[slot], gradient
+        if before is not None:
+            self._write(before)
+        left = () if before is None else (before.adding,)
+        gradient.take_slot(slot)
+        # The slot changes hands: its first write waits for every use of the bucket before.
+        self._order.reuse((gradient.adding,), left)
+        if keep:
+            reads, writes = (gradient.file,), (gradient.adding,)
+            # disk_read, beside the update of the bucket before. It waits until the file has what
+            # was written last; the update waits for it.
+            op = Launch(Kind.READ_GRADIENT, Lane.DISK_READ, gradient.spec.name, reads, writes)
+            self._order.launch(op, fresh=gradient.adding)
+
+    def changed(self, gradient: GradientRefs) -> None:
+        """All that is to be written into the slot for now is launched."""
+        if gradient.file is not None:
+            self._unwritten.add(gradient)
+            if not self._written_late:
+                self._write(gradient)
+
+    def used(self, gradient: GradientRefs) -> None:
+        """Its update is launched: the gradient is not needed any more."""
+        self._unwritten.discard(gradient)
+
+    def step_ends(self) -> None:
+        """No gradient is needed any more."""
+        self._unwritten.clear()
+
+    def reset(self) -> None:
+        """The lanes are empty, and every gradient is given up."""
+        self._slots = [None] * len(self._slots)
+        self._unwritten.clear()
+
+    def _write(self, gradient: GradientRefs) -> None:
+        if gradient.file is None or gradient not in self._unwritten:
+            return
+        self._unwritten.discard(gradient)
+        # disk_write, beside backward of the next blocks: waits for their last copy down, or for
+        # their sum; the slot's next bucket waits for it.
+        reads, writes = (gradient.adding,), (gradient.file,)
+        self._order.launch(
+            Launch(Kind.WRITE_GRADIENT, Lane.DISK_WRITE, gradient.spec.name, reads, writes)
+        )
 
 
 class GradientPath:
-    """Sends gradients down piece by piece, through staging on the device and on the host."""
+    """Sends gradients down piece by piece, through staging on the device and on the host.
+
+    Attributes:
+        slots: the host slots of gradients on the disk.
+    """
 
     def __init__(
         self,
@@ -39,11 +194,9 @@ class GradientPath:
         table: BufferTable,
         order: Dependencies,
         host_ring: Ring,
-        slots: GradientSlots,
     ) -> None:
         self._is_single = spec.is_single
         self._accumulates = spec.accumulates
-        self._reduced_bytes = spec.reduced_bytes
         self._has_copies = spec.copies > 1
         self._measures_gathered = spec.measures_gathered
         on_host = all(bucket.state_tier is Tier.HOST for bucket in spec.buckets)
@@ -54,7 +207,7 @@ class GradientPath:
         """Every piece has staging of its own."""
         self._order = order
         self._host_ring = host_ring
-        self._slots = slots
+        self.slots = GradientSlots(spec, table, order)
         self._ring = Ring(Memory.STAGING, table.slots(Memory.STAGING))
         self._rounded = Ring(Memory.ROUNDED, table.slots(Memory.ROUNDED))
         self._norms_are_last = not spec.updates_in_backward
@@ -67,7 +220,7 @@ class GradientPath:
             if (row := table.rows.get(key)) is not None
         }
 
-    def send(self, bucket: BucketRefs, *, complete: bool, last: bool) -> None:
+    def send(self, gradient: GradientRefs, *, complete: bool, last: bool) -> None:
         """Send all gradients that the bucket's parameters hold.
 
         Args:
@@ -75,61 +228,63 @@ class GradientPath:
             last: this is the last micro-step of the step.
         """
         is_final = last and complete
-        if bucket.used is not None:
-            self._mark(bucket, bucket.used)
+        if gradient.marks is not None:
+            self._mark(gradient, gradient.marks)
         # A single piece is squared while it is added: one pass over host memory less.
-        measured = is_final and self._accumulates and len(bucket.pieces) == 1
-        measured = measured and not bucket.rounds_sum
-        if not bucket.sums_on_device:
-            self._slots.hold(bucket, keep=bucket.touched)
-        if self._measures_gathered and not bucket.touched:
-            self._measure_gathered(bucket)
+        measured = is_final and self._accumulates and len(gradient.pieces) == 1
+        measured = measured and not gradient.rounds_sum
+        if gradient.separate_sum is None:
+            self.slots.hold(gradient, keep=gradient.touched)
+        if self._measures_gathered and not gradient.touched:
+            self._measure_gathered(gradient)
             measured = True
         # Nothing has to be added to the gradient: compute writes it where Adam reads it.
-        in_place = bucket.on_device and self._is_single
-        in_place = in_place and not (self._accumulates or bucket.touched)
-        for lo, hi in bucket.pieces:
+        in_place = gradient.lane is Lane.UPDATE and self._is_single
+        in_place = in_place and not (self._accumulates or gradient.touched)
+        for lo, hi in gradient.pieces:
             if in_place:
-                self._gather(bucket, bucket.piece(lo, hi), lo, hi)
+                self._gather(gradient, part_of(gradient.adding, lo, hi), lo, hi)
                 continue
-            staged = self._reduced(bucket, lo, hi)
+            staged = self._reduced(gradient, lo, hi)
             if self._accumulates:
-                self._accumulate(bucket, staged, lo, hi, measured=measured)
-            elif bucket.touched:
-                self._add(bucket, staged, lo, hi)
+                self._accumulate(gradient, staged, lo, hi, measured=measured)
+            elif gradient.touched:
+                self._add(gradient, staged, lo, hi)
             else:
-                self._place(bucket, staged, lo, hi)
-        bucket.touched, bucket.normed, bucket.arrived = True, measured, False
+                self._place(gradient, staged, lo, hi)
+        gradient.touched, gradient.arrived = True, False
+        if not measured:
+            gradient.measured_on = None
         if is_final and not measured:
-            self._measure(bucket)
-        if not bucket.sums_on_device:
-            self._slots.changed(bucket)
+            self._measure(gradient)
+        if gradient.separate_sum is None:
+            self.slots.changed(gradient)
         if is_final:
-            self._bring_down(bucket)
+            self._bring_down(gradient)
 
-    def complete(self, buckets: Iterable[BucketRefs]) -> None:
+    def complete(self, gradients: Iterable[GradientRefs]) -> None:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
         marked = []
-        for bucket in buckets:
-            if bucket.used is not None:
-                marked.append(bucket.used)
-            if not bucket.touched:
-                if bucket.used is not None:
-                    self._mark(bucket, bucket.used)
-                if not bucket.sums_on_device:
-                    self._slots.hold(bucket, keep=False)
-                zeros = (bucket.summed,)
+        for gradient in gradients:
+            if gradient.marks is not None:
+                marked.append(gradient.marks)
+            if not gradient.touched:
+                if gradient.marks is not None:
+                    self._mark(gradient, gradient.marks)
+                if gradient.separate_sum is None:
+                    self.slots.hold(gradient, keep=False)
+                zeros = (gradient.summed,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
                 # memory: without its wait, zeros would go up as weights.
-                op = Launch(Kind.NO_GRADIENT, bucket.sums_lane, bucket.name, (), zeros)
+                op = Launch(Kind.NO_GRADIENT, gradient.sums_lane, gradient.spec.name, (), zeros)
                 self._order.launch(op, late=True)
-                if not bucket.sums_on_device:
-                    self._slots.changed(bucket)
-                bucket.touched, bucket.normed = True, False
-            if not bucket.normed:
-                self._measure(bucket)
-            if not bucket.arrived:
-                self._bring_down(bucket)
+                if gradient.separate_sum is None:
+                    self.slots.changed(gradient)
+                gradient.touched, gradient.measured_on = True, None
+            if gradient.measured_on is None:
+                self._measure(gradient)
+            if not gradient.arrived:
+                self._bring_down(gradient)
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
         for tier, norms in self._norms.items():
@@ -147,140 +302,147 @@ class GradientPath:
             if (known := self._order.written(used)) is not None:
                 self._order.host_wait(known, "the used experts")
 
-    def _mark(self, bucket: BucketRefs, used: Ref) -> None:
+    def _mark(self, gradient: GradientRefs, used: Ref) -> None:
         """Mark the experts that the gradients about to be sent are of."""
-        first = not bucket.touched
-        op = Launch(Kind.MARK, Lane.COMPUTE, bucket.name, (), (used,), first=first)
+        first = not gradient.touched
+        op = Launch(Kind.MARK, Lane.COMPUTE, gradient.spec.name, (), (used,), first=first)
         # Compute, behind the kernels that made the gradients, and in front of the gather, which
         # frees them. The training thread has read the marks of the step before.
         self._order.launch(op)
 
-    def _gather(self, bucket: BucketRefs, target: Ref, lo: int, hi: int) -> None:
-        op = Launch(Kind.GATHER, Lane.COMPUTE, bucket.name, (), (target,), lo, hi)
+    def _gather(self, gradient: GradientRefs, target: Ref, lo: int, hi: int) -> None:
+        op = Launch(Kind.GATHER, Lane.COMPUTE, gradient.spec.name, (), (target,), lo, hi)
         # Compute, after the kernels that made the gradients. It waits until d2h, comm or Adam of
         # the last step is done with the memory; a ring with one slot more than a bucket has pieces
         # makes that wait short.
         self._order.launch(op, fresh=target)
 
-    def _reduced(self, bucket: BucketRefs, lo: int, hi: int) -> Ref:
+    def _reduced(self, gradient: GradientRefs, lo: int, hi: int) -> Ref:
         """Launch gather and reduction of a piece; returns this rank's part of the staging slot, in
         the dtype that goes down."""
-        ranks, count = bucket.spec.ranks, hi - lo
-        wide = self._reduced_bytes(bucket.spec) != bucket.spec.weight_bytes
-        dtype = "float32" if wide else bucket.spec.dtype
-        staging = self._staging(bucket, lo, ranks * count, dtype)
-        self._gather(bucket, staging, lo, hi)
+        ranks, count = gradient.spec.ranks, hi - lo
+        dtype = gradient.staged_dtype
+        staging = self._staging(gradient, lo, ranks * count, dtype)
+        self._gather(gradient, staging, lo, hi)
         if ranks == 1:
             return staging
         # comm, in place, concurrently with backward of the next blocks. The copy down, or the
         # rounding, waits for it through the slot.
         self._order.launch(
-            Launch(Kind.REDUCE_SCATTER, Lane.COMM, bucket.name, (), (staging,), lo, hi)
+            Launch(Kind.REDUCE_SCATTER, Lane.COMM, gradient.spec.name, (), (staging,), lo, hi)
         )
-        first = bucket.rank * count
+        first = gradient.rank * count
         shard = Ref(staging.memory, staging.owner, 0, first, first + count, dtype)
         if self._has_copies:
             # comm, right after its reduce-scatter, during backward: 1/N crosses hosts.
-            op = Launch(Kind.ALL_REDUCE, Lane.COMM, bucket.name, (), (shard,), lo, hi)
+            op = Launch(Kind.ALL_REDUCE, Lane.COMM, gradient.spec.name, (), (shard,), lo, hi)
             self._order.launch(op)
-        if not wide:
+        if dtype == gradient.spec.dtype:
             return shard
-        narrow = self._rounded.take(count, bucket.spec.dtype)
-        op = Launch(Kind.ROUND, Lane.COMM, bucket.name, (shard,), (narrow,), lo, hi)
+        narrow = self._rounded.take(count, gradient.spec.dtype)
+        op = Launch(Kind.ROUND, Lane.COMM, gradient.spec.name, (shard,), (narrow,), lo, hi)
         # comm, right after its reduce-scatter, so that the bus carries 16 bits. It waits for the
         # last copy out of its own slot; the copy down waits for it there.
         self._order.launch(op, fresh=narrow)
         return narrow
 
-    def _staging(self, bucket: BucketRefs, lo: int, numel: int, dtype: str) -> Ref:
+    def _staging(self, gradient: GradientRefs, lo: int, numel: int, dtype: str) -> Ref:
         if self._keeps_pieces:
-            return Ref(Memory.STAGING, f"{bucket.name}[{lo}]", 0, 0, numel, dtype)
+            return Ref(Memory.STAGING, f"{gradient.spec.name}[{lo}]", 0, 0, numel, dtype)
         return self._ring.take(numel, dtype)
 
-    def _place(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> None:
+    def _place(self, gradient: GradientRefs, staged: Ref, lo: int, hi: int) -> None:
         """Bring a piece from its slot to the gradient."""
         kind, lane = (Kind.GRAD_DOWN, Lane.D2H)
-        if bucket.on_device:
+        if gradient.lane is Lane.UPDATE:
             kind, lane = (Kind.COPY, Lane.UPDATE)
-        target = bucket.piece(lo, hi)
+        target = part_of(gradient.adding, lo, hi)
         # Beside backward of the next blocks; norm and Adam wait for it. It waits for the last
         # step's upload, which may read new weights from the gradient's memory.
-        self._order.launch(Launch(kind, lane, bucket.name, (staged,), (target,), lo, hi))
+        self._order.launch(Launch(kind, lane, gradient.spec.name, (staged,), (target,), lo, hi))
 
-    def _beside_gradient(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> Ref:
+    def _bring_to_sum(self, gradient: GradientRefs, staged: Ref, lo: int, hi: int) -> Ref:
         """Return the piece on the tier where it is added."""
-        if bucket.sum_tier is Tier.DEVICE:
+        if gradient.sums_lane is Lane.UPDATE:
             return staged
-        target = self._host_ring.take(hi - lo, bucket.spec.dtype)
-        op = Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (staged,), (target,), lo, hi)
+        target = self._host_ring.take(hi - lo, gradient.spec.dtype)
+        op = Launch(Kind.GRAD_DOWN, Lane.D2H, gradient.spec.name, (staged,), (target,), lo, hi)
         # d2h, beside backward and beside the host's sum of the other ring slot. It waits for the
         # last reader of this slot: a sum, or an upload of weights that were staged here.
         self._order.launch(op, fresh=target)
         return target
 
-    def _add(self, bucket: BucketRefs, staged: Ref, lo: int, hi: int) -> None:
+    def _add(self, gradient: GradientRefs, staged: Ref, lo: int, hi: int) -> None:
         """Add a second gradient of one micro-step in its dtype, as autograd itself does."""
-        arrived = self._beside_gradient(bucket, staged, lo, hi)
-        target = (bucket.piece(lo, hi),)
+        arrived = self._bring_to_sum(gradient, staged, lo, hi)
+        target = (part_of(gradient.adding, lo, hi),)
         # Host: waits for both copies, the first through the gradient and this one through the ring.
-        self._order.launch(Launch(Kind.ADD, bucket.lane, bucket.name, (arrived,), target, lo, hi))
+        self._order.launch(
+            Launch(Kind.ADD, gradient.lane, gradient.spec.name, (arrived,), target, lo, hi)
+        )
 
     def _accumulate(
-        self, bucket: BucketRefs, staged: Ref, lo: int, hi: int, *, measured: bool
+        self, gradient: GradientRefs, staged: Ref, lo: int, hi: int, *, measured: bool
     ) -> None:
         """Add to the fp32 sum over microbatches; square in the same pass if it is the last one."""
-        arrived = self._beside_gradient(bucket, staged, lo, hi)
-        writes = (bucket.piece_summed(lo, hi), *([self._norms_of(bucket)] if measured else []))
-        first, lane = not bucket.touched, bucket.sums_lane
-        op = Launch(Kind.ACCUMULATE, lane, bucket.name, (arrived,), writes, lo, hi, first=first)
+        arrived = self._bring_to_sum(gradient, staged, lo, hi)
+        writes = (
+            part_of(gradient.summed, lo, hi),
+            *([self._norms_of(gradient)] if measured else []),
+        )
+        first, lane = not gradient.touched, gradient.sums_lane
+        op = Launch(
+            Kind.ACCUMULATE, lane, gradient.spec.name, (arrived,), writes, lo, hi, first=first
+        )
         # Host, beside backward and the next copy down: waits for its own copy through the ring.
         # Norm and Adam run on the same lane and need no wait for the sum.
         self._order.launch(op)
 
-    def _measure(self, bucket: BucketRefs) -> None:
+    def _measure(self, gradient: GradientRefs) -> None:
         """Launch the sum of squares per parameter."""
-        if not bucket.sums_on_device:
-            self._slots.hold(bucket, keep=True)
-        if bucket.rounds_sum:
+        if gradient.separate_sum is None:
+            self.slots.hold(gradient, keep=True)
+        if gradient.rounds_sum:
             # update, in order before its norm, which is that of what the host will read.
-            rounded = Launch(Kind.ROUND_SUM, Lane.UPDATE, bucket.name, (), (bucket.summed,))
+            rounded = Launch(
+                Kind.ROUND_SUM, Lane.UPDATE, gradient.spec.name, (), (gradient.summed,)
+            )
             self._order.launch(rounded, late=True)
-        reads, writes = (bucket.summed,), (self._norms_of(bucket),)
+        reads, writes = (gradient.summed,), (self._norms_of(gradient),)
         # Where the gradient is, as soon as it is there, beside backward of the next blocks:
         # `complete` then waits for little more than the norm of the last block.
-        op = Launch(Kind.NORM, bucket.sums_lane, bucket.name, reads, writes)
+        op = Launch(Kind.NORM, gradient.sums_lane, gradient.spec.name, reads, writes)
         self._order.launch(op, late=self._norms_are_last)
-        bucket.normed = True
 
-    def _measure_gathered(self, bucket: BucketRefs) -> None:
-        bucket.measured_on = Tier.DEVICE
-        op = Launch(Kind.NORM, Lane.COMPUTE, bucket.name, (), (self._norms[Tier.DEVICE],))
+    def _measure_gathered(self, gradient: GradientRefs) -> None:
+        gradient.measured_on = Tier.DEVICE
+        op = Launch(Kind.NORM, Lane.COMPUTE, gradient.spec.name, (), (self._norms[Tier.DEVICE],))
         # Compute, behind the kernels that made the gradients, and in front of the gather, which
         # frees them.
         self._order.launch(op, late=True)
 
-    def _norms_of(self, bucket: BucketRefs) -> Ref:
-        bucket.measured_on = bucket.sum_tier
-        return self._norms[bucket.sum_tier]
+    def _norms_of(self, gradient: GradientRefs) -> Ref:
+        gradient.measured_on = gradient.sum_tier
+        return self._norms[gradient.sum_tier]
 
-    def _bring_down(self, bucket: BucketRefs) -> None:
+    def _bring_down(self, gradient: GradientRefs) -> None:
         """Copy a sum that was made on the device to where Adam reads it."""
-        bucket.arrived = True
-        if not bucket.sums_on_device:
+        gradient.arrived = True
+        if gradient.separate_sum is None:
             return
-        self._slots.hold(bucket, keep=False)
-        for lo, hi in bucket.pieces:
-            down = bucket.piece_summed(lo, hi)
-            if bucket.rounds_sum:
-                summed, down = down, self._staging(bucket, lo, hi - lo, bucket.spec.dtype)
+        self.slots.hold(gradient, keep=False)
+        for lo, hi in gradient.pieces:
+            down = part_of(gradient.summed, lo, hi)
+            if gradient.rounds_sum:
+                summed, down = down, self._staging(gradient, lo, hi - lo, gradient.spec.dtype)
                 # update, beside backward of the next blocks: waits for the last copy out of the
                 # slot. The copy down waits for it there.
-                op = Launch(Kind.ROUND, Lane.UPDATE, bucket.name, (summed,), (down,), lo, hi)
+                op = Launch(Kind.ROUND, Lane.UPDATE, gradient.spec.name, (summed,), (down,), lo, hi)
                 self._order.launch(op, fresh=down)
-            target = (bucket.piece(lo, hi),)
+            target = (part_of(gradient.adding, lo, hi),)
             # d2h, beside backward of the next blocks: waits for the last microbatch, and for the
             # last step's Adam; Adam waits for it.
             self._order.launch(
-                Launch(Kind.GRAD_DOWN, Lane.D2H, bucket.name, (down,), target, lo, hi)
+                Launch(Kind.GRAD_DOWN, Lane.D2H, gradient.spec.name, (down,), target, lo, hi)
             )
-        self._slots.changed(bucket)
+        self.slots.changed(gradient)

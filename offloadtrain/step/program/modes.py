@@ -11,7 +11,7 @@
     Delayed      Adam of step t runs during step t+1; its weights go up behind each block's
                  backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
 
-    TwoVersions  Delayed in a pipeline without flushes: [Note: Two versions] in `two_versions`
+`StepSpec.update_policy` adds another mode.
 
 In the first three no weight on the device changes before `step()`, so that nothing a user runs
 between backward and step sees other weights than in a resident run, and a wrong guess uploads
@@ -79,11 +79,14 @@ class Exact:
     """The gradient can still be clipped after backward."""
     updates_in_backward = False
     """Adam may run before the norm is known."""
+    follows_backward = False
+    """Something is launched when a block's gradient is complete: `grads_complete`."""
 
     def __init__(self, updates: UpdatePath) -> None:
         self._updates = updates
         self.behind: list[str] = []
-        """Blocks whose new weights go up once no graph needs the old ones."""
+        """Blocks whose new weights go up once no graph needs the old ones: see
+        `Program.graph_freed`. Always the same list."""
         self.version = 0
         """Of the weights that compute reads, where there are two."""
         self._staged: dict[BucketRefs, Ref] = {}
@@ -173,7 +176,7 @@ class Early(Exact):
     """Adam inside backward, in place: for steps that nothing can stop."""
 
     waits_for_norm = False
-    updates_in_backward = True
+    updates_in_backward = follows_backward = True
 
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)
@@ -266,7 +269,7 @@ class SpeculationPolicy:
 class Speculative(Exact):
     """Adam inside backward into the other copy of the state, where a bucket has one."""
 
-    updates_in_backward = True
+    updates_in_backward = follows_backward = True
 
     def __init__(self, updates: UpdatePath) -> None:
         super().__init__(updates)
@@ -321,6 +324,8 @@ class Delayed(Exact):
     when the user frees a graph, and ranks must gather weights in one order: so among ranks they go
     up at the next step().
     """
+
+    follows_backward = True
 
     def __init__(self, updates: UpdatePath, warmup_steps: int, *, alone: bool) -> None:
         super().__init__(updates)

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from offloadtrain.step.layout.buffers import BufferKey, Memory
+from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
 
 
 class Lane(StrEnum):
     """A queue of operations: a stream, a thread, or both."""
+
+    __hash__ = str.__hash__  # an Enum's own is a Python function, called at every look-up
 
     COMPUTE = "compute"
     """The stream of the user's forward and backward."""
@@ -46,6 +48,8 @@ class Lane(StrEnum):
 
 class Kind(StrEnum):
     """The kind of an operation. The value is its name in logs and traces."""
+
+    __hash__ = str.__hash__  # an Enum's own is a Python function, called at every look-up
 
     FORWARD = "forward"
     """compute: the user's forward of a block; launched where a program is driven without a
@@ -165,6 +169,25 @@ class Ref(NamedTuple):
         # What a save spills of all fields lies in one buffer.
         field = 0 if self.memory is Memory.SPILL else self.field
         return BufferKey(self.owner, self.memory, self.copy, field)
+
+
+def ref_of(key: BufferKey, row: BufferSpec) -> Ref:
+    """Return all elements of a buffer."""
+    return Ref(key.kind, key.bucket, key.version, 0, row.numel, row.dtype, key.field)
+
+
+class Ring:
+    """Slots of staging, used in turn."""
+
+    def __init__(self, memory: Memory, slots: int) -> None:
+        self._memory = memory
+        self._slots = slots
+        self._next = 0
+
+    def take(self, numel: int, dtype: str) -> Ref:
+        """Return the next slot's first elements."""
+        slot, self._next = self._next, (self._next + 1) % self._slots
+        return Ref(self._memory, slot, 0, 0, numel, dtype)
 
 
 Clock = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Decisions over the access order of the step before: loads ahead, evictions, reduce order.
+"""Decisions over the access order of the step before: loads ahead and evictions.
 
 Pure functions over block numbers, standard library only. The program calls them at every use, in
 the engine and in the plan alike.
@@ -7,7 +7,6 @@ the engine and in the plan alike.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -56,54 +55,6 @@ class AccessOrder:
         if len(self._uses) >= len(self._order) or self.missed:
             self._order = self._uses
         self._uses, self._next, self.missed = [], 0, 0
-
-
-class ReduceOrder:
-    """The order in which blocks send their gradients. Several ranks have one order for all of them,
-    and a block that is ready before its turn waits.
-
-    Attributes:
-        seen: blocks in the order in which they became ready in this pass.
-    """
-
-    def __init__(self, order: Sequence[int], *, free: bool) -> None:
-        """`free`: every block is sent as soon as it is ready."""
-        self._order = list(order)
-        self._free = free
-        self._next = 0
-        self.seen: dict[int, None] = {}
-
-    def ready(self, block: int) -> list[int]:
-        """Return the blocks to send, in order, now that `block` is ready."""
-        self.seen[block] = None
-        if self._free:
-            return [block]
-        # A ready block is held back until all before it are sent: ranks match collectives by their
-        # order, and another one would sum gradients of different blocks.
-        due = list(takewhile(lambda b: b in self.seen, self._order[self._next :]))
-        self._next += len(due)
-        return due
-
-    @property
-    def awaited(self) -> int | None:
-        """The block whose turn it is, which is not ready; None if all were sent, or every block is
-        sent as soon as it is ready."""
-        return None if self._free or self._next == len(self._order) else self._order[self._next]
-
-    def rest(self) -> list[int]:
-        """Return the blocks that were not sent in this pass, in order."""
-        if self._free:
-            return [block for block in self._order if block not in self.seen]
-        return self._order[self._next :]
-
-    def restart(self) -> None:
-        """A pass has ended."""
-        self._next = 0
-        self.seen = {}
-
-    def agree(self, order: Sequence[int]) -> None:
-        """Set the order, from the next pass on."""
-        self._order = list(order)
 
 
 def next_use(block: int, future: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.activations import ActivationPath
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.disk import DiskPath, GradientSlots
+from offloadtrain.step.program.disk import DiskPath, SavePath
 from offloadtrain.step.program.gradients import GradientPath
 from offloadtrain.step.program.modes import (
     Decision,
@@ -34,11 +34,9 @@ from offloadtrain.step.program.modes import (
     Speculation,
     Speculative,
 )
-from offloadtrain.step.program.operations import Kind, Lane, Launch, Operations
-from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
-from offloadtrain.step.program.saves import SavePath
+from offloadtrain.step.program.operations import Kind, Lane, Launch, Operations, Ring
+from offloadtrain.step.program.places import BlockRefs, BucketRefs
 from offloadtrain.step.program.streaming import Streaming
-from offloadtrain.step.program.two_versions import TwoVersions
 from offloadtrain.step.program.updates import UpdatePath
 
 
@@ -50,6 +48,7 @@ class Program:
         speculation: the result of the updates inside the last backward.
         streaming: the slots of streamed blocks, and the access order that loads ahead follow.
         buckets: by name, frozen ones included.
+        mode: the update mode, which says when updates run and which uploads wait.
     """
 
     def __init__(self, spec: StepSpec, rank: int = 0, part: int = 0) -> None:
@@ -60,46 +59,27 @@ class Program:
         self.speculation = Speculation()
         self._order = Dependencies()
         self.buckets = {
-            b.name: BucketRefs(b, spec, table, rank) for block in spec.blocks for b in block.held
+            b.name: BucketRefs(b, spec, table, rank)
+            for block in spec.blocks
+            for b in block.all_buckets
         }
         self._trained: dict[str, Sequence[BucketRefs]] = {
             block.name: [self.buckets[b.name] for b in block.buckets] for block in spec.blocks
         }
         self._buckets_of: dict[str, Sequence[BucketRefs]] = {
-            block.name: [self.buckets[b.name] for b in block.held] for block in spec.blocks
+            block.name: [self.buckets[b.name] for b in block.all_buckets] for block in spec.blocks
         }
         self.streaming = Streaming(spec, table, self._order, self._buckets_of)
         # One ring for both ways: gradients on their way down, weights on their way up.
         host_ring = Ring(Memory.HOST_STAGING, table.slots(Memory.HOST_STAGING))
         self._disk = DiskPath(table, self._order)
-        self._slots = slots = GradientSlots(spec, table, self._order)
-        self._gradients = GradientPath(spec, table, self._order, host_ring, slots)
-        self._updates = UpdatePath(table, self._order, host_ring, self.streaming, self._disk, slots)
+        self._gradients = GradientPath(spec, table, self._order, host_ring)
+        self._updates = UpdatePath(
+            table, self._order, host_ring, self.streaming, self._disk, self._gradients.slots
+        )
         self._activations = ActivationPath(spec, part, self._order)
         self._saves = SavePath(spec, self._order, self.buckets, self._disk)
-        self._mode = _mode_of(spec, self._updates)
-
-    @property
-    def waits_for_norm(self) -> bool:
-        """True while the gradient can still be clipped after backward."""
-        return self._mode.waits_for_norm
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """True if Adam may run inside backward, with the hyperparameters of that moment."""
-        return self._mode.updates_in_backward
-
-    @property
-    def behind(self) -> Sequence[str]:
-        """Blocks whose new weights go up once no graph needs the old ones: see `graph_freed`.
-        Always the same list; events change it."""
-        return self._mode.behind
-
-    @property
-    def version(self) -> int:
-        """Of the weights that compute reads, where there are two: [Note: Two versions] in
-        `two_versions`."""
-        return self._mode.version
+        self.mode = _mode_of(spec, self._updates)
 
     def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
         """A forward of the model is about to begin, or the step is over. `pinned`: see `use`."""
@@ -117,10 +97,10 @@ class Program:
         Raises:
             StreamError: all slots are taken by pinned blocks.
         """
-        if self.streaming.streams(block):
+        if self.streaming.loads(block):
             self.streaming.use(block, pinned)
         else:
-            resident = [bucket.whole for bucket in self._trained[block]]
+            resident = [bucket.working for bucket in self._trained[block]]
             # Compute waits for this block's upload, or all-gather, only: those of later blocks, and
             # their Adam, run beside its forward.
             self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
@@ -137,7 +117,7 @@ class Program:
         """
         buckets = self._buckets_of.get(block, ()) if reads else ()
         # Compute, where a real run has the user's kernels: uploads wait for these reads.
-        refs = tuple(bucket.whole for bucket in buckets)
+        refs = tuple(bucket.working for bucket in buckets)
         self._order.launch(Launch(kind, Lane.COMPUTE, owner or block, refs), late=True)
         return self._order.take()
 
@@ -177,12 +157,12 @@ class Program:
         for bucket in self._trained[block]:
             if bucket.name in delivered or not self._is_single:
                 complete = delivered.get(bucket.name, False) or not self._is_single
-                self._gradients.send(bucket, complete=complete, last=last)
+                self._gradients.send(bucket.gradient, complete=complete, last=last)
         return self._order.take()
 
     def grads_complete(self, block: str, early: Decision) -> Operations:
         """The step's gradient of the block is whole, and on its way: it may be updated."""
-        self._mode.grads_complete(self._block(block), early)
+        self.mode.grads_complete(self._block(block), early)
         return self._order.take()
 
     def grads_again(self, block: str) -> None:
@@ -191,11 +171,11 @@ class Program:
         Raises:
             UpdateError: it was updated in place.
         """
-        self._mode.grads_again(self._block(block))
+        self.mode.grads_again(self._block(block))
 
     def graph_freed(self, block: str) -> Operations:
         """No graph needs the old weights of a block that is `behind`."""
-        self._mode.graph_freed(block)
+        self.mode.graph_freed(block)
         return self._order.take()
 
     def first_sums(self) -> Operations:
@@ -209,38 +189,38 @@ class Program:
     def norm(self) -> Operations:
         """All gradients of the step have arrived: complete their sums of squares. The launching
         thread can read them when these operations are done."""
-        trained = (bucket for buckets in self._trained.values() for bucket in buckets)
+        trained = (bucket.gradient for buckets in self._trained.values() for bucket in buckets)
         self._gradients.complete(trained)
         return self._order.take()
 
     def norm_known(self, forward_order: Sequence[str], decision: Decision) -> Operations:
         """In step(): launch the rest of the update, and the uploads; sets `speculation`."""
         order = [self._block(name) for name in forward_order]
-        self.speculation = self._mode.apply(order, decision)
+        self.speculation = self.mode.apply(order, decision)
         return self._order.take()
 
     def step_ends(self) -> None:
         """The gradients are used up, or given up."""
         for buckets in self._trained.values():
             for bucket in buckets:
-                bucket.touched = bucket.normed = bucket.arrived = False
-        self._slots.step_ends()
+                bucket.gradient.end_step()
+        self._gradients.slots.step_ends()
 
     def sum_ends(self) -> None:
         """The gradients are measured and wait for the decision; later ones are the next step's."""
         self.step_ends()
         for buckets in self._trained.values():
             for bucket in buckets:
-                bucket.close_sum()
+                bucket.gradient.close_sum()
 
     def verify(self) -> None:
         """Raises UpdateError for hyperparameters that changed after updates inside backward."""
-        self._mode.verify()
+        self.mode.verify()
 
     def drop(self) -> Operations:
         """The gradients of the step are given up before it was decided."""
         self.step_ends()
-        self._mode.drop()
+        self.mode.drop()
         return self._order.take()
 
     def before_masters_change(self) -> None:
@@ -249,17 +229,17 @@ class Program:
         Raises:
             UpdateError: where they cannot be.
         """
-        self._mode.before_masters_change()
+        self.mode.before_masters_change()
 
     def flush(self) -> Operations:
         """Between steps: upload weights that wait, so that the newest ones are in their places."""
-        self._mode.flush()
+        self.mode.flush()
         return self._order.take()
 
     def turn(self, *, back: bool) -> Operations:
         """A backward begins whose forward has read the version before the newest one (`back`): what
         it runs again reads that one; or such a backward is over."""
-        self._mode.turn(back=back)
+        self.mode.turn(back=back)
         return self._order.take()
 
     def save(self) -> Operations:
@@ -286,28 +266,28 @@ class Program:
         its way and no streamed block has a slot."""
         self._order.reset()
         self._disk.forget()
-        self._slots.reset()
+        self._gradients.slots.reset()
         self.streaming.reset()
         self._activations.reset()
 
     def masters_set(self) -> Operations:
         """The state was set or loaded: the masters go up as they are."""
-        self._mode.flush()
-        self._mode.reset()
+        self.mode.flush()
+        self.mode.reset()
         self._updates.emit([self._block(name) for name in self._trained])
         return self._order.take()
 
     def part(self) -> Operations:
         """In mode "delayed", behind `flush`: the caller will set state and, apart from it, the
         weights that forward uses."""
-        self._mode.part([self._block(name) for name in self._trained])
+        self.mode.part([self._block(name) for name in self._trained])
         return self._order.take()
 
     def delay_set(self) -> Operations:
         """In mode "delayed", behind `flush`: the state was loaded, and older weights where forward
         uses them. The masters go up behind the next backward."""
-        self._mode.reset()
-        self._mode.hold([self._block(name) for name in self._trained])
+        self.mode.reset()
+        self.mode.hold([self._block(name) for name in self._trained])
         return self._order.take()
 
     def _block(self, name: str) -> BlockRefs:
@@ -316,8 +296,9 @@ class Program:
 
 def _mode_of(spec: StepSpec, updates: UpdatePath) -> Exact:
     """Make the update mode that the options name."""
-    if spec.weight_versions > 1:
-        return TwoVersions(updates)
+    if spec.update_policy is not None:
+        mode: Exact = spec.update_policy(updates)
+        return mode
     if spec.config.update == "delayed":
         return Delayed(updates, spec.config.warmup_steps, alone=spec.is_single)
     if spec.config.update == "speculative":

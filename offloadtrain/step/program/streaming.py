@@ -6,15 +6,14 @@ device only while a slot holds them. A use is the block's forward, or the unpack
 saved weights in backward. Each use gives the block a slot and makes compute wait for its load. The
 blocks that come next are loaded ahead, in the access order of the step before; another order gives
 the same result and is slower. Layers have some slots in turn; large blocks outside of layers, in
-ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.layout.streamed_blocks`). Weights
+ZeRO stage 3, one of their own ([Note: Outside of layers] in `step.layout.placement`). Weights
 on the device are clean, so eviction copies nothing: the slot is free once compute has done what it
 was given before. Two things pin a block: a running forward of it, and its backward, from the first
 unpacking of something saved in its forward until something is unpacked that was saved earlier
 (autograd runs nodes in the reverse of the order in which they were made). While a block has no slot
 its parameters are NaN, so that a read past the engine shows.
 
-Where two versions are kept, a load brings the one that compute reads at that time ([Note: Two
-versions] in `step.program.two_versions`).
+Where there are two versions of the weights, a load brings the one that compute reads at that time.
 
 Among ranks each holds a shard of the weights, on its host or on its device. A load copies the shard
 to its place in the slot and gathers the others around it, so every rank must use blocks in the
@@ -28,10 +27,9 @@ from collections.abc import Collection, Mapping, Sequence
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.step.layout.buffers import BufferTable, Memory
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.operations import Enter, Kind, Lane, Launch, Leave, Ref
-from offloadtrain.step.program.places import BucketRefs, Ring
+from offloadtrain.step.program.operations import Enter, Kind, Lane, Launch, Leave, Ref, Ring
+from offloadtrain.step.program.places import BucketRefs
 from offloadtrain.step.program.prefetch_policy import AccessOrder, Pool, prefetches, victim
 
 
@@ -52,15 +50,15 @@ class Streaming:
         spec: StepSpec,
         table: BufferTable,
         order: Dependencies,
-        held: Mapping[str, Sequence[BucketRefs]],
+        buckets_of: Mapping[str, Sequence[BucketRefs]],
     ) -> None:
-        """`held`: block → all buckets that are loaded with it."""
+        """`buckets_of`: block → all buckets that are loaded with it."""
         self.access_order = AccessOrder()
         self._order = order
-        self._buckets_of = held
-        self._blocks = [block.name for block in spec.blocks if block.name in spec.streamed]
+        self._buckets_of = buckets_of
+        streamed = spec.streamed_blocks
+        self._blocks = [block.name for block in streamed]
         self._number = {block: number for number, block in enumerate(self._blocks)}
-        streamed = [block for block in spec.blocks if block.name in spec.streamed]
         self._outside = {block.name for block in streamed if not block.repeated}
         self._slots_of = {block.name: spec.slots_of(block) for block in streamed}
         self._pools = [
@@ -79,8 +77,8 @@ class Streaming:
         """Slot → the memory of its last block."""
         self._ring = Ring(Memory.WEIGHT_SLOT, table.slots(Memory.WEIGHT_SLOT))
 
-    def streams(self, block: str) -> bool:
-        """Tell whether the block is streamed."""
+    def loads(self, block: str) -> bool:
+        """Tell whether the block is loaded for its use."""
         return block in self._number
 
     @property
@@ -102,7 +100,7 @@ class Streaming:
         """
         if block not in self.slots:
             self._load(block, self._room(block, pinned))
-        refs = [bucket.whole for bucket in self._buckets_of[block]]
+        refs = [bucket.working for bucket in self._buckets_of[block]]
         # Compute waits for this block's load, or all-gather, only. The loads ahead are launched
         # behind that wait and run beside the block's forward or backward.
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
@@ -127,7 +125,7 @@ class Streaming:
             return
         slot = self.slots.index(block)
         self.slots[slot] = None
-        self._before[slot] = [bucket.whole for bucket in self._buckets_of[block]]
+        self._before[slot] = [bucket.working for bucket in self._buckets_of[block]]
         self._order.operations.append(Leave(block))
         # The user's code is no launch: this event stands for its reads of the slot. The slot's next
         # load waits for compute up to here, and not for what compute is given later.
@@ -178,11 +176,11 @@ class Streaming:
             bucket.slot = slot
         # The slot changes hands: loads into it wait for all uses of the block before, or they
         # would overwrite weights that compute still reads.
-        self._order.reuse([bucket.whole for bucket in buckets], self._before[slot])
+        self._order.reuse([bucket.working for bucket in buckets], self._before[slot])
         self._order.operations.append(Enter(block, slot))
         for bucket in buckets:
             source, writes = (bucket.load_source,), (bucket.shard,)
-            if bucket.source_tier is Tier.DISK:
+            if bucket.loads_from_file:
                 slot_on_host = self._ring.take(bucket.spec.shard_numel, bucket.spec.dtype)
                 op = Launch(Kind.READ_WEIGHTS, Lane.DISK_LOAD, bucket.name, source, (slot_on_host,))
                 # disk_load, concurrently with compute and the previous bucket's load: waits for the
@@ -193,8 +191,8 @@ class Streaming:
             op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes)
             # load, while compute runs the blocks before: waits for the update that writes its
             # source. On h2d it would queue behind uploads that forward does not need yet.
-            self._order.launch(op, fresh=bucket.whole)
+            self._order.launch(op, fresh=bucket.working)
             if bucket.spec.ranks > 1:
-                gathered = (bucket.whole,)
+                gathered = (bucket.working,)
                 # comm, concurrently with the load of the next bucket: waits for its own load.
                 self._order.launch(Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=gathered))

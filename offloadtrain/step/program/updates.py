@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offloadtrain.step.layout.block_spec import MatrixSpec
-from offloadtrain.step.layout.buffers import BufferTable, Memory
-from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.layout.buffers import BufferTable, Delivery, Memory
 from offloadtrain.step.program.dependencies import Dependencies
-from offloadtrain.step.program.disk import DiskPath, GradientSlots
+from offloadtrain.step.program.disk import DiskPath
+from offloadtrain.step.program.gradients import GradientSlots
 from offloadtrain.step.program.operations import (
     Enter,
     Event,
@@ -28,10 +28,11 @@ from offloadtrain.step.program.operations import (
     Launch,
     Ref,
     Renew,
+    Ring,
     Swap,
     Update,
 )
-from offloadtrain.step.program.places import BlockRefs, BucketRefs, Ring
+from offloadtrain.step.program.places import BlockRefs, BucketRefs
 from offloadtrain.step.program.streaming import Streaming
 
 
@@ -59,8 +60,8 @@ class UpdatePath:
         if bucket.directions is None:
             return
         self._disk.read(bucket)
-        self._gradients.hold(bucket, keep=True)
-        reads, writes = (bucket.decided,), (bucket.directions, *bucket.state())
+        self._gradients.hold(bucket.gradient, keep=True)
+        reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, beside what the device does with the matrices of the block before. It waits for the
         # last copy down; the first copy up waits for it.
         self._order.launch(
@@ -69,26 +70,27 @@ class UpdatePath:
         self._disk.write(bucket)
         for matrix in bucket.matrices:
             self._orthogonalize(bucket, bucket.directions, matrix)
-        self._gradients.changed(bucket)
+        self._gradients.changed(bucket.gradient)
 
     def _orthogonalize(self, bucket: BucketRefs, directions: Ref, matrix: MatrixSpec) -> None:
         lo, hi = matrix.offset, matrix.offset + matrix.numel
         on_host = directions._replace(lo=lo, hi=hi)
-        # Where the state is on the device, nothing is moved.
+        # An update on the device moves nothing.
+        moves = bucket.lane is Lane.HOST
         on_device, used = on_host, 0
-        if not bucket.on_device:
+        if moves:
             used = matrix.numel
             on_device = Ref(Memory.MATRIX, 0, 0, 0, used, directions.dtype)
         workspace = Ref(Memory.MATRIX, 0, 0, used, used + matrix.workspace_numel, directions.dtype)
         name = bucket.name
         # ortho, beside compute and the host: the copy up waits for the host, Adam for the copy
         # down. One matrix is on the device at a time: this lane's order is enough between two.
-        if not bucket.on_device:
+        if moves:
             up = Launch(Kind.MATRIX_UP, Lane.ORTHO, name, (on_host,), (on_device,), lo, hi)
             self._order.launch(up, fresh=on_device)
         both = (on_device, workspace)
         self._order.launch(Launch(Kind.ORTHOGONALIZE, Lane.ORTHO, name, (), both, lo, hi))
-        if not bucket.on_device:
+        if moves:
             self._order.launch(
                 Launch(Kind.MATRIX_DOWN, Lane.ORTHO, name, (on_device,), (on_host,), lo, hi)
             )
@@ -97,10 +99,13 @@ class UpdatePath:
         """Launch the update of a bucket, of matrices behind `begin`; returns where the new working
         weights are staged."""
         self._disk.read(bucket)
-        self._gradients.hold(bucket, keep=True)
+        self._gradients.hold(bucket.gradient, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
-        reads = (bucket.directions or bucket.decided, *(state if update.out_of_place else ()))
+        reads = (
+            bucket.directions or bucket.gradient.decided,
+            *(state if update.out_of_place else ()),
+        )
         after = bucket.state(other=update.out_of_place)
         emits = () if bucket.spec.format.holds_weight else (staged,)
         writes = (*emits, *after)
@@ -109,7 +114,7 @@ class UpdatePath:
         # down; in-place, for loads of weights from this state. The upload waits for it. On the
         # device it may write the weights themselves: it waits for backward, and forward for it.
         self._order.launch(op, fresh=_in_turn(staged))
-        self._gradients.used(bucket)
+        self._gradients.used(bucket.gradient)
         self._keep_weight(bucket, staged)
         self._disk.write(bucket)
         return staged
@@ -145,7 +150,7 @@ class UpdatePath:
         # take its ring slot and then waits for it.
         for bucket, staged in buckets:
             self._upload(bucket, staged)
-            renewed = renewed or not bucket.beside
+            renewed = renewed or not bucket.updates_other_version
         if renewed:
             self._order.operations.append(Renew(block))
             # A slot still holds the old weights: the next use must load the new ones.
@@ -177,7 +182,7 @@ class UpdatePath:
 
     def _enter(self, blocks: Iterable[BlockRefs], by: int) -> None:
         for block, buckets in (entry for entry in blocks if entry[1]):
-            if self._streaming.streams(block):
+            if self._streaming.loads(block):
                 # A slot holds the version that was loaded: the next use loads the other.
                 self._streaming.drop(block)
             else:
@@ -186,11 +191,11 @@ class UpdatePath:
 
     def _turn(self, bucket: BucketRefs) -> None:
         bucket.turn()
-        if bucket.is_streamed:
+        if bucket.sources:
             self._order.operations.append(Flip(bucket.name))
 
     def _show_newest(self, bucket: BucketRefs) -> None:
-        if bucket.show_newest() and bucket.is_streamed:
+        if bucket.show_newest() and bucket.sources:
             self._order.operations.append(Flip(bucket.name))
 
     def emit(self, blocks: Sequence[BlockRefs]) -> None:
@@ -198,7 +203,7 @@ class UpdatePath:
         event = self.backward_is_over(blocks)
         # Masters on the device were set by the caller on compute, which no launch declares: the
         # cast on a lane of its own would read them too early.
-        if any(bucket.on_device for _, buckets in blocks for bucket in buckets):
+        if any(bucket.lane is Lane.UPDATE for _, buckets in blocks for bucket in buckets):
             self._order.wait(Lane.UPDATE, event, "masters are set")
         for block, buckets in blocks:
             self.upload(block, ((bucket, self._cast(bucket)) for bucket in buckets))
@@ -215,7 +220,7 @@ class UpdatePath:
         """As `hold`, where there are two versions: the masters go up into the other one."""
         self._in_use_set(blocks)
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            bucket.beside = True
+            bucket.updates_other_version = True
         self.emit(blocks)
 
     def _in_use_set(self, blocks: Sequence[BlockRefs]) -> None:
@@ -235,42 +240,40 @@ class UpdatePath:
         # they would overwrite weights that backward reads. Streamed blocks: see `Streaming.drop`.
         event = self._order.record(Lane.COMPUTE, "backward")
         for block, buckets in blocks:
-            if not self._streaming.streams(block):
+            if not self._streaming.loads(block):
                 refs = [bucket.newest for bucket in buckets]
                 self._order.was_read(refs, event)
         return event
 
     def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
-        if bucket.source_tier is Tier.DISK:
-            # Written behind its Adam. Loads launched so far read the version before.
-            if bucket.flip_weight_file():
-                self._order.operations.append(Flip(bucket.name))
-            return
-        if bucket.source_tier is Tier.HOST:
-            # Host, behind its Adam: waits for loads in flight of the old snapshot. Without a
-            # snapshot, or with two versions, loads read the staged weights themselves and wait for
-            # Adam.
-            if bucket.loads_in_turn:
-                if not bucket.beside:
+        match bucket.delivery:
+            case Delivery.FILE:
+                # Written behind its Adam. Loads launched so far read the version before.
+                if bucket.flip_weight_file():
+                    self._order.operations.append(Flip(bucket.name))
+            case Delivery.IN_TURN:
+                # Loads read the staged weights themselves and wait for Adam.
+                if not bucket.updates_other_version:
                     self._show_newest(bucket)
-            elif bucket.has(Memory.SNAPSHOT):
+            case Delivery.SNAPSHOT:
+                # Host, behind its Adam: waits for loads in flight of the old snapshot.
                 snapshot = bucket.ref(Memory.SNAPSHOT)
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, snapshot)
-            return
-        if bucket.on_device:
-            # update, beside compute: waits for backward's last read of the old weights.
-            if staged != bucket.upload_target:
-                self._launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
-            self._gather(bucket)
-            return
-        # h2d, beside Adam of the next bucket and forward of the blocks before: forward waits for
-        # its own block only. The next copy down waits until the staged weights are read.
-        self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
-        self._gather(bucket)
+            case Delivery.ON_DEVICE:
+                # update, beside compute: waits for backward's last read of the old weights.
+                if staged != bucket.upload_target:
+                    self._launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
+                self._gather(bucket)
+            case Delivery.UPLOAD:
+                # h2d, beside Adam of the next bucket and forward of the blocks before: forward
+                # waits for its own block only. The next copy down waits until the staged weights
+                # are read.
+                self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
+                self._gather(bucket)
 
     def _gather(self, bucket: BucketRefs) -> None:
         """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
-        if bucket.spec.ranks > 1 and not bucket.is_streamed:
+        if bucket.spec.ranks > 1 and not bucket.sources:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.newest,))
             # comm, beside the upload of the next bucket: waits for its own upload, and compute
             # waits for it in the place of the upload.
@@ -291,7 +294,7 @@ class UpdatePath:
             return bucket.load_source
         self._disk.read(bucket)
         # The new weights may lie over the gradient, which nothing needs any more.
-        self._gradients.hold(bucket, keep=False)
+        self._gradients.hold(bucket.gradient, keep=False)
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
             op = Launch(Kind.CAST, bucket.lane, bucket.name, (bucket.state()[0],), (staged,))

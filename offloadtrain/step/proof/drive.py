@@ -33,8 +33,8 @@ def steps(
     for step in range(1, num_steps + 1):
         for micro_step in range(micro_steps):
             last = micro_step + 1 == micro_steps
-            done += _forward(program, readings, inputs)
-            done += _backward(program, readings, inputs, step, last=last)
+            done += forward(program, readings, inputs)
+            done += backward(program, readings, inputs, step, last=last)
             if step == 1 and micro_step == 0 and not program.spec.is_single:
                 done += program.first_sums()
         done += program.norm() + program.computes(Kind.DECIDE, "")
@@ -47,7 +47,8 @@ def steps(
     return done
 
 
-def _forward(program: Program, readings: Sequence[Reading], inputs: Inputs) -> Operations:
+def forward(program: Program, readings: Sequence[Reading], inputs: Inputs) -> Operations:
+    """Return the operations of a microbatch's forward."""
     done = program.pass_begins()
     for reading in readings:
         done += program.use(reading.block)
@@ -56,9 +57,14 @@ def _forward(program: Program, readings: Sequence[Reading], inputs: Inputs) -> O
     return done
 
 
-def _backward(
+def backward(
     program: Program, readings: Sequence[Reading], inputs: Inputs, step: int, *, last: bool
 ) -> Operations:
+    """Return the operations of a microbatch's backward, of a step counted from 1.
+
+    Args:
+        last: it is the last one of the step.
+    """
     done: Operations = []
     blocks = {block.name: block for block in program.spec.blocks}
     unread = unread_in_backward(program.spec)
@@ -75,7 +81,7 @@ def _backward(
         # As the engine does: the first backward shows which blocks deliver as expected.
         if last and step > 1:
             done += program.grads_complete(block.name, Decision(step))
-            for name in tuple(program.behind):
+            for name in tuple(program.mode.behind):
                 done += program.graph_freed(name)
     return done
 
@@ -117,7 +123,7 @@ class Inputs:
         self._numbers = numbers or count()
         self._saved: dict[Reading, int] = {}
         has_layers = any(block.repeated for block in program.spec.blocks)
-        all_saved = program.spec.config.activations.mode == "offload_saved"
+        all_saved = program.spec.offloads_saved
         self._moved = {
             Reading(block.name)
             for block in program.spec.blocks

@@ -2,6 +2,10 @@
 
 The recorder of a real run writes these entries with the addresses of its memory. `trace` writes
 them for the operations of a program, at addresses of its own. `prove` takes both.
+
+A write orders an operation after every earlier access, so a launch does not declare reads of the
+memory that it writes. `read_in_place` returns these for the prover: a sum over memory that nothing
+has filled is wrong in any order.
 """
 
 from __future__ import annotations
@@ -10,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from offloadtrain.step.layout.buffer_table import buffer_table
-from offloadtrain.step.layout.buffers import BufferKey
+from offloadtrain.step.layout.buffers import BufferKey, Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.operations import (
     Allocate,
     Event,
     HostWait,
+    Kind,
     Lane,
     Launch,
     Operation,
@@ -25,7 +30,29 @@ from offloadtrain.step.program.operations import (
     Wait,
 )
 from offloadtrain.step.program.operations import Undefined as Undefine
-from offloadtrain.step.proof.in_place import read_in_place
+
+
+def read_in_place(op: Launch, *, ranks: int, rank: int) -> tuple[Ref, ...]:
+    """Return the parts of `op.writes` whose earlier contents the operation needs."""
+    match op.kind:
+        case Kind.REDUCE_SCATTER | Kind.ADD:
+            return op.writes
+        case Kind.ALL_GATHER:
+            return tuple(_shard(ref, ranks, rank) for ref in op.writes)
+        case Kind.ACCUMULATE | Kind.MARK if not op.first:
+            return op.writes[:1]
+        # The matrix; its workspace, which comes second, may hold anything.
+        case Kind.ORTHOGONALIZE:
+            return op.writes[:1]
+        case Kind.DIRECTION | Kind.ADAM if op.update and not op.update.out_of_place:
+            return tuple(ref for ref in op.writes if ref.memory is Memory.STATE)
+    return ()
+
+
+def _shard(ref: Ref, ranks: int, rank: int) -> Ref:
+    count = (ref.hi - ref.lo) // ranks
+    lo = ref.lo + rank * count
+    return ref._replace(lo=lo, hi=lo + count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +140,7 @@ def trace(spec: StepSpec, operations: Iterable[Operation], rank: int = 0) -> lis
     entries: list[Entry] = []
     numbers: dict[Event, int] = {}
     at = _Addresses(spec)
-    sharing = {b.name: b.ranks for block in spec.blocks for b in block.held}
+    sharing = {b.name: b.ranks for block in spec.blocks for b in block.all_buckets}
     for op in operations:
         match op:
             case Launch():

@@ -1,6 +1,6 @@
 """The checkpoints in a folder: found, verified, pruned.
 
-A checkpoint is a folder `step-00001200` of one tensor file per rank (`layout.py`), `state.json`
+A checkpoint is a folder `step-00001200` of one tensor file per rank (`manifest.py`), `state.json`
 (all other state of the run) and `manifest.json` (every file, every tensor with its hashes, and its
 own hash). There is no pickle in it.
 
@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from offloadtrain.hardware import atomic_io
 from offloadtrain.runtime.process_group import ALONE, Ranks
@@ -38,6 +38,8 @@ from offloadtrain.train.checkpoint.manifest import (
 from offloadtrain.train.checkpoint.reader import Reading, read
 
 _T = TypeVar("_T")
+OnDamaged: TypeAlias = Callable[[Path, DamagedCheckpointError], None]
+"""Called with each damaged checkpoint that is skipped, and its problem."""
 _STEP = r"step-(?:\d{8}|[1-9]\d{8,})"
 """From step 100,000,000 on names are longer: they are not in the order of their letters."""
 _COMPLETE = re.compile(_STEP)
@@ -115,10 +117,10 @@ def step_of(path: Path) -> int:
 
 def newest_good(
     folder: Path,
-    on_damaged: Callable[[Path, DamagedCheckpointError], None],
+    on_damaged: OnDamaged,
     ranks: Ranks = ALONE,
     *,
-    whole: bool = True,
+    verified: bool = True,
     before: int | None = None,
     accept: Callable[[Checkpoint], None] = lambda _: None,
 ) -> Checkpoint | None:
@@ -127,7 +129,7 @@ def newest_good(
     Every rank calls this and gets the same answer.
 
     Args:
-        whole: read and verify every tensor; False where they are verified while they are loaded.
+        verified: read and verify every tensor; False where that is done while they are loaded.
         before: only checkpoints of earlier steps than this.
         accept: raises DamagedCheckpointError where the caller cannot use it.
 
@@ -140,7 +142,7 @@ def newest_good(
         if before is not None and step_of(path) >= before:
             continue
         try:
-            opened = (verify if whole else open_checkpoint)(path, ranks)
+            opened = (verify if verified else open_checkpoint)(path, ranks)
             accept(opened)  # the state is the same on every rank, and so is the answer
             return opened
         except DamagedCheckpointError as damage:
@@ -182,7 +184,7 @@ def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
     """
     opened = open_checkpoint(path, ranks)
     entries = opened.manifest.entries[ranks.rank :: ranks.size]
-    agreed(ranks, lambda: read(path, map(Reading.whole, entries)))
+    agreed(ranks, lambda: read(path, map(Reading.all_of, entries)))
     return opened
 
 

@@ -1,4 +1,4 @@
-"""One checkpoint being written, and its commit.
+"""One checkpoint being written: space on the disk, a file of tensors for each rank, and the commit.
 
 [Note: Shards in a checkpoint]
 Each rank writes its shards into its own file, all in one folder that the hosts share. Rank 0
@@ -13,31 +13,234 @@ import errno
 import json
 import os
 import secrets
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+import xxhash
 
-from offloadtrain.engine.state.saved_state import FlatState, OwnState, StateWriter
+from offloadtrain.config.units import format_bytes
+from offloadtrain.engine.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.hardware import atomic_io
+from offloadtrain.hardware.direct_io import (
+    MEMORY_ALIGN,
+    THREADS,
+    DirectFile,
+    aligned_buffer,
+    windows,
+)
 from offloadtrain.runtime.process_group import ALONE, Extent, Ranks
 from offloadtrain.step.program.operations import Written
-from offloadtrain.train.checkpoint import checkpoint, disk_space
-from offloadtrain.train.checkpoint.layout import Entry, Region, lay_out
+from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import (
     MANIFEST,
     STATE,
     CheckpointError,
+    Chunk,
+    Entry,
     NotFiniteError,
+    Region,
     decoded_entry,
     encoded_entry,
+    lay_out,
     write_manifest,
 )
-from offloadtrain.train.checkpoint.writer import Part, TensorWriter
+
+_WEIGHTS = ("master", "weight")
+"""Kinds of tensors that contain a trained weight, or its upper half."""
+
+_EXPONENTS = {
+    "float32": (np.uint32, 0x7F800000),
+    "bfloat16": (np.uint16, 0x7F80),
+    "float16": (np.uint16, 0x7C00),
+}
+"""dtype → the bits that are all set in values that are not finite."""
+
+_CHECKED = 1 << 17
+"""Bytes that are checked at a time: they stay in the cache."""
+
+
+class Part(NamedTuple):
+    """Values [lo, hi) of a region: the windows of the file that begin with one of them.
+
+    Attributes:
+        tensor: of any shape and device. It begins with value `lo`, and holds the last window whole.
+    """
+
+    region: Region
+    tensor: torch.Tensor
+    lo: int
+    hi: int
+
+    def windows(self, size: int) -> Iterator[tuple[int, int]]:
+        """Yield [lo, hi) of each in the file; `size`: bytes of a value."""
+        start = self.region.offset
+        for lo, hi in windows(start, self.region.end):
+            if self.lo * size <= lo - start < self.hi * size:
+                yield lo, hi
+
+
+class TensorWriter:
+    """Writes and hashes regions; holds a window of memory per thread, and no copy of the state.
+
+    Attributes:
+        failure: the first error; nothing more is written then.
+    """
+
+    def __init__(self, path: Path, regions: Sequence[Region]) -> None:
+        """
+        Raises:
+            OSError: the file cannot be made, or its disk is full.
+        """
+        self._regions = regions
+        self.failure: Exception | None = None
+        self._digests: dict[int, str] = {}
+        """First byte of a chunk → its hash."""
+        self._scratch = threading.local()
+        self._file = DirectFile.create(path, size_of(regions))
+        self._pool = ThreadPoolExecutor(THREADS, "offloadtrain-checkpoint")
+
+    @property
+    def direct(self) -> bool:
+        """The file is written past the page cache."""
+        return self._file.direct
+
+    def write(self, parts: Iterable[Part]) -> None:
+        """Write parts of regions; returns when the memory of their tensors is read.
+
+        An error is kept in `failure`.
+        """
+        writes = [
+            self._pool.submit(self._write, part.region, flat[lo - start : hi - start], lo, hi)
+            for part in parts
+            for flat, size in [(_bytes_of(part.tensor), part.tensor.itemsize)]
+            for start in [part.region.offset + part.lo * size]
+            for lo, hi in part.windows(size)
+        ]
+        for future in writes:
+            future.result()
+
+    def finish(self) -> None:
+        """All regions were written: make them durable."""
+        try:
+            if self.failure is None:
+                self._file.sync()
+            # Some file systems say only here that the disk is full.
+            self.close()
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def close(self) -> None:
+        """Release file and threads. Idempotent."""
+        self._pool.shutdown()
+        self._file.close()
+
+    def entries(self) -> list[Entry]:
+        """Return the entries of the finished file, with their hashes.
+
+        Raises:
+            OSError, NotFiniteError: what went wrong.
+        """
+        if self.failure is not None:
+            raise self.failure
+        digests_of: dict[Entry, list[str]] = {}
+        for region in self._regions:
+            for chunk in region.chunks:
+                digests = digests_of.setdefault(chunk.entry, [])
+                if chunk.lo < chunk.hi:
+                    digests.append(self._digests[chunk.lo])
+        return [replace(entry, digests=tuple(digests)) for entry, digests in digests_of.items()]
+
+    def _write(self, region: Region, values: torch.Tensor, lo: int, hi: int) -> None:
+        if self.failure is not None:
+            return
+        try:
+            memory = self._aligned(values, hi - lo)
+            for chunk in region.within(lo, hi):
+                data = memory[chunk.lo - lo : chunk.hi - lo]
+                self._digests[chunk.lo] = xxhash.xxh3_128_hexdigest(data)
+                if region.kind in _WEIGHTS:
+                    _require_finite(chunk, data)
+            self._file.write(memory, lo)
+        except (OSError, NotFiniteError) as error:
+            self.failure = self.failure or error
+
+    def _aligned(self, part: torch.Tensor, num_bytes: int) -> memoryview:
+        """Return memory that the disk can read: the tensor's own, or a copy with its padding."""
+        on_host = part.device.type == "cpu"
+        if on_host and part.numel() == num_bytes and part.data_ptr() % MEMORY_ALIGN == 0:
+            return part.numpy().data
+        if not hasattr(self._scratch, "window"):
+            self._scratch.window = aligned_buffer()
+        window: memoryview = self._scratch.window[:num_bytes]
+        target = torch.frombuffer(window, dtype=torch.uint8)
+        # Waits for the copy: from a device, too, it is not asynchronous into pageable memory.
+        target[: part.numel()].copy_(part)
+        target[part.numel() :].zero_()
+        return window
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View the values as (n,) uint8; of a tensor that is not contiguous, a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _require_finite(chunk: Chunk, data: memoryview) -> None:
+    """Raises NotFiniteError if a weight in the chunk is not finite."""
+    entry = chunk.entry
+    if entry.dtype not in _EXPONENTS:
+        return
+    dtype, mask = _EXPONENTS[entry.dtype]
+    values = np.frombuffer(data[: max(0, entry.end - chunk.lo)], dtype)
+    step = _CHECKED // values.itemsize
+    for at in range(0, len(values), step):
+        if ((values[at : at + step] & dtype(mask)) == mask).any():
+            raise NotFiniteError(f"the weights of {entry.name} are not finite")
+
+
+def require_space(
+    folder: Path, num_bytes: int, ranks: Ranks, unfinished: Iterable[Path] = ()
+) -> tuple[int, int]:
+    """Compare the free space in `folder`, which need not exist yet, with the size of a checkpoint.
+    Every rank calls this, since all write to one disk.
+
+    Args:
+        num_bytes: bytes of this rank's tensors.
+        unfinished: folders that the save removes first: their space counts as free.
+
+    Returns:
+        (bytes that a checkpoint of all ranks needs, bytes that are free).
+
+    Raises:
+        CheckpointError: it does not fit.
+    """
+    needed = int(int(ranks.all_gather_host([num_bytes]).sum()) * 1.05) + (1 << 20)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = os.statvfs(there)
+    free = disk.f_bavail * disk.f_frsize + sum(map(_allocated_bytes, unfinished))
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "
+            f"{folder}. Older checkpoints are intact. Free some space, or set runs_dir to a larger "
+            "disk."
+        )
+    return needed, free
+
+
+def _allocated_bytes(folder: Path) -> int:
+    """Return the allocated bytes, which may be less than the size of a truncated file; 0 for what
+    is no folder of files."""
+    if folder.is_symlink() or not folder.is_dir():
+        return 0
+    return sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
+
 
 Tensors = dict[str, torch.Tensor]
 
@@ -119,27 +322,22 @@ class Save:
         name = f"{self._final.name}.tmp-{secrets.token_hex(4)}"
         self._unfinished = folder / ranks.broadcast_object(name)
         self._file = f"rank-{ranks.rank:03d}.bin"
-        extra = untrained(model, optimizer) if optimizer.saves_untrained else {}
+        self._regions, extra = lay_out_state(self._file, model, optimizer)
         params = dict(model.named_parameters())
         self._frozen = {name: tensor for name, tensor in extra.items() if name in params}
-        self._regions = lay_out(self._file, optimizer.flat_states(), extra)
         self._writer: TensorWriter | None = None
         try:
             with _together(ranks, self._final):
                 if ranks.rank == 0:
                     _make(self._unfinished)
             with _together(ranks, self._final):
-                disk_space.require(folder, self._own_bytes, ranks)
+                require_space(folder, size_of(self._regions), ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
             self._write_others({name: x for name, x in extra.items() if name not in params})
             optimizer.write_state(self)
         except BaseException:
             self.give_up()
             raise
-
-    @property
-    def _own_bytes(self) -> int:
-        return self._regions[-1].end if self._regions else 0
 
     def write(self, bucket: str, parts: Sequence[tuple[Written, torch.Tensor]]) -> None:
         """Write parts of the buffers of a bucket."""
@@ -182,7 +380,7 @@ class Save:
                 entries = self._writer.entries()
             own_entries = [encoded_entry(entry) for entry in entries]
             of_ranks = self._ranks.gather(
-                (self._file, self._own_bytes, own_entries, self._writer.direct)
+                (self._file, size_of(self._regions), own_entries, self._writer.direct)
             )
             with _together(self._ranks, self._final):
                 if self._ranks.rank == 0:
@@ -240,10 +438,16 @@ def untrained(model: torch.nn.Module, optimizer: OffloadedState) -> Tensors:
     return tensors
 
 
-def num_bytes(model: torch.nn.Module, optimizer: OffloadedState, ranks: Ranks) -> int:
-    """Return the bytes that this rank writes into a checkpoint."""
+def lay_out_state(
+    file: str, model: torch.nn.Module, optimizer: OffloadedState
+) -> tuple[list[Region], Tensors]:
+    """Lay out this rank's file; return its regions, and the untrained tensors in them."""
     extra = untrained(model, optimizer) if optimizer.saves_untrained else {}
-    regions: Sequence[Region] = lay_out("", optimizer.flat_states(), extra)
+    return lay_out(file, optimizer.flat_states(), extra), extra
+
+
+def size_of(regions: Sequence[Region]) -> int:
+    """Return the bytes of a file with these regions."""
     return regions[-1].end if regions else 0
 
 

@@ -1,5 +1,5 @@
-"""What a run tells: records of its log, the console, planned beside measured figures.
+"""Output of a run: its event log, the console, other loggers, and planned against measured figures.
 
 It reads the trainer's state and changes nothing of it. Start at `run_log.RunLog`, which writes the
-records of `records.py`.
+records of `events.schema`.
 """

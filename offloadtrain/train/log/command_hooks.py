@@ -56,7 +56,7 @@ class CommandHooks:
             self._add("train.on_alert", self._on_alert, facts | {"MESSAGE": alert.message})
 
     def end(self, ended: schema.RunEnded) -> None:
-        """Run `train.on_end`, behind the alerts before it."""
+        """Run `train.on_end` after the commands of earlier alerts."""
         facts = {
             "EVENT": "end",
             "STATUS": ended.status,

@@ -1,12 +1,14 @@
-"""Console output: one live line, or a plain line every few seconds.
+"""Console output: one live line, or a plain line every few seconds; a bar for long preparations.
 
-Everything goes to stderr: stdout is for data.
+Everything goes to stderr: stdout is for data. At the end of a run a summary has the loss curve,
+sample text, the folder and the next commands.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -14,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
+from offloadtrain.config.job import Config
 from offloadtrain.config.units import format_bytes, format_clock, format_duration, format_rate
+from offloadtrain.events import log_lines, schema
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-
-_RAMP = "▁▂▃▄▅▆▇█"
 
 SILENCE_S = 8.0
 """Silence after which the current activity is printed."""
@@ -29,44 +32,42 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLine:
-    """The figures of one step line; None is omitted.
+    """A step as the console shows it.
 
     Attributes:
+        record: the step's record in the log.
+        steps: of the whole run.
+        device_bytes, host_bytes: of the engine, now.
         eta_s: time left, evaluations and checkpoints included; NaN if unknown.
         now_s: Unix seconds.
+        val_loss: of the last evaluation.
     """
 
-    step: int
+    record: schema.Step
     steps: int
-    loss: float
-    grad_norm: float | None
-    lr: float
-    tokens_per_s: float
-    mfu: float | None
-    exposed_ms: float
     device_bytes: int
     host_bytes: int
     eta_s: float
     now_s: float
-    skipped: bool = False
-    loss_scale: float | None = None
     val_loss: float | None = None
 
 
 def format_step(line: StepLine) -> str:
-    """Format one line, the most important first, so that truncation loses least."""
+    """Format one line, the most important first, so that truncation loses least; what is not known
+    is omitted."""
+    step = line.record
     parts = [
-        f"step {line.step}/{line.steps} {100 * line.step // max(line.steps, 1)}%",
+        f"step {step.step}/{line.steps} {100 * step.step // max(line.steps, 1)}%",
         f"eta {format_duration(line.eta_s)} ({format_clock(line.now_s + line.eta_s, line.now_s)})",
-        f"loss {line.loss:.4f}",
+        f"loss {step.loss:.4f}",
         None if line.val_loss is None else f"val {line.val_loss:.4f}",
-        "SKIPPED" if line.skipped else None,
-        None if line.grad_norm is None else f"grad {line.grad_norm:.3g}",
-        f"lr {line.lr:.2e}",
-        format_rate(line.tokens_per_s, "tok"),
-        None if line.mfu is None else f"mfu {100 * line.mfu:.1f}%",
-        f"waits {line.exposed_ms:.1f}ms",
-        None if line.loss_scale is None else f"scale {line.loss_scale:g}",
+        "SKIPPED" if step.skipped else None,
+        None if step.grad_norm is None else f"grad {step.grad_norm:.3g}",
+        f"lr {step.lr:.2e}",
+        format_rate(step.tokens_per_s, "tok"),
+        None if step.mfu is None else f"mfu {100 * step.mfu:.1f}%",
+        f"waits {step.exposed_ms:.1f}ms",
+        None if step.loss_scale is None else f"scale {step.loss_scale:g}",
         f"dev {format_bytes(line.device_bytes)}",
         f"host {format_bytes(line.host_bytes)}",
     ]
@@ -183,6 +184,136 @@ class Console:
             with HEARTBEAT.outside():
                 self._stream.write(text)
                 self._stream.flush()
+
+
+_BAR_CELLS = 30
+_TERMINAL_INTERVAL_S, _PLAIN_INTERVAL_S = 0.1, 5.0
+
+
+class ProgressBar:
+    """A bar on stderr if it is a terminal, otherwise a plain line now and then."""
+
+    def __init__(self, label: str, on_shown: Callable[[], None] | None = None) -> None:
+        """`on_shown`: called after each print."""
+        self._label, self._on_shown = label, on_shown
+        self._stream = unfiltered(sys.stderr)
+        self._terminal = self._stream.isatty()
+        self._shown_at = time.monotonic()
+        self._shown = False
+
+    def show(self, done_bytes: int, total_bytes: int) -> None:
+        HEARTBEAT.advance(self._label, done_bytes, total_bytes)
+        interval = _TERMINAL_INTERVAL_S if self._terminal else _PLAIN_INTERVAL_S
+        now = time.monotonic()
+        if now - self._shown_at < interval:
+            return
+        self._shown_at, self._shown = now, True
+        share = done_bytes / total_bytes if total_bytes else 1.0
+        cells = int(share * _BAR_CELLS)
+        bar = "█" * cells + "░" * (_BAR_CELLS - cells)
+        sizes = f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)}"
+        text = sanitize(f"{self._label} {bar} {share:4.0%}  {sizes}")
+        with suppress(OSError, ValueError):  # the pipe's reader has left
+            print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=self._stream)
+            print(end="" if self._terminal else "\n", file=self._stream, flush=True)
+        if self._on_shown is not None:
+            self._on_shown()
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the line of the bar."""
+        if self._terminal and self._shown:
+            with suppress(OSError, ValueError):
+                print("\r\x1b[K", end="", file=self._stream, flush=True)
+
+
+_RAMP = "▁▂▃▄▅▆▇█"
+
+
+def run_summary(
+    run: Path,
+    log: Path,
+    config: Config,
+    seconds: float,
+    step: int,
+    *,
+    stopped: bool,
+    nproc: int = 1,
+) -> str:
+    """Return the text printed at the end of a run.
+
+    Args:
+        log: the log of rank 0.
+        seconds: duration over all its starts.
+        nproc: ranks that the next commands start.
+    """
+    took = f"\n{step} steps in {format_duration(seconds)}"
+    if not log.exists():
+        missing = log if run.is_dir() else run
+        return (
+            f"{took}\n{missing} was removed or renamed during the run: its log is lost; later "
+            f"checkpoints are in {run / 'checkpoints'}"
+        )
+    curve = "" if stopped else f"\n{summary(log)}\n"
+    return f"{curve}{took}\n{next_commands(run, config, stopped=stopped, nproc=nproc)}"
+
+
+def summary(log: Path) -> str:
+    """Return curve, losses and sample from a run's event log, all its starts together."""
+    train: dict[int, float] = {}
+    val: dict[int, float] = {}
+    sample: schema.Sample | None = None
+    guesses: list[bool] = []
+    for event in (record.event for record in log_lines.read(log)):
+        if isinstance(event, schema.Step) and event.speculation_hit is not None:
+            guesses.append(event.speculation_hit)
+        if isinstance(event, schema.Step) and not event.skipped:
+            train[event.step] = event.loss
+        elif isinstance(event, schema.Eval):
+            val[event.step] = event.val_loss
+        elif isinstance(event, schema.Sample):
+            sample = event
+    parts = [f"training loss by step\n{loss_curve(sorted(train.items()))}"]
+    if val:
+        first, last = min(val), max(val)
+        parts.append(
+            f"validation loss (nats per token): {val[first]:.3f} at step {first}, "
+            f"{val[last]:.3f} at step {last}"
+        )
+    if guesses:
+        wrong = guesses.count(False)
+        parts.append(f"speculation: {len(guesses)} steps predicted, {wrong} of them mispredicted")
+    if sample is not None:
+        lines = (sample.prompt + sample.text).splitlines()
+        indented = "\n".join(f"  {line}" for line in lines)
+        parts.append(f"sample\n{indented}")
+    return "\n\n".join(parts)
+
+
+def next_commands(run: Path, config: Config, *, stopped: bool, nproc: int = 1) -> str:
+    """Return the run folder and next commands, as lines to copy."""
+    job, folder = shlex.quote(str(run / "resolved.toml")), shlex.quote(str(run))
+    train = f"offloadtrain train {job}" + (f" --nproc {nproc}" if nproc > 1 else "")
+    if stopped:
+        return f"run folder: {run}\nresume: {train} --resume {folder}"
+    longer = 2 * config.train.steps
+    lines = [
+        (f"offloadtrain tui {folder}", "inspect any step"),
+        (f"{train} --resume {folder} --set train.steps={longer}", "train longer"),
+        (
+            f"{train} --set optim.lr={config.optim.lr / 2:g}",
+            "the same job, half the learning rate",
+        ),
+        ("offloadtrain ls", "other jobs"),
+        ("offloadtrain cp gpt2_124m", "copy one to edit"),
+    ]
+    commands = "\n".join(f"  {command}    # {why}" for command, why in lines)
+    return f"run folder: {run}\nnext:\n{commands}"
 
 
 def loss_curve(points: Sequence[tuple[int, float]], width: int = 64, height: int = 10) -> str:

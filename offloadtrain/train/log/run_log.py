@@ -1,10 +1,17 @@
-"""The log of a run: one record per event, and console lines."""
+"""The log of a run: one record per event, and console lines.
+
+`RunLog` is what the trainer calls. `Pace` estimates the time left, and `Hindsight` compares the
+plan with what was measured.
+"""
 
 from __future__ import annotations
 
 import math
 import shutil
+import statistics
 import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 
@@ -12,15 +19,20 @@ import torch
 
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import flops_per_token
+from offloadtrain.config.sections import TrainConfig
 from offloadtrain.config.units import format_bytes, format_duration
-from offloadtrain.engine import AnyOptimizer, StepReport
+from offloadtrain.engine import StepReport
 from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
 from offloadtrain.events.control import Request
+from offloadtrain.events.schema import MemoryRow, PlanRow
+from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.hardware.telemetry import Sampler, probe
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
+from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import Timeline
@@ -30,16 +42,176 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.log.command_hooks import CommandHooks
 from offloadtrain.train.log.console import Console, StepLine
-from offloadtrain.train.log.pace import Pace
-from offloadtrain.train.log.plan_vs_actual import Hindsight
-from offloadtrain.train.log.records import step_record
+from offloadtrain.train.log.loggers import Loggers, Source
 from offloadtrain.train.log.run_memory import RunMemory
 from offloadtrain.train.log.run_start import RunStart
-from offloadtrain.train.loggers.loggers import Loggers
-from offloadtrain.train.loggers.row import Source
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.signals import StoppedEarlyError
+
+_RECENT_STEPS = 50
+
+
+class Pace:
+    """Steps, evaluations and pauses for checkpoints, as they were last."""
+
+    def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._train, self._clock = train, clock
+        self._step_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._evaluation_s = self._save_s = 0.0
+        self._since_s: float | None = None
+
+    @property
+    def is_first_step(self) -> bool:
+        return not self._step_s
+
+    def begin_step(self, done: int) -> None:
+        """Note what a checkpoint after step `done` has held the run up since then."""
+        since_s, self._since_s = self._since_s, None
+        if since_s is not None and self._is_due(self._train.checkpoint_every, done):
+            evaluated = self._is_due(self._train.eval_every, done)
+            paused_s = self._clock() - since_s - (self._evaluation_s if evaluated else 0.0)
+            self._save_s = max(paused_s, 0.0)
+
+    def end_step(self, seconds: float) -> None:
+        self._step_s.append(seconds)
+        self._since_s = self._clock()
+
+    def evaluated(self, seconds: float) -> None:
+        self._evaluation_s = seconds
+
+    def seconds_left(self, step: int) -> float:
+        """Return the time from the end of `step` to the end of the run; NaN before a step."""
+        if self.is_first_step:
+            return math.nan
+        evaluations = Pause(self._train.eval_every, self._evaluation_s)
+        saves = Pause(self._train.checkpoint_every, self._save_s)
+        usual_s = statistics.median(self._step_s)
+        return seconds_left(step, self._train.steps, usual_s, (evaluations, saves))
+
+    @staticmethod
+    def _is_due(every: int, step: int) -> bool:
+        return every > 0 and step % every == 0
+
+
+APART = 0.10
+"""Relative difference above which a warning is raised."""
+
+_WARM_STEPS, _STEPS = 3, 200
+_LEAST_S = 1e-3
+"""Least time of a compared lane; less is its launches, which a plan does not count."""
+
+
+class Hindsight:
+    """Records a run's steps and compares them with its plan."""
+
+    def __init__(self, plan: Plan, *, measured_rates: bool) -> None:
+        """`measured_rates`: the plan's machine was measured, so times are compared too."""
+        self._plan = plan
+        self._measured_rates = measured_rates
+        self._steps: deque[float] = deque(maxlen=_STEPS)
+        self._busy: deque[Mapping[str, float]] = deque(maxlen=_STEPS)
+        self._cold = _WARM_STEPS
+
+    def step(self, report: StepReport, step_ms: float) -> None:
+        """Record a step; the first few are warm-up."""
+        if self._cold:
+            self._cold -= 1
+            return
+        self._steps.append(step_ms / 1e3)
+        self._busy.append(report.busy_ms)
+
+    def rows(self, owners: Sequence[MemoryRow]) -> tuple[PlanRow, ...]:
+        """Return rows of bytes by tier and, if there were steps, of times."""
+        return (*self._bytes(owners), *self._times())
+
+    def compare(self, rows: Sequence[PlanRow]) -> tuple[str, list[str]]:
+        """Return a line for all rows, and the rows to warn of."""
+        shown = ", ".join(f"{row.what} {_ratio(row):.2f}" for row in rows)
+        apart = [
+            f"{row.what}: planned {_value(row, row.planned)}, found {_value(row, row.measured)}"
+            for row in rows
+            if abs(_ratio(row) - 1) > APART and (row.unit == "bytes" or self._measured_rates)
+        ]
+        return f"found / planned ({self._plan.name}): {shown}", apart
+
+    def _bytes(self, rows: Sequence[MemoryRow]) -> Iterator[PlanRow]:
+        on_cpu = self._plan.machine.on_cpu
+        host = {k: v for k, v in self._plan.host.items() if k != "Python, torch"}
+        device = self._plan.engine_device if on_cpu else self._plan.device
+        for tier, planned in ((Tier.HOST, host), (Tier.DEVICE, device)):
+            measured = sum(row.peak_bytes for row in rows if row.tier == tier.value)
+            yield PlanRow(f"{tier.value} bytes", sum(planned.values()), measured, "bytes")
+
+    def _times(self) -> Iterator[PlanRow]:
+        if not self._steps:
+            return
+        predicted = self._plan.prediction
+        yield PlanRow("step", predicted.seconds, statistics.median(self._steps), "s")
+        for lane, planned in sorted(predicted.busy_s.items()):
+            measured = statistics.median(busy.get(lane, 0.0) for busy in self._busy) / 1e3
+            if planned > _LEAST_S and measured > 0:
+                yield PlanRow(f"{lane} lane", planned, measured, "s")
+
+
+def _ratio(row: PlanRow) -> float:
+    return row.measured / row.planned if row.planned else 1.0
+
+
+def _value(row: PlanRow, value: float) -> str:
+    return format_bytes(value) if row.unit == "bytes" else f"{value:.3g} s"
+
+
+def step_record(
+    number: int,
+    progress: Progress,
+    report: StepReport,
+    clock: StepClock,
+    stats: StepStats,
+    *,
+    lr: float,
+    rank: int,
+    batch_tokens: int,
+    scaling: bool,
+    mfu: float | None,
+    peaks: tuple[int, int],
+) -> schema.Step:
+    """Return the record of a step.
+
+    Args:
+        batch_tokens: of all ranks.
+        scaling: the loss is scaled.
+        peaks: most bytes on the device and on the host within the step.
+    """
+    many = len(stats.own_ms) > 1
+    return schema.Step(
+        step=number,
+        loss=stats.loss,
+        lr=lr,
+        tokens=progress.tokens,
+        grad_norm=report.grad_norm,
+        clip_coef=report.clip_coef,
+        loss_scale=report.loss_scale if scaling else None,
+        skipped=report.skipped,
+        tokens_per_s=1e3 * batch_tokens / clock.total_ms,
+        step_ms=clock.total_ms,
+        exposed_ms=report.exposed_ms,
+        busy_ms=dict(report.busy_ms),
+        d2h_bytes=report.d2h_bytes,
+        h2d_bytes=report.h2d_bytes,
+        comm_bytes=report.comm_bytes,
+        disk_read_bytes=report.disk_read_bytes,
+        disk_written_bytes=report.disk_written_bytes,
+        own_ms=stats.own_ms[rank] if many else 0.0,
+        ranks_ms=stats.own_ms if many and rank == 0 else (),
+        early_buckets=report.early_buckets,
+        speculation_hit=report.speculation_hit,
+        mfu=mfu,
+        device_peak_bytes=peaks[0],
+        host_peak_bytes=peaks[1],
+        **{f"{phase}_ms": spent for phase, spent in clock.milliseconds.items()},
+    )
+
 
 _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step times every operation: at most 1 step in 20
@@ -67,8 +239,13 @@ class RunLog:
         self._writer = EventWriter(
             None,
             rank,
-            on_error=self._cannot_write,
-            on_recovery=self._writes_again,
+            on_error=lambda error: console.say(
+                f"warning: the event log cannot be written ({error.strerror}): training "
+                "continues, and writes are retried until the run ends"
+            ),
+            on_recovery=lambda lost: console.say(
+                f"the event log is being written again; {lost} records were lost"
+            ),
             on_removed=lambda message: console.say(f"warning: {message}"),
         )
         self._loggers = Loggers(lambda message: self.warn("logger-failed", message))
@@ -121,12 +298,13 @@ class RunLog:
         """
         self._progress, self._optimizer = progress, context.optimizer
         config, machine = self._config, probe(self._nvml)
-        start = RunStart.of(self._run, config, context, machine, progress.step, waiting)
+        start = RunStart(self._run, config, context, machine, progress.step, waiting)
         self._peak_flops = start.peak_flops
         self._alerts.calibrated_gbps = start.calibrated_gbps
         if self._rank == 0:
             killed = oom_kills.count(cgroup.oom_counters())
-            self._run.write_run(start.facts | {"ranks": context.ranks.size, "oom_kills": killed})
+            facts = {"name": config.name, "num_params": config.num_params}
+            self._run.write_run(facts | {"ranks": context.ranks.size, "oom_kills": killed})
         self._writer.open(self._run.events(self._rank))
         if self._rank == 0:
             self._loggers.open(self._run.path, config, progress.step)
@@ -145,7 +323,8 @@ class RunLog:
         )
         for code, message in start.warnings():
             self.warn(code, message)
-        if start.pins_in_vain:
+        optimizer = context.optimizer
+        if optimizer.device.type == "cuda" and config.offload.memory.pin and not optimizer.pinned:
             self._alerts.standing(
                 "not-pinned",
                 "host memory could not be page-locked: transfers are slow and do not overlap; "
@@ -153,7 +332,7 @@ class RunLog:
             )
 
     def _set_up(self) -> schema.SetUp:
-        """What came before the first step, in this start."""
+        """Return the durations of this start before its first step."""
         before = self._spent_before_s
         parts = {part: s - before.get(part, 0.0) for part, s in HEARTBEAT.spent_s.items()}
         return schema.SetUp(
@@ -198,7 +377,7 @@ class RunLog:
         if self._hindsight is None or self._optimizer is None:
             return
         rows = self._hindsight.rows(self.memory_rows())
-        message, apart = self._hindsight.told(rows)
+        message, apart = self._hindsight.compare(rows)
         self._writer.emit(schema.PlanCompared(rows=rows, message=message))
         self._console.say(message)
         if apart:
@@ -233,7 +412,7 @@ class RunLog:
         progress: Progress,
         report: StepReport,
         clock: StepClock,
-        told: StepStats,
+        stats: StepStats,
         *,
         lr: float,
     ) -> None:
@@ -245,7 +424,7 @@ class RunLog:
             progress,
             report,
             clock,
-            told,
+            stats,
             lr=lr,
             rank=self._rank,
             batch_tokens=self._config.batch_tokens,
@@ -288,20 +467,12 @@ class RunLog:
         for row in self._memory.read if self._memory else ():
             tier_bytes[row.tier] += row.num_bytes
         return StepLine(
-            step=step.step,
+            record=step,
             steps=self._config.train.steps,
-            loss=step.loss,
-            grad_norm=step.grad_norm,
-            lr=step.lr,
-            tokens_per_s=step.tokens_per_s,
-            mfu=step.mfu,
-            exposed_ms=step.exposed_ms,
             device_bytes=tier_bytes["device"],
             host_bytes=tier_bytes["host"],
             eta_s=self._pace.seconds_left(step.step),
             now_s=time.time(),
-            skipped=step.skipped,
-            loss_scale=step.loss_scale,
             val_loss=self._progress.val_loss,
         )
 
@@ -400,13 +571,3 @@ class RunLog:
             self._hooks.alert(alert)
         sign = "alert" if alert.state == "raised" else "alert over"
         self._console.say(f"{sign}: {alert.code}: {alert.message}")
-
-    def _cannot_write(self, error: OSError) -> None:
-        """Report write errors, on the writer's thread like the next method."""
-        self._console.say(
-            f"warning: the event log cannot be written ({error.strerror}): training "
-            "continues, and writes are retried until the run ends"
-        )
-
-    def _writes_again(self, lost: int) -> None:
-        self._console.say(f"the event log is being written again; {lost} records were lost")

@@ -1,10 +1,10 @@
-"""What a run says of itself before its first step: a record, console lines, warnings."""
+"""The start of a run: its first record, the introduction on the console, and warnings."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -15,17 +15,19 @@ from offloadtrain.config.units import format_count
 from offloadtrain.events import schema
 from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import SystemInfo
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.plan.plan import PROCESS, Plan
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.train.build import TrainingContext
-from offloadtrain.train.log.records import plan_facts
 from offloadtrain.train.log.run_memory import gpu_uuid
 from offloadtrain.train.run_folder import RunFolder
-from offloadtrain.train.update_rules import update_rule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class RunStart:
     """A run that begins or goes on.
 
@@ -43,61 +45,23 @@ class RunStart:
     machine: SystemInfo
     step: int
     waiting: str
-    device_name: str
-    calibrated_gbps: dict[str, float]
-    peak_flops: float | None
+    device_name: str = "CPU"
+    calibrated_gbps: dict[str, float] = field(default_factory=dict)
+    peak_flops: float | None = None
 
-    @classmethod
-    def of(
-        cls,
-        run: RunFolder,
-        config: Config,
-        context: TrainingContext,
-        machine: SystemInfo,
-        step: int,
-        waiting: str,
-    ) -> RunStart:
+    def __post_init__(self) -> None:
         """Look at the device, and measure its bus."""
-        device, calibrated_gbps = context.optimizer.device, {}
-        if on_gpu := device.type == "cuda":
+        device = self.context.optimizer.device
+        if device.type == "cuda":
             measured = bandwidth(device)
-            calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
-        name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-        flops = peak_flops(name, context.precision)
-        return cls(
-            run=run,
-            config=config,
-            context=context,
-            machine=machine,
-            step=step,
-            waiting=waiting,
-            device_name=name,
-            calibrated_gbps=calibrated_gbps,
-            peak_flops=flops and flops * context.ranks.size,
-        )
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the run folder says of the run, too."""
-        return {"name": self.config.name, "num_params": self.config.num_params}
+            self.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
+            self.device_name = torch.cuda.get_device_name(device)
+        flops = peak_flops(self.device_name, self.context.precision)
+        self.peak_flops = flops and flops * self.context.ranks.size
 
     def record(self) -> schema.RunStarted:
-        """Return the first record of this start."""
-        return schema.RunStarted(
-            run_id=self.run.run_id,
-            pid=os.getpid(),
-            config=as_tables(with_sums_of(self.config, self.context.plan.job)),
-            plan=self._plan(),
-            backend=asdict(kernels.backend()),
-            machine=asdict(self.machine),
-            start_step=self.step,
-            peak_flops=self.peak_flops,
-            **self.facts,
-        )
-
-    def _plan(self) -> dict[str, Any]:
-        """Return the device of the run, and the planned bytes by tier and owner."""
-        context, device = self.context, self.context.optimizer.device
+        """Return the first record of this start: the job, the device and the planned bytes."""
+        config, context, device = self.config, self.context, self.context.optimizer.device
         plan: dict[str, Any] = {
             "device": str(device),
             "precision": context.precision,
@@ -105,20 +69,29 @@ class RunStart:
         }
         if device.type == "cuda":
             plan |= {"gpu_uuid": gpu_uuid(device), "calibrated_gbps": self.calibrated_gbps}
-        if stages := context.plan.stage_names:
-            plan["stage"] = stages
-        if group := group_of(self.config, context.ranks.size, context.ranks.rank):
-            plan["group"] = group
-        if part := part_of(self.config, context.ranks.rank):
-            plan["part"] = part
-        return (
-            plan
-            | plan_facts(context.plan)
-            | {
-                "update_rule": type(update_rule(self.config)).__name__,
-                "threads": torch.get_num_threads(),
-                "waiting": self.waiting or "as OpenMP does",
-            }
+        places = {
+            "stage": context.plan.stage_names,
+            "group": group_of(config, context.ranks.size, context.ranks.rank),
+            "part": part_of(config, context.ranks.rank),
+        }
+        plan |= {key: place for key, place in places.items() if place}
+        plan |= plan_facts(context.plan)
+        plan |= {
+            "update_rule": type(update_rule(config.optim)).__name__,
+            "threads": torch.get_num_threads(),
+            "waiting": self.waiting or "as OpenMP does",
+        }
+        return schema.RunStarted(
+            run_id=self.run.run_id,
+            name=config.name,
+            num_params=config.num_params,
+            pid=os.getpid(),
+            config=as_tables(with_sums_of(config, context.plan.job)),
+            plan=plan,
+            backend=asdict(kernels.backend()),
+            machine=asdict(self.machine),
+            start_step=self.step,
+            peak_flops=self.peak_flops,
         )
 
     def introduction(self) -> str:
@@ -151,8 +124,26 @@ class RunStart:
         if problems := self.context.plan.problems:
             yield "plan", f"according to the plan the job may not fit: {' '.join(problems)}"
 
-    @property
-    def pins_in_vain(self) -> bool:
-        """True if transfers are slow because host memory could not be page-locked."""
-        optimizer, pin = self.context.optimizer, self.config.offload.memory.pin
-        return optimizer.device.type == "cuda" and pin and not optimizer.pinned
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """Return what `RunStarted.plan` holds of a plan: bytes by tier and owner, and times."""
+    host = {owner: size for owner, size in plan.host.items() if owner != PROCESS}
+    return {
+        "machine": plan.name,
+        "memory": {"device": plan.engine_device, "host": host},
+        "process_bytes": plan.process_bytes,
+        "activations": plan.activations.owners(),
+        "step": asdict(plan.prediction),
+        "adam_bytes_per_step": sum(_update_bytes(placed.spec) for placed in plan.placements),
+    }
+
+
+def _update_bytes(spec: StepSpec) -> int:
+    """Count the bytes that updates move through one rank's host memory in a step."""
+
+    def of_one(bucket: BucketSpec) -> float:
+        gradient = 4 if spec.holds_sum(bucket) else bucket.weight_bytes
+        moved = bucket.format.traffic_per_param(bucket.moments, bucket.weight_bytes, gradient)
+        return moved * bucket.params
+
+    return round(sum(map(of_one, spec.buckets)) / spec.ranks)

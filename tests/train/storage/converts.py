@@ -19,12 +19,13 @@ from unittest import mock
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from offloadtrain.config.job import Config
-from offloadtrain.integrations.foreign.reader import open_foreign
+from offloadtrain.convert import run_import
+from offloadtrain.convert.reader import open_foreign
+from offloadtrain.convert.torch_export import to_dcp, to_torch
+from offloadtrain.train import trained_model
 from offloadtrain.train.build import described, empty_model
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.log.console import Console
-from offloadtrain.train.saved import convert, saved_run
-from offloadtrain.train.saved.convert_to_torch import to_dcp, to_torch
 from tests.train.small_job import run, small_job
 from tests.train.storage.exports import CalledOf
 from tests.train.storage.saves import Case, in_fork, none_unfinished, refuse_damage
@@ -49,11 +50,11 @@ def cases(scratch: Path) -> list[Case]:
     trained = scratch / "trained"
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         assert run(job, trained) == 0
-    to_torch(saved_run.open_saved(trained), scratch / "source.pt")
+    to_torch(trained_model.open_saved(trained), scratch / "source.pt")
     longer = replace(job, train=replace(job.train, steps=9))
     directions = {
-        "to torch": Direction(lambda out: to_torch(saved_run.open_saved(trained), out), _file),
-        "to dcp": Direction(lambda out: to_dcp(saved_run.open_saved(trained), out), _folder),
+        "to torch": Direction(lambda out: to_torch(trained_model.open_saved(trained), out), _file),
+        "to dcp": Direction(lambda out: to_dcp(trained_model.open_saved(trained), out), _folder),
         "to a run": Direction(_from_file(longer, scratch / "source.pt"), _run),
     }
     return [case for name, one in directions.items() for case in _of(name, one, scratch)]
@@ -125,7 +126,7 @@ def _run(out: Path, whole: Path) -> bool:
 
 def _from_file(job: Config, source: Path) -> Convert:
     """A conversion to a run, whose reader's process has answered before: it writes nothing."""
-    wanted = list(convert.wanted_of(empty_model(described(job))))
+    wanted = list(run_import.model_tensors(empty_model(described(job))))
     with open_foreign(source, None, wanted) as foreign:
         tensors = list(foreign.tensors())
         kept = SimpleNamespace(
@@ -138,8 +139,8 @@ def _from_file(job: Config, source: Path) -> Convert:
         yield kept
 
     def to_run(out: Path) -> None:
-        with mock.patch.object(convert, "open_foreign", opened):
+        with mock.patch.object(run_import, "open_foreign", opened):
             quiet = Console(quiet=True)
-            convert.to_run(job, "", source, optimizer=None, run_dir=out, console=quiet)
+            run_import.to_run(job, "", source, optimizer=None, run_dir=out, console=quiet)
 
     return to_run

@@ -14,8 +14,7 @@ import pytest
 
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.layout import Entry
-from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError, digest_of
+from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError, Entry, digest_of
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
 from tests.train.storage.linked_ranks import on_threads
@@ -76,13 +75,13 @@ def _met_while_verifying(folder: Path) -> str:
 def _met_while_loading(folder: Path) -> str:
     """As `--resume` does: tensors are verified while they are loaded."""
     reported: list[str] = []
-    found = checkpoint.newest_good(folder, lambda _, e: reported.append(str(e)), whole=False)
+    found = checkpoint.newest_good(folder, lambda _, e: reported.append(str(e)), verified=False)
     assert found is not None
     if found.step == NEWER:
         with pytest.raises(DamagedCheckpointError) as caught:
             restore(found, *filled(99))
         reported.append(str(caught.value))
-        found = checkpoint.newest_good(folder, _never, whole=False, before=NEWER)
+        found = checkpoint.newest_good(folder, _never, verified=False, before=NEWER)
         assert found is not None
     _loads(found)
     (said,) = reported

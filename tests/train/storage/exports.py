@@ -17,8 +17,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from offloadtrain.train import trained_model
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.saved import saved_run
 from tests.train.small_job import run, small_job
 from tests.train.storage.saves import Case, in_fork, refuse_damage
 
@@ -71,10 +71,10 @@ def cases(scratch: Path) -> list[Case]:
 
 
 def _exported(trained: Path, out: Path, profiler: CalledOf) -> list[str]:
-    saved = saved_run.open_saved(trained)
+    saved = trained_model.open_saved(trained)
     sys.setprofile(profiler)
     try:
-        saved_run.export(saved, out, dtype="fp32")
+        trained_model.export(saved, out, dtype="fp32")
     finally:
         sys.setprofile(None)
     return profiler.calls

@@ -17,7 +17,7 @@ import offloadtrain as ot
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import ALONE, Ranks
-from offloadtrain.step.layout.spill import SPILL_BLOCK
+from offloadtrain.step.layout.step_spec import SPILL_BLOCK
 from offloadtrain.train.checkpoint import checkpoint, reader
 from offloadtrain.train.checkpoint.manifest import DamagedCheckpointError
 from offloadtrain.train.checkpoint.restore import restore

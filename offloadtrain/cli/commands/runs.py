@@ -1,0 +1,262 @@
+"""Commands over a run folder: `offloadtrain checkpoints`, `export`, `generate`, `eval`, `trace`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from offloadtrain.boundary.safe_write import replace_file
+from offloadtrain.cli.exit_codes import DONE, FAILED, ends_as_interrupted
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+
+MOST_PRINTED = 20
+"""Most problems that are printed to stderr; `--json` has those of all checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One checkpoint of a run.
+
+    Attributes:
+        state: "listed" (its files are there), "verified" (each byte was read), "damaged" or
+            "newer" (of a later version of the format).
+        ranks: those that wrote it.
+    """
+
+    name: str
+    state: str
+    num_bytes: int = 0
+    ranks: int = 0
+    problem: str = ""
+
+
+def checkpoints(
+    run: Path,
+    /,
+    *,
+    verify: Annotated[bool, Parameter(negative=())] = False,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """List the checkpoints of a run, the newest first: name, state, size, ranks.
+
+    Exit code 1 if one of them is damaged.
+
+    Parameters
+    ----------
+    run
+        A run folder.
+    verify
+        Read every byte and compare it with its hash.
+    as_json
+        Print one JSON object per line.
+    """
+    from offloadtrain.train.checkpoint import checkpoint
+
+    folder = run / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(f"{run} is not a run folder: it has no folder checkpoints")
+    damaged, problems = False, 0
+    for path in checkpoint.find(folder):
+        row = _row(path, verify=verify)
+        damaged = damaged or row.state == "damaged"
+        print(json.dumps(asdict(row)) if as_json else _line(row), flush=True)
+        problems += bool(row.problem)
+        if row.problem and problems <= MOST_PRINTED:
+            print(row.problem, file=sys.stderr)
+    if problems > MOST_PRINTED:
+        print(f"{problems - MOST_PRINTED} more problems: --json has them all", file=sys.stderr)
+    return FAILED if damaged else DONE
+
+
+def _row(path: Path, *, verify: bool) -> _Row:
+    from offloadtrain.train.checkpoint import checkpoint
+    from offloadtrain.train.checkpoint.manifest import CheckpointError, DamagedCheckpointError
+
+    try:
+        opened = (checkpoint.verify if verify else checkpoint.open_checkpoint)(path)
+    except DamagedCheckpointError as damage:
+        return _Row(path.name, "damaged", problem=str(damage))
+    except CheckpointError as error:
+        return _Row(path.name, "newer", problem=str(error))
+    manifest, state = opened.manifest, "verified" if verify else "listed"
+    return _Row(path.name, state, manifest.num_bytes, len(manifest.sizes))
+
+
+def _line(row: _Row) -> str:
+    from offloadtrain.config.units import format_bytes
+
+    return f"{row.name}\t{row.state}\t{format_bytes(row.num_bytes)}\t{row.ranks}"
+
+
+def export(
+    source: Path,
+    out: Path,
+    /,
+    *,
+    dtype: Literal["bf16", "fp32", "fp16"] | None = None,
+    merge: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+) -> None:
+    """Write a run's weights as a folder for transformers and print its name.
+
+    The weights are the fp32 master weights, rounded once. Needs `pip install offloadtrain[hf]`.
+
+    Parameters
+    ----------
+    source
+        A run folder (its newest valid checkpoint is used), or one checkpoint.
+    out
+        Folder to write: new or empty. It appears when it is complete.
+    dtype
+        Dtype of the written weights. Default: bf16, and fp32 of adapters.
+    merge
+        For a model trained with model.lora: write the base with the adapters merged in, instead of
+        the adapters alone.
+    """
+    from offloadtrain.train.trained_model import export as write
+    from offloadtrain.train.trained_model import open_saved
+
+    saved = open_saved(source)
+    try:
+        with ends_as_interrupted():
+            written = write(saved, out, dtype=dtype, merge=merge)
+    except FileExistsError as error:
+        raise ConfigError(str(error)) from None
+    print(f"{saved.found.path.name} as {written}", file=sys.stderr)
+    print(out)
+
+
+def generate(
+    source: Path,
+    /,
+    *,
+    prompt: str,
+    chat: bool = False,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=1))] = 200,
+    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.8,
+    top_k: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    top_p: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 1.0,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+) -> None:
+    """Print the prompt and the model's continuation of it, or with --chat its answer.
+
+    The continuation ends where the model ends a document, or after --max-tokens.
+
+    Parameters
+    ----------
+    source
+        A run folder (its newest valid checkpoint is used), one checkpoint, or a folder for
+        transformers, as `offloadtrain export` writes it.
+    prompt
+        Text to continue.
+    chat
+        The prompt is a user's message: render it with the tokenizer's chat template (or the run's
+        data.chat_template), and print the answer alone.
+    max_tokens
+        Largest number of tokens to generate.
+    temperature
+        Divides the logits; 0 takes the likeliest token.
+    top_k
+        Sample among this many of the likeliest tokens; 0: among all.
+    top_p
+        Sample among the fewest of these tokens whose probabilities add up to this.
+    seed
+        The same seed gives the same text.
+    device
+        Device to compute on; auto: a GPU if there is one.
+    """
+    from offloadtrain.model.language_model import Sampling
+    from offloadtrain.runtime.device import resolve_device
+    from offloadtrain.train.trained_model import answered, continued, open_model
+
+    trained = open_model(source, resolve_device(device))
+    chosen = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if chat:
+        text = answered(trained, prompt, max_tokens, chosen)
+    else:
+        text = prompt + continued(trained, prompt, max_tokens, chosen)
+    print(text)
+
+
+def evaluate(
+    source: Path,
+    /,
+    *,
+    data: Path,
+    seq_len: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    micro_batch: Annotated[int, Parameter(validator=Number(gte=1))] = 8,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> None:
+    """Print loss and perplexity of a model over a token file.
+
+    A run is evaluated in the precision of its training, a folder in the dtype that it was saved in.
+
+    Parameters
+    ----------
+    source
+        A run folder (its newest valid checkpoint is used), one checkpoint, or a folder for
+        transformers, as `offloadtrain export` writes it.
+    data
+        A token file made by `offloadtrain prepare`.
+    seq_len
+        Tokens per sequence. Default: as in the run's training; of a folder at most 1024.
+    micro_batch
+        Sequences per forward.
+    max_tokens
+        Number of tokens to evaluate, spread over the file; 0: all.
+    device
+        Device to compute on; auto: a GPU if there is one.
+    as_json
+        Print one JSON object.
+    """
+    from offloadtrain.runtime.device import resolve_device
+    from offloadtrain.train import trained_model
+    from offloadtrain.train.log.console import ProgressBar
+
+    trained = trained_model.open_model(source, resolve_device(device))
+    with ProgressBar("evaluating") as bar:
+        result = trained_model.evaluate(
+            trained,
+            data,
+            seq_len=seq_len or trained.seq_len,
+            batch=micro_batch,
+            most_tokens=max_tokens,
+            progress=bar.show,
+        )
+    if as_json:
+        facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+        print(json.dumps(facts))
+    else:
+        print(f"loss {result.loss:.6f}, perplexity {result.perplexity:.6g}, {result.tokens} tokens")
+    if result.left_out:
+        print(f"left out: the last {result.left_out} tokens fill no sequence", file=sys.stderr)
+
+
+def trace(run: Path, out: Path | None = None) -> None:
+    """Write the timeline of each lane in the sampled steps as a Chrome trace.
+
+    Parameters
+    ----------
+    run
+        A run folder.
+    out
+        The file to write. Default: trace.json in the run folder.
+    """
+    from offloadtrain.events.chrome_trace import chrome_trace, read_run
+
+    target = out or run / "trace.json"
+    text = json.dumps(chrome_trace(read_run(run)))
+    try:
+        replace_file(target, text)
+    except OSError as error:
+        raise OffloadTrainError(f"{target} cannot be written: {error.strerror}") from error
+    print(target)
+    print("open it in https://ui.perfetto.dev or chrome://tracing", file=sys.stderr)

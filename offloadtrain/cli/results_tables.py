@@ -1,0 +1,421 @@
+"""Tables from results files of `python -m benchmarks.gpu`: every step, and the project's goals.
+
+Nothing is measured here, and nothing of a job is known; where no file has a figure, the table says
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from offloadtrain.boundary.safe_open import read_json
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.units import format_bytes, format_count
+
+SCHEMA = 1
+_MOST_BYTES = 16 << 20
+_GIB = 1 << 30
+_K = 1024
+
+NOTHING = "Nothing has been measured on a GPU yet."
+
+Rows = Iterable[Sequence[str]]
+
+
+class ResultsError(OffloadTrainError):
+    """A results file cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of one system.
+
+    Attributes:
+        spec: fields of `benchmarks.gpu.spec.Spec`.
+        group: group of the suite.
+        figures: values by name.
+        planned: the planned figures; empty if there are none.
+    """
+
+    name: str
+    group: str
+    spec: Mapping[str, Any]
+    figures: Mapping[str, Any]
+    planned: Mapping[str, Any]
+
+    @property
+    def system(self) -> str:
+        return str(self.spec["system"])
+
+    @property
+    def tokens(self) -> int:
+        """Figures of a step."""
+        return int(self.figures["step_tokens"])
+
+    @property
+    def work(self) -> tuple[object, ...]:
+        """The work of a step: the same for all systems that are compared."""
+        keys = ("size", "micro_batch", "seq_len", "grad_accum_steps", "precision")
+        return tuple(self.spec[key] for key in keys)
+
+    def option(self, key: str, default: str) -> str:
+        """Options of `offload`."""
+        return str(self.spec["options"].get(key, default))
+
+
+@dataclass(frozen=True, slots=True)
+class ResultsFile:
+    """One file, for one GPU.
+
+    Attributes:
+        note: what the person who committed the file says of the machine and the program.
+        steps: of every system, in the order of the file.
+        machine: measured rates; empty if there are none.
+        missing: failed measurement → reason.
+    """
+
+    path: Path
+    device: str
+    note: str
+    steps: tuple[Steps, ...]
+    machine: Mapping[str, Any]
+    missing: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def resident(self, steps: Steps) -> Steps | None:
+        """Return the resident run of the same model on the same tokens, on a whole card."""
+        resident = (other for other in self.steps if other.system == "resident")
+        return next((other for other in resident if other.work == steps.work), None)
+
+    def rate_over_resident(self, steps: Steps) -> float | None:
+        """Return tokens per second over those of `resident`; None: that was not measured."""
+        resident = self.resident(steps)
+        if resident is None:
+            return None
+        return float(resident.figures["step_s"]) / float(steps.figures["step_s"])
+
+
+def read(folder: Path) -> list[ResultsFile]:
+    """Return the files measured on GPUs, by name.
+
+    Raises:
+        ResultsError: a file is not JSON, or not in the format of `benchmarks.gpu`.
+    """
+    files = []
+    for path in sorted(folder.glob("*.json")):
+        values = _load(path)
+        if values.get("schema") != SCHEMA or not values.get("machine", {}).get("gpu"):
+            continue
+        try:
+            files.append(_file(path, values))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ResultsError(f"{path}: not as make gpu writes it: {error!r}") from None
+    return files
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        values = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)
+    except OSError as error:
+        raise ResultsError(f"{path}: cannot be read as results: {error}") from None
+    return values if isinstance(values, dict) else {}
+
+
+def _file(path: Path, values: Mapping[str, Any]) -> ResultsFile:
+    measured: dict[str, dict[str, Any]] = values["measurements"]
+    return ResultsFile(
+        path=path,
+        device=values["device"],
+        note=str(values.get("note", "")),
+        steps=tuple(
+            Steps(
+                name,
+                measurement["group"],
+                measurement["spec"],
+                measurement["figures"],
+                measurement.get("planned", {}),
+            )
+            for name, measurement in measured.items()
+            if "spec" in measurement
+        ),
+        machine=measured.get("machine", {}),
+        missing={
+            name: str(why)
+            for name, measurement in measured.items()
+            if (why := measurement.get("missing") or measurement.get("error"))
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One goal.
+
+    Attributes:
+        limit: the bound.
+        measured: the figures of a results file to compare with it.
+        at_most: the limit is an upper bound.
+        percent: it is printed in percent.
+    """
+
+    what: str
+    limit: float
+    measured: Callable[[ResultsFile], Iterator[float]]
+    at_most: bool = False
+    percent: bool = False
+
+    def worst(self, file: ResultsFile) -> float | None:
+        """Return the worst figure; None: not measured."""
+        figures = list(self.measured(file))
+        if not figures:
+            return None
+        return max(figures) if self.at_most else min(figures)
+
+    def is_met(self, value: float) -> bool:
+        """Compare in the printed digits."""
+        value, limit = round(value, 2), round(self.limit, 2)
+        return value <= limit if self.at_most else value >= limit
+
+
+def _over_resident(file: ResultsFile, least: int, most: float, **options: str) -> Iterator[float]:
+    """Return our step over the resident one, 3B, for tokens per step in a range."""
+    for ours in _ours(file):
+        share = file.rate_over_resident(ours)
+        is_this_case = ours.spec["size"] == "llama-3b" and dict(ours.spec["options"]) == options
+        if share and is_this_case and least <= ours.tokens <= most:
+            yield 1 / share
+
+
+def _times_deepspeed(file: ResultsFile) -> Iterator[float]:
+    for ours in _ours(file):
+        for deepspeed in file.steps:
+            if deepspeed.system == "deepspeed" and deepspeed.work == ours.work:
+                if not ours.spec["options"]:
+                    yield deepspeed.figures["step_s"] / ours.figures["step_s"]
+
+
+def _times_exact(file: ResultsFile) -> Iterator[float]:
+    """Return the gain of `speculative`, whether its guesses were right or not."""
+    for guesses in _ours(file):
+        if guesses.option("update", "exact") != "speculative" or guesses.tokens > 16 * _K:
+            continue
+        for exact in _ours(file):
+            is_same = exact.work == guesses.work and _state(exact) == _state(guesses)
+            if is_same and exact.option("update", "exact") == "exact":
+                yield exact.figures["step_s"] / guesses.figures["step_s"]
+
+
+def _state(steps: Steps) -> tuple[str, str]:
+    return steps.option("state", "fp32"), steps.option("state_on", "host")
+
+
+def _mfu_of_13b(file: ResultsFile) -> Iterator[float]:
+    for result in _ours(file):
+        is_capped = result.spec["gpu_memory"] == 32 * _GIB
+        if result.spec["size"] == "gpt-13b" and is_capped and result.tokens >= 64 * _K:
+            yield from [result.figures["mfu_6p"]] if result.figures["mfu_6p"] else []
+
+
+def _bus_bytes(file: ResultsFile) -> Iterator[float]:
+    for result in _one_microbatch(file):
+        if result.option("working", "device") == "device":
+            yield result.figures["bus_bytes_per_param"]
+
+
+def _host_bytes(file: ResultsFile, state: str) -> Iterator[float]:
+    for result in _one_microbatch(file):
+        chosen = result.option("state", "fp32"), result.option("update", "exact")
+        if chosen == (state, "exact") and result.option("activation", "recompute") != "offload":
+            yield result.figures["host_bytes_per_param"]
+
+
+def _one_microbatch(file: ResultsFile) -> Iterator[Steps]:
+    for result in _ours(file):
+        if result.spec["grad_accum_steps"] == 1 and result.option("state_on", "host") == "host":
+            yield result
+
+
+def _ours(file: ResultsFile) -> Iterator[Steps]:
+    return (result for result in file.steps if result.system == "offloadtrain")
+
+
+GOALS = (
+    Goal(
+        "step, offloaded over resident, 3B, from 32k tokens per step",
+        1.10,
+        partial(_over_resident, least=32 * _K, most=float("inf")),
+        at_most=True,
+    ),
+    Goal(
+        "the same at 8k tokens per step, `split16`",
+        1.6,
+        partial(_over_resident, least=1, most=8 * _K, state="split16"),
+        at_most=True,
+    ),
+    Goal("tokens/s over DeepSpeed ZeRO-2 offload", 2.0, _times_deepspeed),
+    Goal("`speculative` over `exact`, up to 16k tokens per step", 1.2, _times_exact),
+    Goal(
+        "MFU (6·P per token) of 13B under 32 GiB, from 64k tokens per step",
+        0.30,
+        _mfu_of_13b,
+        percent=True,
+    ),
+    Goal("PCIe bytes per parameter per step, one microbatch", 4.0, _bus_bytes, at_most=True),
+    *(
+        Goal(
+            f"host bytes per parameter, `{state}`, one microbatch, `exact`",
+            limit,
+            partial(_host_bytes, state=state),
+            at_most=True,
+        )
+        for state, limit in (("fp32", 14.5), ("split16", 10.5), ("int8", 7.5))
+    ),
+)
+
+
+def summary(files: Sequence[ResultsFile]) -> str:
+    """Return the README's table: every measured step."""
+    return _sections(files, _STEPS)
+
+
+def everything(files: Sequence[ResultsFile]) -> str:
+    """Return all tables: steps, plans, memory, goals, rates and failed measurements."""
+    return _sections(files, _STEPS, _PLANS, _HOST, _GOALS, _MACHINES, _MISSING)
+
+
+Section = tuple[str, Sequence[str], Callable[[ResultsFile], Rows]]
+
+
+def _sections(files: Sequence[ResultsFile], *sections: Section) -> str:
+    """Return each file's note and non-empty tables."""
+    paragraphs = []
+    for file in files:
+        paragraphs.append(f"`{file.name}`: {file.note or file.device}")
+        for title, head, rows_of in sections:
+            rows = list(rows_of(file))
+            if rows:
+                paragraphs.append(f"**{title}**\n\n" + _table(head, rows))
+    return "\n\n".join(paragraphs) or NOTHING
+
+
+def _table(head: Sequence[str], rows: Rows) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _goal_rows(file: ResultsFile) -> Rows:
+    for goal in GOALS:
+        value = goal.worst(file)
+        if value is None:
+            yield goal.what, _limit(goal), "not measured", "-"
+        else:
+            met = "yes" if goal.is_met(value) else "no"
+            yield goal.what, _limit(goal), _of_goal(goal, value), met
+
+
+def _limit(goal: Goal) -> str:
+    return ("≤ " if goal.at_most else "≥ ") + _of_goal(goal, goal.limit)
+
+
+def _of_goal(goal: Goal, value: float) -> str:
+    return f"{100 * value:.0f} %" if goal.percent else f"{value:.2f}"
+
+
+def _step_rows(file: ResultsFile) -> Rows:
+    for result in file.steps:
+        figures = result.figures
+        yield (
+            result.name,
+            f"`{result.group}`",
+            _seconds(figures["step_s"]),
+            format_count(figures["tokens_per_s"]),
+            _percent(file.rate_over_resident(result)),
+            _percent(figures.get("mfu")),
+            _bytes(figures, "device_peak_bytes"),
+            _bytes(figures, "host_bytes"),
+        )
+
+
+def _plan_rows(file: ResultsFile) -> Rows:
+    for result in file.steps:
+        if result.planned:
+            planned_s, measured_s = result.planned["step_s"], result.figures["step_s"]
+            ratio = f"{measured_s / planned_s:.2f}"
+            exposed = _exposed(result.figures)
+            right = _percent(result.figures.get("right_guesses"))
+            yield result.name, _seconds(planned_s), _seconds(measured_s), ratio, exposed, right
+
+
+def _host_rows(file: ResultsFile) -> Rows:
+    for result in file.steps:
+        if "anonymous_bytes" in result.figures:
+            ledger, process = result.figures["host_bytes"], result.figures["anonymous_bytes"]
+            sizes = format_bytes(ledger), format_bytes(process)
+            yield result.name, *sizes, f"{process / ledger:.2f}"
+
+
+def _machine_rows(file: ResultsFile) -> Rows:
+    bus = file.machine.get("bus_gbps", {})
+    rates = file.machine.get("machine", {})
+    for name in ("h2d", "d2h", "both"):
+        if name in bus:
+            yield f"pinned copies, {name}", f"{bus[name]:.1f} GB/s"
+    if rates:
+        yield "DRAM, streamed by all cores", f"{rates['dram_gbps']:.1f} GB/s"
+    for threads, by_state in file.machine.get("adam_gparams", {}).items():
+        text = ", ".join(f"{state} {rate:.2f}" for state, rate in by_state.items())
+        yield f"Adam, threads: {threads}", f"{text} Gparam/s"
+
+
+def _missing_rows(file: ResultsFile) -> Rows:
+    for name, why in file.missing.items():
+        yield name, why.splitlines()[-1].replace("|", "\\|")
+
+
+def _seconds(step_s: float) -> str:
+    return f"{step_s:.3f} s"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _bytes(figures: Any, key: str) -> str:
+    value = figures.get(key)
+    return "-" if value is None else format_bytes(value)
+
+
+def _exposed(figures: Any) -> str:
+    """Format "12 ms (h2d 9, host 3)" without lanes below half a millisecond."""
+    if "exposed_ms" not in figures:
+        return "-"
+    lanes = sorted(figures["exposed_by_lane"].items(), key=lambda item: -item[1])
+    named = ", ".join(f"{lane} {spent:.0f}" for lane, spent in lanes if spent >= 0.5)
+    return f"{figures['exposed_ms']:.0f} ms" + (f" ({named})" if named else "")
+
+
+_GOALS = ("Goals", ("goal", "wanted", "measured", "met"), _goal_rows)
+_PLANS = (
+    "Planned with the machine's measured rates",
+    ("what", "planned", "measured", "measured / planned", "compute waited", "right guesses"),
+    _plan_rows,
+)
+_HOST = (
+    "Host memory: the Ledger, and the most anonymous memory that the process added",
+    ("what", "Ledger", "process", "process / Ledger"),
+    _host_rows,
+)
+_MACHINES = ("The machine", ("what", "rate"), _machine_rows)
+_STEPS = (
+    "Steps, with the rate as a share of the same model resident on the same card",
+    ("what", "group", "step", "tokens/s", "of resident", "MFU", "device", "host"),
+    _step_rows,
+)
+_MISSING = ("Not measured", ("what", "why"), _missing_rows)

@@ -1,0 +1,414 @@
+"""The sections [data], [device], [log], [optim] and [train] of a job, and what their keys allow."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any, Literal, TypeAlias
+
+from offloadtrain.config import command_hooks, toml
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.units import parse_bytes
+
+Form = Literal["text", "chat", "completion"]
+"""What a record is: see `data/encode.py`."""
+
+Packing = Literal["stream", "isolated", "padded"]
+"""How documents fill sequences: see [Note: packing] in `data/batches.py`."""
+
+
+IGNORED = -100
+"""The target of a token that the loss does not count; torch's `ignore_index`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """The source of the tokens.
+
+    Attributes:
+        source: what `offloadtrain prepare` takes: a file or folder of text, JSONL, CSV or Parquet,
+            a folder of `datasets`, "hf:NAME", or "python-stdlib"; prepared on first use.
+        tokenizer: "bytes", a folder with a tokenizer of transformers, a tokenizer.json or a
+            .tiktoken file; empty: bytes for `source`. With `train`, the files must be made by it.
+        form: what a record of `source` is; "auto": what the first one looks like.
+        field: field of a record with the text.
+        chat_template: Jinja file in place of the tokenizer's own template.
+        train: a token file made by `offloadtrain prepare`; replaces `source`.
+        val: held-out token file, used with `train`.
+        cache: folder for the token files prepared from `source`.
+        val_fraction: share of the documents of `source` that is held out.
+        seq_len: tokens per sequence.
+        packing: "stream": sequences are windows over all documents, and attention crosses their
+            ends; "isolated": the same, but positions and attention begin anew with each document;
+            "padded": one document per sequence, cut or filled up to `seq_len`.
+    """
+
+    source: str = ""
+    tokenizer: str = ""
+    form: Literal["auto", "text", "chat", "completion"] = "auto"
+    field: str = "text"
+    chat_template: str = ""
+    train: str = ""
+    val: str = ""
+    cache: str = "data"
+    val_fraction: float = 0.05
+    seq_len: int = 256
+    packing: Packing = "stream"
+
+
+def data_contradictions(data: DataConfig, *, evaluates: int) -> Iterator[str]:
+    """Yield a sentence for each contradiction; `evaluates`: `train.eval_every`."""
+    if data.source and (data.train or data.val):
+        yield (
+            f"data.source = {toml.shown(data.source)} and data.train or data.val are both set; "
+            "leave one of them out"
+        )
+    elif data.val and not data.train:
+        yield "data.train is missing: data.val is set, but is used only with data.train"
+    elif not data.source and not data.train:
+        yield (
+            "data.source is missing: a file or folder of text or records, or python-stdlib; or set "
+            "data.train to a token file made by `offloadtrain prepare`"
+        )
+    elif not data.source and data.chat_template:
+        yield "data.chat_template is set, but is used only to prepare data.source"
+    if evaluates and data.train and not data.val:
+        yield f"data.val is missing: train.eval_every = {evaluates} needs it"
+    if evaluates and data.source and not data.val_fraction:
+        yield "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceConfig:
+    """The device of forward and backward.
+
+    Attributes:
+        kind: "auto": a GPU if there is one.
+        threads: number of torch's CPU threads; 0: torch's choice.
+        process_memory_limit: limit on torch's GPU memory in this process, activations included
+            (CUDA only), such as "10 GiB"; empty: none.
+        placement: "as-set": as [offload] says; "auto": the plan chooses the fastest `working` and
+            `activation` that fit.
+        machine: a machine file written by `offloadtrain doctor --save`; the plan uses its rates.
+    """
+
+    kind: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 0
+    process_memory_limit: str = ""
+    placement: Literal["as-set", "auto"] = "as-set"
+    machine: str = ""
+
+
+Destination = Literal["csv", "jsonl", "tensorboard", "wandb"]
+
+PACKAGES = ("tensorboard", "wandb")
+"""Destinations that need a package; it and our extra have the same name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """Copies of the scalars of a run's log, made by rank 0 in the run folder.
+
+    Attributes:
+        to: "csv": metrics.csv; "jsonl": metrics.jsonl; "tensorboard": the folder tensorboard;
+            "wandb": Weights & Biases, and the folder wandb.
+        project: of Weights & Biases; empty: as its own settings say.
+    """
+
+    to: tuple[Destination, ...] = ()
+    project: str = ""
+
+
+def check_packages(log: LogConfig) -> None:
+    """
+    Raises:
+        ConfigError: a package that `log.to` needs is not installed.
+    """
+    missing = sorted({to for to in log.to if to in PACKAGES and not _is_installed(to)})
+    if missing:
+        named = ", ".join(f'"{name}"' for name in missing)
+        raise ConfigError(
+            f"log.to has {named}, which is not installed: "
+            f"pip install 'offloadtrain[{','.join(missing)}]'"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    """Return whether it is installed; a folder of the same name in the working directory, such as
+    the one W&B makes, is not a package."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimConfig:
+    """The update rule and its schedule.
+
+    Attributes:
+        name: of the update rule.
+        lr: at its highest; under muon, of its matrices.
+        betas: of adamw, adam, lion and lamb; under muon, of its adamw.
+        eps: of adamw, adam, adagrad and lamb, whose authors use 1e-6; under muon, of its adamw.
+        momentum, dampening, nesterov: of sgd, which keeps a buffer unless `momentum` is 0.
+        lr_decay: of adagrad: step t uses lr / (1 + (t - 1) * lr_decay), on top of the schedule.
+        max_norm: of lamb: bounds the norm of a tensor in its trust ratio; 0: no bound.
+        muon_momentum: of muon; nesterov's, always.
+        adjust_lr: of muon: "original": lr times sqrt(max(1, rows / columns)); "match_rms_adamw": lr
+            times 0.2 * sqrt(max(rows, columns)).
+        adamw_lr: under muon, of all that is no matrix of a layer; the schedule's share of it.
+        weight_decay: decoupled, a share of `lr`; of sgd and adagrad an L2 term.
+        decay: "matrices": weight decay on parameters of two and more dimensions only.
+        schedule: of the rate behind the warm-up.
+        warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
+            run shorter than the file's warm-up, a tenth of it.
+        min_lr_ratio: where the schedule ends, as a share of `lr`.
+    """
+
+    name: Literal["adamw", "adam", "lion", "sgd", "adagrad", "lamb", "muon"] = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    dampening: float = 0.0
+    nesterov: bool = False
+    lr_decay: float = 0.0
+    max_norm: float = 0.0
+    muon_momentum: float = 0.95
+    adjust_lr: Literal["original", "match_rms_adamw"] = "original"
+    adamw_lr: float = 3e-4
+    weight_decay: float = 0.1
+    decay: Literal["matrices", "all"] = "matrices"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+
+
+_KEYS_OF_RULES = {
+    "betas": ("adamw", "adam", "lion", "lamb", "muon"),
+    "eps": ("adamw", "adam", "adagrad", "lamb", "muon"),
+    "momentum": ("sgd",),
+    "dampening": ("sgd",),
+    "nesterov": ("sgd",),
+    "lr_decay": ("adagrad",),
+    "max_norm": ("lamb",),
+    "muon_momentum": ("muon",),
+    "adjust_lr": ("muon",),
+    "adamw_lr": ("muon",),
+}
+"""Keys of [optim] that only some rules read."""
+
+
+def optim_contradictions(optim: OptimConfig, offload: OffloadConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule."""
+    name = toml.shown(optim.name)
+    for key, rules in _KEYS_OF_RULES.items():
+        value = getattr(optim, key)
+        if optim.name not in rules and value != getattr(OptimConfig(), key):
+            yield (
+                f"optim.{key} = {toml.shown(value)} is not used by optim.name = {name}, only by "
+                f"{', '.join(rules)}; leave it out"
+            )
+    if optim.nesterov and not (optim.momentum and optim.dampening == 0.0):
+        yield "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0"
+    if optim.name == "adagrad" and offload.state.format == "int8":
+        yield (
+            'offload.state = "int8" cannot keep the sum of optim.name = "adagrad"; use "fp32" or '
+            '"split16"'
+        )
+    if optim.name == "muon" and offload.state.format == "int8":
+        yield (
+            'offload.state = "int8" rounds masters and moments together, which optim.name = "muon" '
+            'writes at two times; use "fp32" or "split16"'
+        )
+    on_device = offload.state.device_share or offload.state.tier == "auto"
+    if optim.name == "muon" and offload.state.format == "split16" and on_device:
+        yield (
+            'offload.state = "split16" of optim.name = "muon" is for state on the host: the '
+            'device\'s kernels for matrices are of fp32 state; use "fp32", or offload.state_on = '
+            '"host"'
+        )
+    if optim.name == "muon" and offload.update == "speculative":
+        yield (
+            'offload.update = "speculative" needs the gradient of a wrong guess again, over which '
+            'optim.name = "muon" orthogonalizes; use "exact" or "delayed"'
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The training loop. Zero in an `…_every` key means never.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        micro_batch: sequences per forward.
+        grad_accum_steps: microbatches per step.
+        global_batch_tokens: tokens per step; if set, `grad_accum_steps` follows from it.
+        chunked_loss: compute the logits in parts of the vocabulary. They then take the memory of a
+            few parts instead of two copies of the whole; the head's product is computed twice.
+        label_smoothing, z_loss: weights of two more terms of the training loss, which validation
+            leaves out; with `chunked_loss` only.
+        eval_every: steps between evaluations on the held-out tokens.
+        eval_batches: microbatches of one evaluation.
+        checkpoint_every: steps between checkpoints; one is also made at the end and at a stop.
+        keep_last: how many of the newest checkpoints are kept.
+        keep_every: also keep the checkpoints of steps divisible by it; 0: none.
+        checkpoint_spill: bytes of each rank's host memory into which a save copies the state that
+            it writes last, so that the next update waits less; 0: none. With `checkpoint_every` and
+            state on the host only.
+        on_spike: what a spike of the loss does to its step. "report": an alert is raised, and the
+            step is taken; "skip": the step is skipped; "rollback": the step is skipped, and the run
+            returns to its last checkpoint and continues with the data behind the spike.
+        spike_score: a loss is a spike if it is this many robust standard deviations above the last
+            ones.
+        max_rollbacks: largest number of rollbacks in a run; the next spike ends it.
+        log_every_s: seconds between plain console lines.
+        hang_timeout_s: least seconds without progress that end the run as hung; 0: never.
+            The limit rises to four times the longest silence that the same phase came out of.
+        sample_tokens: length of the text generated at the end; 0: none.
+        sample_prompt: what it continues; empty: nothing, as at the begin of a document.
+        seed: of the first weights, of dropout and of the order of the data.
+        deterministic: only torch's deterministic kernels, which repeat a GPU's bits.
+        on_alert, on_end: a command and its arguments. Rank 0 runs it without a shell when an alert
+            is raised, or when this start ends; OFFLOADTRAIN_… variables say what happened.
+    """
+
+    steps: int
+    micro_batch: int = 8
+    grad_accum_steps: int = 1
+    global_batch_tokens: int = 0
+    chunked_loss: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    eval_every: int = 0
+    eval_batches: int = 8
+    checkpoint_every: int = 0
+    keep_last: int = 2
+    keep_every: int = 0
+    checkpoint_spill: int = 64 << 20
+    on_spike: Literal["report", "skip", "rollback"] = "report"
+    spike_score: float = 8.0
+    max_rollbacks: int = 3
+    log_every_s: float = 5.0
+    hang_timeout_s: float = 60.0
+    sample_tokens: int = 0
+    sample_prompt: str = ""
+    on_alert: tuple[str, ...] = ()
+    on_end: tuple[str, ...] = ()
+    seed: int = 1234
+    deterministic: bool = False
+
+
+def train_contradictions(train: TrainConfig, offload: OffloadConfig) -> Iterator[str]:
+    """Yield a sentence for each broken rule."""
+    for key in ("label_smoothing", "z_loss"):
+        if (value := getattr(train, key)) and not train.chunked_loss:
+            yield f"train.{key} = {value} needs train.chunked_loss = true"
+    if train.on_spike != "report" and offload.updates_early:
+        yield (
+            f'train.on_spike = "{train.on_spike}" decides before the update, but with '
+            "offload.skip_nonfinite = false and no offload.clip_norm Adam runs inside backward: "
+            "set one of them"
+        )
+    if train.on_spike == "rollback" and not train.checkpoint_every:
+        yield 'train.on_spike = "rollback" goes back to checkpoints: set train.checkpoint_every'
+    if train.sample_prompt and not train.sample_tokens:
+        yield "train.sample_prompt is set though train.sample_tokens = 0 samples nothing"
+
+
+_Rule: TypeAlias = tuple[Callable[[Any], object], str]
+"""A predicate on the value, and a description of the allowed values."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _at_least(least: int) -> _Rule:
+    return (lambda value: value >= least), f"at least {least}"
+
+
+_POSITIVE: _Rule = (lambda value: value > 0), "above 0"
+_NOT_NEGATIVE: _Rule = (lambda value: value >= 0), "0 or more"
+_SHARE: _Rule = (lambda value: 0 <= value <= 1), "from 0 to 1"
+_PATH: _Rule = (lambda value: value and value.isprintable()), "a path: not empty, printable"
+_PATH_OR_NONE: _Rule = (lambda value: not value or value.isprintable()), "a printable path"
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return not text or parse_bytes(text) > 0
+    except ValueError:
+        return False
+
+
+_COMMAND: _Rule = (command_hooks.is_command, "a program and its arguments, printable; or empty")
+_SIZE: _Rule = (_is_size, 'a size such as "10 GiB", or empty for none')
+
+RULES: dict[str, _Rule] = {
+    "name": (
+        _NAME.fullmatch,
+        "1 to 64 of the characters A-Z a-z 0-9 . _ - and begin with a letter or digit",
+    ),
+    "runs_dir": _PATH,
+    "data.source": _PATH_OR_NONE,
+    "data.tokenizer": _PATH_OR_NONE,
+    "data.field": ((lambda value: value and value.isprintable()), "a name: not empty, printable"),
+    "data.chat_template": _PATH_OR_NONE,
+    "data.train": _PATH_OR_NONE,
+    "data.val": _PATH_OR_NONE,
+    "data.cache": _PATH,
+    "data.val_fraction": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
+    "data.seq_len": _at_least(2),
+    "optim.lr": _POSITIVE,
+    "optim.betas": ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
+    "optim.eps": _POSITIVE,
+    "optim.momentum": _NOT_NEGATIVE,
+    "optim.dampening": ((lambda value: value <= 1), "at most 1"),
+    "optim.lr_decay": _NOT_NEGATIVE,
+    "optim.max_norm": _NOT_NEGATIVE,
+    "optim.muon_momentum": _SHARE,
+    "optim.adamw_lr": _POSITIVE,
+    "optim.weight_decay": _NOT_NEGATIVE,
+    "optim.warmup_steps": _NOT_NEGATIVE,
+    "optim.min_lr_ratio": _SHARE,
+    "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
+    "device.process_memory_limit": _SIZE,
+    "device.machine": _PATH_OR_NONE,
+    "ranks.pipeline": _at_least(1),
+    "ranks.stages_per_rank": _at_least(1),
+    "ranks.tensor": _at_least(1),
+    "ranks.expert": _at_least(1),
+    "ranks.shard": (
+        (lambda value: value == 0 or value >= 2),
+        "0 (all ranks share the state) or at least 2",
+    ),
+    "train.steps": _at_least(1),
+    "train.micro_batch": _at_least(1),
+    "train.global_batch_tokens": _NOT_NEGATIVE,
+    "train.label_smoothing": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
+    "train.z_loss": _NOT_NEGATIVE,
+    "train.eval_every": ((lambda value: value >= 0), "0 (never) or more"),
+    "train.eval_batches": _at_least(1),
+    "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
+    "train.keep_every": ((lambda value: value >= 0), "0 (none) or more"),
+    "train.checkpoint_spill": _NOT_NEGATIVE,
+    "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
+    "train.spike_score": _POSITIVE,
+    "train.max_rollbacks": _at_least(1),
+    "train.log_every_s": _POSITIVE,
+    "train.hang_timeout_s": _NOT_NEGATIVE,
+    "train.sample_tokens": _NOT_NEGATIVE,
+    "train.on_alert": _COMMAND,
+    "train.on_end": _COMMAND,
+    "train.seed": _NOT_NEGATIVE,
+}
+
+
+def out_of_range(job: object) -> Iterator[str]:
+    """Yield a sentence for each value of a `Config` that is out of its range."""
+    for key, (holds, allowed) in RULES.items():
+        value = attrgetter(key)(job)
+        if not holds(value):
+            yield f"{key} = {toml.shown(value)} must be {allowed}"

@@ -1,0 +1,407 @@
+"""Saved-tensor hooks: saved weights become handles, other saved tensors remember their block.
+
+[Note: Handles]
+Autograd saves weights for backward and does not notice that an upload replaced them: the version
+counter of a parameter that views a flat buffer does not change. So every saved tensor that lies in
+a block's flat buffer is replaced by an object that knows the block's generation; unpacking an old
+one raises an error. The hooks are pushed by each block's own pre-forward hook, innermost, and
+chained to the hooks that are active (recompute pushes its own). Pushed once around the whole
+forward, they would miss all that runs again in backward.
+
+[Note: Recompute without hooks]
+A user's recompute may start inside a module's forward, behind its hooks (`checkpoint` around
+`forward`, as in transformers): no hook fires when it runs again. But it starts from saved inputs.
+So every tensor saved inside the forward of a streamed block also stands for that block: unpacking
+it loads the block. Until it is freed the graph counts as reading the block's weights, which such a
+recompute leaves in the graph as plain views of the slot.
+
+Saved tensors that pass through hooks lose autograd's check for changes in place; it is made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.autograd.hooks import has_ended
+from offloadtrain.engine.autograd.offload import Offloader
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.buffers import AddressMap
+from offloadtrain.engine.local_part import local, rebuilt
+from offloadtrain.engine.residency import Residency
+from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.step.program.streaming import StreamError
+
+Kept = tuple[Tensor, "int | Reading"]
+"""Stands for a tensor where it is: with its version, or for weights of a block that stays on the
+device with their reading. A tuple and no class: a graph has twenty of them for each layer."""
+
+
+class Packed(Protocol):
+    """Stands for a tensor that is elsewhere."""
+
+    def unpack(self) -> Tensor: ...
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+class ChangedInPlaceError(OffloadTrainError):
+    """A tensor that backward needs was changed in place after forward saved it."""
+
+
+class Reading:
+    """A graph's reads of one block's weights, as one forward saved them. While an object that
+    stands for a saved tensor refers to it the block counts as read: "delayed" uploads nothing over
+    these weights.
+
+    Attributes:
+        generation: that of the weights when the graph was built.
+        clock: the time of that, in forwards of modules.
+    """
+
+    __slots__ = ("block", "clock", "generation")
+
+    def __init__(self, block: Block, clock: int) -> None:
+        self.block = block
+        self.generation = block.generation
+        self.clock = clock
+        block.packed()
+
+    def begin(self) -> None:
+        """Backward reads the weights from here on: compute waits for the block's load.
+
+        Raises:
+            StaleGraphError: they were replaced since the graph was built.
+        """
+        self.block.unpacked(self.generation, self.clock)
+
+    def __del__(self) -> None:
+        self.block.released(self.generation)
+
+
+class Handle:
+    """Stands for a saved view of a streamed block's weights in a graph."""
+
+    __slots__ = ("_bucket", "_offset", "_reading", "_shape", "_stride")
+
+    def __init__(self, reading: Reading, bucket: Bucket, tensor: Tensor) -> None:
+        self._reading = reading
+        self._bucket = bucket
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset() - bucket.working.flat.storage_offset()
+
+    def unpack(self) -> Tensor:
+        """View the weights where they are now, in the saved shape and strides; raises
+        StaleGraphError."""
+        self._reading.begin()
+        # Behind the use: only then is `working` the slot of this use.
+        view = self._bucket.working.strided(self._shape, self._stride, self._offset)
+        # With create_graph=True backward saves what it reads, past every hook, and the slot goes to
+        # another block before that is needed.
+        return view.clone() if torch.is_grad_enabled() else view
+
+
+class PartHandle:
+    """Stands for saved weights of a streamed block that are a DTensor: this rank holds a part."""
+
+    __slots__ = ("_handle", "_like")
+
+    def __init__(self, reading: Reading, bucket: Bucket, tensor: Tensor) -> None:
+        self._handle = Handle(reading, bucket, local(tensor))
+        # Mesh, placements and shape without the memory, which the slot's next block gets.
+        self._like = rebuilt(tensor, torch.empty_like(local(tensor), device="meta"))
+
+    def unpack(self) -> Tensor:
+        """View this rank's part where it is now; raises StaleGraphError."""
+        return rebuilt(self._like, self._handle.unpack())
+
+
+class PassedOn:
+    """Stands for a tensor that outer hooks have packed, those of a user's recompute for
+    instance."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, outer: Hooks, tensor: Tensor) -> None:
+        self._packed = outer[0](tensor)
+        self._unpack = outer[1]
+
+    def unpack(self) -> Tensor:
+        return self._unpack(self._packed)
+
+
+class WhileStreaming:
+    """Stands for a tensor that is no weight, and reports how far backward is. Saved in the forward
+    of streamed blocks it stands for them as well: [Note: Recompute without hooks]."""
+
+    __slots__ = ("_clock", "_packed", "_readings", "_residency")
+
+    def __init__(
+        self,
+        packed: Kept | Packed,
+        residency: Residency,
+        readings: Sequence[Reading],
+        clock: int,
+    ) -> None:
+        self._packed = packed
+        self._residency = residency
+        self._readings = readings
+        self._clock = clock
+
+    def unpack(self) -> Tensor:
+        # Blocks whose forward came later give up their pins: the loads below need slots.
+        self._residency.passed(self._clock)
+        if type(self._packed) is tuple:
+            tensor = unpack(self._packed)
+        # Before the block's own use, since it may run other blocks again, which need slots too.
+        else:
+            with self._residency.unpacking():
+                tensor = unpack(self._packed)
+        for reading in self._readings:
+            reading.begin()
+        return tensor
+
+
+def pass_on(tensor: Tensor, outer: Hooks | None) -> Kept | PassedOn:
+    if outer is not None:
+        return PassedOn(outer, tensor)
+    # Detached: an operation that saves its own result would keep itself alive.
+    saved = tensor.detach() if tensor.requires_grad else tensor
+    return saved, saved._version
+
+
+def unpack(packed: Any) -> Tensor:
+    """Return the tensor that `packed` stands for.
+
+    Raises:
+        StaleGraphError: weights were replaced since the graph was built.
+        ChangedInPlaceError: another tensor was changed since.
+    """
+    if type(packed) is not tuple:
+        unpacked: Tensor = packed.unpack()
+        return unpacked
+    tensor: Tensor = packed[0]
+    guard: int | Reading = packed[1]
+    if isinstance(guard, Reading):
+        guard.begin()
+    elif tensor._version != guard:
+        raise ChangedInPlaceError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place "
+            f"after it was saved: it is at version {tensor._version}, and was at {guard}. Write "
+            "x = x + y in place of x += y; torch.autograd.set_detect_anomaly(True) tells where "
+            "it was saved"
+        )
+    return tensor
+
+
+# The public context manager cannot be chained: it hides the outer hooks.
+_autograd = torch._C._autograd
+
+_Owner = tuple[Block, Bucket]
+_HANDLE: type[Handle | PartHandle] = Handle
+
+
+class SavedTensors:
+    """Finds the block that a tensor's bytes belong to, and packs what autograd saves.
+
+    Attributes:
+        within: streamed blocks whose forward is running.
+    """
+
+    def __init__(self) -> None:
+        self.within: tuple[Block, ...] = ()
+        self._clock = 0
+        """Counts forwards of modules: what is saved later has a higher number."""
+        self._readings: dict[Block, Reading] = {}
+        """Those of the running forward: all that it saves shares them."""
+        self._readings_within: tuple[Reading, ...] | None = None
+        self._owners: AddressMap[_Owner | Callable[[Tensor], _Owner | None]] = AddressMap()
+        """The owner of what lies in a buffer, or what tells it of a tensor."""
+        self._residency: Residency | None = None
+
+    def register(self, block: Block) -> None:
+        """Add a block that stays on the device."""
+        for bucket in block.buckets:
+            for version in bucket.versions:
+                self._owners.add(version.flat, (block, bucket))
+
+    def register_streamed(self, residency: Residency) -> None:
+        """Add the streamed blocks, whose memory on the device changes."""
+        self._residency = residency
+        for number, slot in enumerate(residency.memory.slots):
+            self._owners.add(slot, partial(residency.owner, number))
+        for block in residency.streamed:
+            for bucket in block.all_buckets:
+                self._owners.add(block.placeholder(bucket), partial(_raise_absent, block))
+
+    def owner(self, tensor: Tensor) -> Block | None:
+        """Return the block whose working weights this tensor views, if any.
+
+        Raises:
+            StreamError: if they are not on the device.
+        """
+        entry = self._owner(tensor)
+        return entry[0] if entry else None
+
+    def _owner(self, tensor: Tensor) -> _Owner | None:
+        entry = self._owners.find(tensor)
+        return entry if entry is None or isinstance(entry, tuple) else entry(tensor)
+
+    def push(
+        self, offloader: Offloader | None = None, frame: FrameType | None = None
+    ) -> Chain | None:
+        """Make the hooks the innermost of this thread, for `pop`; None if they are already, or not
+        needed.
+
+        Args:
+            offloader: takes what it wants of what is saved.
+            frame: that of the forward; see [Note: Interrupted forwards] in `hooks.py`.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        while (top := _innermost()) is not None and has_ended(top.frame):
+            _autograd._pop_saved_tensors_default_hooks()
+        outer = _top_hooks()
+        if top is not None and top.saved is self:
+            if top.offloader is offloader:
+                return None
+            outer = top.outer
+        chain = Chain(self, outer, offloader, frame)
+        _autograd._push_saved_tensors_default_hooks(chain.pack, unpack)
+        return chain
+
+    @staticmethod
+    def pop(chain: Chain) -> None:
+        """Take the hooks off. Where an interruption has left others on top of them, or has taken
+        them off, they save nothing any more."""
+        if _innermost() is chain:
+            _autograd._pop_saved_tensors_default_hooks()
+        # The graph keeps the hooks, and a frame would keep what the forward was given.
+        chain.is_off, chain.frame = True, None
+
+    def enter(
+        self, blocks: Sequence[Block], saved: Sequence[Block], *, again: bool
+    ) -> tuple[Block, ...]:
+        """A forward that reads these blocks begins; returns the previous `within`.
+
+        Args:
+            saved: those that what it saves stands for.
+        """
+        outside = self.within
+        self._clock += 1
+        for block in blocks:
+            block.clock = block.clock if again else self._clock
+            # In order, the last forward is another one than that which runs again.
+            counts = torch.is_grad_enabled() and not (again and block.in_order)
+            if counts and not block.first_clock:
+                block.first_clock = block.clock
+        self._set_within(tuple(block for block in saved if block.streamed) or outside)
+        return outside
+
+    def leave(self, outside: tuple[Block, ...]) -> None:
+        """The forward is over; `outside`: what `enter` returned."""
+        self._set_within(outside)
+
+    def _set_within(self, blocks: tuple[Block, ...]) -> None:
+        self.within = blocks
+        # From here on the graph alone holds its readings: they end with its nodes.
+        self._readings.clear()
+        self._readings_within = None
+
+    def pack(self, tensor: Tensor, outer: Hooks | None, offloader: Offloader | None) -> Any:
+        """Return the object that stands for a tensor in the graph; `outer`: the hooks that were
+        active before."""
+        owner, handle = self._owner(tensor), _HANDLE
+        if owner is None and type(tensor) is not Tensor and is_distributed(tensor):
+            owner, handle = self._owner(local(tensor)), PartHandle
+        if owner is not None and tensor.dtype is owner[1].dtype:
+            reading = self._reading(owner[0])
+            # Autograd does not notice that an upload replaces the weights: the reading does.
+            if owner[0].streamed:
+                return handle(reading, owner[1], tensor)
+            return tensor.detach(), reading
+        packed: Kept | Packed
+        if offloader is not None and offloader.wants(tensor):
+            packed = offloader.offload(tensor)
+        else:
+            packed = pass_on(tensor, outer)
+        if self._residency is None:
+            return packed
+        if self._readings_within is None:
+            self._readings_within = tuple(map(self._reading, self.within))
+        return WhileStreaming(packed, self._residency, self._readings_within, self._clock)
+
+    def _reading(self, block: Block) -> Reading:
+        reading = self._readings.get(block)
+        if reading is None or reading.generation != block.generation:
+            reading = self._readings[block] = Reading(block, self._clock)
+        return reading
+
+
+def _raise_absent(block: Block, _: Tensor) -> NoReturn:
+    raise StreamError(
+        f"weights of block '{block.name}' are read outside its forward, while they are on the "
+        "host, or in shards: only modules that are called can be streamed. Leave this one on the "
+        f"device: {block.kept_by}"
+    )
+
+
+def in_checkpoint() -> bool:
+    """Tell whether tensors saved now go to a user's recompute (torch's non-reentrant
+    checkpoint)."""
+    top = _innermost()
+    outer = _top_hooks() if top is None else top.outer
+    return outer is not None and outer[0].__module__ == checkpoint.__module__
+
+
+def _top_hooks() -> Hooks | None:
+    """Return the innermost hooks of this thread."""
+    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def _innermost() -> Chain | None:
+    """Return the innermost hooks of this thread, if they are an engine's."""
+    hooks = _top_hooks()
+    chain = getattr(hooks[0], "__self__", None) if hooks is not None else None
+    return chain if isinstance(chain, Chain) else None
+
+
+class Chain:
+    """An engine's hooks over the ones that were active when they were pushed.
+
+    Attributes:
+        saved, offloader: they take what is saved, until the hooks are off.
+        outer: the hooks around them.
+        frame: that of the forward which they are for.
+    """
+
+    __slots__ = ("frame", "is_off", "offloader", "outer", "saved")
+
+    def __init__(
+        self,
+        saved: SavedTensors,
+        outer: Hooks | None,
+        offloader: Offloader | None,
+        frame: FrameType | None,
+    ) -> None:
+        self.saved = saved
+        self.outer = outer
+        self.offloader = offloader
+        self.frame = frame
+        self.is_off = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        if self.is_off or has_ended(self.frame):
+            return pass_on(tensor, self.outer)
+        return self.saved.pack(tensor, self.outer, self.offloader)

@@ -1,0 +1,241 @@
+"""The memory of a step: its buffer table with tensors in it, and the buffer of a tensor."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from offloadtrain.config.errors import HostMemoryError
+from offloadtrain.config.units import format_bytes
+from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.disk_arena import DiskArena
+from offloadtrain.runtime.dtypes import DTYPES
+from offloadtrain.runtime.lanes import Buffer, Lanes, Range
+from offloadtrain.step.layout.buffers import (
+    BufferKey,
+    BufferSpec,
+    BufferTable,
+    Memory,
+    PoolSpec,
+    Rows,
+)
+from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.program.operations import Ref
+
+_STARTS_AS_ZEROS = (Memory.STATE, Memory.GRADIENT, Memory.NORMS, Memory.SUM, Memory.USED)
+"""Of the device; all memory of the host and the disk does. Other memory is written first."""
+
+
+class BlockInputs:
+    """The device memory of block inputs, by the numbers that the program's refs name.
+
+    Attributes:
+        leaving: number → input that is copied to the host, and its version when it was saved. It
+            owns the tensor until compute has waited for the copy.
+        freed: inputs, with versions, whose copy compute has waited for.
+        likes: number → shape and dtype of the fetched input, on the meta device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.leaving: dict[int, tuple[Tensor, int]] = {}
+        self.freed: list[tuple[Tensor, int]] = []
+        self.likes: dict[int, Tensor] = {}
+        self._back: dict[int, Tensor] = {}
+
+    def allocate(self, ref: Ref, lanes: Lanes) -> None:
+        """Allocate the memory of an input that is about to be fetched."""
+        # No record_stream: the program orders every reuse.
+        self._back[int(ref.owner)] = lanes.allocate(ref.hi, DTYPES[ref.dtype], self.device)
+
+    def buffer(self, ref: Ref) -> Buffer:
+        """Return its flat memory."""
+        number = int(ref.owner)
+        flat = self.leaving[number][0] if ref.copy == 0 else self._back[number]
+        return Buffer("block input", flat)
+
+    def take(self, number: int) -> Tensor:
+        """Hand an input to autograd, which owns it from here on: compute has waited. One that is
+        still leaving did not go; its copy may read it until it is freed."""
+        leaving = self.leaving.get(number)
+        flat = self._back.pop(number) if leaving is None else leaving[0]
+        return flat.view(self.likes[number].shape)
+
+    def free(self, ref: Ref) -> None:
+        """Give up an input: compute is behind its copy, so the allocator may reuse the memory."""
+        # Still held in `freed`, without a copy in flight, until its version is checked.
+        if ref.copy == 0:
+            self.freed.append(self.leaving.pop(int(ref.owner)))
+        else:
+            self._back.pop(int(ref.owner))
+
+    def clear(self) -> None:
+        """The lanes are empty: forget every input."""
+        self.leaving.clear()
+        self.freed.clear()
+        self.likes.clear()
+        self._back.clear()
+
+
+class MemoryMap(dict[BufferKey, Buffer]):
+    """Every buffer of a step. All but late ones and pools are allocated when it is made.
+
+    Attributes:
+        table: its rows.
+    """
+
+    def __init__(
+        self,
+        table: BufferTable,
+        device: torch.device,
+        *,
+        arena: Arena,
+        disk: DiskArena,
+        ledger: Ledger,
+    ) -> None:
+        super().__init__()
+        self.table = table
+        self._device, self._arena, self._disk, self._ledger = device, arena, disk, ledger
+        # The space of the disk is checked before a hundred GiB are page-locked.
+        for tier in (Tier.DISK, Tier.HOST, Tier.DEVICE):
+            self._allocate(table.allocated(tier), tier)
+
+    def __missing__(self, key: BufferKey) -> Buffer:
+        row = self.table.rows[key]
+        if row.within is None:
+            self._allocate({key: row}, row.tier)
+        else:
+            parent, offset = row.within
+            # Parameters will be views of it, also of those that are trained later.
+            with torch.inference_mode(False):
+                part = self[parent].flat[offset : offset + row.nbytes].view(DTYPES[row.dtype])
+            self[key] = Buffer(row.name, part)
+        return self[key]
+
+    @property
+    def slots(self) -> list[Tensor]:
+        """The device memory that streamed blocks share, each (n,) uint8."""
+        rows = self.table.rows
+        return [
+            self[key].flat
+            for key in rows
+            if key.kind is Memory.WORKING and isinstance(key.bucket, int)
+        ]
+
+    def of_pool(self, key: BufferKey, nbytes: int) -> Buffer:
+        """Return a buffer of a pool, which is allocated on first use.
+
+        Raises:
+            HostMemoryError: it would pass the pool's limit.
+        """
+        if key not in self:
+            pool = self.table.pools[key.kind]
+            row = pool.buffer(nbytes)
+            self._check_room(pool, row)
+            self._allocate({key: row}, row.tier)
+        return self[key]
+
+    def _check_room(self, pool: PoolSpec, row: BufferSpec) -> None:
+        used = self._ledger.total(pool.tier)
+        if pool.limit is not None and used + row.span_bytes > pool.limit:
+            raise HostMemoryError(
+                f"{row.owner} need {format_bytes(row.nbytes)} more of host memory, and "
+                f"host_memory_limit is {format_bytes(pool.limit)}, of which {format_bytes(used)} "
+                f"are taken. Largest: {self._ledger.summary()}. Raise it, set activation = "
+                "'recompute', or take a smaller microbatch"
+            )
+
+    def _allocate(self, rows: Rows, tier: Tier) -> None:
+        match tier:
+            case Tier.DISK:
+                tensors = self._disk.map(rows)
+            case Tier.HOST:
+                tensors = self._arena.map(list(rows.values()))
+            case Tier.DEVICE:
+                tensors = [self._on_device(key, row) for key, row in rows.items()]
+        for (key, row), tensor in zip(rows.items(), tensors, strict=True):
+            self[key] = Buffer(row.name, tensor)
+
+    def _on_device(self, key: BufferKey, row: BufferSpec) -> Tensor:
+        tensor = self._ledger.device_tensor(row.owner, row.numel, DTYPES[row.dtype], self._device)
+        return tensor.zero_() if key.kind in _STARTS_AS_ZEROS else tensor
+
+
+class Ranges(dict[Ref, Range]):
+    """Ref → its range of memory. Filled on first use, as every launch looks its refs up.
+
+    Attributes:
+        inputs: the block inputs that are on the device.
+    """
+
+    def __init__(self, memory: MemoryMap, inputs: BlockInputs) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self._memory = memory
+        self._buffers: dict[Ref, Buffer] = {}
+        """Ref to all elements → its buffer, in the ref's dtype."""
+
+    def __missing__(self, ref: Ref) -> Range:
+        # Not kept: the tensor is another one each time.
+        if ref.memory is Memory.ACTIVATION:
+            return Range(self.inputs.buffer(ref), ref.lo, ref.hi)
+        full_ref = ref._replace(lo=0, hi=0)
+        if full_ref not in self._buffers:
+            self._buffers[full_ref] = self._buffer(ref)
+        self[ref] = Range(self._buffers[full_ref], ref.lo, ref.hi)
+        return self[ref]
+
+    def _buffer(self, ref: Ref) -> Buffer:
+        if ref.memory in self._memory.table.pools:
+            buffer = self._memory.of_pool(ref.key, ref.nbytes)
+        else:
+            buffer = self._memory[ref.key]
+        # Matrices that are updated lie where their gradient was, in a dtype of their own. Slots,
+        # staging and what a save spills are bytes.
+        dtype, flat = DTYPES[ref.dtype], buffer.flat
+        if flat.dtype == dtype:
+            return buffer
+        count = flat.nbytes // dtype.itemsize * dtype.itemsize // flat.itemsize
+        return Buffer(buffer.name, flat[:count].view(dtype))
+
+
+Entry = TypeVar("Entry")
+
+
+class AddressMap(Generic[Entry]):
+    """Finds the entry of the buffer that a tensor views, by bisection. Buffers stay where they are
+    as long as the map, and do not overlap."""
+
+    def __init__(self) -> None:
+        # The first range is empty: every address lies behind some start, and 0 stands for no bytes.
+        self._starts, self._ends = [0], [0]
+        self._entries: list[Entry | None] = [None]
+        self._fake: dict[int, Entry] = {}
+
+    def add(self, flat: Tensor, entry: Entry) -> None:
+        """Add a buffer; `flat`: dense."""
+        if isinstance(flat, FakeTensor):
+            self._fake[flat.untyped_storage()._cdata] = entry
+            return
+        start = flat.data_ptr()
+        at = bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._ends.insert(at, start + flat.nbytes)
+        self._entries.insert(at, entry)
+
+    def find(self, tensor: Tensor) -> Entry | None:
+        """Return the entry of the buffer that holds the tensor's first byte, if any."""
+        # A fake tensor's storage has no memory: the object itself stands for it.
+        if isinstance(tensor, FakeTensor):
+            return self._fake.get(tensor.untyped_storage()._cdata)
+        try:
+            address = tensor.data_ptr()
+        # Sparse tensors, and tensor subclasses without storage, cannot lie in a flat buffer.
+        except RuntimeError:
+            return None
+        at = bisect_right(self._starts, address) - 1
+        return self._entries[at] if address < self._ends[at] else None

@@ -1,0 +1,414 @@
+"""Checks that a model can be offloaded with what was asked; warnings of what would do nothing.
+
+`ParameterGuard` detects later changes of its parameters by other code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice, pairwise
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.local_part import local
+from offloadtrain.engine.partition import partition
+from offloadtrain.optim import AnyRule, MatrixRule, Rule
+from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
+from offloadtrain.step.layout.formats import FORMATS
+
+_log = logging.getLogger(__name__)
+
+offloaded: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+"""Models whose parameters an optimizer holds, each with its `OffloadOptimizer`."""
+
+
+class ModelError(OffloadTrainError):
+    """A model that cannot be offloaded, or that was changed after it was."""
+
+
+MOVED = "was moved or replaced (.to(), .data = …)"
+
+
+def changed(name: str, what: str) -> str:
+    """Say what others have done to a parameter after offload()."""
+    return (
+        f"parameter '{name}' {what} after offload(): the master weight does not know. Load weights "
+        "with model.load_state_dict(), or change the model before offload()."
+    )
+
+
+_RULES = (
+    "The rules are ot.AdamW, ot.Adam, ot.Lion, ot.SGD, ot.Adagrad, ot.LAMB, ot.Muon "
+    "and your own "
+    "(docs/extending.md)"
+)
+_OF_A_RULE = (
+    "moments",
+    "calls_only_kernels",
+    "defaults",
+    "check",
+    "update",
+    "set_master",
+    "convert",
+)
+
+
+def check_arguments(model: object, rule: object) -> None:
+    """Refuse arguments in the order or of the kinds that other libraries take.
+
+    Raises:
+        TypeError: with the call to write instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__}: pass the model itself, ot.offload(model, "
+            "ot.AdamW(lr=…)); groups of its parameters go into params=…"
+        )
+    if isinstance(rule, torch.optim.Optimizer):
+        raise TypeError(
+            f"rule is a torch.optim.{type(rule).__name__}, and offload makes the optimizer itself: "
+            f"ot.offload(model, {_as_rule(rule)}). {_RULES}"
+        )
+    if isinstance(rule, type):
+        torchs = issubclass(rule, torch.optim.Optimizer)
+        kind = f"the class {rule.__name__}{' of torch.optim' if torchs else ', not one of it'}"
+        raise TypeError(f"rule is {kind}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
+    if rule is None or isinstance(rule, MatrixRule):
+        return
+    if not callable(getattr(rule, "update", None)):
+        raise TypeError(f"rule is {rule!r:.80}: ot.offload(model, ot.AdamW(lr=…)). {_RULES}")
+    if missing := [name for name in _OF_A_RULE if not hasattr(rule, name)]:
+        raise TypeError(
+            f"rule is {rule!r:.80}, which lacks {', '.join(missing)} of optim.UpdateRule: "
+            "optim.ElementwiseRule brings all but moments and update_fp32"
+        )
+
+
+def check_rule(rule: AnyRule, config: OffloadConfig) -> None:
+    """Raises ValueError for options that the rule cannot do."""
+    _check_state_keeps(config.state.format, rule)
+    if not isinstance(rule, MatrixRule):
+        return
+    _check_state_keeps(config.state.format, rule.rest)
+    name = type(rule).__name__
+    if config.state.format == "int8":
+        raise ValueError(
+            f"state = 'int8' and {name}: it writes moments and masters at two times, and int8 "
+            "rounds them together. Use state = 'fp32' or 'split16'"
+        )
+    if config.state.format != "fp32" and (config.state.device_share or config.state.tier == "auto"):
+        raise ValueError(
+            f"state = '{config.state.format}' and {name} with state on the device: its kernels for "
+            "matrices are of fp32 state. Use state = 'fp32', or state_on = 'host'"
+        )
+    if config.update == "speculative":
+        raise ValueError(
+            f"update = 'speculative' and {name}: matrices are orthogonalized over their gradient, "
+            "which a wrong guess would need again. Use update = 'exact' or 'delayed'"
+        )
+
+
+def _check_state_keeps(state: str, rule: Rule) -> None:
+    """Raises ValueError where a format cannot keep the rule's moments."""
+    format = FORMATS[state]
+    if not format.keeps_moments(rule.moments):
+        alternatives = [
+            f"'{name}'"
+            for name, candidate in FORMATS.items()
+            if candidate.keeps_moments(rule.moments)
+        ]
+        raise ValueError(
+            f"state = '{state}' cannot keep {' and '.join(rule.moments) or 'no moment'} of "
+            f"{type(rule).__name__}: use {' or '.join(alternatives)}"
+        )
+
+
+def _as_rule(optimizer: torch.optim.Optimizer) -> str:
+    """Name the rule that corresponds to torch's optimizer."""
+    name = type(optimizer).__name__
+    keys = _AS_TORCH.get(name)
+    if keys is None:
+        return "ot.AdamW(lr=…)"
+    return f"ot.{name}({', '.join(f'{key}={optimizer.defaults[key]}' for key in keys)})"
+
+
+_AS_TORCH = {
+    "Adam": ("lr", "betas", "eps", "weight_decay"),
+    "AdamW": ("lr", "betas", "eps", "weight_decay"),
+    "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
+    "Adagrad": ("lr", "lr_decay", "weight_decay", "eps"),
+}
+"""Optimizers of torch that are rules here under the same name, with their hyperparameters."""
+
+
+def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
+    """Refuse, before anything is allocated or changed, a model that would not train correctly.
+
+    Raises:
+        ModelError: naming the parameter or module and the remedy.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ModelError(
+            f"the model is wrapped in {type(model).__name__}, which keeps gradients of its own: "
+            "offload model.module"
+        )
+    # torch.compile's wrapper; asking for its class would import the compiler.
+    if hasattr(model, "_orig_mod"):
+        raise ModelError(
+            "the model is compiled as a whole, and its weights move between calls: compile each "
+            "block instead (block.forward = torch.compile(block.forward)) and offload the model"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
+    for name, param in model.named_parameters():
+        for is_faulty, what in _faults(param, may_be_meta):
+            if is_faulty:
+                raise ModelError(f"parameter '{name}' {what}")
+    if not any(p.requires_grad and p.numel() for p in model.parameters()):
+        raise ModelError("the model has nothing to train: no parameter has requires_grad=True")
+    _check_overlap(list(model.named_parameters()))
+
+
+def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]]:
+    lazy = isinstance(param, nn.parameter.UninitializedParameter)
+    yield lazy, "is not initialised: run one forward of the model first"
+    if lazy:
+        return
+    divided = is_distributed(param)
+    yield (
+        divided and not param.requires_grad,
+        "is a frozen DTensor: only trained ones can be offloaded. Leave it out of the plan of "
+        "parallelize_module, whole on each rank, or train it",
+    )
+    yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
+    yield (
+        param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16),
+        f"is {param.dtype}: trainable parameters must be float32, bfloat16 or float16",
+    )
+    yield (
+        param.layout is not torch.strided,
+        f"is {param.layout}: only dense parameters can be offloaded",
+    )
+    yield (
+        param.is_meta and not may_be_meta,
+        "is on the meta device: say how it is filled with param_init_fn, or materialise it first",
+    )
+    yield (
+        param.grad is not None,
+        "has a gradient already: call zero_grad(set_to_none=True) before offload()",
+    )
+    yield (
+        local(param).untyped_storage().nbytes() < local(param).numel() * param.element_size(),
+        "is an expanded view of a smaller storage: make it contiguous",
+    )
+
+
+def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
+    """Raises ModelError if layers are to be compiled that torch's compiler does not see through, or
+    are already."""
+    for name, module in model.named_modules():
+        compiled = config.compile_blocks or has_compiled(module)
+        divided = compiled and any(map(is_distributed, module.parameters()))
+        if divided:
+            cause = "compile_blocks=True" if config.compile_blocks else f"'{name}' is compiled"
+            divided_param = next(n for n, p in model.named_parameters() if is_distributed(p))
+            raise ModelError(
+                f"{cause}, and parameter '{divided_param}' is a DTensor: torch does not compile "
+                "those whose memory moves. Leave the compiler out"
+            )
+
+
+def has_compiled(module: nn.Module) -> bool:
+    """Tell whether a module's forward is compiled."""
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
+def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raises ModelError for two parameters over the same bytes: flat buffers would untie them."""
+    extents = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in ((name, local(param)) for name, param in named)
+        if p.numel() > 0 and not p.is_meta
+    )
+    for (_, end, name), (start, _, other) in pairwise(extents):
+        if start < end:
+            raise ModelError(
+                f"parameters '{name}' and '{other}' share memory but are two objects. To tie them, "
+                "assign the same nn.Parameter to both modules; otherwise clone one."
+            )
+
+
+def keeps_fp32(model: nn.Module, named: Iterable[str] = ()) -> set[nn.Parameter]:
+    """Return the parameters that stay fp32 on the device whatever the precision.
+
+    These are those of norms with running statistics (torch refuses mixed dtypes there), those that
+    a Hugging Face model names in `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, and
+    those that the user names.
+
+    Raises:
+        ModelError: a pattern in `named` that no parameter matches, or that leaves a module with two
+            dtypes.
+    """
+    fp32_params: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            fp32_params.update(module.parameters(recurse=False))
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            if words := set(getattr(module, attribute, None) or ()):
+                fp32_params.update(
+                    p for n, p in module.named_parameters() if words & set(n.split("."))
+                )
+    for pattern in named:
+        matching = [p for n, p in model.named_parameters() if fnmatchcase(n, pattern)]
+        if not matching:
+            some = ", ".join(name for name, _ in islice(model.named_parameters(), 3))
+            raise ModelError(f"keep_fp32: no parameter is called '{pattern}'; there are {some}, …")
+        fp32_params.update(matching)
+    for name, module in model.named_modules() if named else ():
+        params = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | nn.LayerNorm | nn.GroupNorm | nn.modules.conv._ConvNd):
+            if params and 0 < len(fp32_params.intersection(params)) < len(params):
+                raise ModelError(
+                    f"keep_fp32 names some of the parameters of '{name}', and torch computes with "
+                    f"one dtype there: name all of them, '{name}.*'"
+                )
+    return fp32_params
+
+
+def warn_of_local_norm(asker: str, seen: int, ranks: Ranks) -> None:
+    """Warn of clipping by the norm of `seen` ranks that are a part of the world."""
+    if seen < ranks.world_size:
+        _log.warning(
+            "%s in a process group of %d of %d ranks: the norm, and with it clipping and skipping, "
+            "is that of this group's gradients. That is right where each group trains a model of "
+            "its own; where the others hold other parts of the same model (pipeline or tensor "
+            "parallel), parts clip differently and what they share drifts apart: do not clip there",
+            asker,
+            seen,
+            ranks.world_size,
+        )
+
+
+def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> None:
+    """Warn of options for the layers of a list, where the model has no list."""
+    if any(part.repeated for part in partition(model)):
+        return
+    options = [f"activation = {config.activations.mode!r}"] * config.activations.recomputes
+    # Ranks divide the weights of other modules, too.
+    options += [f"working = {config.weights.tier!r}"] * (
+        config.weights.offloaded and ranks.is_single
+    )
+    options += ["compile_blocks = True"] * config.compile_blocks
+    if options:
+        _log.warning(
+            "%s: without effect, as %s has no list of layers (an nn.ModuleList or nn.Sequential "
+            "with two or more that have weights). All weights and activations stay on the device; "
+            "activation = 'offload_saved' moves the activations of any model",
+            " and ".join(options),
+            type(model).__name__,
+        )
+
+
+_Seal = tuple[int, int, bool]
+
+
+class ParameterGuard:
+    """Detects parameters that were written, moved, frozen or added outside the engine.
+
+    The engine writes through flat buffers, which changes neither a parameter's version counter nor
+    its address; any other write changes one of them.
+    """
+
+    def __init__(self, model: nn.Module, moving: Collection[nn.Parameter] = ()) -> None:
+        """`moving`: parameters whose address the engine changes, those of streamed blocks."""
+        self._model = model
+        self._moving = set(map(id, moving))
+        self._names = [name for name, _ in model.named_parameters()]
+        self._params = list(model.parameters())
+        self._walked = _parameters(model)
+        self._seals = [self._seal(param) for param in self._params]
+
+    def written(self) -> list[nn.Parameter]:
+        """Return the parameters whose values were written by others since the last renewal."""
+        pairs = zip(self._params, self._seals, strict=True)
+        return [param for param, seal in pairs if _version(param) != seal[0]]
+
+    def renew(self) -> None:
+        """Accept the values as they are."""
+        self._seals = [self._seal(param) for param in self._params]
+
+    def _seal(self, param: nn.Parameter) -> _Seal:
+        address = 0 if id(param) in self._moving else local(param).data_ptr()
+        return (_version(param), address, param.requires_grad)
+
+    def check(self) -> None:
+        """Raises ModelError naming the first parameter that others have changed."""
+        walked = _parameters(self._model)
+        same = len(walked) == len(self._walked) and all(map(is_, walked, self._walked))
+        if not same or [self._seal(param) for param in self._params] != self._seals:
+            self._raise()
+
+    def _raise(self) -> None:
+        current = list(self._model.parameters())
+        if len(current) != len(self._params):
+            raise ModelError(
+                f"the model has {len(current)} parameters, {len(self._params)} when it "
+                "was offloaded: "
+                "close() the optimizer and offload the changed model"
+            )
+        for name, param, now, seal in zip(
+            self._names, self._params, current, self._seals, strict=True
+        ):
+            if now is not param or self._seal(param) != seal:
+                raise ModelError(_describe(name, now is param, param, seal))
+
+
+def _parameters(model: nn.Module) -> list[nn.Parameter]:
+    """List the model's parameters once each, module by module. Every step calls it; it is faster
+    than `model.parameters()`, with a generator per level and a name for each."""
+    # By id: a tensor's own hash is a function of Python.
+    params: dict[int, nn.Parameter | None] = {}
+    modules, visited = [model], {id(model)}
+    # The list grows while it is walked.
+    for module in modules:
+        for param in module._parameters.values():
+            params[id(param)] = param
+        for child in module._modules.values():
+            if child is not None and id(child) not in visited:
+                visited.add(id(child))
+                modules.append(child)
+    return [param for param in params.values() if param is not None]
+
+
+def _version(param: nn.Parameter) -> int:
+    """Count the writes into a parameter; of a DTensor also those into its part
+    (`to_local().copy_(…)`), which are those into itself, too."""
+    part = local(param)
+    return part._version + (param._version if part is not param else 0)
+
+
+def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:
+    version, _, trainable = seal
+    if not same:
+        what = "was replaced by another object"
+    elif param.requires_grad != trainable:
+        what = "was frozen" if trainable else "was unfrozen"
+    elif _version(param) == version:
+        what = MOVED
+    else:
+        what = f"was written in place ({_version(param) - version} time(s))"
+    return changed(name, what)

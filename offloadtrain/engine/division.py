@@ -1,0 +1,127 @@
+"""What one engine has to know of a model that is divided among ranks.
+
+[Note: Divisions]
+As a rule the ranks that share an engine's state hold the same model, all of it. A package that
+divides models makes a `Division` for each engine and overrides what differs. The engine asks for
+four things, and knows nothing else of the ways to divide a model:
+
+* who shares a bucket: `replicas` and `sharers`;
+* how the norm is summed: `norm`, a `NormExchange`;
+* where a micro-step ends: `in_order`, and `OffloadOptimizer.split` for steps in several moments;
+* which rows are added to the table of buffers, and who updates them: `weight_versions`,
+  `gradient_sums`, `update_policy` and `skipping`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.gradients import Measured
+from offloadtrain.engine.skipping import Skipping
+from offloadtrain.optim import AnyRule
+from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.tensor_parts import holds_experts
+from offloadtrain.step.layout.step_spec import UpdatePolicy
+
+
+class NormMember(Protocol):
+    """One engine, as far as its norm is added to those of other engines: `norm.NormMeasure`."""
+
+    @property
+    def names(self) -> list[str]: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def counts(self) -> list[float]: ...
+    @property
+    def divided(self) -> Collection[int]: ...
+    def own(self, intent: Sequence[float]) -> Measured: ...
+    def intent_of_part(self, intent: Sequence[float]) -> list[float]: ...
+    def check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None: ...
+
+
+class NormExchange(Protocol):
+    """Adds the sums of squares of an engine's parameters to those of the rest of the model."""
+
+    def join(self, member: NormMember) -> None:
+        """Add an engine of this process."""
+
+    def send(self, member: NormMember, intent: Sequence[float]) -> Callable[[], Measured]:
+        """Measure the engine's parameters and send the sums to the other ranks.
+
+        Args:
+            intent: what must be the same on every process, see `norm.NormMeasure.send`.
+
+        Returns:
+            A function that waits for the other ranks and returns the sums of the whole model.
+        """
+
+    def compare(self, member: NormMember, intent: Sequence[float]) -> None:
+        """Compare what may have changed since the norm was measured; raises RankError."""
+
+
+class LocalNorm:
+    """The engine's parameters are the whole model."""
+
+    def join(self, member: NormMember) -> None:
+        del member
+
+    def send(self, member: NormMember, intent: Sequence[float]) -> Callable[[], Measured]:
+        measured = member.own(intent)
+        return lambda: measured
+
+    def compare(self, member: NormMember, intent: Sequence[float]) -> None:
+        del member, intent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """The part of a model that one engine trains: here all of it, on all ranks alike.
+
+    Attributes:
+        replicas: the ranks that hold the same part of the model and share its state.
+        stages: the ranks that hold the other layers, for the same batch.
+        parts: the ranks that hold the other parts of its DTensors, and have the same inputs.
+        first: the number of its first parameter in the whole model, by which stochastic rounding
+            draws.
+        weight_versions: versions of its working weights.
+        gradient_sums: sums of its gradients; two, where a step is decided after the next one's
+            gradients have begun to arrive.
+        update_policy: as in `StepSpec`.
+        skipping: what `skip_unused` names; None: nothing.
+        in_order: each backward is that of the oldest forward without one.
+    """
+
+    replicas: Ranks = ALONE
+    stages: Ranks = ALONE
+    parts: Ranks = ALONE
+    norm: NormExchange = field(default_factory=LocalNorm)
+    first: int = 0
+    weight_versions: int = 1
+    gradient_sums: int = 1
+    update_policy: UpdatePolicy | None = None
+    skipping: Skipping | None = None
+    in_order: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of all ranks of the model."""
+        return self.replicas.everyone.size * self.stages.size * self.parts.size
+
+    def sharers(self, param: Tensor) -> Ranks:
+        """Return those of `replicas` that share the state of a parameter."""
+        return self.replicas.of_experts if holds_experts(param) else self.replicas
+
+    def check(
+        self, model: nn.Module, rule: AnyRule, config: OffloadConfig, *, is_stage: bool
+    ) -> None:
+        """Raises ModelError for a model that is divided otherwise; `is_stage`: it is one of
+        several stages."""
+
+    def check_same_weights(self, names: Sequence[str], checksums: Sequence[float]) -> None:
+        """Compare the first values of what all `parts` hold whole; raises RankError."""

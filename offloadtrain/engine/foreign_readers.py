@@ -1,0 +1,160 @@
+"""Observes who copies an engine's parameters, and who reads their `.grad`.
+
+Copies and pickles of a model are made of the newest weights. torch's clipping, and with it
+Accelerate's, Lightning's and the Trainer's, reads `.grad` after backward. By then gradients have
+left for the host: it clips nothing, returns 0.0 and says nothing; the same holds for code that
+clips, edits or measures gradients itself. `zero_grad()` of a model finds none to drop. torch's
+pipeline schedules divide `.grad` by the number of microbatches, and the zero-bubble ones put it
+together from two halves of a backward: with them gradients would be too large, or not there.
+See `engine.bucket`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad
+
+from offloadtrain.config.errors import PipelineError
+from offloadtrain.engine.autograd.forward_hooks import in_backward
+from offloadtrain.engine.bucket import gradient_of, observe, release
+from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.step_report import Phase
+from offloadtrain.engine.weights import WeightsOwner
+from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
+
+_log = logging.getLogger(__name__)
+
+_PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
+
+CLIPPING, SCALING, SPLITTING = "clipping", "scaling", "splitting"
+_READERS = {
+    clip_grad.__file__: CLIPPING,
+    str(_PIPELINING / "stage.py"): SCALING,
+    str(_PIPELINING / "_backward.py"): SPLITTING,
+}
+"""Files of torch → what they read a parameter's gradient for."""
+
+
+class ParameterReaders:
+    """Observes the parameters of one engine."""
+
+    def __init__(
+        self, owner: WeightsOwner, named: Iterable[tuple[str, nn.Parameter]], engine: Engine
+    ) -> None:
+        self._owner = weakref.ref(owner)
+        self._named, self._engine = list(named), engine
+        self._warned: set[str] = set()
+        observe((param for _, param in self._named), self)
+
+    def remove(self) -> None:
+        """Make them ordinary parameters again."""
+        release(param for _, param in self._named)
+
+    def before_copy(self) -> None:
+        """Make parameters hold the newest weights.
+
+        Raises:
+            ModelError: weights are in shards.
+        """
+        owner = self._owner()
+        if owner is not None:
+            owner.require_whole_weights()
+            owner.synchronize()
+
+    def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
+        """Drop the step's gradients for `zero_grad()` of the model; warn once of other readers that
+        miss gradients which have left.
+
+        Raises:
+            PipelineError: the schedule would train with wrong gradients.
+            EngineError: gradients that are dropped belong to microbatches in flight.
+        """
+        file = frame.f_code.co_filename
+        reader = _READERS.get(file)
+        zeroes = frame.f_code is nn.Module.zero_grad.__code__
+        # torch's optimizers and compiler look whether there are gradients.
+        if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
+            return
+        if reader in (SCALING, SPLITTING):
+            _refuse_pipelining(reader)
+        left = self._engine.guard.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
+        if not left or in_backward():
+            return
+        if zeroes:
+            self._zero_grad(frame.f_locals["self"])
+        elif param.requires_grad and gradient_of(param) is None:
+            if reader == CLIPPING:
+                self._warn_once(
+                    CLIPPING, _clips_nothing(self._engine.program.spec.config.clip_norm)
+                )
+            else:
+                name = next(name for name, other in self._named if other is param)
+                self._warn_once("reading", _reads_nothing(name, frame))
+
+    def _zero_grad(self, module: nn.Module) -> None:
+        zeroed = set(map(id, module.parameters()))
+        if all(id(param) in zeroed for _, param in self._named if param.requires_grad):
+            self._engine.drop_gradients()
+        else:
+            self._warn_once("zeroing", _drops_nothing(module))
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", message)
+
+
+def _clips_nothing(clip_norm: float | None) -> str:
+    """Describe that torch's clipping was called after backward; `clip_norm`: the engine's own."""
+    message = (
+        "torch's clip_grad_norm_ or clip_grad_value_ (or what calls it: Accelerate's, Lightning's "
+        "gradient_clip_val, the Trainer's max_grad_norm) found no gradients, which have left for "
+        "the host: it clips nothing, and a norm is 0.0. "
+    )
+    if clip_norm is not None:
+        return f"{message}What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm."
+    return (
+        f"{message}Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with "
+        "clip_norm: both clip by the norm of all parameters together; a part cannot be clipped by "
+        "itself"
+    )
+
+
+def _reads_nothing(name: str, frame: FrameType) -> str:
+    """Describe that code other than torch's has looked for a gradient."""
+    return (
+        f"'{name}'.grad was read at {line_of(frame)}: it is None between backward and step(), as "
+        "gradients leave for the host during backward. What changes or measures single gradients "
+        "goes into param.register_hook(…), which sees each of them; the norm of all is "
+        "optimizer.clip_grad_norm_(inf), and optimizer.grad_norm after step()"
+    )
+
+
+def _drops_nothing(module: nn.Module) -> str:
+    """Describe `zero_grad()` of a module that has not all trained parameters."""
+    return (
+        f"zero_grad() of a part of the offloaded model ({type(module).__name__}) drops nothing: "
+        "its gradients have left for the host. optimizer.zero_grad(), or that of the model, drops "
+        "those of all parameters"
+    )
+
+
+def _refuse_pipelining(reader: str) -> None:
+    """Raises PipelineError for what torch's pipeline schedule is about to do with gradients."""
+    if reader == SCALING:
+        raise PipelineError(
+            "the pipeline schedule divides .grad by the number of microbatches (scale_grads=True), "
+            "and gradients have left for the host: make it with scale_grads=False and divide the "
+            "loss, or let ot.pipeline() make it"
+        )
+    raise PipelineError(
+        "a zero-bubble schedule divides the backward in two and delivers no gradients to the "
+        "engine: use GPipe, 1F1B or interleaved 1F1B, which ot.pipeline() makes"
+    )

@@ -1,0 +1,529 @@
+"""The model's weights: into the engine's memory one module at a time, and read, written and saved
+as full tensors or state dicts of an offloaded model.
+
+[Note: Meta parameters]
+A model built under `torch.device("meta")` has shapes and no memory. Its modules get memory and
+values one after the other, in the order of registration. Each block's weights go into the state
+before the next block's are made, so the host never holds more than one block in fp32 beside the
+state. A parameter stays the same object, so that ties and parameter groups hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.autograd.hooks import OfOneModel
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.bucket import Bucket, Slot
+from offloadtrain.engine.checks import ModelError, keeps_fp32
+from offloadtrain.engine.division import Division
+from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as, rebuilt
+from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.partition import Part
+from offloadtrain.engine.state import StateIO, whole_master
+from offloadtrain.engine.step_report import Phase
+from offloadtrain.optim import AnyRule, Rule
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.process_group import Ranks
+from offloadtrain.runtime.tensor_parts import is_distributed
+
+_log = logging.getLogger(__name__)
+
+_CHUNK = 1 << 20
+"""Elements; a multiple of the kernels' block. Some megabytes: worth the kernels' threads."""
+
+ParamInit = Callable[[nn.Module], None]
+"""Fills the parameters and buffers that a module owns itself; called once per module."""
+
+
+@torch.no_grad()
+def adopt_weights(
+    model: nn.Module,
+    parts: Sequence[Part],
+    blocks: Sequence[Block],
+    rules: Sequence[AnyRule],
+    config: OffloadConfig,
+    device: torch.device,
+    division: Division,
+    param_init_fn: ParamInit | None,
+) -> None:
+    """Set masters from the weights as given, make parameters views, move the rest to the device.
+
+    Raises:
+        ModelError: for values beyond the range of the working weights.
+        RankError: parts hold other values of what each has whole.
+    """
+    ranks = division.replicas
+    block_of = {block.module: block for block in blocks}
+    full, dtype = keeps_fp32(model, config.weights.keep_fp32), PRECISIONS[config.precision]
+    on_host = {slot.param for block in blocks for b in block.frozen for slot in b.slots}
+    sizes = [sum(param.nbytes for _, param in part.parameters) for part in parts]
+    agreed: set[nn.Parameter] = set()
+    for number, part in enumerate(parts):
+        HEARTBEAT.advance("reading weights", sum(sizes[:number]), sum(sizes))
+        for module in part.module.modules() if part.repeated else (part.module,):
+            materialise(module, param_init_fn)
+        # Tied ones are those of an earlier part, which may have left the device.
+        new = {p: name for name, p in part.parameters if p not in agreed}
+        agreed.update(new)
+        # Ranks that hold other parts of a parameter have other values: its sharers agree.
+        for sharers in dict.fromkeys((ranks, ranks.of_experts)):
+            _agree_on([p for p in new if division.sharers(p) is sharers], sharers.everyone)
+        undivided = {name: p for p, name in new.items() if not is_divided(p)}
+        if not division.parts.is_single:
+            # Not overwritten: a module may divide itself without DTensors, which is detected here.
+            values = [local(tensor.detach()) for tensor in undivided.values()]
+            division.check_same_weights([*undivided], _checksums(values))
+        if part.module in block_of:
+            for bucket in block_of[part.module].buckets:
+                _adopt(bucket, rules[bucket.group], device)
+            for bucket in block_of[part.module].frozen:
+                _move_to_host(bucket)
+            # The host has a shard, which a full parameter cannot view: NaN until the first use.
+            if not ranks.is_single and any(b.streamed for b in block_of[part.module].all_buckets):
+                block_of[part.module].leave_device()
+        for _, param in part.parameters:
+            if not param.requires_grad and param not in on_host:
+                keep = not param.is_floating_point() or param in full
+                # A copy in any case: `param_init_fn` may have given a view of a file.
+                must_copy = param_init_fn is not None
+                param.data = param.data.to(device, None if keep else dtype, copy=must_copy)
+    HEARTBEAT.advance("reading weights", sum(sizes), sum(sizes))
+    trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
+    for module in model.modules():
+        materialise(module, param_init_fn)
+        for param in module.parameters(recurse=False):
+            # Empty ones, which no bucket holds.
+            if param not in trained and param.requires_grad:
+                param.data = param.data.to(device, dtype)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                _agree_on([buffer], ranks.everyone)
+                module._buffers[name] = buffer.to(device)
+
+
+def view_weights(model: nn.Module, blocks: Sequence[Block], config: OffloadConfig) -> None:
+    """Do what `adopt_weights` does to parameters, where there are no values to move."""
+    for bucket in (bucket for block in blocks for bucket in block.buckets):
+        for slot in bucket.slots:
+            slot.param.data = slot.view(bucket.working.flat)
+    full, dtype = keeps_fp32(model, config.weights.keep_fp32), PRECISIONS[config.precision]
+    for param in model.parameters():
+        if not param.requires_grad and param.is_floating_point() and param not in full:
+            param.data = param.data.to(dtype)
+
+
+class Given:
+    """A state dict on its way into the model, whose values may be wider than the parameters.
+
+    torch rounds them into the parameters; the masters take them as they are. If the parameters hold
+    all of these 16-bit values already, all masters stay: so a checkpoint's model may be loaded
+    after its optimizer.
+    """
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
+        """`values`: by the model's own names. Compares them with the parameters as they are."""
+        self.names = frozenset(values)
+        self._values: dict[nn.Parameter, list[Tensor]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            value = values.get(name)
+            # Of tied names, torch loads the last one last.
+            if value is not None and value.numel() == param.numel():
+                self._values.setdefault(param, []).insert(0, value)
+        self.new = any(
+            value.dtype != param.dtype or not _equal(value, param)
+            for param, loaded in self._values.items()
+            for value in loaded
+        )
+
+    def of(self, name: str, param: nn.Parameter) -> Tensor:
+        """Return the given values that the parameter holds, rounded; its own if none of them is."""
+        for value in self._values.get(param, ()):
+            if _equal(value, param):
+                return value.reshape(param.shape)
+        _log.warning(
+            "'%s' was loaded from a tensor of another name or shape, as some module has changed: "
+            "its master weight is what the parameter holds, rounded to %s",
+            name,
+            str(param.dtype).removeprefix("torch."),
+        )
+        return param.data
+
+
+def _equal(value: Tensor, param: nn.Parameter) -> bool:
+    """Tell whether the parameter holds the value, as torch rounds it."""
+    return torch.equal(value.reshape(param.shape).to(param), param.data)
+
+
+@torch.no_grad()
+def adopt_loaded(
+    slots: Iterable[tuple[Bucket, Slot]],
+    written: Collection[nn.Parameter],
+    given: Given | None,
+    rules: Sequence[AnyRule],
+    told: Callable[[Bucket, Slot, Tensor], None] | None = None,
+) -> bool:
+    """Set the masters of the parameters that were written, from `given` or from their own values.
+
+    The lanes must be empty: masters are the host lane's otherwise.
+
+    Args:
+        told: gets the values of each.
+
+    Returns:
+        True if the state has rounded some of them in its own way, so that the parameters have to
+        follow.
+
+    Raises:
+        ModelError: for values beyond the range of the working weights.
+    """
+    rounded = False
+    for bucket, slot in slots:
+        if slot.param in written:
+            values = slot.local.data
+            if given is not None:
+                values = part_as(slot.param, given.of(slot.name, slot.param))
+            _check_range(slot.name, values, bucket.dtype)
+            if told is not None:
+                told(bucket, slot, values)
+            set_master(bucket, slot, rules[bucket.group], values)
+            rounded = rounded or (bucket.format.holds_weight and values.dtype != bucket.dtype)
+    return rounded
+
+
+def set_master(bucket: Bucket, slot: Slot, rule: Rule, values: Tensor) -> None:
+    """Set this rank's part of one parameter's master weights, from values of its shape, of any
+    dtype, on any device."""
+    first, last = bucket.piece(slot)
+    flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
+    fields = bucket.format.fields(rule.moments)
+    # In chunks that a cache holds, in one buffer: new memory costs more than what is done in it.
+    wide = torch.empty(min(_CHUNK, flat.numel()), dtype=torch.float32, device=state[0].device)
+    for lo in range(0, flat.numel(), _CHUNK):
+        piece = flat[lo : lo + _CHUNK]
+        masters = _widened(piece, wide[: piece.numel()])
+        rule.set_master(bucket.format, kernels.cut(fields, state, lo, lo + piece.numel()), masters)
+
+
+def _widened(values: Tensor, buffer: Tensor) -> Tensor:
+    """Return host values in fp32 on the buffer's device: in the buffer, unless they are so already.
+
+    By the kernels' threads where they can: torch's spin while they wait for each other, which costs
+    ten times the conversion where other processes want the cores.
+    """
+    if values.dtype is torch.float32 and values.device == buffer.device:
+        return values
+    if buffer.is_cpu and values.dtype in PRECISIONS.values():
+        kernels.accumulate(buffer, values, first=True)
+        return buffer
+    return buffer.copy_(values)
+
+
+def _adopt(bucket: Bucket, rule: Rule, device: torch.device) -> None:
+    for slot in bucket.slots:
+        _check_range(slot.name, slot.local.data, bucket.dtype)
+        set_master(bucket, slot, rule, slot.local.data)
+        if isinstance(slot.local, LocalPart):
+            slot.local.move(device, bucket.dtype)
+        # The given memory is freed here, one parameter at a time. The view has no values until the
+        # first upload (`Engine.emit`), before which nothing reads it.
+        if not bucket.streamed:
+            slot.local.data = slot.view(bucket.working.flat)
+        elif bucket.shard_numel == bucket.numel:
+            slot.local.data = slot.view(bucket.load_source.flat)
+    # Padding is uploaded and gathered with the rest: it must hold numbers.
+    if not bucket.streamed:
+        bucket.working.flat.zero_()
+
+
+def _move_to_host(bucket: Bucket) -> None:
+    """Copy frozen weights of a streamed block to the memory that its loads read."""
+    for slot in bucket.slots:
+        _check_range(slot.name, slot.local.data, bucket.dtype)
+        lo, hi = bucket.piece(slot)
+        bucket.weights_of(slot).copy_(slot.flattened(slot.local.data)[lo:hi])
+        if bucket.shard_numel == bucket.numel:
+            slot.local.data = slot.view(bucket.load_source.flat)
+
+
+def _agree_on(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    """Give all ranks the values of rank 0; sends only values that differ."""
+    if ranks.is_single or not tensors:
+        return
+    values = [local(tensor.detach()) for tensor in tensors]
+    sums = ranks.all_gather_host(_checksums(values))
+    for value, of_ranks in zip(values, sums.T, strict=True):
+        if not bool((of_ranks == of_ranks[0]).all()):
+            first = value.cpu().contiguous()
+            ranks.broadcast(first)
+            value.copy_(first)
+
+
+def _checksums(values: Sequence[Tensor]) -> list[float]:
+    on_host = (value.cpu().contiguous().reshape(-1).view(torch.uint8) for value in values)
+    return [float(crc32(each.numpy().data)) for each in on_host]
+
+
+def materialise(module: nn.Module, param_init_fn: ParamInit | None) -> None:
+    """Give memory and values to the meta parameters and buffers that a module owns itself."""
+    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if not any(tensor.is_meta for tensor in tensors):
+        return
+    assert param_init_fn is not None, "check_model lets meta parameters pass only with one"
+    # Swapped and not replaced: other modules and parameter groups refer to the same object.
+    for param in module.parameters(recurse=False):
+        if param.is_meta:
+            values = torch.empty_like(local(param), device="cpu")
+            like = rebuilt(param, values) if is_distributed(param) else values
+            torch.utils.swap_tensors(param, nn.Parameter(like, param.requires_grad))
+    module._apply(
+        lambda tensor: torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor,
+        recurse=False,
+    )
+    param_init_fn(module)
+
+
+def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
+    limit = torch.finfo(dtype).max
+    if dtype is torch.float16 and not bool((master.abs() <= limit).all()):
+        raise ModelError(
+            f"parameter '{name}' has values beyond the range of fp16 (largest "
+            f"{master.abs().max().item():.4g}, limit {limit:.4g}): use precision = 'bf16' or 'fp32'"
+        )
+
+
+class WeightsOwner(Protocol):
+    """The methods of the optimizer that the hooks call."""
+
+    def synchronize(self) -> None: ...
+    def expect_weights(self, values: Mapping[str, Tensor]) -> None: ...
+    def adopt_written_weights(self) -> None: ...
+    def require_whole_weights(self) -> None: ...
+
+
+class _StateDictHook(OfOneModel):
+    """Refers to the optimizer weakly, and to its engine strongly: that of an optimizer that is
+    dropped in a reference cycle must outlive it, to give the model its weights back."""
+
+    __slots__ = ("_engine", "_from_public_api", "_owner")
+
+    def __init__(self, owner: WeightsOwner, engine: object) -> None:
+        self._owner = weakref.ref(owner)
+        self._engine = engine
+
+
+class _WaitBeforeSaving(_StateDictHook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        owner = self._owner()
+        # torch reads the parameters next, without a forward whose hooks would wait for uploads.
+        if owner is not None:
+            owner.require_whole_weights()
+            owner.synchronize()
+
+
+class _CopyToHost(_StateDictHook):
+    """A state dict of host copies: views of a flat buffer would be saved with all of it."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+    ) -> None:
+        # Tied names share one copy.
+        copies: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, value in state_dict.items():
+            if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
+                # A DTensor itself has no memory, and address 0.
+                key = (local(value).data_ptr(), value.shape)
+                # Always a copy: the next upload writes the memory that the parameter views.
+                if key not in copies:
+                    copies[key] = value.detach().to("cpu", copy=True)
+                state_dict[name] = copies[key]
+
+
+class _AdoptAfterLoading(_StateDictHook):
+    __slots__ = ()
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.adopt_written_weights()
+
+
+class _WaitBeforeLoading(_StateDictHook):
+    """A late upload would overwrite what is loaded; masters take the values as they are given."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
+    ) -> None:
+        owner = self._owner()
+        if owner is None:
+            return
+        owner.require_whole_weights()
+        # torch writes the parameters next: an upload in flight would overwrite them.
+        owner.synchronize()
+        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+        owner.expect_weights({k: v for k, v in entries.items() if isinstance(v, Tensor)})
+
+
+def attach_state_dict_hooks(
+    model: nn.Module, owner: WeightsOwner, engine: object
+) -> list[RemovableHandle]:
+    """Hooks of the root module; see the classes."""
+    return [
+        model.register_state_dict_pre_hook(_WaitBeforeSaving(owner, engine)),
+        model.register_state_dict_post_hook(_CopyToHost(owner, engine)),
+        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(owner, engine)),
+        model.register_load_state_dict_post_hook(_AdoptAfterLoading(owner, engine)),
+    ]
+
+
+class WeightsIO(StateIO):
+    """The part of `OffloadOptimizer` that exchanges weights with the model's users.
+
+    Attributes:
+        model: the model that it trains.
+    """
+
+    model: nn.Module
+    _incoming: Given | None = None
+    """Values that are being written into the model."""
+    _written_before: frozenset[nn.Parameter] = frozenset()
+    """Parameters written by others before the values of `_incoming` were."""
+
+    def require_whole_weights(self) -> None:
+        """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
+        if not self.ranks.is_single and any(
+            b.streamed for k in self._blocks for b in k.all_buckets
+        ):
+            raise ModelError(
+                f"the weights are in shards on {self.ranks.size} ranks (zero_stage = 3): a rank "
+                "has no state dict of its own. On every rank, take "
+                "dict(optimizer.full_weights()), or save a checkpoint"
+            )
+
+    @torch.no_grad()
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, a copy of its working weights on the host), one block at a time.
+
+        All ranks must exhaust it: each block is gathered in a collective.
+        """
+        # Mode "delayed" uploads the weights that it holds back.
+        self.synchronize()
+        done: set[nn.Parameter] = set()
+        for block in self._blocks:
+            # Compute waits for the block's load; the next block's runs beside the copies below.
+            block.use()
+            for slot in (slot for bucket in block.all_buckets for slot in bucket.slots):
+                done.add(slot.param)
+                # Blocking: the slot may go to another block when the generator goes on.
+                yield slot.name, slot.local.data.to("cpu", copy=True)
+        for name, param in self.model.named_parameters():
+            if param not in done:
+                yield name, param.detach().to("cpu", copy=True)
+
+    @torch.no_grad()
+    def master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
+        shape), one at a time, in the order of `model.named_parameters()`.
+
+        Frozen parameters have no master: they yield the weights that forward uses, widened to fp32;
+        integers as they are. All ranks must exhaust it, and each receives whole tensors. No step
+        may be taken meanwhile.
+
+        Raises:
+            EngineError: after close().
+        """
+        if self._engine.guard.phase is Phase.CLOSED:
+            raise EngineError("master_weights() after close(), which gives their memory back")
+        # This thread reads masters that Adam on the host lane may still write.
+        self.synchronize()
+        slot_of = {s.param: (b, s) for k in self._blocks for b in k.all_buckets for s in b.slots}
+        for name, param in self.model.named_parameters():
+            if param in slot_of:
+                bucket, slot = slot_of[param]
+                rule = self._rules[bucket.group]
+                yield name, whole_master(bucket, slot, rule, bucket.sharers)
+            elif param.is_floating_point():
+                yield name, param.detach().to("cpu", torch.float32, copy=True)
+            else:
+                yield name, param.detach().to("cpu", copy=True)
+
+    def adopt_written_weights(self) -> None:
+        """Set the masters of the parameters that others wrote; moments stay.
+
+        After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
+        16-bit ones that the model had already change nothing. Otherwise, and for parameters written
+        before it, they are the parameters' values. Every rank must give the same ones, or the next
+        step raises a RankError.
+
+        Between backward and `step()`, the step updates the new masters by its gradient.
+
+        Raises:
+            ModelError: for values beyond the range of the working weights.
+            UpdateError: between backward and `step()`, where Adam runs inside backward
+                (`skip_nonfinite` off and no `clip_norm`).
+        """
+        # This thread writes masters, which Adam in flight still uses.
+        self.synchronize()
+        self._engine.program.before_masters_change()
+        incoming = loaded = self._incoming
+        self._incoming = None
+        written, before = frozenset(self._seal.written()), self._written_before
+        if incoming is not None and not incoming.new:
+            incoming, written = None, before
+        report = None if self.ranks.is_single else self._tell_written
+        if adopt_loaded(self._slots(), written, incoming, self._rules, report):
+            self._engine.emit()
+        if report is not None:
+            self._tell_untrained(written, loaded)
+        self._seal.renew()
+
+    def _tell_written(self, bucket: Bucket, slot: Slot, values: Tensor) -> None:
+        """Each rank keeps its shard of what it was given: the next step compares the whole values,
+        or the model would be pieced together from different ones."""
+        if bucket.sharers is self.ranks:
+            self._engine.functions.written(slot.name, values)
+
+    def _tell_untrained(self, written: frozenset[nn.Parameter], incoming: Given | None) -> None:
+        """Record the written frozen parameters and buffers, which every rank keeps in full: the
+        next step compares them, or ranks would train with different models. Running statistics are
+        each rank's own."""
+        values = [(n, p) for n, p in self.model.named_parameters() if not p.requires_grad]
+        changed = [(name, param.data) for name, param in values if param in written]
+        if incoming is not None:
+            statistics = {
+                id(x) for m in self.model.modules() if _keeps_statistics(m) for x in m.buffers()
+            }
+            buffers = [(n, x) for n, x in self.model.named_buffers() if id(x) not in statistics]
+            changed += [(name, buffer) for name, buffer in buffers if name in incoming.names]
+        for name, value in changed:
+            self._engine.functions.written(name, value)
+
+    @torch.no_grad()
+    def expect_weights(self, values: Mapping[str, Tensor]) -> None:
+        """Values, by the model's own names, are about to be written into it; raises as
+        `adopt_written_weights`."""
+        self._engine.program.before_masters_change()
+        self._incoming = Given(self.model, values)
+        self._written_before = frozenset(self._seal.written())
+
+
+def _keeps_statistics(module: nn.Module) -> bool:
+    norm = isinstance(module, nn.modules.batchnorm._NormBase)
+    return norm and bool(module.track_running_stats)

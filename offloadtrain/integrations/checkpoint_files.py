@@ -1,0 +1,168 @@
+"""The optimizer's state in a framework's checkpoint folder: a file per rank.
+
+[Note: Checkpoints of the Trainer]
+The plain Trainer loads `optimizer.pt` and `scheduler.pt` if it finds both, and otherwise resumes
+with the weights alone and says nothing. Where the state is that of torch's AdamW, `optimizer.pt`
+therefore holds its steps and moments, as torch saves them, and the file of the rank the rest: the
+master weights. Together they are as large as the whole state in one file. Where it is not,
+`optimizer.pt` is there and empty: torch refuses it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.optim import AdamW
+
+_RANK_FILE = "offload_rank{}_of_{}.pt"
+_TRAINER_FILE = "optimizer.pt"
+_OURS = "offloadtrain"
+"""A key of `optimizer.pt` that torch ignores. A plain Trainer that writes into the same folder
+leaves it out: the files of ranks in that folder are outdated then."""
+
+
+class CheckpointError(OffloadTrainError):
+    """A checkpoint folder does not fit this run."""
+
+
+def save_state(
+    optimizer: OffloadOptimizer,
+    folder: str | os.PathLike[str],
+    state: Mapping[str, Any] | None = None,
+) -> None:
+    """Write this rank's state; all ranks call it. No copy of the state is made.
+
+    Args:
+        state: in place of the optimizer's.
+    """
+    path = _path(optimizer, folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(optimizer.state_dict() if state is None else state, path)
+
+
+def has_state(folder: str | os.PathLike[str]) -> bool:
+    """Tell whether `save_state` has written there, on any number of ranks."""
+    return any(Path(folder).glob(_RANK_FILE.format("*", "*")))
+
+
+def load_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> None:
+    """Load this rank's state; raises as `read_state`."""
+    optimizer.load_state_dict(read_state(optimizer, folder))
+
+
+def read_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return this rank's state, see `read_file`.
+
+    Raises:
+        CheckpointError: the folder has no state, or that of another number of ranks.
+    """
+    path = _path(optimizer, folder)
+    if not path.exists():
+        there = sorted(file.name for file in Path(folder).glob(_RANK_FILE.format("*", "*")))
+        raise CheckpointError(
+            f"'{folder}' has no {path.name}, and has {', '.join(there) or 'no state of offload'}: "
+            "a checkpoint resumes on the number of ranks that wrote it"
+        )
+    return read_file(path)
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return what a file holds; the file's pages hold the tensors: no second copy in memory."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return state
+
+
+def _path(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> Path:
+    ranks = optimizer.ranks
+    return Path(folder) / _RANK_FILE.format(ranks.rank, ranks.size)
+
+
+def reason_against_torch(optimizer: OffloadOptimizer) -> str | None:
+    """Return why torch's AdamW cannot take the state over; None if it can."""
+    rules = {type(rule) for rule in optimizer._rules}
+    if optimizer.ranks.size > 1:
+        return f"the state is in shards on {optimizer.ranks.size} ranks"
+    if optimizer.config.state.format != "fp32":
+        return f"state = {optimizer.config.state.format!r} is not a format of torch's"
+    if rules != {AdamW}:
+        return f"the update rule is {', '.join(sorted(rule.__name__ for rule in rules))}, not AdamW"
+    if optimizer.config.skip_unused:
+        return "skip_unused counts the steps of each expert"
+    return None
+
+
+def save_for_trainer(
+    optimizer: OffloadOptimizer, folder: str, *, writes: bool, fused: bool
+) -> None:
+    """Write the state; all ranks call it. No copy of the state is made.
+
+    Args:
+        writes: this process writes the files that are the same for all ranks.
+        fused: of the AdamW that the plain Trainer makes.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    state = optimizer.state_dict()
+    if reason_against_torch(optimizer) is None:
+        masters, moments = _divided(state["state"])
+        groups = [_as_torchs(group, fused) for group in state["param_groups"]]
+        shared = {
+            "state": moments,
+            "param_groups": groups,
+            _OURS: "the masters are in the file of the rank",
+        }
+        state["state"] = masters
+    else:
+        refusal = "written by OffloadTrainer, which alone can resume from this checkpoint"
+        shared = {"state": {}, "param_groups": [], _OURS: refusal}
+    if writes:
+        torch.save(shared, Path(folder) / _TRAINER_FILE)
+    save_state(optimizer, folder, state)
+
+
+def load_for_trainer(optimizer: OffloadOptimizer, folder: str) -> bool:
+    """Load this rank's state; returns False if the folder has that of a plain Trainer.
+
+    Raises:
+        CheckpointError: the folder has the state of another number of ranks.
+    """
+    if not has_state(folder):
+        return False
+    path, moments = Path(folder) / _TRAINER_FILE, {}
+    if path.exists():  # earlier releases have written the whole state into the file of the rank
+        shared = read_file(path)
+        if _OURS not in shared:
+            return False
+        moments = shared["state"]
+    state = read_state(optimizer, folder)
+    for key, entry in moments.items():
+        state["state"][key] |= entry
+    optimizer.load_state_dict(state)
+    return True
+
+
+def _divided(
+    entries: dict[int, dict[str, Any]],
+) -> tuple[dict[int, dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return the master weights, and what torch's AdamW has, with a separate step per parameter:
+    torch counts in place."""
+    masters = {key: {"master": entry["master"]} for key, entry in entries.items()}
+    moments = {
+        key: {name: x for name, x in entry.items() if name != "master"}
+        | {"step": entry["step"].clone()}
+        for key, entry in entries.items()
+    }
+    return masters, moments
+
+
+def _as_torchs(group: dict[str, Any], fused: bool) -> dict[str, Any]:
+    """Return a parameter group with all keys that torch's has."""
+    plain = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], fused=fused or None)
+    return plain.param_groups[0] | group

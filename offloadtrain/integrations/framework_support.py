@@ -1,0 +1,139 @@
+"""What the integrations of the Trainer, Accelerate and Lightning share.
+
+Options of `offload` that a framework's own arguments determine, weights as frameworks save them,
+and callbacks that read weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.offload import OffloadConfig, OptionGroup
+from offloadtrain.engine import OffloadOptimizer
+
+Options = Mapping[str, Any] | OffloadConfig
+"""Of `offload`, by name, or in one object."""
+
+Dtypes = Mapping[nn.Parameter, torch.dtype]
+
+_FRAMEWORKS = {"transformers", "lightning", "pytorch_lightning"}
+"""Packages source own callbacks read weights by `state_dict()` alone, if at all."""
+_READERS = ("weight_averaging", "stochastic_weight_avg")
+"""Modules of Lightning source callbacks read parameters."""
+
+
+def merged(options: Options, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the options together with those that the framework determines.
+
+    Args:
+        settings: option → the value that the framework determines.
+        source: name of the object that determines them, for messages.
+
+    Raises:
+        ValueError: an option contradicts a setting.
+    """
+    if isinstance(options, OffloadConfig):
+        options = options.options(changed=True)
+    groups: dict[str, Any] = {
+        key: value for key, value in options.items() if isinstance(value, OptionGroup)
+    }
+    if groups:
+        named = {key: value for key, value in options.items() if key not in groups}
+        options = OffloadConfig(**groups).options(changed=True) | named
+    if wrong := [key for key in settings if options.get(key, settings[key]) != settings[key]]:
+        key = wrong[0]
+        raise ValueError(
+            f"{key} = {options[key]!r} in the options of offload, and {settings[key]!r} by "
+            f"{source}, which determines it: leave it out of the options"
+        )
+    return {**options, **settings}
+
+
+def precision_of(mixed: str, model: nn.Module) -> str:
+    """Return the precision for a framework's mixed precision: "no" keeps that of the model.
+
+    Raises:
+        ValueError: for another one than "no", "bf16" and "fp16".
+    """
+    if mixed in ("bf16", "fp16"):
+        return mixed
+    if mixed != "no":
+        raise ValueError(f"mixed precision '{mixed}': offload has 'bf16', 'fp16' and 'no'")
+    dtypes = {param.dtype for param in model.parameters()}
+    if torch.bfloat16 in dtypes:
+        return "bf16"
+    return "fp16" if torch.float16 in dtypes else "fp32"
+
+
+def dtypes_of(model: nn.Module) -> Dtypes:
+    """Call it before the model is offloaded, for `state_dict_of`."""
+    return {param: param.dtype for param in model.parameters()}
+
+
+def state_dict_of(
+    model: nn.Module, optimizer: OffloadOptimizer, original: Dtypes | None = None
+) -> dict[str, Tensor]:
+    """Return the model's state dict on the host; all ranks call it, which gather shards.
+
+    Args:
+        original: the dtypes of the parameters before they were offloaded: where that is fp32, the
+            masters stand in place of 16-bit weights. They are views of "fp32" state of one rank,
+            otherwise copies of 4 bytes per parameter.
+    """
+    ranks = optimizer.ranks
+    if optimizer.config.zero_stage_among(ranks.size) == 3:
+        buffers = {
+            f"{prefix}{'.' * bool(prefix)}{name}": buffer.to("cpu", copy=True)
+            for prefix, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        state = buffers | dict(optimizer.full_weights())
+    else:
+        state = model.state_dict()
+    wide = [param for param, dtype in (original or {}).items() if dtype is torch.float32]
+    masters = _masters(optimizer, set(wide)) if wide else {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in masters and name in state:
+            state[name] = masters[param]
+    return state
+
+
+def _masters(optimizer: OffloadOptimizer, wide: set[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Return the fp32 masters of these parameters that are trained."""
+    params = dict(optimizer.model.named_parameters())
+    state = {param: optimizer.state.get(param, {}) for param in params.values()}
+    masters = {param: entry["master"] for param, entry in state.items() if "master" in entry}
+    if optimizer.ranks.is_single and masters:
+        return {param: master for param, master in masters.items() if param in wide}
+    gathered = ((params[name], master) for name, master in optimizer.master_weights())
+    return {param: master for param, master in gathered if param in wide and param.requires_grad}
+
+
+def synchronize_readers(
+    optimizer: OffloadOptimizer, callbacks: Iterable[object], event: str
+) -> None:
+    """Make parameters hold the newest weights if a callback of `event` may read them.
+
+    After `step()` new weights are still being uploaded, concurrently with what the training thread
+    does next. A callback that averages or copies parameters would read old ones, and NaN where they
+    are streamed. Waiting costs that overlap, so it happens only before callbacks that are not the
+    framework's own, at the events that these handle, unless a callback says `reads_weights =
+    False`; and not in update mode "delayed", source delay it would end.
+    """
+    if optimizer.config.update != "delayed" and any(
+        _reads(callback, event) for callback in callbacks
+    ):
+        optimizer.synchronize()
+
+
+def _reads(callback: object, event: str) -> bool:
+    handles = getattr(callback, event, None)
+    if handles is None or not getattr(callback, "reads_weights", True):
+        return False
+    package, _, module = handles.__module__.partition(".")
+    return package not in _FRAMEWORKS or module.endswith(_READERS)

@@ -1,0 +1,136 @@
+"""The transformer with its experts divided among ranks (GShard, arXiv:2006.16668).
+
+Each rank holds the same number of experts of every layer, and all else whole; tokens go to the
+ranks of their experts, and back, by all-to-all: [Note: Experts of other ranks] in `model.experts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from offloadtrain.engine.api import optimizer_of
+from offloadtrain.engine.checks import ModelError
+from offloadtrain.model.experts import Experts
+from offloadtrain.parallel.mesh import DeviceMesh, check_expert_axes
+from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.process_group import Group, all_to_all_single
+
+
+def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the experts of the shipped transformer among ranks, before `offload` or `pipeline`,
+    which gets the same mesh.
+
+    Its tensors of experts become DTensors, of which this rank keeps its part: experts
+    [r · E / R, (r + 1) · E / R) on rank r of the R of axis "ep". Nothing is sent. Every rank then
+    calls the model with tokens of its own, all ranks alike often.
+
+    Args:
+        model: with `model.num_experts` divisible by R; its parameters may be on the meta device.
+        mesh: with the axis "ep"; before it may be "dp", whose ranks hold the same experts, and
+            before that "pp", whose ranks hold the stages of a pipeline. Behind it may be "tp",
+            whose ranks have the same tokens, hold the same experts, and compute them alike.
+
+    Raises:
+        ValueError: the mesh has other axes.
+        ModelError: the model has no experts, or R does not divide them, or it is offloaded or
+            divided already.
+    """
+    check_expert_axes(mesh.mesh_dim_names or ())
+    if optimizer_of(model) is not None:
+        raise ModelError("expert_parallel after offload(): divide the experts before it")
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    _check(layers, mesh["ep"].size())
+    for experts in layers if mesh["ep"].size() > 1 else ():
+        _keep_experts(experts, mesh["ep"])
+        experts.exchange = AllToAll(mesh["ep"].get_group())
+
+
+def _check(layers: list[Experts], ranks: int) -> None:
+    """Raises ModelError, see `expert_parallel`."""
+    if not layers:
+        raise ModelError(
+            "expert_parallel: the model has no experts of the shipped transformer (num_experts)"
+        )
+    for experts in layers:
+        if experts.exchange is not None:
+            raise ModelError("expert_parallel: the experts of this model are divided already")
+        if experts.up.shape[0] % ranks:
+            raise ModelError(
+                f"num_experts = {experts.up.shape[0]} cannot be divided among the {ranks} ranks of "
+                "axis 'ep': each holds the same number. Use a divisor of num_experts"
+            )
+
+
+def _keep_experts(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the parameters of a module, whose first dimension are experts, DTensors along a mesh of
+    one axis; each rank keeps its part of what it has, and sends nothing."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    for name, param in list(module.named_parameters(recurse=False)):
+        part = param.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+        made = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        setattr(module, name, nn.Parameter(made, param.requires_grad))
+
+
+class AllToAll:
+    """Exchanges rows among the ranks of a group, each of which holds other experts."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __deepcopy__(self, _: dict[int, Any]) -> AllToAll:
+        """A copy of a model exchanges with the same ranks; groups cannot be copied."""
+        return self
+
+    def counts(self, counts_E: Tensor) -> Tensor:
+        """Return what every rank tells this one, (ranks, E / ranks).
+
+        Args:
+            counts_E: E / ranks numbers for each rank.
+        """
+        result = torch.empty_like(counts_E)
+        # Compute waits for the slowest rank: its router has to be through.
+        with HEARTBEAT.collective():
+            all_to_all_single(result, counts_E.contiguous(), group=self._group)
+        return result.view(self._group.size(), -1)
+
+    def rows(self, rows_MD: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send rows, in the order of ranks, and return those that arrive, in that order.
+
+        Args:
+            rows_MD: (sum of `sent`, D).
+            sent, received: rows to and from each rank.
+        """
+        result = _Exchanged.apply(rows_MD, self._group, sent, received)  # type: ignore[no-untyped-call]
+        return cast(Tensor, result)
+
+
+class _Exchanged(torch.autograd.Function):
+    """torch's own is in a private module, and tells no heartbeat who waits for whom."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_MD: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+    ) -> Tensor:
+        ctx.back = group, received, sent
+        return _exchanged(rows_MD, group, sent, received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SD: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(grad_SD, *ctx.back), None, None, None
+
+
+def _exchanged(
+    rows_MD: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    result = rows_MD.new_empty(sum(received), rows_MD.shape[1])
+    # Compute waits for the rows of all ranks. In one order on all of them: a layer is a chain.
+    with HEARTBEAT.collective():
+        all_to_all_single(result, rows_MD.contiguous(), list(received), list(sent), group=group)
+    return result

@@ -1,0 +1,221 @@
+"""The norm of a model whose parts are on several ranks.
+
+[Note: One norm of a divided model]
+A pipeline's stages hold different parameters of one model, so none of them knows the norm alone.
+Each measures the squares of its own parameters, summed over its data-parallel ranks and over the
+ranks that hold the other parts of its matrices; the stages exchange these, and every stage adds all
+of them: stage by stage, parameter by parameter, in fp64. That is the order in which one process
+adds them, so the norm, the clip coefficient and the decision to skip are those of one process, bit
+for bit. A process with several stages exchanges once: the first of them that is asked measures all,
+and the others take its result.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from offloadtrain.engine.division import NormMember
+from offloadtrain.engine.gradients import Measured
+from offloadtrain.engine.norm import (
+    COUNT_COLUMNS,
+    INTENT_COLUMNS,
+    PART_COLUMNS,
+    RANK_COLUMNS,
+    check_rows_alike,
+    digest,
+)
+from offloadtrain.parallel.checks import check_same_gradients
+from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+
+_AGREEMENT = "the agreement among the ranks"
+"""Where a part's replicas, or a copy's ranks, differ, all others end with them."""
+
+
+class DividedNorm:
+    """The engines of this process, one for each of its stages in order, and the ranks that hold the
+    rest of the model.
+
+    Process r of p holds stages r, r + p, r + 2p and so on.
+    """
+
+    def __init__(self, ranks: Ranks, parts: Ranks = ALONE) -> None:
+        """
+        Args:
+            ranks: the processes of the pipeline, in the order of their first stages.
+            parts: the ranks that hold the other parts of this process's DTensors.
+        """
+        self.ranks, self._parts = ranks, parts
+        # Weak: an optimizer that is dropped without close() must end at once.
+        self._members: list[weakref.ref[NormMember]] = []
+        self._names: list[list[str]] = []
+        self._measured: dict[NormMember, Measured] = {}
+        self._sent_intent: Sequence[float] = ()
+        """The intent of the last exchange."""
+
+    def join(self, member: NormMember) -> None:
+        """Add this process's next stage."""
+        self._members.append(weakref.ref(member))
+
+    def send(self, member: NormMember, intent: Sequence[float]) -> Callable[[], Measured]:
+        """Send the squares of this process's parameters to the other stages; the first call of a
+        step begins a collective.
+
+        Args:
+            intent: what must be the same on every process, see `engine.norm.NormMeasure.send`.
+
+        Returns:
+            A function that waits for the other stages, and returns the squares of all. It raises
+            RankError if they disagree about the step.
+        """
+        if self.ranks.is_single and len(self._members) == 1:
+            result = self._measure(member, intent)
+            return lambda: result
+        receive = None
+        if member not in self._measured:
+            receive, self._sent_intent = self._exchange(intent), intent
+        elif [*intent] != [*self._sent_intent]:
+            raise RankError(
+                f"stages of one process disagree in step {int(intent[0]) + 1}: clip_grad_norm_ and "
+                "skips are the same for each of pipeline.optimizers"
+            )
+
+        def measured() -> Measured:
+            if receive is not None:
+                receive()
+            return self._measured.pop(member)
+
+        return measured
+
+    def agree_on_names(self) -> None:
+        """Exchange the names of all stages' parameters, once: now, and not with the first squares,
+        where all stages would wait for the last one.
+
+        Raises:
+            RankError: a parameter is in two stages, or processes have different numbers of stages.
+        """
+        if self._names:
+            return
+        of_processes = self.ranks.gather([member.names for member in self._alive()])
+        if len({len(stage_names) for stage_names in of_processes}) > 1:
+            counts = ", ".join(str(len(stage_names)) for stage_names in of_processes)
+            raise RankError(f"the processes of a pipeline hold {counts} stages: give each as many")
+        # In the order of the model.
+        stages = [names for of_each in zip(*of_processes, strict=True) for names in of_each]
+        owner: dict[str, int] = {}
+        for stage, names in enumerate(stages):
+            for name in filter(None, names):
+                if owner.setdefault(name, stage) != stage:
+                    raise RankError(
+                        f"parameter '{name}' is in stages {owner[name]} and {stage} of the "
+                        "pipeline: each parameter is one stage's, and names are the whole model's"
+                    )
+        self._names = stages
+
+    def _alive(self) -> list[NormMember]:
+        return [member for ref in self._members if (member := ref()) is not None]
+
+    def _exchange(self, intent: Sequence[float]) -> Callable[[], None]:
+        members = self._alive()
+        measurements = [self._measure(member, intent) for member in members]
+        rows = [
+            [*member.counts, *measured.of_parameter]
+            for member, measured in zip(members, measurements, strict=True)
+        ]
+        self.agree_on_names()
+        longest = len(members[0].counts) + max(map(len, self._names))
+        padded = [row + [0.0] * (longest - len(row)) for row in rows]
+        sent = self.ranks.send_host([*intent, *(x for row in padded for x in row)])
+
+        def receive() -> None:
+            # Waits for every stage's squares: the first stage's backward ends last.
+            self._add_up(sent(), members, measurements, intent)
+
+        return receive
+
+    def _add_up(
+        self,
+        rows: Tensor,
+        members: Sequence[NormMember],
+        measurements: Sequence[Measured],
+        intent: Sequence[float],
+    ) -> None:
+        """Take in what all stages have sent, (processes, n)."""
+        check_rows_alike(rows[:, : len(intent)], "stage", INTENT_COLUMNS, intent[0])
+        of_stages = rows[:, len(intent) :].reshape(self.ranks.size, len(members), -1)
+        # Of all processes' first stages, then of all second ones: in the order of the model.
+        of_stages = of_stages.transpose(0, 1).flatten(0, 1)
+        count = len(members[0].counts)
+        check_rows_alike(of_stages[:, :count], "stage", COUNT_COLUMNS, intent[0])
+        squares = [
+            row[count : count + len(names)].tolist()
+            for row, names in zip(of_stages, self._names, strict=True)
+        ]
+        all_squares = [value for of_stage in squares for value in of_stage]
+        # Non-finite parameters → ranks whose shards have them; known for own stages only.
+        known = {
+            name: ranks for measured in measurements for name, ranks in measured.nonfinite.items()
+        }
+        pairs = zip(self._names, squares, strict=True)
+        named = [pair for names, row in pairs for pair in zip(names, row, strict=True)]
+        nonfinite = {name: known.get(name, ()) for name, value in named if not math.isfinite(value)}
+        for member, measured in zip(members, measurements, strict=True):
+            self._measured[member] = Measured(all_squares, nonfinite, measured.told)
+
+    def compare(self, member: NormMember, intent: Sequence[float]) -> None:
+        """Compare what may have changed on the other parts since the norm was measured.
+
+        Raises:
+            RankError: they disagree about the step.
+        """
+        if not self._parts.is_single:
+            rows = self._parts.all_gather_host(member.intent_of_part(intent))
+            check_rows_alike(rows, "part", PART_COLUMNS, intent[0])
+
+    def _measure(self, member: NormMember, intent: Sequence[float]) -> Measured:
+        """Measure the parameters of an engine, of which copies and other parts may be elsewhere."""
+        measured = member.own(intent)
+        copies = member.ranks.copies
+        if not copies.is_single:
+            # This shard's ranks of all groups hold copies of it, which must be decided on alike and
+            # have got the same gradient; see [Note: Copies] in `runtime.process_group`.
+            intent_sent = measured.told[member.ranks.rank].tolist()
+            rows = copies.all_gather_host(
+                [*intent_sent, digest(measured.of_parameter), _agree(measured.told)]
+            )
+            member.check_ranks(member.ranks, measured.told, intent[0])
+            columns = (*RANK_COLUMNS, "the sums of squares", _AGREEMENT)
+            check_rows_alike(rows, "copy", columns, intent[0])
+        return measured if self._parts.is_single else self._of_all_parts(member, measured, intent)
+
+    def _of_all_parts(
+        self, member: NormMember, measured: Measured, intent: Sequence[float]
+    ) -> Measured:
+        """Add the squares of the other parts of DTensors in rank order. A tensor that every rank
+        holds in full counts once, with the first rank's value."""
+        same = [*member.intent_of_part(intent), _agree(measured.told)]
+        # Waits for the same backward on the other ranks.
+        rows = self._parts.all_gather_host([*same, *measured.of_parameter])
+        num_same, divided = len(same), member.divided
+        # After the exchange, in which the other parts wait.
+        member.check_ranks(member.ranks, measured.told, intent[0])
+        check_rows_alike(rows[:, :num_same], "part", (*PART_COLUMNS, _AGREEMENT), intent[0])
+        check_same_gradients(member.names, rows[:, num_same:], divided, int(intent[0]))
+        sums, nonfinite = [], dict(measured.nonfinite)
+        for index, values in enumerate(rows[:, num_same:].T.tolist()):
+            # All parts skip a step in which one of them has had an overflow.
+            once = index not in divided and all(map(math.isfinite, values))
+            total = 0.0
+            for value in values[:1] if once else values:
+                total += value
+            if not math.isfinite(total):
+                nonfinite.setdefault(member.names[index], ())
+            sums.append(total)
+        return Measured(sums, nonfinite, measured.told)
+
+
+def _agree(rows: Tensor) -> float:
+    return float(rows.eq(rows[:1]).all())

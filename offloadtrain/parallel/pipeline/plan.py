@@ -1,0 +1,133 @@
+"""The plan of a rank that has one stage of a pipeline, or several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offloadtrain.config.batch_split import of_stage
+from offloadtrain.config.job import Config
+from offloadtrain.config.ranks_options import NO_FLUSH, evenly, names_of
+from offloadtrain.config.units import format_bytes, format_seconds
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.parallel.pipeline.balance import balanced, divisions_from
+from offloadtrain.parallel.pipeline.drive import in_flight
+from offloadtrain.parallel.pipeline.times import PipelineTimes, added_to, as_part_of, pipeline_times
+from offloadtrain.parallel.pipeline.two_versions import rows_without_flush
+from offloadtrain.plan.costs.microbatch import Trace
+from offloadtrain.plan.placement import Placement, place
+from offloadtrain.plan.plan import Plan
+from offloadtrain.plan.times import Prediction, predict
+
+
+@dataclass(frozen=True)
+class PipelinePlan(Plan):
+    """The memory and the step of one rank of a pipeline.
+
+    Attributes:
+        placed: the first of the rank's stages.
+        others: the other stages of the rank.
+        stages: of all ranks.
+    """
+
+    others: tuple[Placement, ...] = ()
+    stages: tuple[Placement, ...] = ()
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return self.placed, *self.others
+
+    @property
+    def stage_names(self) -> str:
+        stages = (placed.config.stage for placed in self.placements)
+        return names_of([stage for stage in stages if stage is not None])
+
+    @cached_property
+    def pipeline(self) -> PipelineTimes:
+        """The step of all stages."""
+        return pipeline_times(self.stages, self.machine, self.job.ranks.schedule)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        alone = predict(self.copied, self.machine)
+        for placed in self.others:
+            alone = added_to(alone, predict(placed, self.machine))
+        peak = 1e12 * self.machine.peak_tflops
+        return as_part_of(alone, self.pipeline, self.placements, peak)
+
+    def divisions(self) -> Sequence[tuple[int, ...]]:
+        layers = balanced(self.stages, self.machine)
+        return ((), *divisions_from(evenly(sum(layers), len(layers)), layers))
+
+    def stage_lines(self) -> Iterator[str]:
+        """Yield what each stage computes, how long it waits, and what it sends on."""
+        times = self.pipeline
+        for number, busy in enumerate(times.compute_s):
+            line = (
+                f"  stage {number + 1} ({self.stages[number].repeated} layers): computes "
+                f"{format_seconds(busy)}, bubble {100 * times.bubbles[number % times.ranks]:.0f} %"
+            )
+            if number < len(times.links):
+                link = times.links[number]
+                where = "between hosts" if link.between_hosts else "inside the host"
+                line += (
+                    f"; a microbatch to the next one: {format_bytes(link.nbytes)}, "
+                    f"{format_seconds(link.seconds)} {where}"
+                )
+            yield line
+
+
+def times_of(plan: Plan) -> PipelineTimes | None:
+    """Return the step of all stages; None: the plan is of a model in one piece."""
+    return plan.pipeline if isinstance(plan, PipelinePlan) else None
+
+
+def stages_of(plan: Plan) -> tuple[Placement, ...]:
+    """Return all stages of the model."""
+    return plan.stages if isinstance(plan, PipelinePlan) else plan.placements
+
+
+def plan_stages(
+    job: Config,
+    name: str,
+    machine: Machine,
+    part: Config,
+    shards: int,
+    copies: int,
+    trace: Trace | None,
+    rank: int | None,
+) -> PipelinePlan:
+    """Plan the stages of a job.
+
+    Args:
+        part: the rank's part of the batch.
+        shards: ranks that share a copy of the state of a stage.
+        copies: the number of such groups.
+        rank: the rank of the pipeline to plan; None: the one that needs the most memory.
+
+    Raises:
+        PlanError: as `place`.
+    """
+    ranks, count = job.ranks.pipeline, job.ranks.stages
+    placed = [
+        _placed(of_stage(part, number), number, shards, copies, trace) for number in range(count)
+    ]
+    plans = [
+        PipelinePlan(job, name, machine, placed[first], tuple(placed[first + ranks :: ranks]))
+        for first in range(ranks)
+    ]
+    most = max(plans, key=lambda plan: sum(plan.device.values()) + sum(plan.needed.values()))
+    chosen = most if rank is None else plans[rank]
+    copied = [plan.copied for plan in plans] + placed[ranks:]
+    return replace(chosen, stages=tuple(copied))
+
+
+def _placed(config: Config, stage: int, shards: int, copies: int, trace: Trace | None) -> Placement:
+    table = config.ranks
+    rows = rows_without_flush(stage, table.stages) if table.schedule == NO_FLUSH else {}
+    microbatches = in_flight(
+        *(table.schedule, stage, table.stages, table.stages_per_rank),
+        config.train.grad_accum_steps,
+    )
+    return place(config, shards, trace=trace, copies=copies, in_flight=microbatches, **rows)

@@ -1,0 +1,305 @@
+"""The fastest division of a job among ranks: stages, replicas, microbatch and recompute. Experts
+and matrices stay divided as the job says, among the ranks of each stage.
+
+Every candidate is planned as any job is: its memory from the spec of each stage, its time from the
+programs of all stages together. Of each number of stages and schedule, those are simulated whose
+busiest of compute, bus and host memory takes least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from offloadtrain.config.batch_split import replicas
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.config.ranks_options import (
+    INTERLEAVED,
+    RanksConfig,
+    Schedule,
+    contradictions,
+    interleaved_contradictions,
+    unflushed_contradictions,
+)
+from offloadtrain.config.units import format_bytes, format_count, format_seconds
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.parallel.pipeline.plan import stages_of, times_of
+from offloadtrain.parallel.pipeline.times import least_seconds
+from offloadtrain.plan.automatic import with_sums_on
+from offloadtrain.plan.plan import Plan, make
+
+PER_RANK = (2, 4)
+"""Stages on each rank that are tried with "interleaved"."""
+
+MOST = 3
+"""Candidates of a number of stages and schedule that are simulated."""
+
+
+Activation = Literal["keep", "recompute", "offload"]
+
+ALONE: Sequence[Schedule] = ("1f1b",)
+"""A single stage has no schedule."""
+
+ACTIVATIONS: Sequence[Activation] = get_args(Activation)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A division that fits.
+
+    Attributes:
+        plan: of its stage with the most memory.
+        asked: the job that is divided.
+    """
+
+    plan: Plan
+    asked: Config
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.job.ranks.schedule
+
+    @property
+    def stages(self) -> int:
+        """The ranks of the pipeline; each holds one stage, or `stages_per_rank`."""
+        return self.plan.job.ranks.pipeline
+
+    @property
+    def order(self) -> str:
+        """The schedule, and how many stages each rank has."""
+        each = self.plan.job.ranks.stages_per_rank
+        return f"{self.schedule} x{each}" if each > 1 else self.schedule
+
+    @property
+    def micro_batch(self) -> int:
+        return self.plan.placed.config.train.micro_batch
+
+    @property
+    def seconds(self) -> float:
+        return self.plan.prediction.seconds
+
+    @property
+    def activation(self) -> str:
+        """The policy, and how many layers of each stage run again."""
+        offload = self.plan.job.offload
+        count = (
+            ""
+            if offload.activations.recompute_blocks is None
+            else f" {offload.activations.recompute_blocks}"
+        )
+        return f"{offload.activations.mode}{count}"
+
+    @property
+    def keys(self) -> str:
+        """The job's keys that give it, as for --set; what the job has itself is taken back where
+        the division is another."""
+        config, requested = self.plan.job, self.asked
+        each = config.ranks.stages_per_rank
+        several = max(each, requested.ranks.stages_per_rank) > 1
+        layers = ",".join(map(str, config.ranks.layers_per_stage))
+        uneven = bool(layers or requested.ranks.layers_per_stage)
+        return (
+            f"ranks.pipeline={self.stages} ranks.schedule={config.ranks.schedule} "
+            + (f"ranks.stages_per_rank={each} " if several else "")
+            + (f"ranks.layers_per_stage=[{layers}] " if uneven else "")
+            + f"train.micro_batch={config.train.micro_batch} "
+            f"train.grad_accum_steps={config.train.grad_accum_steps} "
+            f"train.global_batch_tokens=0 {self._keys_of_activations}"
+            + "".join(
+                f" offload.{key}={config.offload.value(key)}"
+                for key in ("sums_on", "sums_down")
+                if config.offload.value(key) != requested.offload.value(key)
+            )
+            + ("" if config.ranks.flushes else " offload.update=delayed offload.warmup_steps=0")
+        )
+
+    @property
+    def _keys_of_activations(self) -> str:
+        offload, requested = self.plan.job.offload, self.asked.offload
+        activation, count = offload.activations.mode, offload.activations.recompute_blocks
+        if count is None and requested.activations.recompute_blocks is not None:
+            activation, count = "recompute", 0  # the same: a number cannot be left out by --set
+        unpartitioned = requested.activations.partition and not offload.activations.partition
+        return (
+            f"offload.activation={activation}"
+            + ("" if count is None else f" offload.recompute_blocks={count}")
+            + (" offload.partition_activations=false" if unpartitioned else "")
+        )
+
+
+def search(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    schedules: Sequence[Schedule] = ("1f1b", "gpipe", "2bw", INTERLEAVED),
+) -> list[Found]:
+    """Return the best division of a job's step for each number of stages and schedule that fits,
+    the fastest first.
+
+    Raises:
+        PlanError: the machine cannot run the job whatever its memory.
+        ConfigError: the ranks cannot be divided into the job's parts of matrices or experts.
+    """
+    fixed = RanksConfig(tensor=job.ranks.tensor, expert=job.ranks.expert)
+    replicas(replace(job, ranks=fixed), ranks)
+    groups: dict[tuple[int, Schedule], list[Found]] = {}
+    for division in _divisions(job, ranks, schedules):
+        planned = (_planned(choice, job, name, machine, ranks) for choice in division)
+        # Where all activations are kept, nothing that recomputes some is faster.
+        if fitting := next(filter(None, planned), None):
+            groups.setdefault((fitting.stages, fitting.schedule), []).append(fitting)
+    return sorted(map(_best, groups.values()), key=lambda candidate: candidate.seconds)
+
+
+def _best(group: Sequence[Found]) -> Found:
+    """Return the fastest of those that can take least."""
+    first, *rest = sorted(group, key=lambda each: _least(each.plan))[:MOST]
+    for candidate in rest:
+        if _least(candidate.plan) < first.seconds:
+            first = min(first, candidate, key=lambda each: each.seconds)
+    return first
+
+
+def table(found: Sequence[Found]) -> Iterator[str]:
+    """Yield a line per division, and the keys of the first that a job can have."""
+    yield (
+        f"{'stages':>6} {'replicas':>8} {'schedule':14} {'microbatch':>10} {'x':>4} "
+        f"{'activation':12} {'device':>10} {'bubble':>7} {'step':>9} {'tokens/s':>9}"
+    )
+    for division in found:
+        plan, train = division.plan, division.plan.placed.config.train
+        times = times_of(plan)
+        bubble = f"{100 * max(times.bubbles):.0f} %" if times is not None else "-"
+        yield (
+            f"{division.stages:6} {plan.placed.spec.ranks:8} {division.order if times else '-':14} "
+            f"{division.micro_batch:10} "
+            f"{train.grad_accum_steps:4} {division.activation:12} "
+            f"{format_bytes(sum(plan.device.values())):>10} {bubble:>7} "
+            f"{format_seconds(division.seconds):>9} "
+            f"{format_count(plan.prediction.tokens_per_s):>9}"
+        )
+    yield (
+        "bubble: of the stage that waits most. 2bw (PipeDream-2BW) uses gradients that are one "
+        'version stale, as offload.update = "delayed" does'
+    )
+    yield f"The fastest job: --set {found[0].keys}"
+    flushed = [result for result in found if result.plan.job.ranks.flushes]
+    if flushed and flushed[0] is not found[0]:
+        yield f"The fastest without 2bw: --set {flushed[0].keys}"
+
+
+def as_json(found: Sequence[Found]) -> list[dict[str, Any]]:
+    return [
+        {
+            "stages": division.stages,
+            "stages_per_rank": division.plan.job.ranks.stages_per_rank,
+            "layers_per_stage": list(division.plan.job.ranks.layers_per_stage),
+            "replicas": division.plan.placed.spec.ranks,
+            "schedule": division.schedule,
+            "micro_batch": division.micro_batch,
+            "activation": division.plan.job.offload.activations.mode,
+            "recompute_blocks": division.plan.job.offload.activations.recompute_blocks,
+            "sums_on": division.plan.job.offload.gradients.sums_tier,
+            "device_bytes": sum(division.plan.device.values()),
+            "bubbles": [] if (times := times_of(division.plan)) is None else list(times.bubbles),
+            "seconds": division.seconds,
+            "tokens_per_s": division.plan.prediction.tokens_per_s,
+            "keys": division.keys,
+        }
+        for division in found
+    ]
+
+
+def _divisions(job: Config, ranks: int, schedules: Sequence[Schedule]) -> Iterator[list[Config]]:
+    """Yield each division as jobs of the same tokens per step, the fastest first: all activations
+    are kept, as few layers as fit are recomputed, or these from inputs on the host."""
+    sequences = job.train.micro_batch * job.train.grad_accum_steps
+    groups = ranks // job.ranks.tensor
+    for stages in (n for n in range(1, groups + 1) if groups % n == 0):
+        share, rest = divmod(sequences, groups // stages)
+        if rest:
+            continue
+        for of_job in _orders(job, stages, schedules):
+            for size in (
+                1 << power for power in range(share.bit_length()) if share % (1 << power) == 0
+            ):
+                for variant in _with_sums(job, sequences // size):
+                    tried = (
+                        _divided(variant, of_job, size, sequences // size, activation)
+                        for activation in ACTIVATIONS
+                    )
+                    yield [divided for divided in tried if not any(_problems(divided))]
+
+
+def _with_sums(job: Config, count: int) -> Iterator[Config]:
+    """Yield the job with so many microbatches summed on the host, unless it asks for the device,
+    and on the device."""
+    if job.offload.gradients.sums_tier != "device":
+        yield with_sums_on(job, "host")
+    if job.offload.gradients.sums_tier == "device" or count > 1:
+        yield with_sums_on(job, "device")
+
+
+def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator[RanksConfig]:
+    """Yield the schedules that the model's layers allow on so many ranks."""
+    for schedule in schedules if stages > 1 else ALONE:
+        for per_rank in PER_RANK if schedule == INTERLEAVED else (1,):
+            candidate = RanksConfig(
+                pipeline=stages,
+                schedule=schedule,
+                stages_per_rank=per_rank,
+                layers_per_stage="auto" if stages > 1 else (),
+                tensor=job.ranks.tensor,
+                expert=job.ranks.expert,
+            )
+            if not any(contradictions(candidate, job.model, is_own=job.hf is None, samples=False)):
+                yield candidate
+
+
+def _problems(job: Config) -> Iterator[str]:
+    """Yield what the schedule cannot do."""
+    rule, on_spike = job.optim.name, job.train.on_spike
+    yield from interleaved_contradictions(job.ranks, job.offload)
+    yield from unflushed_contradictions(job.ranks, job.offload, rule=rule, on_spike=on_spike)
+
+
+def _divided(
+    job: Config, ranks: RanksConfig, size: int, count: int, activation: Activation
+) -> Config:
+    train = replace(job.train, micro_batch=size, grad_accum_steps=count, global_batch_tokens=0)
+    again: Literal["auto"] | None = None if activation == "keep" else "auto"
+    divides = job.offload.activations.partition and activation != "keep"
+    offload = job.offload.replace(
+        activation=activation,
+        recompute_blocks=again,
+        partition_activations=divides,
+    )
+    if not ranks.flushes:
+        offload = offload.replace(update="delayed", warmup_steps=0)
+    return replace(job, ranks=ranks, train=train, offload=offload)
+
+
+def _planned(
+    job: Config, requested: Config, name: str, machine: Machine, ranks: int
+) -> Found | None:
+    """Return the plan, if the ranks can share the batch so, and it fits."""
+    try:
+        plan = make(job, name, machine, ranks)
+    except ConfigError:
+        return None
+    return Found(plan, requested) if plan.fits else None
+
+
+def _least(plan: Plan) -> float:
+    return least_seconds(stages_of(plan), plan.machine, plan.job.ranks.schedule)
+
+
+def undivided(job: Config) -> str:
+    """Say why there are no stages, if the model allows none."""
+    problems = contradictions(
+        RanksConfig(pipeline=2), job.model, is_own=job.hf is None, samples=False
+    )
+    return next(problems, "")

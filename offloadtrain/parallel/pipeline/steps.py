@@ -1,0 +1,374 @@
+"""A pipeline in this process: the schedule that runs its stages, and the steps of their
+optimizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from offloadtrain.config.errors import PipelineError
+from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.engine.step_report import Phase
+from offloadtrain.parallel.mesh import Mesh
+from offloadtrain.parallel.norm import DividedNorm
+from offloadtrain.parallel.pipeline.schedule import (
+    Forward,
+    LossFn,
+    Schedule,
+    StageSpec,
+    Unflushed,
+)
+from offloadtrain.parallel.pipeline.split_step import SplitStep
+from offloadtrain.parallel.pipeline.stage_optimizers import StageModules, StageOptimizers
+from offloadtrain.runtime.lost_ranks import telling
+
+
+class Pipeline:
+    """This process's stages of a model, and the schedule that runs them. Made by `pipeline()`.
+
+    Attributes:
+        optimizers: of this process's stages, in their order.
+        replicas: the ranks that share the state of these stages.
+        stages: the ranks of this pipeline, in order.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[OffloadOptimizer],
+        axes: Mesh,
+        shapes: Sequence[tuple[Tensor, ...]],
+        schedule: str,
+        microbatches: int,
+        norm: DividedNorm,
+        loss_fn: LossFn,
+    ) -> None:
+        """
+        Args:
+            shapes: the inputs of every stage and the output of the last, on the meta device.
+            norm: adds the squares of all stages.
+        """
+        self.optimizers = tuple(optimizers)
+        several = len(self.optimizers) > 1
+        self._optimizer = StageOptimizers(self.optimizers) if several else self.optimizers[0]
+        self.replicas, self.stages = axes.replicas, axes.stages
+        self._loss_fn, self._microbatches, self._norm = loss_fn, microbatches, norm
+        self._example = shapes[0]
+        self._losses: list[Tensor] = []
+        self._divide = True
+        self._is_broken = False
+        """An exception has left microbatches that other stages wait for."""
+        size, rank = axes.stages.size, axes.stages.rank
+        self.indices = tuple(range(rank, size * len(optimizers), size))
+        """The numbers of this process's stages."""
+        self._specs = [
+            StageSpec(
+                optimizer.model, index, shapes[index], shapes[index + 1], optimizer.micro_step
+            )
+            for index, optimizer in zip(self.indices, optimizers, strict=True)
+        ]
+        self._where: dict[str, Any] = {
+            "count": size * len(optimizers),
+            "group": axes.stages_group,
+            "loss_fn": self._loss,
+        }
+        self._begin(schedule)
+        self._forward = Forward(self._specs, device=self.optimizers[0].device, **self._where)
+
+    def _begin(self, schedule: str) -> None:
+        """Make the schedule of training."""
+        self._training = self._schedule(schedule, self._microbatches)
+
+    def _schedule(self, kind: str, microbatches: int) -> Schedule:
+        try:
+            return Schedule(
+                kind,
+                self._specs,
+                microbatches=microbatches,
+                device=self.optimizers[0].device,
+                **self._where,
+            )
+        except ValueError as error:
+            raise PipelineError(f"schedule {kind!r}: {error}") from error
+
+    @property
+    def _who(self) -> str:
+        """This process, for messages."""
+        count = self.stages.size * len(self.indices)
+        numbers = " and ".join(str(index + 1) for index in self.indices)
+        return f"rank {self.stages.world_rank} (stage {numbers} of {count})"
+
+    @property
+    def optimizer(self) -> OffloadOptimizer | StageOptimizers:
+        """Those of this process's stages, as one."""
+        return self._optimizer
+
+    @property
+    def module(self) -> nn.Module:
+        """This process's stages, as one."""
+        models = [optimizer.model for optimizer in self.optimizers]
+        return models[0] if len(models) == 1 else StageModules(models)
+
+    def run(
+        self,
+        *inputs: Tensor,
+        target: Tensor | None = None,
+        divide: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        """Run forward and backward of all microbatches of a step; `step()` comes next.
+
+        Every process of a pipeline calls it with the same batch.
+
+        Args:
+            inputs, target: of all microbatches, divided along their first dimension. The first
+                stage's forward gets the inputs, the loss function of the last one the target.
+            divide: divide the loss by the number of microbatches, see `offload`.
+            more: arguments of every stage's forward in this process; tensors are divided as well.
+
+        Returns:
+            (microbatches,) fp32 on the host: their losses, on every stage.
+
+        Raises:
+            PipelineError: a batch that is not `microbatches` times the example; or an exception has
+                left microbatches of earlier runs in flight.
+            RankError: another stage has failed: which, and why.
+            EngineError, GradientError: as `OffloadOptimizer.backward`.
+        """
+        self._check_batch(inputs, target, more, self._microbatches)
+        self._require_whole()
+        phases = {optimizer.phase for optimizer in self.optimizers}
+        if phases & {Phase.BACKWARD, Phase.ACCUMULATED}:
+            raise EngineError("run() between run() and step(): end the step first")
+        self._losses, self._divide = [], divide
+        with self._exchanging():
+            self._training.run(inputs, target, more)
+            return self._of_last_stage(self._microbatches)
+
+    @torch.no_grad()
+    def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
+        """Run one microbatch forward; returns its loss, fp32 on the host, on every stage.
+
+        Raises:
+            PipelineError: it has not the example's size.
+        """
+        self._check_batch(inputs, target, more, 1)
+        self._require_whole()
+        self._losses = []
+        with self._exchanging():
+            self._forward.run(inputs, target, more)
+            return self._of_last_stage(1)[0]
+
+    def step(self, *, skip: bool = False) -> None:
+        """Update every stage of this process; all processes call it. See `OffloadOptimizer.step`.
+
+        Raises:
+            RankError: stages disagree about the step.
+            PipelineError: an exception has left the run.
+        """
+        self._require_whole()
+        with telling(self._who):
+            self.optimizer.step(skip=skip)
+
+    def drain(self, *, newest: bool = True) -> Tensor | None:
+        """End what is in flight between two runs; only `schedule="2bw"` leaves anything. All
+        processes call it. Afterwards parameters hold the newest weights.
+
+        Args:
+            newest: False: parameters hold the weights that the next run's forwards use, older ones
+                than the state's; no step has other bits than without this call. A checkpoint made
+                here holds both, see `docs/checkpoints.md`.
+
+        Returns:
+            (microbatches,) fp32 on the host: the losses of the last step, on every stage; None
+            where `run` has returned them.
+        """
+        return None
+
+    def close(self) -> None:
+        """Close the stages of this process. Idempotent."""
+        for optimizer in self.optimizers:
+            optimizer.close()
+        self.stages.close()
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """Microbatches of all stages run inside: behind an exception others wait for some of them,
+        or have sent some, which would meet those of the next run."""
+        self._require_whole()
+        self._is_broken = True
+        with telling(self._who):
+            yield
+        self._is_broken = False
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise PipelineError(
+                "an exception has left run() or evaluate() with microbatches in flight, which "
+                "other stages wait for: end every process, and go on from a checkpoint"
+            )
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        """Return the loss to differentiate, and keep it as it is."""
+        loss = self._loss_fn(output, target)
+        self._losses.append(loss.detach())
+        return self.optimizers[-1].scaled(loss, divide=self._divide)
+
+    def _of_last_stage(self, count: int) -> Tensor:
+        losses = torch.stack(self._losses).float().cpu() if self._losses else torch.zeros(count)
+        # Every stage waits for the last one's losses here; the norm, next, would wait for as much.
+        return self.stages.all_gather_host(losses)[-1].float()
+
+    def _check_batch(
+        self,
+        inputs: Sequence[Tensor],
+        target: Tensor | None,
+        more: Mapping[str, Any],
+        microbatches: int,
+    ) -> None:
+        """Raises PipelineError, on every stage alike, for what would not fill the buffers that
+        stages send each other: one would wait for the other, or torch would end the process."""
+        shapes = [tuple(tensor.shape) for tensor in inputs]
+        each = [tuple(tensor.shape) for tensor in self._example]
+        if shapes != [(rows * microbatches, *rest) for rows, *rest in each]:
+            raise PipelineError(
+                f"inputs of {_listed(shapes)} for {_count_text(microbatches)} of {_listed(each)}: "
+                "each has the size of the example that pipeline() was given, as stages send each "
+                "other buffers of one size. Drop a last, smaller batch (drop_last=True), or pad it"
+            )
+        if target is not None and not isinstance(target, Tensor):
+            raise PipelineError(
+                f"target is a {type(target).__name__}: give a tensor, whose first dimension is "
+                "divided; several can be its columns"
+            )
+        if target is not None and (target.ndim == 0 or target.shape[0] % microbatches):
+            raise PipelineError(
+                f"a target of {_rows(target)} for {_count_text(microbatches)}: their number must "
+                "divide it"
+            )
+        for name, value in more.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] != shapes[0][0]):
+                    raise PipelineError(
+                        f"'{name}' of {_rows(leaf)} beside inputs of {shapes[0][0]}: tensors are "
+                        "divided along their first dimension, as inputs are. Expand it to as many "
+                        "rows, or pass a number"
+                    )
+
+
+def _rows(tensor: Tensor) -> str:
+    return f"{tensor.shape[0]} rows" if tensor.ndim else "no dimension"
+
+
+def _count_text(microbatches: int) -> str:
+    return "a microbatch" if microbatches == 1 else f"{microbatches} microbatches"
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(map(str, shapes)) or "nothing"
+
+
+class UnflushedPipeline(Pipeline):
+    """A pipeline without flushes: see [Note: Without a flush] in `split_step`."""
+
+    def _begin(self, schedule: str) -> None:
+        if self._microbatches < self.stages.size:
+            raise PipelineError(
+                f"schedule = {schedule!r} with {self._microbatches} microbatches and "
+                f"{self.stages.size} stages: it needs as many microbatches as stages, or a third "
+                "version of the weights"
+            )
+        groups = self.optimizers[0].param_groups
+        self._step = self.optimizers[0].split(partial(SplitStep, groups=groups))
+        self._last: Callable[[], Tensor] | None = None
+        """Waits for the losses of the last step."""
+        self._unflushed = Unflushed(
+            replace(self._specs[0], micro_step=self._step.micro_step),
+            microbatches=self._microbatches,
+            device=self.optimizers[0].device,
+            moments=self,
+            **self._where,
+        )
+        # All stages wait for each other here, and nowhere later.
+        self._norm.agree_on_names()
+
+    def run(
+        self,
+        *inputs: Tensor,
+        target: Tensor | None = None,
+        divide: bool = True,
+        **more: Any,
+    ) -> Tensor:
+        self._check_batch(inputs, target, more, self._microbatches)
+        self._require_whole()
+        if not torch.is_grad_enabled():
+            raise PipelineError(
+                "run() without gradients: schedule = '2bw' has no forwards alone. Take evaluate()"
+            )
+        self._step.run_begins()
+        self._losses, self._divide = [], divide
+        with self._exchanging():
+            self._unflushed.run(inputs, target, more)
+        losses = torch.stack(self._losses).float().cpu() if self._losses else None
+        before, self._last = self._last, self._send_losses(losses)
+        # The last stage has sent these before it sent the gradients that this stage has received.
+        return self._received(before)
+
+    def step(self, *, skip: bool = False) -> None:
+        """End a step: what `param_groups` hold now is its update's. Stages have microbatches of it
+        left, and decide it in the next `run`."""
+        self._require_whole()
+        self._step.ask(skip=skip)
+
+    def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
+        # Stages are at different microbatches: some would send squares where others send losses.
+        if self._last is not None:
+            raise PipelineError("evaluate() with microbatches in flight: call drain() first")
+        return super().evaluate(*inputs, target=target, **more)
+
+    def drain(self, *, newest: bool = True) -> Tensor | None:
+        if self._last is None:
+            return None
+        self._require_whole()
+        self._step.require_asked("drain()")
+        with telling(self._who):
+            self._unflushed.drain()
+            self._step.drain(newest=newest)
+        last, self._last = self._last, None
+        return self._received(last)
+
+    def close(self) -> None:
+        # Other stages have sent what this one would receive in its next run: they would wait for it
+        # for ever. Behind an exception they may have sent less, and nobody can say what.
+        if self._last is not None and not self._is_broken and sys.exc_info()[0] is None:
+            if not self._step.is_asked:
+                self.step(skip=True)
+            self.drain()
+        super().close()
+
+    def before_forward(self, number: int) -> None:
+        if number == 0:
+            self._step.begin()
+        if number == self.stages.size - 1:
+            self._step.decide()
+        self._step.forward_begins()
+
+    def after_backward(self, number: int) -> None:
+        if number == self._microbatches - 1:
+            self._step.backwards_end()
+
+    def _send_losses(self, losses: Tensor | None) -> Callable[[], Tensor]:
+        return self.stages.send_host(torch.zeros(self._microbatches) if losses is None else losses)
+
+    def _received(self, wait: Callable[[], Tensor] | None) -> Tensor:
+        if wait is None:
+            return torch.full((self._microbatches,), torch.nan)
+        return wait()[-1].float()

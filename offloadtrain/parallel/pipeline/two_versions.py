@@ -1,0 +1,86 @@
+"""Update mode "delayed" with two versions of the weights.
+
+[Note: Two versions]
+A pipeline without flushes (PipeDream-2BW) begins the forwards of step t+1 before the backwards of
+step t have ended. The weights of step t, W(t), are then needed beside those of step t+1, which are
+W(t) - update of the gradient at W(t-1): the recurrence of Delayed. So there are two versions on the
+device. Adam of step t-1 ends while step t computes, and its weights go up at once, into the version
+that step t-1 has used: its last backward is over when its norm is known. Only what parameters are
+views of changes later, when the first forward of step t+1 begins (`flush`). Graphs in flight keep
+the memory that they were built with. The last stage has no microbatch in flight then and needs one
+version, as Delayed does. A backward of step t behind that forward may run forwards again
+(recompute): `turn` gives it the version that they have read.
+
+Of a streamed block both versions are where its loads read them, on the host or as shards on the
+device, and a slot holds one of them at a time: what is in a slot when compute turns to the other
+version is dropped, and the next use loads that one. So a graph in flight keeps no memory of the
+weights that it was built with; its backward, for which compute has turned back, loads them again.
+On the host the versions are the two memories that Delayed has as well. Adam writes new weights into
+the one that no load reads, behind the last load of what it held. A state that holds the weights
+itself is one of the two: before Adam changes it in place, the weights in use are copied to the
+other (`keep`), and loads read them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from offloadtrain.step.program.modes import Decision, Exact, Speculation
+from offloadtrain.step.program.places import BlockRefs
+from offloadtrain.step.program.updates import UpdatePath
+
+
+class TwoVersions(Exact):
+    """Delayed, with the new weights uploaded beside the ones in use: [Note: Two versions]."""
+
+    def __init__(self, updates: UpdatePath) -> None:
+        super().__init__(updates)
+        self._hidden: Sequence[BlockRefs] = ()
+        """Blocks whose new weights are on the device, in the version that nothing reads yet."""
+        self._shown: Sequence[BlockRefs] = ()
+        """Blocks whose newest weights took the place of others in the last flush that had any."""
+
+    def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
+        if not decision.skipped:
+            for bucket in (bucket for _, buckets in order for bucket in buckets):
+                # All of them before the first update: a load waits for its block's copy only.
+                self._updates.keep(bucket)
+                bucket.updates_other_version = True
+            # These uploads wait for compute so far, the last readers of the version before among
+            # it, and run beside what compute is given from here on.
+            self._apply(order, decision)
+            self._updates.is_over(order)
+            self._hidden = order
+        return Speculation()
+
+    def part(self, order: Sequence[BlockRefs]) -> None:
+        for bucket in (bucket for _, buckets in order for bucket in buckets):
+            self._updates.keep(bucket)
+
+    def hold(self, order: Sequence[BlockRefs]) -> None:
+        self._updates.hold_beside(order)
+        self._hidden = order
+
+    def flush(self) -> None:
+        if not self._hidden:  # the step was skipped
+            return
+        self._shown, self._hidden = self._hidden, ()
+        self._updates.show(self._shown)
+        self.version += 1
+
+    def turn(self, *, back: bool) -> None:
+        self._updates.turn(self._shown, back=back)
+        self.version += -1 if back else 1
+
+
+def rows_without_flush(stage: int, stages: int) -> dict[str, Any]:
+    """Return the fields of `StepSpec` that a stage sets where steps follow each other without a
+    flush: all but the last one have two versions of their working weights, all but the first two
+    sums of their gradients ([Note: Without a flush] in `parallel.pipeline.split_step`)."""
+    is_last = stage == stages - 1
+    return {
+        "weight_versions": 1 if is_last else 2,
+        "gradient_sums": 1 if stage == 0 else 2,
+        "update_policy": None if is_last else TwoVersions,
+    }

@@ -1,0 +1,267 @@
+"""Models of transformers in parts of their matrices, by the plan that each brings along.
+
+[Note: Kinds of a plan]
+`colwise` divides a linear layer by its outputs, `rowwise` by its inputs (Megatron-LM,
+arXiv:1909.08053): heads and hidden units between the two are divided. `colwise_gather_output` and
+`rowwise_split_input` divide the weights alike, and nothing between them: outputs are gathered, and
+inputs are cut. So models train whose code between two matrices needs all of it, as norms over all
+heads do (OLMo 2), or slices of queries, keys and values (Phi-3). As this is right for any linear
+layer, models without a plan are divided so: each linear layer of their layers by its outputs.
+
+Experts are tensors of three axes, each of whose matrices is divided (`moe_tp_experts`): every part
+computes some hidden units of all experts. A `packed` one is two matrices, gate and value, each of
+which is divided. Embedding, head and norms stay whole on every rank. A norm of queries or keys sees
+the heads of its part only, so that its gradient is summed over the parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.engine.partition import partition
+from offloadtrain.parallel.mesh import DeviceMesh
+from offloadtrain.parallel.tensor.styles import (
+    divide_linear,
+    divide_parameter,
+    divided_dim,
+    norm_each_head,
+    run_with_parts,
+    stand_alone,
+    sum_last_backward,
+    sum_over_parts,
+)
+from offloadtrain.parallel.tensor.trial import problem_of
+from offloadtrain.runtime.tensor_parts import FUSED_ROWS
+
+_GATHERED, _CUT = "colwise_gather_output", "rowwise_split_input"
+_LINEAR = {
+    "colwise": (True, False),
+    "rowwise": (False, False),
+    _GATHERED: (True, True),
+    "colwise_rep": (True, True),
+    _CUT: (False, True),
+    "rowwise_rep": (False, True),
+}
+"""Kind → `outputs` and `whole` of `divide_linear`."""
+
+_TENSOR = {
+    "colwise": (-2, 1),
+    "rowwise": (-1, 1),
+    "packed_colwise": (-2, 2),
+    "packed_rowwise": (-1, 2),
+}
+"""Kind of a parameter → its divided dimension, and how many matrices are behind each other."""
+
+_PER_HEAD, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
+_EXPERTS, _OWN, _SUMMED = "moe_tp_experts", "local_params", "all_reduce"
+_MODULE = (_PER_HEAD, _LATENT, _EXPERTS, _OWN, _SUMMED)
+
+_WHOLE = ("replicate", "embedding_rowwise", "embedding_colwise")
+"""Kinds of what gets and hands on whole tensors, which may stay whole."""
+
+_EVERY_LAYER = "layers.*."
+
+
+class _Entry(NamedTuple):
+    """What a plan says of a module of a layer, or of a parameter that a module owns.
+
+    Attributes:
+        param: its name in the module; "": the module is meant.
+    """
+
+    path: str
+    module: Any
+    kind: str
+    param: str = ""
+
+
+def check_plan(model: Any, parts: int) -> None:
+    """Raises ConfigError for a model whose plan is not known here, or whose numbers the parts do
+    not divide."""
+    setting, name = f"ranks.tensor = {parts}", type(model).__name__
+    for key, kind in (_brought(model) or {}).items():
+        if not _is_known(key, kind):
+            known = ", ".join(dict.fromkeys((*_LINEAR, *_TENSOR, *_MODULE, *_WHOLE)))
+            raise ConfigError(
+                f"{setting}: the tensor parallel plan of {name} has '{key}' = '{kind}', and jobs "
+                f"know {known} of its layers. Leave it out"
+            )
+    entries = list(_entries(model, parts))
+    for entry in entries:
+        if why := _problem(entry, entries, parts):
+            raise ConfigError(f"{setting}: {why} in {name}. Leave it out")
+    if not divided_dims(model, parts):
+        raise ConfigError(
+            f"{setting}: {name} has no linear layer that can be divided. Leave it out"
+        )
+    if why := _trial(model, entries, parts):
+        raise ConfigError(f"{setting}: {name}: {why}. Leave it out")
+    dropped = getattr(model.config.get_text_config(), "attention_dropout", 0.0)
+    if dropped and any(e.kind == "colwise" and not e.param for e in entries):
+        raise ConfigError(
+            f"{setting}: attention_dropout = {dropped} of config.json would drop the same places "
+            "in the heads of all parts. Set it to 0"
+        )
+
+
+def _is_known(key: str, kind: str) -> bool:
+    if key.startswith(_EVERY_LAYER):
+        return kind in (*_LINEAR, *_TENSOR, *_MODULE, *_WHOLE)
+    return kind in (*_WHOLE, _GATHERED, _CUT)  # may stay whole
+
+
+def _problem(entry: _Entry, entries: list[_Entry], parts: int) -> str:
+    """Return why an entry cannot be followed; "": it can."""
+    if entry.param:
+        dim, count = _TENSOR[entry.kind]
+        shape = getattr(entry.module, entry.param).shape
+        owner = entry.path.removesuffix(f".{entry.param}")
+        if not any(e.path == owner and e.kind in (_EXPERTS, _OWN) for e in entries):
+            return f"'{entry.path}' is a parameter of a module that the plan does not name"
+        if shape[dim if len(shape) > 1 else 0] % (count * parts):
+            return f"the parts do not divide dimension {dim} of '{entry.path}' {list(shape)}"
+    elif entry.kind in _LINEAR:
+        if not _is_linear(entry.module):
+            return f"'{entry.path}' is a {type(entry.module).__name__}, not a plain nn.Linear,"
+        shape, dim = entry.module.weight.shape, _dim(entry)
+        if shape[dim] % parts:
+            return f"the parts do not divide dimension {dim} of '{entry.path}' {list(shape)}"
+    elif entry.kind in (_EXPERTS, _OWN):
+        planned = {e.path for e in entries if e.param}
+        for name, _ in entry.module.named_parameters(recurse=False):
+            if f"{entry.path}.{name}" not in planned:
+                return f"the plan does not divide '{entry.path}.{name}'"
+        if entry.kind == _EXPERTS and _is_torn(entry, entries):
+            return f"the plan does not divide gate and value of '{entry.path}' alike"
+    return ""
+
+
+def _is_torn(experts: _Entry, entries: list[_Entry]) -> bool:
+    """Tell whether a part would hold a gate of hidden units, and the value of others."""
+    if not hasattr(experts.module, "is_concatenated"):  # it does not say how they are stored
+        return False
+    concatenated = experts.module.has_gate and experts.module.is_concatenated
+    kinds = [e.kind for e in entries if e.path == f"{experts.path}.gate_up_proj"]
+    return any((_TENSOR[kind][1] == 2) != concatenated for kind in kinds)
+
+
+def _trial(model: Any, entries: list[_Entry], parts: int) -> str:
+    """Return why the model's code cannot run in parts; see [Note: A trial in parts]."""
+    linears: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {}
+    for entry in entries:
+        if entry.kind == _EXPERTS:
+            width = model.config.get_text_config().hidden_size
+            linears[entry.path] = (width, width), (width, width)
+        elif entry.kind in _LINEAR and not entry.param:
+            outputs, gathers = _LINEAR[entry.kind]
+            inputs, made = entry.module.weight.shape[:: 1 if _dim(entry) == int(outputs) else -1]
+            in_part = (inputs, made // parts) if outputs else (inputs // parts, made)
+            linears[entry.path] = (inputs, made), (inputs, made) if gathers else in_part
+    tensors = {e.path: _dim(e) for e in entries if e.param}
+    summed = [e.path for e in entries if e.kind == _PER_HEAD]
+    return problem_of(model, linears, tensors, summed, parts)
+
+
+def divided_dims(model: Any, parts: int) -> dict[str, int]:
+    """Return name of a parameter → the dimension that is divided."""
+    dims: dict[str, int] = {}
+    for entry in _entries(model, parts):
+        if entry.param:
+            dims[entry.path] = _dim(entry)
+        elif entry.kind in _LINEAR:
+            dims[f"{entry.path}.weight"] = _dim(entry)
+            if _LINEAR[entry.kind][0] and entry.module.bias is not None:
+                dims[f"{entry.path}.bias"] = 0
+    return dims
+
+
+def narrowed(model: Any, parts: int) -> None:
+    """Make the parameters of a model on the meta device as large as a part of them: of the sizes of
+    `divide`, without any rank but this one. What is gathered, or cut, has its sizes, too."""
+    for entry in _entries(model, parts) if parts > 1 else ():
+        if entry.kind in _LINEAR and not entry.param:
+            stand_alone(entry.module, parts, *_LINEAR[entry.kind])
+    for name, dim in divided_dims(model, parts).items() if parts > 1 else ():
+        path, _, key = name.rpartition(".")
+        module = model.get_submodule(path)
+        sizes = list(getattr(module, key).shape)
+        sizes[dim] //= parts
+        setattr(module, key, nn.Parameter(torch.empty(sizes, device="meta")))
+
+
+def divide(model: Any, mesh: DeviceMesh) -> None:
+    """Make the matrices of every layer DTensors, of which this rank keeps its part of what it has.
+
+    Args:
+        mesh: its only axis are the ranks that hold the parts.
+    """
+    for entry in list(_entries(model, mesh.size())):
+        if entry.param:
+            _divide_tensor(entry, mesh)
+        elif entry.kind in _LINEAR:
+            outputs, gathers = _LINEAR[entry.kind]
+            divide_linear(entry.module, mesh, outputs=outputs, whole=gathers)
+        elif entry.kind == _PER_HEAD:
+            norm_each_head(entry.module, mesh)
+        elif entry.kind == _LATENT:
+            width = model.config.get_text_config().qk_rope_head_dim
+            sum_last_backward(entry.module, mesh, width)
+        elif entry.kind in (_EXPERTS, _OWN):
+            run_with_parts(entry.module)
+        if entry.kind in (_EXPERTS, _SUMMED):
+            sum_over_parts(entry.module, mesh, inputs=entry.kind == _EXPERTS)
+
+
+def _divide_tensor(entry: _Entry, mesh: DeviceMesh) -> None:
+    dim, count = _dim(entry), _TENSOR[entry.kind][1]
+    rows = getattr(entry.module, entry.param).shape[dim] // count
+    fused = {entry.param: (rows,) * count} if count > 1 else {}
+    setattr(entry.module, FUSED_ROWS, getattr(entry.module, FUSED_ROWS, {}) | fused)
+    divide_parameter(entry.module, entry.param, mesh, dim)
+
+
+def _dim(entry: _Entry) -> int:
+    """Return the divided dimension of a parameter, or of a linear layer's weight."""
+    if entry.param:
+        axes = getattr(entry.module, entry.param).ndim
+        return _TENSOR[entry.kind][0] % axes if axes > 1 else 0
+    return divided_dim(entry.module, outputs=_LINEAR[entry.kind][0])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def _brought(model: Any) -> Mapping[str, str] | None:
+    """Return the plan that a model brings along."""
+    plan: Mapping[str, str] | None = model.config.get_text_config().base_model_tp_plan
+    return plan or None
+
+
+def _entries(model: Any, parts: int) -> Iterator[_Entry]:
+    """Yield what the plan says of every layer; without a plan, that each linear layer is divided by
+    its outputs, where the parts divide them."""
+    plan = _brought(model)
+    for part in partition(model):
+        for path, module in part.module.named_modules() if part.repeated else ():
+            at, key = f"{part.name}.{path}", _EVERY_LAYER + re.sub(r"\b\d+\b", "*", path)
+            if plan is None:
+                if _is_linear(module) and not _outputs(module) % parts:
+                    yield _Entry(at, module, _GATHERED)
+                continue
+            if plan.get(key, "replicate") not in _WHOLE:
+                yield _Entry(at, module, plan[key])
+            for name, _ in module.named_parameters(recurse=False):
+                if plan.get(f"{key}.{name}", "replicate") not in _WHOLE:
+                    yield _Entry(f"{at}.{name}", module, plan[f"{key}.{name}"], name)
+
+
+def _outputs(linear: Any) -> int:
+    outputs: int = linear.weight.shape[divided_dim(linear, outputs=True)]
+    return outputs

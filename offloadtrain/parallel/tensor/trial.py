@@ -1,0 +1,195 @@
+"""Whether a model's own code can run in parts of its matrices: tried, not read.
+
+[Note: A trial in parts]
+Two copies of the model run over tensors without values: one whole, and one in which divided linear
+layers hand on, and ask for, the sizes of a part. If the second one fails, the code around them
+needs what a part does not have. A module that the plan does not name, that has weights, and that
+gets smaller inputs in the second copy, sees heads or hidden units of its part only: the gradients
+of its weights are its part's, nothing would sum them, and the parts would drift apart without a
+word. In the place of a divided layer stands one without weights: code that reads them elsewhere
+than in the layer's forward fails. So does code that writes into what a divided layer hands on.
+Of layers that are alike a few are tried.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from offloadtrain.plan.tracing.alike import Run, fake_model, runs_of
+from offloadtrain.plan.tracing.patches import empty_caches_of, masks_as_in_training
+
+_ROWS, _TOKENS = 1, 8
+
+Seen = dict[str, list[tuple[int, ...]]]
+"""Module → the sizes of what it gets."""
+
+
+_PATH = "_path_in_whole_model"
+"""Attribute of each module of a copy, which may have fewer layers."""
+
+
+class _Handed(torch.autograd.Function):
+    """A view of a part, as DTensors hand on: autograd lets nothing be written into it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pragma: no cover: a trial runs forward only
+        raise NotImplementedError
+
+
+class _NoWeights(nn.Module):
+    """Replaces a linear layer or experts: checks the input size, returns the right output size."""
+
+    def __init__(self, name: str, inputs: int, made: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.name, self.inputs, self.made = name, inputs, made
+        # What layers ask their weights for: no product takes it.
+        self.weight = SimpleNamespace(dtype=dtype, device=torch.device("cpu"))
+
+    def forward(self, x: Tensor, *_: Any, **more: Any) -> Tensor:
+        if x.shape[-1] != self.inputs:
+            raise ValueError(f"'{self.name}' gets {x.shape[-1]} inputs, not {self.inputs}")
+        made = x.new_empty(*x.shape[:-1], self.made, requires_grad=True)
+        output: Tensor = _Handed.apply(made)  # type: ignore[no-untyped-call]
+        return output
+
+
+def problem_of(
+    model: Any,
+    linears: Mapping[str, tuple[tuple[int, int], tuple[int, int]]],
+    tensors: Mapping[str, int],
+    summed: Collection[str],
+    parts: int,
+) -> str:
+    """Return why the model's code cannot run in parts; "": it can.
+
+    Args:
+        linears: path of what is divided → (inputs, outputs) of the whole, and those of a part.
+        tensors: parameter of a module that runs over its parts → the divided dimension.
+        summed: modules whose gradients are summed over the parts.
+    """
+    full = _tried(model, {path: sizes[0] for path, sizes in linears.items()}, {}, parts)
+    if isinstance(full, str):
+        if not isinstance(_tried(model, {}, {}, parts), str):
+            return f"its code fails without the weights of linear layers ({full})"
+        # Depends on values, which none are here: only what is not there can be judged.
+        inside = _with_weights(model, [*linears, *summed], tensors)
+        unknown = [path for path in inside if path.startswith(_owners(linears))]
+        return f"what '{unknown[0]}' gets cannot be tried ({full})" if unknown else ""
+    if not tensors and all(sizes[0] == sizes[1] for sizes in linears.values()):
+        return ""
+    in_parts = _tried(model, {path: sizes[1] for path, sizes in linears.items()}, tensors, parts)
+    if isinstance(in_parts, str):
+        return f"its code fails in parts ({in_parts})"
+    for name in _with_weights(model, [*linears, *summed], tensors):
+        if full.get(name) != in_parts.get(name):
+            return f"'{name}' gets a part of its input, and its plan sums no gradients of it"
+    return ""
+
+
+def _owners(linears: Mapping[str, tuple[tuple[int, int], tuple[int, int]]]) -> tuple[str, ...]:
+    """Return the names that begin with a module in which something is divided."""
+    divided = [path for path, (full, part) in linears.items() if full != part]
+    return tuple({f"{path.rpartition('.')[0]}." for path in divided})
+
+
+def _with_weights(
+    model: nn.Module, named: Collection[str], tensors: Mapping[str, int]
+) -> list[str]:
+    """List the modules that own weights which the plan does not name."""
+    names = []
+    for name, module in model.named_modules():
+        keys = [key for key, _ in module.named_parameters(recurse=False)]
+        if name not in named and any(f"{name}.{key}" not in tensors for key in keys):
+            names.append(name)
+    return names
+
+
+def _tried(
+    model: Any,
+    linears: Mapping[str, tuple[int, int]],
+    tensors: Mapping[str, int],
+    parts: int,
+) -> Seen | str:
+    """Return what modules with weights get, or what the forward says that fails."""
+    runs = runs_of(model)
+    inputs = _run(model, linears, tensors, parts, runs)
+    if isinstance(inputs, str) and runs:  # it may count its layers
+        return _run(model, linears, tensors, parts, ())
+    return inputs
+
+
+def _run(
+    model: Any,
+    linears: Mapping[str, tuple[int, int]],
+    tensors: Mapping[str, int],
+    parts: int,
+    runs: Sequence[Run],
+) -> Seen | str:
+    mode, recorded = FakeTensorMode(allow_non_fake_inputs=True), Seen()
+    for path, module in model.named_modules():
+        vars(module)[_PATH] = path
+    copied = fake_model(model, mode, runs)
+    try:
+        with mode, masks_as_in_training(packed=False), _without_log():
+            _narrow(copied, linears, tensors, parts)
+            for module in copied.modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    note = _noting(recorded, vars(module)[_PATH])
+                    module.register_forward_pre_hook(note, with_kwargs=True)
+            tokens = torch.ones((_ROWS, _TOKENS), dtype=torch.long, device="cpu")
+            copied(input_ids=tokens, use_cache=False)
+    except Exception as error:  # whatever its code says of sizes that are not its own
+        return f"{error}".partition("\n")[0]
+    finally:
+        empty_caches_of(mode)
+        for module in model.modules():
+            del vars(module)[_PATH]
+    return recorded
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """torch logs what fails over fake tensors; here it is an answer."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _narrow(
+    model: Any, linears: Mapping[str, tuple[int, int]], tensors: Mapping[str, int], parts: int
+) -> None:
+    for at, module in list(model.named_modules()):
+        path = vars(module)[_PATH]
+        if path in linears:
+            dtype = next(module.parameters()).dtype
+            model.set_submodule(at, _NoWeights(path, *linears[path], dtype))
+            continue
+        for key, param in list(module.named_parameters(recurse=False)):
+            if (dim := tensors.get(f"{path}.{key}")) is not None:
+                sizes = list(param.shape)
+                sizes[dim] //= parts
+                setattr(module, key, nn.Parameter(param.new_empty(sizes)))
+
+
+def _noting(recorded: Seen, name: str) -> Any:
+    def note(_: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = tree_leaves((args, kwargs))
+        recorded[name] = [tuple(x.shape) for x in leaves if isinstance(x, Tensor)]
+
+    return note

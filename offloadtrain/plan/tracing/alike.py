@@ -1,0 +1,407 @@
+"""A few of the layers that are alike, and of the pieces of a loss, stand for all in a trace.
+
+[Note: Layers that are alike]
+Two layers are alike if they have equal classes, equal shapes and dtypes of their tensors, and equal
+plain attributes, and refer to the same other objects. A whole number that counts the layers is a
+layer's index and may differ. A list of the model or its configuration with an entry per layer
+belongs to the layers' descriptions: a layer with a sliding window is not like a layer without.
+
+A run is a pattern of layers (one, or an attention layer and a Mamba layer) that comes several times
+in a row. The first four and the last three of them are traced. This module cannot tell whether a
+forward depends on the index: `extend` compares the traces of the layers next to the gap.
+
+[Note: Extending a trace]
+Seven units of a run were traced (see `alike`): A B C D, a gap, X Y Z. The stretch of a unit lasts
+from its start to the start of the next unit. In forward and in backward, the stretches of D, X and
+Y must have the same operations, FLOPs, bytes and block inputs, and the memory in use must grow by
+the same amount from each to the next: the memory that one unit saves for backward. Two equal
+differences are three points on a line, and the line fills the gap. Between the forward and the
+backward of the gap, the memory that its units save is added to every moment. No moment is left out,
+so the peak is that of the full model. The other units may differ, because they overlap with the
+modules around the layers and with block inputs on their way to the host and back. If D, X and Y
+differ, nothing is extended, and the caller traces the full model.
+
+[Note: Pieces that are alike]
+Three pieces run: the first, the last of the same size, and the last. The work of the first piece is
+counted again for each skipped piece. Each piece starts with the memory that the previous piece left
+allocated. The second traced piece starts with the memory of the first, as a skipped piece would, so
+no skipped piece has a higher peak than a traced one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from offloadtrain.engine.partition import partition
+from offloadtrain.plan.costs.microbatch import Work
+from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place, Segment
+
+TRACED, BEFORE = 7, 4
+"""Units of a run that are traced, and how many of them are before those that are skipped."""
+_LONGEST_UNIT = 8
+
+Signature = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Layers of a list that repeat a pattern.
+
+    Attributes:
+        container: the list's qualified name.
+        names: of all its layers.
+        start: the first layer of the run.
+        period: layers of a unit, the pattern.
+        units: how often it comes.
+    """
+
+    container: str
+    names: tuple[str, ...]
+    start: int
+    period: int
+    units: int
+
+    @property
+    def skipped(self) -> range:
+        """The layers that are not traced."""
+        first = self.start + BEFORE * self.period
+        return range(first, first + (self.units - TRACED) * self.period)
+
+
+def runs_of(model: nn.Module, recomputed: Collection[nn.Module] = ()) -> tuple[Run, ...]:
+    """Return the longest run of each list of layers, if it makes the trace shorter; in order.
+
+    A list whose first layers are recomputed is treated as two lists: recomputed and other layers.
+    """
+    runs: list[Run] = []
+    for container, layers in _lists(model):
+        names = tuple(f"{container}.{at}" if container else str(at) for at in range(len(layers)))
+        kinds = _kinds(model, layers)
+        again = sum(layer in recomputed for layer in layers)
+        for first, end in ((0, again), (again, len(layers))):
+            run = _longest(Run(container, names, first, 1, 0), kinds[:end])
+            runs += [run] if run.units > TRACED else []
+    return tuple(runs)
+
+
+def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
+    """Yield the name and the layers of each list whose children all are blocks."""
+    blocks = {part.module for part in partition(model) if part.repeated}
+    for name, module in model.named_modules():
+        layers = list(module.children())
+        listed = isinstance(module, nn.ModuleList | nn.Sequential)
+        if listed and len(layers) > TRACED and len(set(layers)) == len(module):
+            if blocks.issuperset(layers):
+                yield name, layers
+
+
+def _longest(none: Run, kinds: Sequence[int]) -> Run:
+    """Return the run that leaves out the most layers; `none`, of no units, if none leaves out any.
+    It begins where that one does, or later."""
+    best = none
+    for period in range(1, _LONGEST_UNIT + 1):
+        for start in range(none.start, len(kinds)):
+            # How often the pattern that begins there comes.
+            end = start + period
+            while end < len(kinds) and kinds[end] == kinds[end - period]:
+                end += 1
+            run = replace(none, start=start, period=period, units=(end - start) // period)
+            if len(run.skipped) > len(best.skipped):
+                best = run
+    return best
+
+
+def _kinds(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
+    """Return a number per layer: equal for layers that are alike."""
+    owners = Counter(param for _, param in _owned(model, layers))
+    signatures = [dict(_attributes(layer)) for layer in layers]
+    for at, layer in enumerate(layers):
+        if any(owners[param] > 1 for param in layer.parameters()):
+            signatures[at]["tied"] = str(at)
+    _leave_out_indices(signatures)
+    for key, entries in _listed(model, len(layers)):
+        for signature, entry in zip(signatures, entries, strict=True):
+            signature[key] = _plain(entry)
+    distinct: list[Signature] = []
+    for signature in signatures:
+        if signature not in distinct:
+            distinct.append(signature)
+    return [distinct.index(signature) for signature in signatures]
+
+
+def _owned(
+    model: nn.Module, layers: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yield every layer, and every module outside the layers, with each of its parameters."""
+    inside = {module for layer in layers for module in layer.modules()}
+    for layer in layers:
+        yield from ((layer, param) for param in layer.parameters())
+    for module in model.modules():
+        if module not in inside:
+            yield from ((module, param) for param in module.parameters(recurse=False))
+
+
+def _attributes(layer: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, module in layer.named_modules():
+        yield f"{name}:", type(module)
+        for key, value in vars(module).items():
+            if key != "_modules":
+                yield f"{name}.{key}", _plain(value)
+
+
+def _plain(value: Any) -> object:
+    """Return a key for comparing values; objects that are not plain are compared by identity."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | type):
+        return value
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.device, value.requires_grad
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return value.__func__, type(value.__self__)
+    if isinstance(value, partial):
+        return value.func, _plain(value.args), _plain(value.keywords)
+    if isinstance(value, Mapping):  # a hook's key is a number that is never given again
+        named = all(isinstance(key, str) for key in value)
+        return tuple((key if named else "", _plain(item)) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, set | frozenset):
+        return frozenset(_plain(item) for item in value)
+    return id(value)
+
+
+def _leave_out_indices(signatures: Sequence[Signature]) -> None:
+    """Drop the whole numbers that count the layers, of all that have them."""
+    for key in set().union(*signatures):
+        entries = [
+            (at, signature[key]) for at, signature in enumerate(signatures) if key in signature
+        ]
+        numbers = [(at, value) for at, value in entries if type(value) is int]
+        if len(numbers) == len(entries) > 1 and len({value - at for at, value in numbers}) == 1:
+            for at, _ in entries:
+                del signatures[at][key]
+
+
+def _listed(model: nn.Module, count: int) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the lists in modules and their configurations that have one entry per layer."""
+    owners = {
+        id(owner): owner for module in model.modules() for owner in (module, *_configs(module))
+    }
+    for number, owner in enumerate(owners.values()):
+        for key, value in vars(owner).items():
+            if isinstance(value, list | tuple) and len(value) == count:
+                yield f"{number}.{key}", value
+
+
+def _configs(module: nn.Module) -> Iterator[Any]:
+    config = vars(module).get("config")
+    if hasattr(config, "__dict__"):
+        yield config
+        yield from (
+            value for value in vars(config).values() if type(value).__name__.endswith("Config")
+        )
+
+
+def fake_model(model: nn.Module, mode: FakeTensorMode, runs: Sequence[Run] = ()) -> Any:
+    """Return a copy of a module whose parameters and buffers are fake, on the CPU, without the
+    skipped layers of the runs. Ties stay; the module itself, whose tensors may be real or meta,
+    does not change."""
+    with mode:
+        stands_for: dict[int, Any] = {}
+        left_out = [model.get_submodule(run.names[at]) for run in runs for at in run.skipped]
+        for tensor in _tensors(model, left_out):
+            # The data alone: a copy made inside autograd would not be a leaf.
+            fake = torch.empty_like(tensor.detach(), device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            stands_for[id(tensor)] = fake
+        for name in {run.container for run in runs}:
+            container = model.get_submodule(name)
+            # The list without the skipped layers; the remaining ones are the same objects.
+            short = copy.copy(container)
+            remaining = [layer for layer in container.children() if layer not in left_out]
+            short._modules = {str(at): layer for at, layer in enumerate(remaining)}
+            stands_for[id(container)] = copy.deepcopy(short, stands_for)
+        return copy.deepcopy(model, stands_for)
+
+
+def _tensors(model: nn.Module, left_out: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Yield parameters and buffers of all modules except these and their submodules."""
+    outside = {inner for layer in left_out for inner in layer.modules()}
+    for module in model.modules():
+        if module not in outside:
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
+
+
+PeakBytes = tuple[int, int, int, int]
+"""Bytes saved in the forward of layers, made in backward, outside of layers, and of gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A segment of a trace; `peak_bytes` is None if it made no tensor."""
+
+    place: Place
+    work: Work
+    input_sizes: tuple[int, ...]
+    peak_bytes: PeakBytes | None
+
+
+def moments_of(segments: Sequence[Segment], repeated: set[str]) -> list[Moment]:
+    """`repeated`: names of the blocks that are layers."""
+    return [
+        Moment(
+            segment.place, segment.work, tuple(segment.input_sizes), _peak_bytes(segment, repeated)
+        )
+        for segment in segments
+    ]
+
+
+def _peak_bytes(segment: Segment, repeated: set[str]) -> PeakBytes | None:
+    if not segment.peak:
+        return None
+    peak = segment.at_peak
+    saved = sum(size for at, size in peak.items() if not at.backward and at.block in repeated)
+    gradients = peak.get(GRADIENTS, 0)
+    working = sum(size for at, size in peak.items() if at.backward) - gradients
+    return saved, working, segment.peak - saved - working - gradients, gradients
+
+
+def extended(moments: Sequence[Moment], run: Run) -> list[Moment] | None:
+    """Return the moments with the skipped layers of a run; None if the traced ones differ."""
+    cuts = _cuts(moments, run)
+    if cuts is None:
+        return None
+    back = 2 * TRACED - BEFORE
+    forward = [moments[lo:hi] for lo, hi in pairwise(cuts[BEFORE - 1 : BEFORE + 3])]
+    backward = [moments[lo:hi] for lo, hi in pairwise(cuts[back - 2 : back + 2])]
+    saved = _difference(forward, run)
+    if saved is None or saved != _difference(backward[::-1], run):
+        return None
+    return _filled(moments, cuts, run, saved)
+
+
+def _cuts(moments: Sequence[Moment], run: Run) -> list[int] | None:
+    """Return where the forward of each unit starts and where the backward of each starts, in the
+    order of the step; None if they do not run one by one."""
+    first: dict[Place, int] = {}
+    for at, moment in enumerate(moments):
+        first.setdefault(moment.place, at)
+    units = range(run.start, run.start + TRACED * run.period, run.period)
+    places = [Place(run.names[unit]) for unit in units]
+    places += [Place(run.names[unit + run.period - 1], True) for unit in reversed(units)]
+    cuts = [first.get(place, -1) for place in places]
+    in_order = all(lo < hi for lo, hi in pairwise(cuts))
+    return cuts if in_order and cuts[0] >= 0 else None
+
+
+def _difference(stretches: Sequence[Sequence[Moment]], run: Run) -> PeakBytes | None:
+    """Return by how much the peak grows from each stretch to the next; None if it does not grow by
+    the same amount everywhere, or the stretches differ in anything else."""
+    differences: set[PeakBytes] = set()
+    for earlier, later in pairwise(stretches):
+        if len(earlier) != len(later):
+            return None
+        for first, second in zip(earlier, later, strict=True):
+            if not _same(_later(first, run, 1), second):
+                return None
+            if first.peak_bytes is not None and second.peak_bytes is not None:
+                differences.add(_plus(second.peak_bytes, first.peak_bytes, -1))
+    return differences.pop() if len(differences) == 1 else None
+
+
+def _same(first: Moment, second: Moment) -> bool:
+    """Return whether two moments are equal except for their peaks."""
+    either = (first.peak_bytes is None) == (second.peak_bytes is None)
+    return either and replace(first, peak_bytes=None) == replace(second, peak_bytes=None)
+
+
+def _filled(
+    moments: Sequence[Moment], cuts: Sequence[int], run: Run, saved: PeakBytes
+) -> list[Moment]:
+    """`saved`: bytes that one unit saves."""
+    skipped, back = run.units - TRACED, 2 * TRACED - BEFORE
+    forward = moments[cuts[BEFORE - 1] : cuts[BEFORE]]
+    between = moments[cuts[BEFORE] : cuts[back]]
+    backward = moments[cuts[back - 1] : cuts[back]]
+    filled = list(moments[: cuts[BEFORE]])
+    for units in range(1, skipped + 1):
+        filled += [_later(moment, run, units, saved) for moment in forward]
+    filled += [_later(moment, run, skipped, saved) for moment in between]
+    for units in reversed(range(skipped)):
+        filled += [_later(moment, run, units, saved) for moment in backward]
+    return filled + list(moments[cuts[back] :])
+
+
+def _later(moment: Moment, run: Run, units: int, saved: PeakBytes = (0, 0, 0, 0)) -> Moment:
+    """Return the moment of a layer `units` units later, when each of these units has saved more."""
+    place, peak_bytes = moment.place, moment.peak_bytes
+    if place.block in run.names and (at := run.names.index(place.block)) >= run.start:
+        place = replace(place, block=run.names[at + units * run.period])
+    if peak_bytes is not None:
+        peak_bytes = _plus(peak_bytes, saved, units)
+    return replace(moment, place=place, peak_bytes=peak_bytes)
+
+
+def _plus(base: PeakBytes, more: PeakBytes, times: int) -> PeakBytes:
+    most = [size + times * each for size, each in zip(base, more, strict=True)]
+    return most[0], most[1], most[2], most[3]
+
+
+Piece = TypeVar("Piece")
+
+_BOTH_ENDS = 3
+"""Pieces that are traced."""
+
+
+class AlikePieces:
+    """A `model.piece_sizes.Few`."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def each(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        left_out = len(pieces) - _BOTH_ENDS
+        if left_out < 1:
+            yield from pieces
+            return
+        before = self._next_segment()
+        yield pieces[0]
+        self._repeat(before, left_out)
+        yield from pieces[1 + left_out :]
+
+    def made(self, pieces: Sequence[Piece], make: Callable[[Piece], Tensor]) -> list[Tensor]:
+        left_out = len(pieces) - _BOTH_ENDS
+        if left_out < 1:
+            return [make(piece) for piece in pieces]
+        before = self._next_segment()
+        first = make(pieces[0])
+        self._repeat(before, left_out)
+        # Each of them holds its memory, and is made without work.
+        middle = [torch.empty_like(first) for _ in range(left_out)]
+        return [first, *middle, *(make(piece) for piece in pieces[1 + left_out :])]
+
+    def _next_segment(self) -> int:
+        """Start a segment at the same place, and return its number."""
+        self._meter.place = self._meter.place
+        return len(self._meter.segments) - 1
+
+    def _repeat(self, before: int, times: int) -> None:
+        """Count the work since the start of that segment so many times more."""
+        work = Work()
+        for segment in self._meter.segments[before:]:
+            work.add(segment.work)
+        self._next_segment()
+        for _ in range(times):
+            self._meter.segments[-1].work.add(work)

@@ -1,0 +1,178 @@
+"""Code outside of the model, as a trace needs it: operations of a GPU, the masks of transformers,
+and caches of functions.
+
+[Note: Operations of a GPU]
+A torch without CUDA has no fake tensors of a GPU: autograd ends the process at the first. So fake
+tensors are the CPU's, and where the operations of a GPU save other tensors for backward, a trace
+that stands for a GPU runs what saves the same. torch computes `rms_norm` on a CPU as a chain of
+operations in fp32, and on a GPU as one kernel, if input and weight have one dtype: it reads the
+input, and keeps the input and a number per row. Dropout keeps a mask of a byte per element there.
+Attention with dropout is a chain of operations over all scores on a CPU; the fused kernels of a GPU
+draw the dropout themselves and keep what they keep without it.
+
+[Note: Masks of transformers]
+Without a cache, transformers reads the positions of tokens: where they begin anew, sequences are
+packed with several documents, which get a mask. It cannot read fake tensors, and makes the mask.
+Without positions from the caller, each sequence is one document and needs no mask.
+
+[Note: Cached fake tensors]
+Models cache tables that depend on sizes only (`functools.lru_cache`): anchors, relative positions.
+A trace fills such a cache with a fake tensor, and training in the same process would get it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import once_differentiable
+
+_FORWARD, _BACKWARD = "offloadtrain::rms_norm", "offloadtrain::rms_norm_backward"
+
+torch.library.define(_FORWARD, "(Tensor x, Tensor? weight, int rows) -> (Tensor, Tensor)")
+torch.library.define(
+    _BACKWARD, "(Tensor grad, Tensor x, Tensor? weight, Tensor rstd) -> (Tensor, Tensor?)"
+)
+
+
+@torch.library.register_fake(_FORWARD)  # type: ignore[untyped-decorator]
+def _normed(x: Tensor, weight: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake(_BACKWARD)  # type: ignore[untyped-decorator]
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: int) -> Tensor:
+        out, rstd = torch.ops.offloadtrain.rms_norm(x, weight, rows)
+        ctx.save_for_backward(x, weight, rstd)
+        return cast(Tensor, out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        return *torch.ops.offloadtrain.rms_norm_backward(grad, x, weight, rstd), None
+
+
+@contextmanager
+def operations_of_device(*, on_cpu: bool) -> Iterator[None]:
+    """Let torch's operations save what those of a GPU save, unless `on_cpu`."""
+    if on_cpu:
+        yield
+        return
+    chain, attention = F.rms_norm, F.scaled_dot_product_attention
+
+    def normed(
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        if weight is not None and weight.dtype != x.dtype:
+            return chain(x, list(normalized_shape), weight, eps)
+        rows = x.shape[: x.dim() - len(normalized_shape)].numel()
+        return cast(Tensor, _RmsNorm.apply(x, weight, rows))  # type: ignore[no-untyped-call]
+
+    def dropped(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(x, p, True)[0] if training and p else x
+
+    def attended(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **options: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, **options)
+
+    with (
+        patch.object(F, "rms_norm", normed),
+        patch.object(F, "dropout", dropped),
+        patch.object(F, "scaled_dot_product_attention", attended),
+    ):
+        yield
+
+
+@contextmanager
+def masks_as_in_training(*, packed: bool) -> Iterator[None]:
+    """Let transformers, where it is imported, make the masks that it makes of real tensors.
+
+    Args:
+        packed: the caller gives positions, and they begin anew inside sequences.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is None or packed:
+        yield
+        return
+    with patch.object(masks, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
+_LINK = "_lru_list_elem"
+"""Type name of the entries of a bounded cache."""
+
+
+def empty_caches_of(mode: FakeTensorMode) -> None:
+    """Empty every cache of a function that holds a fake tensor of this mode."""
+    # A copy: reading attributes of a module may import other modules.
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            # `type(value)` and not `__class__`, which may run code of a foreign object.
+            methods = list(vars(value).values()) if issubclass(type(value), type) else []
+            for cache in (
+                cache for candidate in (value, *methods) for cache in _caches_of(candidate)
+            ):
+                if any(
+                    type(item) is FakeTensor and item.fake_mode is mode
+                    for item in _contents_of(cache)
+                ):
+                    cache.cache_clear()
+
+
+def _caches_of(value: Any) -> Iterator[Any]:
+    """Yield the caches that a function is or calls: those that it closes over."""
+    if type(value) in (staticmethod, classmethod):
+        value = value.__func__
+    if type(value) is functools._lru_cache_wrapper:
+        yield value
+    elif type(value) is FunctionType:
+        for cell in value.__closure__ or ():
+            try:
+                closed = cell.cell_contents
+            except ValueError:  # not set yet
+                continue
+            if type(closed) is functools._lru_cache_wrapper:
+                yield closed
+
+
+def _contents_of(cache: Any) -> Iterator[Any]:
+    """Yield the objects in a cache; containers are unpacked."""
+    todo, visited = [cache], {id(cache)}
+    # The list grows while it is walked.
+    for container in todo:
+        for inner in gc.get_referents(container):
+            if id(inner) in visited:
+                continue
+            visited.add(id(inner))
+            if isinstance(inner, dict | list | tuple | set) or type(inner).__name__ == _LINK:
+                todo.append(inner)
+            else:
+                yield inner

@@ -1,0 +1,334 @@
+"""One microbatch of any module under the engine, over fake tensors.
+
+[Note: Tracing a step]
+The engine is the real one: partition, forward hooks, saved-tensor hooks, recompute, offloaded block
+inputs, casts, and the hooks that take gradients. Only three things stand in: fake tensors for the
+weights and the batch, lanes that launch nothing, and an arena that maps nothing. Autograd's graph
+is therefore the one of training, and tensors die when they die in training. Weights stay on the
+device in the trace: where they are has no influence on what torch allocates.
+
+Fake tensors are on the CPU, also where a GPU is planned for: [Note: Operations of a GPU] in
+`patches`. A model whose forward reads a tensor's value (`if mask.all()`) cannot be traced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.engine.autograd.casting import attach_casts
+from offloadtrain.engine.autograd.forward_hooks import in_backward
+from offloadtrain.engine.block import Block
+from offloadtrain.engine.build import build
+from offloadtrain.engine.checks import ModelError, check_model
+from offloadtrain.engine.division import Division
+from offloadtrain.engine.engine import Engine, hook_parameters
+from offloadtrain.engine.param_groups import normalise_groups
+from offloadtrain.engine.partition import partition
+from offloadtrain.model.loss import cpu_stands_for, few_stand_for_all
+from offloadtrain.optim import AdamW
+from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.plan.tracing.alike import (
+    AlikePieces,
+    Moment,
+    Run,
+    extended,
+    fake_model,
+    moments_of,
+    runs_of,
+)
+from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place
+from offloadtrain.plan.tracing.patches import (
+    empty_caches_of,
+    masks_as_in_training,
+    operations_of_device,
+)
+from offloadtrain.runtime.arena import Ledger, MetaArena
+from offloadtrain.runtime.disk_arena import MetaDiskArena
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.lanes import Lane, Operation, Range, SequentialLanes, Span
+from offloadtrain.step.layout.buffers import BufferSpec
+
+FORWARD, BACKWARD = "forward ", "backward "
+"""The engine's names of spans begin so, followed by the module's or the block's."""
+
+
+class InertLanes(SequentialLanes):
+    """Counts the bytes of copies, and tells the meter whose forward or backward is running.
+
+    The function of a launch is dropped without a call, and with it the tensors that only the launch
+    refers to: gradients are freed where a real gather would free them.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+        self._spans: list[tuple[Span, Place]] = []
+
+    def launch(
+        self,
+        lane: Lane,
+        name: str,
+        fn: Operation,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        self._count(lane, name, writes)
+
+    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
+        span = super().open_span(name, reads, writes)
+        self._spans.append((span, self._meter.place))
+        block = name.removeprefix(FORWARD).removeprefix(BACKWARD)
+        self._meter.place = Place(block, in_backward())
+        return span
+
+    def close_span(self, span: Span) -> None:
+        for number in reversed(range(len(self._spans))):
+            if self._spans[number][0] is span:
+                self._meter.place = self._spans[number][1]
+                del self._spans[number:]
+                break
+        super().close_span(span)
+
+
+Loss = Callable[[nn.Module], Tensor]
+"""Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""
+
+_CPU = torch.device("cpu")
+
+
+class TraceError(ModelError):
+    """A module that cannot run over fake tensors."""
+
+
+def trace_step(
+    model: nn.Module,
+    loss_of: Loss,
+    config: OffloadConfig,
+    *,
+    on_cpu: bool,
+    packed: bool = False,
+) -> TracedStep:
+    """Return the memory and the work of one microbatch of a model. Only a few of the layers that
+    are alike are traced: [Note: Layers that are alike].
+
+    Args:
+        model: real or on the meta device; in the mode (train or eval) to plan for. Unchanged.
+        config: its precision resolved; precision, activation, recompute_blocks, keep_fp32 and
+            cast_inputs matter.
+        on_cpu: a CPU is planned for, on which losses work on smaller pieces.
+        packed: `loss_of` gives positions that begin anew inside sequences.
+
+    Raises:
+        ModelError: `offload` would refuse the model.
+        TraceError: its forward depends on values.
+    """
+    check_model(model, may_be_meta=True)
+    traced = partial(_moments, model, loss_of, config, packed)
+    parts = partition(model)
+    again = config.activations.recomputed_of([part.module for part in parts if part.repeated])
+    with cpu_stands_for(on_cpu=on_cpu), operations_of_device(on_cpu=on_cpu):
+        moments = _extended(traced, runs_of(model, again)) or traced()
+    return _as_step(moments, [part.name or "root" for part in parts])
+
+
+def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Run]) -> list[Moment]:
+    """Return the moments of the whole model from a trace of fewer layers; empty if there are no
+    such runs, or their layers turn out to differ: [Note: Extending a trace]."""
+    try:
+        moments: list[Moment] | None = traced(runs) if runs else None
+    except TraceError:
+        raise
+    except (IndexError, ValueError, RuntimeError):  # it counts its layers: the whole model can run
+        return []
+    for run in runs:
+        moments = extended(moments, run) if moments else None
+    return moments or []
+
+
+def _moments(
+    model: nn.Module,
+    loss_of: Loss,
+    config: OffloadConfig,
+    packed: bool,
+    runs: Sequence[Run] = (),
+) -> list[Moment]:
+    # Tensors that the module keeps as plain attributes may stay real.
+    mode, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
+    try:
+        return _metered(model, loss_of, config, packed, runs, mode, meter)
+    finally:
+        # A signal's exception inside torch's own exchange of modes leaves modes behind, and grouped
+        # products of this process would be uninitialised memory from then on.
+        while meter in _get_current_dispatch_mode_stack():
+            _pop_mode()
+        # Some models cache tensors that depend on sizes only.
+        if meter.holds_something:
+            empty_caches_of(mode)
+
+
+def _metered(
+    model: nn.Module,
+    loss_of: Loss,
+    config: OffloadConfig,
+    packed: bool,
+    runs: Sequence[Run],
+    mode: FakeTensorMode,
+    meter: Meter,
+) -> list[Moment]:
+    copied = fake_model(model, mode, runs)
+    with mode, _without_addresses():
+        traced = _offloaded(copied, _of_some_layers(config, model, runs), meter)
+        storages = [param.untyped_storage() for param in copied.parameters()]
+        meter.weights = frozenset(storage._cdata for storage in storages)
+        with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
+            with few_stand_for_all(AlikePieces(meter)):
+                _run(traced, loss_of)
+    return moments_of(meter.segments, {block.name for block in traced.blocks if block.repeated})
+
+
+@dataclass(frozen=True, slots=True)
+class _Offloaded:
+    """A fake model under its engine."""
+
+    model: nn.Module
+    engine: Engine
+    blocks: Sequence[Block]
+    hooks: Sequence[object]
+
+
+class _HostMemory(MetaArena):
+    """Notes the bytes of each activation that would go to the host."""
+
+    def __init__(self, ledger: Ledger, meter: Meter, owner: str) -> None:
+        super().__init__(ledger)
+        self._meter, self._owner = meter, owner
+
+    def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
+        sizes = (request.nbytes for request in requests if request.owner == self._owner)
+        self._meter.segments[-1].input_sizes += sizes
+        return super().map(requests)
+
+
+def traced_options(config: OffloadConfig) -> OffloadConfig:
+    """Return the options that affect torch's allocations, the others at their defaults."""
+    return OffloadConfig(
+        precision=config.precision,
+        activation=config.activations.mode,
+        recompute_blocks=config.activations.recompute_blocks,
+        offload_saved_above=config.activations.offload_saved_above,
+        keep_fp32=config.weights.keep_fp32,
+        cast_inputs=config.activations.cast_inputs,
+    )
+
+
+def _of_some_layers(config: OffloadConfig, model: nn.Module, runs: Sequence[Run]) -> OffloadConfig:
+    """Return the options of a trace without the skipped layers of the runs."""
+    options, count = traced_options(config), config.activations.recompute_blocks
+    if count is None:
+        return options
+    left_out = {run.names[at] for run in runs for at in run.skipped}
+    layers = [part.name for part in partition(model) if part.repeated]
+    again = [name for name in config.activations.recomputed_of(layers) if name not in left_out]
+    return options.replace(recompute_blocks=len(again))
+
+
+def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloaded:
+    ledger, rule = Ledger(), AdamW()
+    engine, blocks = build(
+        model,
+        [rule],
+        normalise_groups(model, None, rule),
+        config,
+        device=_CPU,
+        division=Division(),
+        param_init_fn=None,
+        lanes=InertLanes(meter),
+        arena=_HostMemory(ledger, meter, config.activations.moved),
+        disk=MetaDiskArena(ledger),
+        ledger=ledger,
+        has_values=False,
+    )
+    layers = [part.module for part in partition(model) if part.repeated]
+    # Before the engine's own hook, which takes the gradient away.
+    hooks: list[object] = [
+        param.register_post_accumulate_grad_hook(partial(_delivered, meter))
+        for param in model.parameters()
+        if param.requires_grad
+    ]
+    hooks += hook_parameters(engine, blocks)
+    dtype = PRECISIONS[config.precision]
+    hooks += attach_casts(model, layers, dtype, cast_inputs=config.activations.cast_inputs)
+    return _Offloaded(model, engine, blocks, hooks)
+
+
+def _delivered(meter: Meter, param: Tensor) -> None:
+    assert param.grad is not None
+    meter.moved_to(param.grad, GRADIENTS)
+
+
+def _run(traced: _Offloaded, loss_of: Loss) -> None:
+    loss = loss_of(traced.model)
+    if loss.numel() != 1:
+        raise TraceError(
+            f"the loss has the shape {tuple(loss.shape)}: give a function that returns a scalar"
+        )
+    traced.engine.backward(loss)
+
+
+@contextmanager
+def _without_addresses() -> Iterator[None]:
+    """torch warns once that fake tensors have no address; kernels' tables ask for theirs, and
+    nothing here launches a kernel."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+@contextmanager
+def _no_values(name: str) -> Iterator[None]:
+    """Raise TraceError if a forward needs values; the message names the operation."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise TraceError(
+            f"{name} cannot be traced without data: its forward asks for the values of a tensor "
+            f"({error.func}). Give a batch whose whole numbers have values, leave out masks that "
+            "make it look, or choose another implementation of that part (of experts, for "
+            'instance: experts_implementation = "grouped_mm")'
+        ) from error
+
+
+def _as_step(moments: Sequence[Moment], names: Sequence[str]) -> TracedStep:
+    """`names`: of the blocks, in order."""
+    works: dict[Place, Work] = {}
+    for moment in moments:
+        block = moment.place.block if moment.place.block in names else names[-1]
+        works.setdefault(replace(moment.place, block=block), Work()).add(moment.work)
+    # Saved in the forward of layers or outside of them, made in backward, or gradients.
+    saved, working, outside, gradients = max(
+        (moment.peak_bytes for moment in moments if moment.peak_bytes), key=sum
+    )
+    return TracedStep(
+        {name: _cost(works, name) for name in names},
+        Activations(saved, working, outside, gradients),
+        tuple(size for moment in moments for size in moment.input_sizes),
+    )
+
+
+def _cost(works: Mapping[Place, Work], block: str) -> BlockCost:
+    forward, backward = (works.get(Place(block, way), Work()) for way in (False, True))
+    return BlockCost(forward, backward)

@@ -1,0 +1,293 @@
+"""Traces for all the jobs that a plan tries, each combination of options traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.ranks_options import Stage
+from offloadtrain.model.experts import Experts
+from offloadtrain.model.transformer import LossTerms
+from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.plan.layout import empty_transformer
+from offloadtrain.plan.placement import Placement, PlanError
+from offloadtrain.plan.tracing.step import TraceError, trace_step, traced_options
+from offloadtrain.runtime.dtypes import PRECISIONS
+
+JobLoss = Callable[[nn.Module, Config], Tensor]
+"""The loss of a fake model over a microbatch of this job."""
+
+Kind = TypeVar("Kind", bound=Hashable)
+
+_MOST_TOKENS = 2**17
+"""Of a microbatch that is traced. A larger one takes as much more as this one takes more than half
+of it, and its trace would take long: each piece of its loss is a tensor."""
+
+_FEW = 2
+"""Samples of the smallest microbatch that sizes are interpolated from: some models (batch norm)
+take no single one."""
+
+
+class Tracer:
+    """A `plan.costs.microbatch.Trace` that traces each combination of options once.
+
+    A trace takes seconds, and a search tries many sizes of microbatches. Only the size that was
+    asked for and the smallest ones are traced; between them bytes and FLOPs are interpolated. Each
+    moment of a step needs a constant and a part per sample, and the peak is the largest of them:
+    it is convex, so an interpolated peak is never too small.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_of: JobLoss,
+        micro_batch: int,
+        *,
+        on_cpu: bool,
+        packed: bool = False,
+    ) -> None:
+        """`micro_batch`: the planned size, in samples. Other arguments: see `trace_step`."""
+        self._on_cpu, self._packed = on_cpu, packed
+        self._model = model
+        self._loss_of = loss_of
+        self._micro_batch = micro_batch
+        self._traces: dict[tuple[object, ...], TracedStep] = {}
+
+    def __call__(self, config: Config) -> TracedStep:
+        """Return the trace of a microbatch of this job; raises as `trace_step`."""
+        size = config.train.micro_batch
+        if (
+            config.offload.activations.mode == "offload_saved"
+        ):  # which tensors move depends on the size
+            return self._traced(config, size)
+        if not _FEW < size < self._micro_batch:
+            return self._traced(config, size)
+        small, large = self._traced(config, _FEW), self._traced(config, self._micro_batch)
+        return between(small, large, (size - _FEW) / (self._micro_batch - _FEW))
+
+    def _traced(self, config: Config, size: int) -> TracedStep:
+        train, offload = config.train, config.offload
+        key = (
+            *(size, config.data.seq_len, train.chunked_loss),
+            *(
+                offload.activations.mode,
+                offload.activations.recompute_blocks,
+                offload.activations.offload_saved_above,
+                offload.precision,
+                offload.weights.keep_fp32,
+                offload.activations.cast_inputs,
+            ),
+        )
+        if key not in self._traces:
+            self._traces[key] = self._new(
+                replace(config, train=replace(config.train, micro_batch=size))
+            )
+        return self._traces[key]
+
+    def _new(self, config: Config) -> TracedStep:
+        """Raises PlanError for a smaller microbatch than was asked for, which the model refuses;
+        TraceError for an operation that torch cannot do without values."""
+        try:
+            return trace_step(
+                self._model,
+                lambda model: self._loss_of(model, config),
+                config.offload,
+                on_cpu=self._on_cpu,
+                packed=self._packed,
+            )
+        except (ValueError, RuntimeError) as error:
+            if (size := config.train.micro_batch) < self._micro_batch:
+                raise PlanError(f"a microbatch of {size} cannot be traced: {error}") from error
+            if not isinstance(error, RuntimeError):
+                raise  # the model's own
+            raise TraceError(
+                f"{type(self._model).__name__} cannot be traced in {config.offload.precision}; "
+                f"torch says: {str(error).rstrip('.')}. If its forward runs with data, use another "
+                "offload.precision, or another implementation of that part"
+            ) from error
+
+
+def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
+    """Interpolate: `share` 0 is the small one, 1 the large one, and more a still larger one."""
+
+    def mixed(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    def rounded_up(a: int, b: int) -> int:
+        return -int(-mixed(a, b) // 1)
+
+    of_small, of_large = small.activations, large.activations
+    sizes = {
+        key: rounded_up(getattr(of_small, key), getattr(of_large, key))
+        for key in ("saved", "layer", "logits", "gradients")
+    }
+    return TracedStep(
+        {name: _mixed_cost(small.blocks[name], cost, mixed) for name, cost in large.blocks.items()},
+        Activations(**sizes),
+        tuple(map(rounded_up, small.block_inputs, large.block_inputs)),
+    )
+
+
+def _mixed_cost(
+    small: BlockCost, large: BlockCost, mixed: Callable[[float, float], float]
+) -> BlockCost:
+    def each(a: Mapping[Kind, float], b: Mapping[Kind, float]) -> dict[Kind, float]:
+        return {key: mixed(a.get(key, 0.0), b.get(key, 0.0)) for key in {**a, **b}}
+
+    def work(a: Work, b: Work) -> Work:
+        return Work(
+            each(a.products, b.products),
+            each(a.attention, b.attention),
+            mixed(a.nbytes, b.nbytes),
+            mixed(a.launches, b.launches),
+            mixed(a.recomputed, b.recomputed),
+        )
+
+    return BlockCost(work(small.forward, large.forward), work(small.backward, large.backward))
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    """What a trace of a shape depends on.
+
+    Attributes:
+        shape: of what one rank holds of the layers of the stage.
+        samples, seq_len: sizes of the tokens.
+        terms: those of a loss in parts; None: whole logits.
+        isolated: attention does not cross the ends of documents.
+        options: those of `traced_options`.
+        on_cpu: a CPU is planned for.
+    """
+
+    shape: ModelShape
+    stage: Stage | None
+    samples: int
+    seq_len: int
+    terms: LossTerms | None
+    isolated: bool
+    options: OffloadConfig
+    on_cpu: bool
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Return the loss of a fake model; of a stage without the head the sum of its hidden
+        states, whose gradients are those that the next stage sends."""
+        size = (self.samples, self.seq_len)
+        # Each its own: what is saved of one memory is saved once.
+        tokens_BT, targets_BT, positions_BT = (
+            torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3)
+        )
+        inputs, targets = tokens_BT, targets_BT
+        if self.stage is not None and not self.stage.is_first:
+            dtype, width = PRECISIONS[self.options.precision], self.shape.d_model
+            inputs = torch.empty((*size, width), dtype=dtype, device="cpu", requires_grad=True)
+        places = positions_BT if self.isolated else None
+        if self.stage is not None and not self.stage.is_last:
+            hidden_BTD: Tensor = model(inputs, positions_BT=places)
+            return hidden_BTD.sum()
+        loss: Tensor = model(inputs, targets, positions_BT=places)
+        return loss
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeTrace:
+    """A `plan.costs.microbatch.Trace` of the shipped transformer.
+
+    Attributes:
+        on_cpu: a CPU is planned for.
+        divided_inputs: the ranks that hold the parts of matrices divide the inputs of layers.
+    """
+
+    on_cpu: bool
+    divided_inputs: bool = False
+
+    def __call__(self, config: Config) -> TracedStep:
+        """Return what a microbatch of this job takes.
+
+        Raises:
+            PlanError: the model has no such shape as the transformer.
+        """
+        train, shape = config.train, config.rank_shape
+        shape = replace(shape, max_seq_len=max(shape.max_seq_len, config.data.seq_len))
+        options = traced_options(config.offload)
+        if config.hf is not None:
+            shape = _with_possible_heads(shape)
+        if config.stage is not None:
+            shape = replace(shape, router_aux_loss_coef=0.0)
+        if config.hf is not None or config.stage is not None:  # patterns may name other parameters
+            options = options.replace(keep_fp32=())
+        if self.divided_inputs:  # they leave autograd for memory of the engine
+            options = options.replace(activation="offload")
+        batch = _Microbatch(
+            shape,
+            config.stage,
+            train.micro_batch,
+            config.data.seq_len,
+            LossTerms(train.label_smoothing, train.z_loss) if train.chunked_loss else None,
+            config.data.packing == "isolated",
+            options,
+            self.on_cpu,
+        )
+        most = max(_MOST_TOKENS // batch.seq_len, _FEW)
+        if batch.samples <= most:
+            return traced_microbatch(batch)
+        small = traced_microbatch(replace(batch, samples=most // 2))
+        large = traced_microbatch(replace(batch, samples=most))
+        return between(small, large, (batch.samples - most // 2) / (most - most // 2))
+
+
+def _with_possible_heads(shape: ModelShape) -> ModelShape:
+    """Return the shape, with fewer heads if those of another model do not divide its width."""
+    candidates = (
+        replace(shape, num_heads=heads, num_kv_heads=gcd(heads, shape.kv_heads))
+        for heads in range(shape.num_heads - 1, 0, -1)
+    )
+    if not shape.problems():
+        return shape
+    return next((fewer for fewer in candidates if not fewer.problems()), shape)
+
+
+class _MeanLoad(Experts):
+    """Experts of one rank that get as many rows as its tokens send to all experts."""
+
+    def forward(self, rows_MD: Tensor, ends_E: Tensor) -> Tensor:
+        return self._computed(rows_MD, self.up, self.down, ends_E[: len(self.up)])
+
+
+@lru_cache(maxsize=512)
+def traced_microbatch(batch: _Microbatch) -> TracedStep:
+    try:
+        model = empty_transformer(batch.shape, batch.stage).train()
+    except ValueError as error:
+        raise PlanError(f"activations are traced for our transformer: {error}") from None
+    model.chunked_loss = batch.terms
+    for module in model.modules():
+        if isinstance(module, Experts) and batch.shape.held_experts < batch.shape.num_experts:
+            module.__class__ = _MeanLoad
+    return trace_step(model, batch.loss, batch.options, on_cpu=batch.on_cpu)
+
+
+def activations(placed: Placement, *, on_cpu: bool) -> Activations:
+    """Return the bytes at the peak of a micro-step: of the model that was traced for the placement,
+    else of our transformer of its shape."""
+    traced = placed.traced
+    if traced is None:
+        divided = placed.spec.input_parts > 1
+        traced = ShapeTrace(on_cpu, divided_inputs=divided)(placed.config)
+    saved = traced.activations.saved * placed.in_flight
+    return replace(traced.activations, saved=saved)
+
+
+def together(stages: Sequence[Activations]) -> Activations:
+    """Return those of several stages on one device: all keep what they have saved, and one of them
+    computes."""
+    at_work = max(stages, key=lambda stage: stage.total - stage.saved)
+    return replace(at_work, saved=sum(stage.saved for stage in stages))

@@ -1,0 +1,209 @@
+"""The emergency checkpoint: after a failure of the device, from host memory alone.
+
+[Note: Emergency]
+The device holds nothing that is worth saving: weights are rounded masters, and gradients belong to
+a step that is given up. The optimizer finishes on the host what was decided ([Note: Salvage] in
+`engine.salvage`), and the run is saved as it was after that step: random states and the
+place in the data were noted there. Whatever exists on the device only and may have changed since
+the last checkpoint makes that checkpoint the last one, and the message says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from offloadtrain.config.errors import DeviceMemoryError, OffloadTrainError
+from offloadtrain.config.job import Config
+from offloadtrain.config.units import format_bytes
+from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.optim.update_rules import update_rule
+from offloadtrain.train.build import TrainingContext
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.checkpoint.restore import saved_weights
+from offloadtrain.train.log.run_log import RunLog
+from offloadtrain.train.progress import Progress
+from offloadtrain.train.saving import Position, Saving
+
+_NAMED = 4
+"""Owners of device memory in a message."""
+
+_SAYS = ("CUDA error", "CUDA driver error", "cuEvent", "cuDNN error", "CUBLAS_STATUS", "NCCL error")
+"""Parts of the messages of plain RuntimeErrors, by libraries that know no class of their own."""
+
+
+class DeviceLostError(OffloadTrainError):
+    """The device has failed, and nothing is lost: a checkpoint holds the last step."""
+
+
+class DeviceFailedError(OffloadTrainError):
+    """The device has failed, and an older checkpoint is the last one."""
+
+
+class Emergency:
+    """The state of a run that is needed to save it without its device."""
+
+    def __init__(
+        self, config: Config, context: TrainingContext, saving: Saving, log: RunLog
+    ) -> None:
+        self._config, self._optimizer = config, context.optimizer
+        self._saving, self._log, self._ranks = saving, log, context.ranks
+        self.step_ended()
+
+    def step_ended(self) -> None:
+        """A step is over and counted: it is what an emergency goes back to."""
+        self._tries, self._at = self._optimizer.tries, self._saving.state.here()
+        self._buffers = self._saving.untrained.versions_of_buffers()
+
+    @contextmanager
+    def guarded(self, progress: Progress) -> Iterator[None]:
+        """Turn a failure of the device inside into a checkpoint.
+
+        Raises:
+            DeviceLostError: it was saved.
+            DeviceFailedError, DeviceMemoryError: it was not, and why.
+        """
+        try:
+            yield
+        except Exception as error:
+            failure = device_failure(error)
+            if failure is None:
+                raise
+            raise self._rescued(failure, progress) from error
+
+    def _rescued(self, failure: BaseException, progress: Progress) -> OffloadTrainError:
+        full = isinstance(failure, torch.OutOfMemoryError)
+        problem = self._out_of_memory(failure) if full else _first_line(failure)
+        problem = f"the device failed in step {progress.step + 1}: {problem}"
+        try:
+            self._saving.save(progress, self._salvage(failure, progress))
+        except (OffloadTrainError, OSError) as refused:
+            kind = DeviceMemoryError if full else DeviceFailedError
+            saved = checkpoint.find(self._saving.folder)
+            last = (
+                f"The last checkpoint is {saved[0].name}" if saved else "There is no checkpoint yet"
+            )
+            return kind(f"{problem}\nNo emergency checkpoint: {refused}. {last}.")
+        outcome = f"the state after step {progress.step} was saved from host memory"
+        if self._config.offload.update == "delayed":
+            outcome += ', its newest weights only: update mode "delayed" begins anew'
+        self._log.warn("emergency-checkpoint", f"{problem}; {outcome}", progress.step)
+        return DeviceLostError(
+            f"{problem}\nNothing is lost: {outcome}, without the device. Resume with --resume "
+            f"{self._saving.folder.parent}."
+        )
+
+    def _salvage(self, failure: BaseException, progress: Progress) -> Position:
+        """Bring the state on the host to the end of a step, which is counted; return where it is.
+
+        Raises:
+            DeviceFailedError, SalvageError, CheckpointError: it cannot be.
+        """
+        if not self._ranks.is_single:
+            raise DeviceFailedError(
+                f"the state is in parts on {self._ranks.size} ranks, and the others "
+                "cannot be asked any more"
+            )
+        assert isinstance(self._optimizer, OffloadOptimizer)
+        step = self._optimizer.salvage(failure)
+        uncounted = self._optimizer.tries > self._tries
+        if uncounted:  # decided, and not counted yet
+            tokens, skipped = self._config.batch_tokens, step == progress.step
+            progress.count(tokens=tokens, skipped=skipped, seconds=0.0)
+            self._at = self._saving.state.here()
+        if progress.step == 0:
+            raise DeviceFailedError("no step is done yet")
+        self._bring_untrained(uncounted=uncounted)
+        return self._at
+
+    # ---- what is not trained: it may be on the device only
+
+    def _bring_untrained(self, *, uncounted: bool) -> None:
+        """Replace tensors that are on the device by their values in the newest checkpoint.
+
+        Raises:
+            DeviceFailedError, CheckpointError: one has no known value on the host.
+        """
+        untrained, buffers = self._saving.untrained, self._saving.untrained.versions_of_buffers()
+        lost = {name for name, tensor in untrained if on_device(tensor)}
+        self._require_saved(lost)
+        for name, version in buffers.items():
+            if name not in lost and not uncounted and version != self._buffers[name]:
+                raise DeviceFailedError(f"the step that failed has changed the buffer '{name}'")
+        for name, value in self._newest(lost) if lost else ():
+            untrained.replace(name, value)
+
+    def _require_saved(self, names: Collection[str]) -> None:
+        saved, now = self._saving.saved_untrained, self._saving.untrained.versions()
+        for name in (name for name in now if name in names and saved.get(name) != now[name]):
+            why = "has changed since the last checkpoint" if saved else "is in no checkpoint"
+            raise DeviceFailedError(f"'{name}' is on the device only and {why}")
+
+    def _newest(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        newest = checkpoint.newest_good(self._saving.folder, lambda path, why: None)
+        if newest is None:
+            raise CheckpointError("frozen weights are in no valid checkpoint")
+        return saved_weights(newest, update_rule(self._config.optim), wanted=names.__contains__)
+
+    # ---- words
+
+    def _out_of_memory(self, failure: BaseException) -> str:
+        """Say who holds the device's memory, and which keys take less."""
+        rows = [row for row in self._log.memory_rows() if row.tier == "device" and row.num_bytes]
+        rows.sort(key=lambda row: -row.num_bytes)
+        owners = ", ".join(f"{row.owner} {format_bytes(row.num_bytes)}" for row in rows[:_NAMED])
+        return (
+            f"{_first_line(failure)} Largest owners of device memory: {owners or 'none'}. Set "
+            f"{' or '.join(_smaller(self._config))}"
+        )
+
+
+def device_failure(error: BaseException) -> BaseException | None:
+    """Return the failure of the device that has caused an error, or that it is; None: the device is
+    well."""
+    cause: BaseException | None = error
+    visited: set[int] = set()
+    while cause is not None and id(cause) not in visited:
+        if isinstance(cause, torch.OutOfMemoryError | torch.AcceleratorError):
+            return cause
+        if type(cause) is RuntimeError and any(text in str(cause) for text in _SAYS):
+            return cause
+        visited.add(id(cause))
+        # What it was raised from, or while handling.
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Tell whether a tensor is lost with the device."""
+    return tensor.device.type != "cpu"
+
+
+def _first_line(failure: BaseException) -> str:
+    return (str(failure).splitlines() or [type(failure).__name__])[0]
+
+
+def _smaller(config: Config) -> Iterator[str]:
+    """Yield the settings that take less device memory than the job's."""
+    train, offload = config.train, config.offload
+    if train.micro_batch > 1:
+        halves = f"train.grad_accum_steps = {2 * train.grad_accum_steps}"
+        yield f"train.micro_batch = {train.micro_batch // 2} with {halves}"
+    if offload.activations.recompute_blocks is not None:
+        yield "offload.recompute_blocks left out, for all layers"
+    elif offload.activations.mode != "offload":
+        keeps = offload.activations.mode == "keep"
+        yield f'offload.activation = "{"recompute" if keeps else "offload"}"'
+    if not train.chunked_loss:
+        yield "train.chunked_loss = true"
+    if offload.gradients.sums_tier != "host":
+        yield 'offload.sums_on = "host"'
+    if offload.state.device_share or offload.state.tier == "auto":
+        yield 'offload.state_on = "host"'
+    elif offload.weights.tier == "device":
+        yield 'offload.working = "host"'
+    yield "data.seq_len to less"

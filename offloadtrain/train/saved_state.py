@@ -1,0 +1,212 @@
+"""The state of a run besides the tensors of a checkpoint: random states, and a check of it all.
+
+A hash shows that the state is as it was written, not who wrote it, so it is checked before anything
+relies on it. Random states are plain JSON, so that a resumed run draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint
+from offloadtrain.train.checkpoint.manifest import STATE, DamagedCheckpointError
+
+_MOST = 1 << 53
+"""Counts that a double holds exactly."""
+
+Check = Callable[[Any], bool]
+
+
+def require_run_state(checkpoint: Checkpoint) -> None:
+    """Check that the state is one that a run has saved.
+
+    Raises:
+        DamagedCheckpointError: a value is missing, or is not what it should be.
+    """
+    state = checkpoint.state
+    lacking = [key for key in _CHECKS if key not in state and key not in _OPTIONAL]
+    wrong = lacking or [key for key, check in _CHECKS.items() if not check(state.get(key))]
+    wrong += [] if wrong or _is_of_step(checkpoint) else ["progress"]
+    if wrong:
+        raise DamagedCheckpointError(
+            f"{checkpoint.path / STATE} is no state of a run: '{wrong[0]}' is missing, or is not "
+            "what a run saves there"
+        )
+
+
+def _is_of_step(checkpoint: Checkpoint) -> bool:
+    state = checkpoint.state
+    return bool(checkpoint.step == state["progress"]["step"] == state["optimizer"]["step"])
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < _MOST)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _has(**checks: Check) -> Check:
+    """A table with at least these keys."""
+    return lambda value: (
+        isinstance(value, dict) and all(check(value.get(key)) for key, check in checks.items())
+    )
+
+
+def _is_progress(value: Any) -> bool:
+    counts = ("step", "tokens", "skipped", "skipped_in_a_row")
+    numbers = {"seconds": _is_number, "val_loss": _or_none(_is_number)}
+    checks = dict.fromkeys(counts, _is_count) | numbers
+    return _has(**checks)(value) and value.keys() == checks.keys()
+
+
+def _is_config(value: Any) -> bool:
+    return _has(offload=_is_table)(value) and "clip_norm" in value["offload"]
+
+
+def _is_random(value: Any) -> bool:
+    try:
+        for state in value:
+            check_random_states(state)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(value, list) and bool(value)
+
+
+def _are_expert_steps(value: Any) -> bool:
+    return _is_table(value) and all(_list_of(_is_count)(steps) for steps in value.values())
+
+
+_OPTIONAL = ("threads", "held_out")
+_COUNTS = ("growth_interval", "good_steps", "tolerated")
+_scaler = _has(scale=_is_number, **dict.fromkeys(_COUNTS, _is_count))
+_WAITING = ("waiting_scale", "waiting_overflow")
+_CHECKS: Mapping[str, Check] = {
+    "optimizer": lambda value: (
+        _has(step=_is_count, scaler=_or_none(_scaler))(value)
+        and value.keys() <= {"step", "scaler", "expert_steps"}
+        and all(_is_number((value["scaler"] or {}).get(key, 0.0)) for key in _WAITING)
+        and _are_expert_steps(value.get("expert_steps", {}))
+    ),
+    "progress": _is_progress,
+    "data": lambda value: (
+        _has(seed=_is_number, epoch=_is_count, sample=_is_count)(value)
+        and _is_table(value.get("data", {}))
+    ),
+    "spikes": _has(
+        losses=_list_of(_is_number),
+        rollbacks=_list_of(lambda pair: _list_of(_is_count)(pair) and len(pair) == 2),
+    ),
+    "held_out": _or_none(_is_text),
+    "tokenizer": _is_text,
+    "tokenizer_name": _is_text,
+    "rng": _is_random,
+    "precision": lambda value: _is_text(value) and value in PRECISIONS,
+    "threads": _or_none(_is_count),
+    "config": _is_config,
+    "hf_config": _or_none(_is_table),
+}
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators (torch's on every device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomStates:
+    """The states of all global generators, as they come: taken in every step."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    host: torch.Tensor
+    cuda: list[torch.Tensor]
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        version, words, gauss = self.python
+        kind, words_32, position, has_gauss, cached = self.numpy
+        keys = np.asarray(words_32, np.uint32)
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": [kind, _text(keys.tobytes()), int(position), int(has_gauss), float(cached)],
+            "torch": _text(bytes(self.host.tolist())),
+            "cuda": [_text(bytes(state.tolist())) for state in self.cuda],
+        }
+
+
+def random_states() -> RandomStates:
+    """Read all states; those of GPUs are copied to the host, too."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return RandomStates(
+        random.getstate(), np.random.get_state(legacy=True), torch.get_rng_state(), cuda
+    )
+
+
+def restore_random_states(state: dict[str, Any]) -> None:
+    """Set all global generators; with fewer or more GPUs than saved, those that both have."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.frombuffer(_bytes(keys), np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_tensor(state["torch"]))
+    for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_tensor(text), index)
+
+
+def check_random_states(state: Any) -> None:
+    """Check that `restore_random_states` would take it; no generator is changed.
+
+    Raises:
+        ValueError: it would not.
+    """
+    try:
+        version, words, gauss = state["python"]
+        random.Random().setstate((version, tuple(words), gauss))
+        kind, keys, *rest = state["numpy"]
+        np.random.RandomState().set_state((kind, np.frombuffer(_bytes(keys), np.uint32), *rest))
+        torch.Generator().set_state(_tensor(state["torch"]))
+        for text in state["cuda"]:
+            _tensor(text)
+    # Each of the generators has its own errors.
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"no state of random numbers: {error}") from error
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)

@@ -1,0 +1,509 @@
+"""The checkpoints of a run, as the trainer sees them: room for them, saving, resuming.
+
+`Saving` writes and restores checkpoints, `RunState` collects what they hold besides tensors
+(checked by `saved_state.py`), and `Untrained` tracks frozen parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.hf_model import identity_of, read_config
+from offloadtrain.config.job import Config, as_tables
+from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.toml import field_kinds
+from offloadtrain.config.units import format_bytes
+from offloadtrain.parallel.unused_experts import merged_steps
+from offloadtrain.train.build import TrainingContext
+from offloadtrain.train.checkpoint import checkpoint, save
+from offloadtrain.train.checkpoint.checkpoint import Checkpoint
+from offloadtrain.train.checkpoint.manifest import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NotFiniteError,
+)
+from offloadtrain.train.checkpoint.restore import restore
+from offloadtrain.train.log.run_log import RunLog
+from offloadtrain.train.losses import Spikes
+from offloadtrain.train.progress import Progress
+from offloadtrain.train.run_folder import RunFolder
+from offloadtrain.train.saved_state import (
+    RandomStates,
+    random_states,
+    require_run_state,
+    restore_random_states,
+    seed_all,
+)
+
+_SLOWER = "Lower optim.lr or lengthen optim.warmup_steps"
+ADVICE = {
+    "fp16": f'{_SLOWER}, or set offload.precision = "bf16" or "fp32"',
+    "bf16": f'{_SLOWER}, or set offload.precision = "fp32"',
+    "fp32": _SLOWER,
+}
+"""Precision → what to change when values are no longer finite."""
+
+
+class TrainingError(OffloadTrainError):
+    """Training cannot continue: values are no longer finite."""
+
+
+class Saving:
+    """Saves the state after a step, prunes older checkpoints, and resumes from one."""
+
+    def __init__(
+        self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
+    ) -> None:
+        """`run`: must have begun when a checkpoint is saved."""
+        self._config, self._run, self._log = config, run, log
+        self._ranks, self._precision = context.ranks, context.precision
+        self._model, self._optimizer = context.model.module, context.optimizer
+        self._batches = context.batches
+        self._saved_step = -1
+        self.spikes = Spikes(config.train, context.replicas)
+        self.state = RunState(config, context, self.spikes)
+        self.untrained = Untrained(self._model, self._optimizer)
+        self.saved_untrained: Versions = {}
+        """Versions of untrained tensors in the newest checkpoint."""
+        self._begun_untrained: Versions = {}
+        """Versions of untrained tensors in the checkpoint that is being written."""
+        self._writing: save.Save | None = None
+        self._warned_of_page_cache = False
+
+    @property
+    def folder(self) -> Path:
+        return self._run.checkpoints
+
+    def check_room(self, step: int) -> None:
+        """Check before the run goes on from `step` that its checkpoints fit on the disk.
+
+        Raises:
+            CheckpointError: not even one fits.
+        """
+        config, folder = self._config.train, self.folder
+        if step >= config.steps:
+            return
+        regions, _ = save.lay_out_state("", self._model, self._optimizer)
+        needed, free = save.require_space(
+            folder, save.size_of(regions), self._ranks, checkpoint.unfinished(folder)
+        )
+        every, permanent = config.checkpoint_every, 0
+        saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
+        if every and config.keep_every:
+            steps_apart = math.lcm(config.keep_every, every)
+            permanent = config.steps // steps_apart - step // steps_apart
+        existing = min(len(checkpoint.find(folder)), config.keep_last)
+        at_once = min(saves, config.keep_last + 1 - existing + permanent)
+        if free < at_once * needed:
+            self._log.warn(
+                "disk-small",
+                f"{format_bytes(free)} is free in {folder}, which is {free // needed} times the "
+                f"{format_bytes(needed)} of a checkpoint, and train.keep_last = {config.keep_last} "
+                f"takes {at_once} times that (a new one is written before the oldest goes): later "
+                "ones will fail. Free some space, or set runs_dir to a larger disk",
+            )
+
+    # ---- resume
+
+    def resume_newest(
+        self, source: checkpoint.Checkpoint | None, on_damaged: checkpoint.OnDamaged
+    ) -> Progress | None:
+        """Load the state of a checkpoint, or of the newest one before it whose tensors verify; None
+        if there is none. Every rank calls this.
+
+        Raises:
+            CheckpointError, ConfigError: it is of another model.
+            DataError: it was trained on other tokens.
+        """
+        while source is not None:
+            try:
+                return self._resume(source)
+            except DamagedCheckpointError as damage:
+                on_damaged(source.path, damage)
+                source = self._newest(on_damaged, before=source.step)
+        return None
+
+    def _newest(
+        self, on_damaged: checkpoint.OnDamaged, before: int | None = None
+    ) -> checkpoint.Checkpoint | None:
+        return checkpoint.newest_good(
+            *(self.folder, on_damaged, self._ranks),
+            verified=False,
+            before=before,
+            accept=require_run_state,
+        )
+
+    def _resume(self, source: checkpoint.Checkpoint) -> Progress:
+        """Load the state of a checkpoint; its tensors are verified meanwhile."""
+        for code, message in self.state.changes(source):
+            self._log.warn(code, message)
+        delayed = restore(source, self._model, self._optimizer, self._ranks)
+        self._optimizer.finish_load(**source.state["optimizer"], delayed=delayed)
+        self.state.load(source)
+        self._saved_step, self.saved_untrained = source.step, self.untrained.versions()
+        return Progress(**source.state["progress"])
+
+    def roll_back(self, spike: str, progress: Progress) -> None:
+        """Load the newest good checkpoint, and continue from it with the batches not used yet. See
+        [Note: Spikes] in `losses.py`. Every rank calls this, between steps.
+
+        Raises:
+            TrainingError: no rollback is left, or there is no checkpoint.
+        """
+        most = self._config.train.max_rollbacks
+        if len(self.spikes.rollbacks) >= most:
+            raise self._no_rollback(spike, f"train.max_rollbacks = {most} rollbacks are used up")
+        # One that was begun before the spike is the newest to go back to.
+        self.finish(progress)
+        data_state, at = self._batches.state_dict(), progress.step
+        newest = self._newest(self._warn_of_damage)
+        earlier = self.resume_newest(newest, self._warn_of_damage)
+        if earlier is None:
+            raise self._no_rollback(spike, "there is no checkpoint to go back to")
+        self._batches.load_state_dict(data_state)
+        progress.go_back(earlier)
+        self.spikes.rollbacks.append((at + 1, progress.step))
+        self._log.warn(
+            "rolled-back",
+            f"{spike}: back to step {progress.step}; the data goes on at sample "
+            f"{data_state['sample']} of epoch {data_state['epoch']}, behind the batches that led "
+            f"to it (rollback {len(self.spikes.rollbacks)} of {most})",
+            at + 1,
+        )
+
+    def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
+        """Warn about a damaged checkpoint and rename it: its step is trained and saved again."""
+        self._log.warn("checkpoint-damaged", f"{damage}. An earlier one is used.")
+        if self._ranks.rank == 0:
+            try:
+                checkpoint.set_aside(path)
+            except OSError as error:
+                self._log.warn("checkpoint-damaged", f"{path} cannot be renamed: {error.strerror}")
+
+    def _no_rollback(self, spike: str, why: str) -> TrainingError:
+        return TrainingError(
+            f"{spike}, and {why}. {ADVICE[self._precision]}, raise train.spike_score, or set "
+            'train.on_spike = "skip"'
+        )
+
+    # ---- save
+
+    def begin(self, progress: Progress) -> None:
+        """Begin to save the state after this step, unless that was begun already; training goes on
+        while it is written. A full disk does not end a run whose last checkpoint is valid.
+
+        Raises:
+            TrainingError: weights of the checkpoint before it, which ends first, are not finite.
+        """
+        try:
+            self._begin(progress, self.state.here())
+        except CheckpointError as error:
+            self._failed(progress.step, error)
+        # Where writes are not asynchronous, or the model is small, all is written by now.
+        if self._ranks.all_gather_host([self.written]).all():
+            self.finish(progress)
+
+    def save(self, progress: Progress, at: Position | None = None) -> None:
+        """Save the state after this step, unless it was saved already, and wait for it.
+
+        Args:
+            at: where the step ended, after a failure of the device, with which a checkpoint that
+                is being written is lost; None: here.
+
+        Raises:
+            TrainingError: its weights are not finite.
+            CheckpointError: the disk is full or failing.
+        """
+        if at is not None and self._writing is not None:
+            # The lanes have stopped in the midst of a checkpoint, which is removed.
+            self._writing.give_up()
+            self._writing, self._saved_step = None, -1
+        self._begin(progress, at or self.state.here())
+        if self._writing is not None:
+            self._commit(progress)
+
+    @property
+    def written(self) -> bool:
+        """This rank has written its part of the checkpoint that is not committed yet."""
+        return self._writing is not None and self._writing.written
+
+    def finish(self, progress: Progress) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and commit it.
+
+        Raises:
+            TrainingError: its weights are not finite.
+        """
+        if self._writing is None:
+            return
+        step = self._writing.step
+        try:
+            self._commit(progress)
+        except CheckpointError as error:
+            self._failed(step, error)
+
+    def _begin(self, progress: Progress, at: Position) -> None:
+        if self._saved_step == progress.step:
+            return
+        # One at a time: the disk is the bound, and each holds its windows of memory.
+        self.finish(progress)
+        self._log.doing("saving a checkpoint")
+        began_s = time.perf_counter()
+        self._writing = save.Save(
+            self._run.checkpoints,
+            progress.step,
+            self._model,
+            self._optimizer,
+            self.state.at(progress, at),
+            ranks=self._ranks,
+        )
+        self._saved_step, self._begun_untrained = progress.step, self.untrained.versions()
+        progress.seconds += time.perf_counter() - began_s
+
+    def _commit(self, progress: Progress) -> None:
+        """Wait for the checkpoint that is being written, commit it, and prune.
+
+        Raises:
+            TrainingError: its weights are not finite.
+            CheckpointError: a rank could not write it.
+        """
+        writing, self._writing = self._writing, None
+        assert writing is not None
+        began_s = time.perf_counter()
+        try:
+            saved = writing.commit()
+        except CheckpointError as error:
+            self._saved_step = -1
+            if isinstance(error, NotFiniteError):
+                raise self.spoilt(f"after step {writing.step} {error}", progress) from error
+            raise
+        progress.seconds += time.perf_counter() - began_s
+        self.saved_untrained = self._begun_untrained
+        self._log.saved(writing.step, saved)
+        self._prune()
+        if not saved.direct and not self._warned_of_page_cache:
+            self._warned_of_page_cache = True
+            self._log.warn(
+                "checkpoint-buffered",
+                f"the file system of {self._run.checkpoints} refuses O_DIRECT: checkpoints go "
+                "through the page cache, which counts against the memory limit of a container",
+            )
+
+    def _prune(self) -> None:
+        if self._ranks.rank:
+            return
+        try:
+            config = self._config.train
+            checkpoint.prune(self._run.checkpoints, config.keep_last, config.keep_every)
+        except OSError as error:
+            self._log.warn("prune-failed", f"old checkpoints were not removed: {error}")
+
+    def _failed(self, step: int, error: CheckpointError) -> None:
+        self._saved_step = -1
+        self._log.checkpoint_failed(step, error)
+
+    def spoilt(self, problem: str, progress: Progress) -> TrainingError:
+        """Return the error of a run whose later steps would be useless."""
+        # One that was begun before the problem may be the only good one.
+        self.finish(progress)
+        saved = checkpoint.find(self._run.checkpoints)
+        last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
+        advice = ADVICE[self._precision]
+        if not self._config.offload.skip_nonfinite:
+            advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
+        return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
+
+
+_STRUCTURAL = tuple(f"model.{key}" for key in (*field_kinds(ModelShape), "lora"))
+"""Keys of a job that make it another model. The folder of `model.hf` may have moved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The end of a step: the next one begins with these random states, at this place in the
+    data, and compares its loss with these."""
+
+    rng: RandomStates
+    data: Mapping[str, Any]
+    spikes: Mapping[str, Any]
+
+
+class RunState:
+    """The state of a run outside of its tensors: collected for a checkpoint, and loaded."""
+
+    def __init__(self, config: Config, context: TrainingContext, spikes: Spikes) -> None:
+        self._config, self._spikes = config, spikes
+        self._ranks, self._precision = context.ranks, context.precision
+        self._optimizer, self._batches = context.optimizer, context.batches
+        self._tokens, self._val_tokens = context.train_tokens.header, context.val_tokens
+        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
+
+    def here(self) -> Position:
+        """Return the position of the run now; between steps it is the end of the last one."""
+        return Position(random_states(), self._batches.state_dict(), self._spikes.state_dict())
+
+    def at(self, progress: Progress, at: Position) -> Mapping[str, Any]:
+        """Return what a checkpoint at this position keeps. A collective."""
+        hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        expert_steps = {}
+        if self._config.offload.skip_unused:
+            # A collective: ranks may hold different experts.
+            expert_steps = merged_steps(self._ranks.gather(self._optimizer.expert_steps))
+        return {
+            "optimizer": {
+                "step": progress.step,
+                "scaler": self._optimizer.scaler_state(),
+                # Only where experts are skipped: earlier versions know no such key.
+                **({"expert_steps": expert_steps} if expert_steps else {}),
+            },
+            "progress": asdict(progress),
+            "data": at.data,
+            "spikes": at.spikes,
+            "held_out": self._validation_hash(),
+            "tokenizer": self._tokens.tokenizer_id,
+            # The ranks that hold the parts of matrices draw the same.
+            "rng": self._ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
+            "param_groups": hyperparameters,
+            "precision": self._precision,
+            "threads": torch.get_num_threads(),
+            "config": as_tables(self._config),
+            "tokenizer_name": self._tokens.tokenizer,
+            "hf_config": self._hf_config,
+        }
+
+    def _validation_hash(self) -> str | None:
+        """Return the hash of the validation tokens."""
+        return None if self._val_tokens is None else self._val_tokens.header.content
+
+    def load(self, source: Checkpoint) -> None:
+        """Go on as the checkpoint says, with its data, random numbers and losses."""
+        state, ranks = source.state, self._ranks
+        self._batches.load_state_dict(state["data"])
+        self._spikes.load_state_dict(state["spikes"])
+        replica = ranks.rank // self._config.ranks.tensor
+        if replica < len(state["rng"]):
+            restore_random_states(state["rng"][replica])
+        else:  # a new rank: numbers that no other rank draws
+            seed_all(self._config.train.seed + replica + source.step * ranks.size)
+
+    def changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
+        """Yield (code, warning) for what has changed since the checkpoint.
+
+        Raises:
+            ConfigError: the changes make it another run.
+        """
+        if self._precision != source.state["precision"]:
+            raise ConfigError(
+                f"{source.path} was trained with offload.precision = "
+                f"{source.state['precision']!r}, but this run uses {self._precision!r}"
+            )
+        tokenizer_id = self._tokens.tokenizer_id
+        if tokenizer_id and source.state["tokenizer"] not in ("", tokenizer_id):
+            raise ConfigError(
+                f"{source.path} was trained on tokens of another tokenizer than the data's, "
+                f"{self._tokens.tokenizer}: its tokens would mean something else"
+            )
+        before, threads = source.state.get("threads"), torch.get_num_threads()
+        if before not in (None, threads):
+            yield (
+                "threads-changed",
+                f"torch had {before} threads when {source.path} was saved, and has {threads} now: "
+                "losses may now differ in their last digits",
+            )
+        changed = _changes_since(source, self._config)
+        if source.state.get("held_out", self._validation_hash()) != self._validation_hash():
+            changed.append(
+                "the held-out tokens: validation losses are not comparable with earlier ones"
+            )
+        if changed:
+            yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
+
+
+def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:
+    """Return "key: old -> new" for every key of the job that changed.
+
+    Raises:
+        ConfigError: it is a job of another model.
+    """
+    before, hf = checkpoint.state["hf_config"], job.hf
+    if (before is None) != (hf is None):
+        how = "without model.hf" if before is None else "from a model.hf"
+        raise ConfigError(f"{checkpoint.path} is of another model: it was trained {how}")
+    if hf is not None and identity_of(before) != hf.identity:
+        raise ConfigError(
+            f"{checkpoint.path} is of another model: its config.json is not that of model.hf = "
+            f"{hf.hf!r}"
+        )
+    changed = _differences(checkpoint.state["config"], as_tables(job))
+    if structural := [line for line in changed if line.startswith(_STRUCTURAL)]:
+        raise ConfigError(f"{checkpoint.path} is of another model: {'; '.join(structural)}")
+    return changed
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Return "key: old -> new" for every leaf that differs; lists and tuples are alike."""
+    changes: list[str] = []
+    for key, value in now.items():
+        before = saved.get(key)
+        if isinstance(value, Mapping):
+            nested = before if isinstance(before, Mapping) else {}
+            changes += _differences(nested, value, f"{prefix}{key}.")
+        elif before != (list(value) if isinstance(value, tuple) else value):
+            changes.append(f"{prefix}{key}: {before} -> {value}")
+    return changes
+
+
+Versions = Mapping[str, tuple[int, int]]
+"""Name → what differs once its values have changed."""
+
+
+class Untrained:
+    """The part of a model in a checkpoint that is not optimizer state."""
+
+    def __init__(self, model: nn.Module, optimizer: save.OffloadedState) -> None:
+        self._tables: dict[str, tuple[dict[str, Any], str]] = {}
+        for name in save.untrained(model, optimizer):
+            prefix, _, leaf = name.rpartition(".")
+            module = model.get_submodule(prefix)
+            table = module._parameters if leaf in module._parameters else module._buffers
+            self._tables[name] = table, leaf
+        buffers = [name for name, (table, leaf) in self._tables.items() if not _frozen(table[leaf])]
+        self._buffers = tuple(buffers)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names with tensors."""
+        return ((name, table[leaf]) for name, (table, leaf) in self._tables.items())
+
+    def versions(self) -> Versions:
+        return {name: _version(tensor) for name, tensor in self}
+
+    def versions_of_buffers(self) -> Versions:
+        """Only of what a forward may change."""
+        buffers = ((name, *self._tables[name]) for name in self._buffers)
+        return {name: _version(table[leaf]) for name, table, leaf in buffers}
+
+    def replace(self, name: str, value: Tensor) -> None:
+        """Make the model hold these values, on the host."""
+        table, leaf = self._tables[name]
+        value = value.to(table[leaf].dtype).view(table[leaf].shape)
+        frozen = _frozen(table[leaf])
+        table[leaf] = nn.Parameter(value, requires_grad=False) if frozen else value
+
+
+def _frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return id(tensor), tensor._version

@@ -1,0 +1,452 @@
+"""A trained model out of a run, a checkpoint or a folder of transformers, without an engine.
+
+It is opened from a checkpoint (`open_saved`) or from either (`open_model`), exported to
+transformers, sampled from, and evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.hf_model import HfModel
+from offloadtrain.config.job import Config
+from offloadtrain.config.sections import IGNORED, Packing
+from offloadtrain.data import tokenizer as tokenizers
+from offloadtrain.data.batches import Batch, Batches
+from offloadtrain.data.chat import ChatError, ChatTemplate, chat_template
+from offloadtrain.data.tokenizer import tokenizer
+from offloadtrain.data.tokens import DataError, Progress, TokenFile, verify
+from offloadtrain.integrations import causal_lm, hf_job
+from offloadtrain.integrations.adapters import bare, merged_weights, write_adapters
+from offloadtrain.integrations.causal_lm import CausalLm, transformers_package
+from offloadtrain.integrations.export import (
+    new_folder,
+    write_configuration,
+    write_tokenizer,
+    write_weights,
+)
+from offloadtrain.integrations.own_model import empty_model as empty_own_model
+from offloadtrain.integrations.own_model import renamed, tokenizer_files
+from offloadtrain.model.language_model import LanguageModel, OwnModel, Sampling
+from offloadtrain.model.transformer import Transformer
+from offloadtrain.optim.update_rules import update_rule
+from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.train.build import masking_of
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import MANIFEST, CheckpointError
+from offloadtrain.train.checkpoint.restore import saved_weights
+from offloadtrain.train.losses import loss_of, to_device
+from offloadtrain.train.saved_state import require_run_state
+
+BASE_PREFIX = "base_model.model."
+"""Prefix of the base model's names in a PEFT model."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """A verified checkpoint and the job that it is of.
+
+    Attributes:
+        tokenizer: name of the one that made its tokens; `data.tokenizer` knows it.
+    """
+
+    found: checkpoint.Checkpoint
+    job: Config
+    tokenizer: str
+
+    @property
+    def precision(self) -> str:
+        """The precision of its working weights in training: "bf16", "fp16" or "fp32"."""
+        return str(self.found.state["precision"])
+
+    def weights(
+        self, *, working: bool = False, wanted: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `saved_weights` yields."""
+        rule = update_rule(self.job.optim)
+        return saved_weights(self.found, rule, working=working, wanted=wanted)
+
+    def hf_config(self) -> Any:
+        """Return the configuration of its model of transformers, as it was trained."""
+        assert self.job.hf is not None
+        config = hf_job.config_of(self.found.state["hf_config"])
+        config.name_or_path = self.job.hf.hf
+        return config
+
+
+def is_run(path: Path) -> bool:
+    """Tell whether `open_saved` takes this folder: a run's, or one of its checkpoints."""
+    return (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
+
+
+def open_saved(path: Path) -> SavedRun:
+    """Open a checkpoint, or the newest valid one of a run folder, and verify its files.
+
+    Raises:
+        ConfigError: there is no run, or it has no checkpoint.
+        CheckpointError: none of its checkpoints is valid.
+    """
+    if (path / MANIFEST).is_file():
+        verified = checkpoint.verify(path)
+        require_run_state(verified)
+        return _of(verified)
+    if not is_run(path):
+        raise ConfigError(
+            f"{path} is neither a run folder (it has no folder checkpoints) nor a checkpoint (it "
+            f"has no {MANIFEST})"
+        )
+    damaged: list[str] = []
+    newest = checkpoint.newest_good(
+        path / "checkpoints",
+        lambda at, why: damaged.append(f"{at.name}: {why}"),
+        accept=require_run_state,
+    )
+    if newest is None and not damaged:
+        raise ConfigError(f"{path} has no checkpoint yet")
+    if newest is None:
+        raise CheckpointError(f"{path} has no valid checkpoint. " + "; ".join(damaged))
+    for line in damaged:
+        _log.warning("%s is damaged and was passed over: %s", path, line)
+    return _of(newest)
+
+
+def _of(opened: checkpoint.Checkpoint) -> SavedRun:
+    state, origin = opened.state, str(opened.path)
+    job = jobs.of_tables(state["config"], origin, state["hf_config"])
+    return SavedRun(opened, job, state["tokenizer_name"])
+
+
+def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bool = False) -> str:
+    """Write what `AutoModelForCausalLM.from_pretrained` loads, from master weights; return the name
+    of the model's class. Holds one shard of host memory, and writes a whole folder or none.
+
+    Args:
+        folder: new or empty.
+        dtype: of the weights: "bf16", "fp16" or "fp32"; default "bf16", and "fp32" of adapters.
+        merge: write the base with its adapters merged in, instead of the adapters alone, which
+            `PeftModel.from_pretrained` loads.
+
+    Raises:
+        NoClassError: no class of transformers has the model's shape.
+        ConfigError: there are no adapters to merge.
+        FileExistsError: `folder` has something in it.
+    """
+    transformers_package("export")
+    hf = saved.job.hf
+    adapters = hf is not None and hf.lora is not None
+    if merge and not adapters:
+        raise ConfigError("--merge: the model was trained without adapters (model.lora)")
+    as_dtype = PRECISIONS[dtype or ("fp32" if adapters and not merge else "bf16")]
+    model = _empty_model(saved)
+    with new_folder(folder) as temporary:
+        if adapters and not merge:
+            write_adapters(model, temporary, _masters(saved), as_dtype)
+        else:
+            _write_whole(saved, model, temporary, as_dtype)
+        _write_words(saved, temporary)
+    return type(bare(model) if merge else model).__name__
+
+
+def _write_whole(saved: SavedRun, model: Any, folder: Path, dtype: torch.dtype) -> None:
+    if saved.job.hf is None:
+        weights, bare_model = renamed(saved.job.model, saved.weights()), model
+    elif saved.job.hf.lora is None:
+        weights, bare_model = _masters(saved), model
+    else:
+        weights, bare_model = merged_weights(model, _masters(saved)), bare(model)
+    prefix = BASE_PREFIX if bare_model is not model else ""
+    params = {name for name, _ in model.named_parameters()}
+    saved_buffers = (
+        {} if saved.job.hf is None else dict(saved.weights(wanted=lambda n: n not in params))
+    )
+    buffers = dict(bare_model.named_buffers())
+    buffers |= {name.removeprefix(prefix): buffer for name, buffer in saved_buffers.items()}
+    write_weights(bare_model, folder, weights, buffers, dtype, "5GB")
+    write_configuration(bare_model, folder, dtype)
+    if saved.job.hf is not None:
+        _copy_generation(saved.job.hf, folder)
+
+
+def _copy_generation(hf: HfModel, folder: Path) -> None:
+    """Replace the generation configuration, which config.json has made, by that of the model."""
+    name = "generation_config.json"
+    try:
+        source = hf.folder / name
+    except FileNotFoundError:
+        _log.warning("model.hf = '%s' is not here: %s is made from config.json", hf.hf, name)
+        return
+    if source.exists():
+        shutil.copyfile(source, folder / name)
+
+
+def _masters(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `OffloadOptimizer.master_weights` yields: frozen weights are widened."""
+    params = {name for name, _ in _empty_model(saved).named_parameters()}
+    for name, value in saved.weights(wanted=params.__contains__):
+        yield name, value.float() if value.is_floating_point() else value
+
+
+def _empty_model(saved: SavedRun) -> Any:
+    """Return the model of transformers, with its adapters, on the meta device."""
+    if saved.job.hf is None:
+        end = _end_of_document(saved.tokenizer)
+        return empty_own_model(saved.job.model, end_of_document=end)
+    return hf_job.empty_model(saved.hf_config(), saved.job.hf.lora)
+
+
+def _write_words(saved: SavedRun, folder: Path) -> None:
+    source, words = tokenizer_files(saved.tokenizer)
+    hf = saved.job.hf
+    if source is None and words is None and hf is not None and Path(hf.hf).is_dir():
+        source = Path(hf.hf)
+    write_tokenizer(source, folder, words)
+
+
+def _end_of_document(name: str) -> int | None:
+    try:
+        return tokenizer(name).end_of_document
+    except DataError:  # its files are not here
+        return None
+
+
+def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:
+    """Return the model with its working weights in the run's precision, in eval mode.
+
+    Besides its own memory, which it takes in the working dtype at once, it holds one weight.
+    """
+    dtype, hf = PRECISIONS[saved.precision], saved.job.hf
+    module: Any
+    if hf is None:
+        with torch.device("meta"):
+            module = Transformer(saved.job.model).to(dtype)
+        module = module.to_empty(device=device)
+        module.tie()  # on the way there a tied head has become a weight of its own
+    else:
+        module = hf_job.unset_model(saved.hf_config(), hf.lora, dtype).to(device)
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, value in saved.weights(working=True):
+            tensors[name].copy_(value)
+    module.eval()
+    return OwnModel(module) if hf is None else CausalLm.of(module)
+
+
+SEQ_LEN_MOST = 1024
+"""Tokens per sequence in the evaluation of a folder, which names no length that it was trained
+with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """Attributes:
+    path: as asked for.
+    saved: the run that it is of; None: a folder of transformers.
+    """
+
+    path: Path
+    model: LanguageModel
+    saved: SavedRun | None
+    device: torch.device
+
+    @property
+    def packing(self) -> Packing:
+        """The packing of documents into sequences, as in its training."""
+        return "stream" if self.saved is None else self.saved.job.data.packing
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens per sequence: those of its training, or few enough for any memory."""
+        if self.saved is not None:
+            return self.saved.job.data.seq_len
+        return min(self.model.max_seq_len, SEQ_LEN_MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """Text to the tokens of a model, and back.
+
+    Attributes:
+        chat: returns the template that its conversations are rendered with; DataError: none.
+    """
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    end_of_text: int | None
+    chat: Callable[[], ChatTemplate]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Attributes:
+    loss: mean over `tokens` targets, nats.
+    left_out: targets at the end of the file that fill no sequence.
+    """
+
+    loss: float
+    tokens: int
+    left_out: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+
+
+def open_model(path: Path, device: torch.device) -> TrainedModel:
+    """Load the weights of a run's newest checkpoint, of one checkpoint, or of a folder.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if is_run(path):
+        saved = open_saved(path)
+        return TrainedModel(path, language_model(saved, device), saved, device)
+    if (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{path} holds adapters without their base: write both as one with `offloadtrain "
+            "export RUN OUT --merge`"
+        )
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            f"{path} is neither a run folder or a checkpoint, nor a folder of transformers (it has "
+            "no config.json)"
+        )
+    return TrainedModel(path, causal_lm.load(path, device), None, device)
+
+
+def words_of(trained: TrainedModel) -> Words:
+    """Return the tokenizer of the tokens that the model was trained on.
+
+    Raises:
+        DataError, CausalLmError: it is not here.
+    """
+    if (saved := trained.saved) is not None:
+        tokenizer = tokenizers.tokenizer(saved.tokenizer)
+        return Words(
+            lambda text: [*tokenizer.begin, *tokenizer.encode_batch([text])[0].tolist()],
+            tokenizer.decode,
+            tokenizer.end_of_document,
+            lambda: chat_template(tokenizer, saved.job.data.chat_template),
+        )
+    other = causal_lm.tokenizer(trained.path)
+    return Words(
+        lambda text: list(other(text)["input_ids"]),
+        lambda tokens: str(other.decode(tokens, skip_special_tokens=True)),
+        other.eos_token_id,
+        lambda: chat_template(tokenizers.tokenizer(str(trained.path))),
+    )
+
+
+def continued(trained: TrainedModel, prompt: str, num_tokens: int, sampling: Sampling) -> str:
+    """Return the prompt's continuation, up to the end of its text.
+
+    Raises:
+        ConfigError: the prompt is empty, and the tokenizer has no token to begin with.
+    """
+    words = words_of(trained)
+    tokens = words.encode(prompt) or ([] if words.end_of_text is None else [words.end_of_text])
+    if not tokens:
+        raise ConfigError("--prompt is empty, and the tokenizer has no token to begin with")
+    return _generated(trained, words, tokens, num_tokens, sampling)
+
+
+def answered(trained: TrainedModel, question: str, num_tokens: int, sampling: Sampling) -> str:
+    """Return the assistant's answer to a user's first message.
+
+    Raises:
+        DataError: the tokenizer has no chat template, or transformers is not installed.
+        ConfigError: the template refuses the message.
+    """
+    words = words_of(trained)
+    try:
+        tokens = words.chat().encode_question(question)
+    except ChatError as error:
+        raise ConfigError(f"--chat: {error}") from error
+    return _generated(trained, words, tokens, num_tokens, sampling)
+
+
+def _generated(
+    trained: TrainedModel, words: Words, tokens: list[int], num_tokens: int, sampling: Sampling
+) -> str:
+    prompt_BT = torch.tensor([tokens], device=trained.device)
+    found_BT = trained.model.generate(prompt_BT, num_tokens, sampling)
+    new = found_BT[0, len(tokens) :].tolist()
+    if words.end_of_text in new:
+        new = new[: new.index(words.end_of_text)]
+    return words.decode(new)
+
+
+@torch.no_grad()
+def evaluate(
+    trained: TrainedModel,
+    data: Path,
+    *,
+    seq_len: int,
+    batch: int,
+    most_tokens: int = 0,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Return the mean loss over the counted tokens of all whole sequences of a token file.
+
+    Args:
+        most_tokens: stop after so many, which then are spread evenly over the file; 0: all.
+        progress: called with (bytes done, bytes in all).
+
+    Raises:
+        ConfigError: the file's vocabulary or the length is not the model's.
+    """
+    tokens, model = TokenFile(data), trained.model
+    _check(trained, tokens, seq_len)
+    verify(tokens)
+    batches = Batches(
+        tokens,
+        batch=batch,
+        seq_len=seq_len,
+        packing=trained.packing,
+        shuffle=False,
+        masking=None if trained.saved is None else masking_of(trained.saved.job, tokens),
+    )
+    wanted = min(batches.windows, -(-most_tokens // seq_len) or batches.windows)
+    width = seq_len * tokens.tokens.itemsize
+    total, counted, done = 0.0, 0, 0
+    while done < wanted:
+        full_batch = batches.next()
+        part = Batch(*(None if x is None else x[: wanted - done] for x in full_batch))  # type: ignore[arg-type]
+        total += loss_of(model, to_device(part, trained.device), 1.0).item()
+        counted += int((part.targets_BT != IGNORED).sum())
+        done += len(part.tokens_BT)
+        if progress is not None:
+            progress(done * width, wanted * width)
+    complete = wanted == batches.windows and trained.packing == "stream"
+    left_out = len(tokens) - 1 - wanted * seq_len if complete else 0
+    return Evaluation(total / max(1, counted), counted, left_out)
+
+
+def _check(trained: TrainedModel, tokens: TokenFile, seq_len: int) -> None:
+    model, header = trained.model, tokens.header
+    if header.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{tokens.path} has tokens of a vocabulary of {header.vocab_size}, and {trained.path} "
+            f"has one of {model.vocab_size}: prepare the text with the model's tokenizer"
+        )
+    if trained.saved is not None and trained.saved.tokenizer != header.tokenizer:
+        raise ConfigError(
+            f"{tokens.path} was prepared with the tokenizer {header.tokenizer}, and {trained.path} "
+            f"was trained on tokens of {trained.saved.tokenizer}"
+        )
+    if seq_len > model.max_seq_len:
+        raise ConfigError(
+            f"--seq-len {seq_len} is beyond the model's longest sequence, {model.max_seq_len}"
+        )

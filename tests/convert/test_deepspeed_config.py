@@ -1,0 +1,294 @@
+"""DeepSpeed's classic configurations as jobs and as options of the mixin; nothing gets lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offloadtrain.cli.main import main
+from offloadtrain.config import job
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.convert import deepspeed_config
+from offloadtrain.convert.deepspeed_config import Imported
+
+SIZES = {"reduce_bucket_size": 5e8, "allgather_bucket_size": 5e8, "sub_group_size": 1e9}
+ZERO2: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 50}
+        | {"total_num_steps": 1000, "warmup_type": "linear"},
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        **SIZES,
+    },
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.3,
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": 16,
+    "steps_per_print": 2000,
+    "wall_clock_breakdown": False,
+}
+ZERO3: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000}
+    | {"initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps"), "auto")},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "reduce_bucket_size": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+SET = """
+[model]
+size = "demo"
+[data]
+source = "python-stdlib"
+"""
+SCRIPT = """
+args = SFTConfig(
+    output_dir=str(folder), learning_rate=2e-5, adam_beta1=0.8, adam_beta2=0.95,
+    bf16=True, fp16=False, max_grad_norm=0.7, per_device_train_batch_size=4,
+    warmup_steps=10, max_steps=100,
+)
+"""
+
+
+def imported(config: dict[str, Any], folder: Path, arguments: str | None = None) -> Imported:
+    path = folder / "ds.json"
+    path.write_text(json.dumps(config))
+    given = None
+    if arguments is not None:
+        given = folder / ("args.py" if "(" in arguments else "args.json")
+        given.write_text(arguments)
+    return deepspeed_config.load(path, given)
+
+
+NVME = {"device": "nvme", "nvme_path": "/nvme"}
+
+
+def changed(config: dict[str, Any], **values: Any) -> dict[str, Any]:
+    """Keys with dots, written as `a__b`."""
+    config = copy.deepcopy(config)
+    for key, value in values.items():
+        *sections, last = key.split("__")
+        table = config
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[last] = value
+    return config
+
+
+def test_zero_2_with_offload(tmp_path: Path) -> None:
+    found = imported(ZERO2, tmp_path)
+    made = job.loads(found.job() + SET)
+    assert (
+        made.offload.sharding.zero_stage,
+        made.offload.state.tier,
+        made.offload.weights.tier,
+    ) == (
+        2,
+        "host",
+        "device",
+    )
+    assert (made.offload.precision, made.offload.clip_norm) == ("bf16", 0.3)
+    assert (made.train.micro_batch, made.train.grad_accum_steps, made.train.steps) == (2, 4, 1000)
+    optim = made.optim
+    assert (optim.name, optim.lr, optim.betas, optim.eps) == ("adamw", 3e-5, (0.8, 0.999), 1e-8)
+    assert (optim.weight_decay, optim.warmup_steps) == (3e-7, 50)
+    assert (optim.schedule, optim.min_lr_ratio) == ("linear", 0.0)
+    assert set(found.unmapped) == {
+        *(f"zero_optimization.{key}" for key in SIZES),
+        "zero_optimization.overlap_comm",
+        "train_batch_size",
+        "steps_per_print",
+        "wall_clock_breakdown",
+    }
+    assert not found.undecided
+
+
+def test_zero_3_with_auto_and_a_script(tmp_path: Path) -> None:
+    found = imported(ZERO3, tmp_path, SCRIPT)
+    made = json.loads(found.mixin())
+    assert made["offload"] == {
+        "zero_stage": 3,
+        "state_on": "host",
+        "pin_memory": True,
+        "working": "host",
+    }
+    assert made["training_arguments"] == {
+        "bf16": True,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "lr_scheduler_type": "constant_with_warmup",
+        "learning_rate": 2e-5,
+        "warmup_steps": 10,
+        "max_grad_norm": 0.7,
+        "per_device_train_batch_size": 4,
+        "max_steps": 100,
+    }
+    assert set(found.undecided) == {"optimizer.params.eps"}
+    assert "not a literal" in found.unmapped["arguments.output_dir"]
+    assert "linear" in found.unmapped["scheduler.params.warmup_type"]
+    assert "2^16" in found.unmapped["fp16.hysteresis"]
+    assert {"fp16.loss_scale_window", "fp16.min_loss_scale"} < set(found.unmapped)
+
+
+def test_auto_without_arguments_is_left_to_them(tmp_path: Path) -> None:
+    found = imported(ZERO3, tmp_path)
+    assert "precision" not in found.tables["offload"] and "lr" not in found.tables["optim"]
+    assert found.undecided["optimizer.params.lr"] == "TrainingArguments' learning_rate decides"
+    assert "bf16.enabled" in found.undecided
+    told = found.undecided_in_a_job()
+    assert told.keys() == found.undecided.keys()
+    assert told["optimizer.params.lr"].endswith("decides; until you set it, optim.lr is 0.0003")
+    assert told["optimizer.params.betas"].endswith("optim.betas is (0.9, 0.95)")
+    assert told["bf16.enabled"] == found.undecided["bf16.enabled"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("zero_optimization__offload_optimizer__device", "tape", "the tiers are cpu, none, nvme"),
+        ("zero_optimization__offload_param__device", "tape", "the tiers are cpu, none, nvme"),
+        ("zero_optimization__offload_param__max_in_cpu", 10**9, "a few slots"),
+        ("zero_optimization__offload_optimizer__ratio", 0.4, "all of the state"),
+        ("zero_optimization__zero_quantized_weights", True, r"ZeRO\+\+"),
+        ("zero_optimization__stage", 0, "always in shards"),
+        ("zero_optimization__stage4", 1, "unknown key; did you mean zero_optimization.stage"),
+        ("optimizer__type", "OneBitAdam", "no optimizer of a job"),
+        ("optimizer__params__amsgrad", True, "AMSGrad"),
+        ("scheduler__type", "OneCycle", "the schedules are"),
+        ("fp16__loss_scale", 128, "a fixed loss scale"),
+        ("aio__block_size", 1, "read ahead and written behind"),
+        ("gradient_cliping", 1.0, "did you mean gradient_clipping"),
+        ("elasticity", {}, "any number of ranks"),
+    ],
+)
+def test_what_has_no_counterpart_is_listed(
+    tmp_path: Path, key: str, value: Any, reason: str
+) -> None:
+    found = imported(changed(ZERO2, **{key: value}), tmp_path)
+    assert re.search(reason, found.unmapped[key.replace("__", ".")])
+
+
+def test_every_key_is_mapped_or_listed(tmp_path: Path) -> None:
+    """Of each key alone: the job changes, or the key is in a list."""
+    nothing = imported({}, tmp_path)
+    for name, value in deepspeed_config._leaves(ZERO2):
+        found = imported(changed({}, **{name.replace(".", "__"): value}), tmp_path)
+        listed = name in found.unmapped
+        agrees = value in (0, True) or name.endswith(("warmup_type", "offload_optimizer.device"))
+        assert listed or found.tables != nothing.tables or agrees, name
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"zero_optimization": {"stage": 1}}, ("device", "device", 1, "fp32")),
+        ({"zero_optimization": {"cpu_offload": True}}, ("host", "device", None, "fp32")),
+        ({"zero_optimization": {"offload_optimizer": NVME}}, ("disk", "device", None, "fp32")),
+        (
+            {"fp16": {"enabled": True}, "zero_optimization": {"offload_param": {"device": "cpu"}}},
+            ("host", "host", None, "fp16"),
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": NVME, "offload_param": NVME, "stage": 3}},
+            ("disk", "disk", 3, "fp32"),
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_tier_or_leaving_it_out_means(
+    tmp_path: Path, config: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    options = imported(config, tmp_path).tables["offload"]
+    keys = ("state_on", "working", "zero_stage", "precision")
+    assert (
+        tuple(options.get(key, "device" if key == "working" else None) for key in keys) == expected
+    )
+
+
+def test_the_path_of_the_state_is_that_of_a_drive(tmp_path: Path) -> None:
+    for part in ("offload_optimizer", "offload_param"):
+        for device, path in (("nvme", "/nvme"), ("cpu", None)):
+            given = {"zero_optimization": {part: {**NVME, "device": device}, "stage": 3}}
+            found = imported(given, tmp_path)
+            assert found.tables["offload"].get("scratch_dir") == path
+            assert f"zero_optimization.{part}.nvme_path" not in found.unmapped
+
+
+def test_adam_is_adamw_unless_told(tmp_path: Path) -> None:
+    adam = changed(ZERO2, optimizer__type="Adam")
+    assert imported(adam, tmp_path).tables["optim"]["name"] == "adamw"
+    found = imported(changed(adam, optimizer__params__adam_w_mode=False), tmp_path)
+    assert found.tables["optim"]["name"] == "adam"
+    found.mixin()
+    assert "optimizer_cls_and_kwargs" in found.unmapped["optim.name"]
+
+
+def test_contradictions_are_listed(tmp_path: Path) -> None:
+    twice = changed(ZERO2, scheduler__params__warmup_max_lr=1e-4)
+    found = imported(twice, tmp_path)
+    assert "optim.lr = 3e-05" in found.unmapped["scheduler.params.warmup_max_lr"]
+    wrong = changed(ZERO2, zero_optimization__offload_param={"device": "cpu"})
+    assert imported(wrong, tmp_path).tables["offload"]["working"] == "host"
+    negative = imported(changed(ZERO2, gradient_clipping=-1.0), tmp_path)
+    assert "not positive" in negative.unmapped["offload.clip_norm"]
+
+
+def test_arguments_of_a_file(tmp_path: Path) -> None:
+    arguments = json.dumps({"learning_rate": 1e-4, "max_grad_norm": 0.0, "fp16": True})
+    found = imported(ZERO3, tmp_path, arguments)
+    assert found.tables["optim"]["lr"] == 1e-4
+    assert found.tables["offload"]["clip_norm"] is None
+    assert found.tables["offload"]["precision"] == "fp16"
+    assert "clip_norm = 0" in found.job()
+
+
+@pytest.mark.parametrize("arguments", ["x = (1)", "TrainingArguments(", "SFTConfig(); SFTConfig()"])
+def test_arguments_that_are_none(tmp_path: Path, arguments: str) -> None:
+    with pytest.raises(ConfigError, match=r"args\.py (is not Python|makes TrainingArguments)"):
+        imported(ZERO3, tmp_path, arguments)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "ds.json", tmp_path / "job.toml"
+    path.write_text(json.dumps(ZERO2))
+    assert main(["import-deepspeed", str(path), str(out)]) == 0
+    assert capsys.readouterr().err.count("not mapped: ") == 7
+    assert main(["import-deepspeed", str(path), str(out)]) != 0
+    assert "cannot be written" in capsys.readouterr().err
+    assert main(["import-deepspeed", str(path), "--to", "mixin"]) == 0
+    assert json.loads(capsys.readouterr().out)["offload"]["zero_stage"] == 2
+    path.write_text("[]")
+    assert main(["import-deepspeed", str(path)]) != 0
+
+
+def test_no_framework_is_imported() -> None:
+    code = (
+        "import sys, offloadtrain.convert.deepspeed_config\n"
+        "assert not {'torch', 'transformers', 'accelerate'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

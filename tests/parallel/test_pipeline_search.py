@@ -1,0 +1,291 @@
+"""The time of a pipeline: by hand, its properties, and the search for the fastest division."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
+
+from offloadtrain.config.job import Config, loads
+from offloadtrain.config.ranks_options import RanksConfig, Schedule
+from offloadtrain.hardware.machine import Machine, find
+from offloadtrain.parallel.pipeline import times as timing
+from offloadtrain.parallel.pipeline.drive import (
+    Turn,
+    in_flight,
+    order,
+    rank_order,
+    stage_steps,
+)
+from offloadtrain.parallel.pipeline.plan import stages_of, times_of
+from offloadtrain.parallel.pipeline.search import search
+from offloadtrain.plan.costs.costs import Costs
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.why import why
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.prove import prove
+from tests.plan.test_memory import JOB, job
+
+A100 = find("a100_80gb")[1]
+FREE = replace(
+    A100,
+    **dict.fromkeys(("h2d_gbps", "d2h_gbps", "host_link_gbps", "gpu_link_gbps"), 1e9),
+    **dict.fromkeys(("dram_gbps", "shared_dram_gbps"), 1e9),
+)
+"""Nothing but compute takes time."""
+
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "2bw")
+
+
+def pipeline(stages: int, count: int, schedule: Schedule = "1f1b", **keys: Any) -> Config:
+    """Layers that are alike, and a head that is next to nothing."""
+    shape = {"num_layers": 8, "d_model": 256, "num_heads": 2, "vocab_size": 2}
+    shape |= keys.pop("shape", {})
+    given = {
+        "train__grad_accum_steps": count,
+        "offload__precision": "bf16",
+        "device__kind": "auto",
+    }
+    config = job(shape | {"max_seq_len": 16}, **(given | keys))
+    if schedule == "2bw":
+        config = replace(config, offload=config.offload.replace(update="delayed"))
+    return replace(config, ranks=RanksConfig(pipeline=stages, schedule=schedule))
+
+
+def planned(
+    stages: int, count: int, schedule: Schedule, machine: Machine = FREE, **keys: Any
+) -> Plan:
+    return make(pipeline(stages, count, schedule, **keys), "test", machine, stages)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_is_its_compute_and_its_flush(stages: int, schedule: Schedule) -> None:
+    """m microbatches, and p - 1 more where the pipeline is flushed."""
+    found = times_of(planned(stages, 8, schedule))
+    assert found is not None
+    each = found.compute_s[0] / 8
+    turns = 8 if schedule == "2bw" else 8 + stages - 1
+    assert found.seconds == pytest.approx(turns * each, rel=0.05)
+    assert found.bubbles[0] == pytest.approx(1 - 8 / turns, abs=0.05)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_slow_links_make_a_step_longer(schedule: Schedule) -> None:
+    fast = times_of(planned(4, 8, schedule))
+    slow = times_of(planned(4, 8, schedule, replace(FREE, gpu_link_gbps=0.5)))
+    assert fast is not None and slow is not None
+    assert slow.links[0].seconds == slow.links[0].nbytes / 0.5e9 and slow.seconds > fast.seconds
+
+
+def test_a_link_between_hosts_is_shared_by_those_who_cross() -> None:
+    """Four stages of two ranks on hosts of four: the second boundary crosses, with two pairs."""
+    config = pipeline(4, 8, train__micro_batch=2)
+    machine = replace(FREE, gpus=4, gpu_link_gbps=100.0, node_link_gbps=10.0)
+    times = times_of(make(config, "test", machine, 8))
+    assert times is not None
+    assert [link.between_hosts for link in times.links] == [False, True, False]
+    inside, crossing, _ = (link.nbytes / link.seconds for link in times.links)
+    assert (inside, crossing) == (pytest.approx(100e9), pytest.approx(5e9))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_many_microbatches_take_what_a_simulation_of_all_takes(schedule: Schedule) -> None:
+    plan = planned(2, 16, schedule, A100)
+    costs = [Costs(stage, A100) for stage in stages_of(plan)]
+    links = timing.links_of(stages_of(plan), A100)
+    exact = timing._step_s(costs, links, schedule, 16, 2)
+    times = times_of(plan)
+    assert times is not None and times.seconds == pytest.approx(exact, rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_driven_program_of_every_stage_has_no_race(schedule: Schedule, ranks: int) -> None:
+    plan = make(pipeline(2, 4, schedule), "test", A100, 2 * ranks)
+    for number, stage in enumerate(stages_of(plan)):
+        operations, turns = stage_steps(Program(stage.spec), schedule, number, 2, 3)
+        assert prove(operations) == []
+        assert len(turns) >= 3 * 2 * stage.spec.config.grad_accum_steps
+
+
+def test_turns_by_hand() -> None:
+    def told(turns: list[Turn]) -> str:
+        return " ".join(f"{turn.kind[0]}{turn.number}" for turn in turns)
+
+    assert told(list(order("gpipe", 0, 2, 2, 1))) == "f0 f1 b0 b1 s0 d0"
+    assert told(list(order("1f1b", 0, 2, 3, 1))) == "f0 f1 b0 f2 b1 b2 s0 d0"
+    assert told(list(order("1f1b", 1, 2, 3, 1))) == "f0 b0 f1 b1 f2 b2 s0 d0"
+    assert told(list(order("2bw", 0, 2, 2, 2))) == "f0 f1 b0 f2 b1 s0 d0 f3 b2"
+
+
+class Shape:
+    """What torch's order of a schedule depends on."""
+
+    def __init__(self, ranks: int, per_rank: int, microbatches: int) -> None:
+        self.pp_group_size, self.n_local_stages = ranks, per_rank
+        self._n_microbatches = microbatches
+        self.microbatches_per_round = microbatches // max(1, microbatches // ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("per_rank", [2, 3])
+def test_interleaved_is_in_torchs_order(ranks: int, per_rank: int) -> None:
+    """Of every rank, in rounds that the ranks divide and others; no stage has more in flight."""
+    for count in (count for count in range(ranks, 14) if count % (count // ranks) == 0):
+        shape, most = Shape(ranks, per_rank, count), dict.fromkeys(range(ranks * per_rank), 0)
+        for rank in range(ranks):
+            actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(shape, rank)
+            found = [one for one in actions if one is not None]
+            own = list(rank_order("interleaved", rank, ranks, per_rank, count, 1))
+            kinds = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
+            assert [(stage, turn.kind, turn.number) for stage, turn in own[: len(found)]] == [
+                (one.stage_index, kinds[one.computation_type.name], one.microbatch_index)
+                for one in found
+            ]
+            assert [turn.kind for _, turn in own[len(found) :]] == [
+                *["squares"] * per_rank,
+                *["decide"] * per_rank,
+            ]
+            now = dict.fromkeys(most, 0)
+            for one in found:
+                now[one.stage_index] += 1 if one.computation_type.name == "FORWARD" else -1
+                most[one.stage_index] = max(most[one.stage_index], now[one.stage_index])
+        for stage, held in most.items():
+            assert in_flight("interleaved", stage, ranks * per_rank, per_rank, count) == held
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_that_take_turns_have_less_of_a_bubble(stages: int) -> None:
+    """arXiv:2104.04473, 2.2: with v stages on a rank it is 1 / v of 1F1B's, where nothing but
+    compute takes time."""
+    job = pipeline(stages, 8, shape={"num_layers": 16})
+    in_turn = RanksConfig(pipeline=stages, schedule="interleaved", stages_per_rank=2)
+    both = job, replace(job, ranks=in_turn)
+    plain, twice = (times_of(make(one, "test", FREE, stages)) for one in both)
+    assert plain is not None and twice is not None
+    compute = max(plain.compute_s)
+    bubbles = [times.seconds / compute - 1 for times in (plain, twice)]
+    assert bubbles[0] == pytest.approx((stages - 1) / 8, rel=0.05)
+    assert bubbles[1] == pytest.approx(bubbles[0] / 2, rel=0.1)
+
+
+def test_without_a_flush_weights_are_there_twice_but_on_the_last_stage() -> None:
+    flushed, without = planned(2, 4, "1f1b", A100), planned(2, 4, "2bw", A100)
+    first, last = (stage.device()["working weights"] for stage in stages_of(without))
+    assert first == 2 * stages_of(flushed)[0].device()["working weights"]
+    assert last == stages_of(flushed)[1].device()["working weights"]
+
+
+@pytest.mark.slow
+def test_the_search_tries_streamed_weights_without_a_flush() -> None:
+    config = pipeline(1, 16)
+    config = replace(config, offload=config.offload.replace(working="host"))
+    found = search(config, "test", A100, 2, ("1f1b", "2bw"))
+    (without,) = [one for one in found if one.schedule == "2bw"]
+    first, last = stages_of(without.plan)
+    assert first.spec.weight_versions == 2 and last.spec.weight_versions == 1
+    assert make(without.plan.job, "test", A100, 2).prediction.seconds == without.seconds
+
+
+@pytest.mark.slow
+def test_what_bounds_a_step_of_stages_is_asked_of_all_of_them() -> None:
+    """Twice as fast a part saves at most half of the step, and links that take no time nothing."""
+    gains = why(planned(2, 8, "1f1b", replace(A100, gpu_link_gbps=1e9))).gains
+    assert all(0 <= gain <= 1 for gain in gains.values()), gains
+    assert gains["the links between ranks"] == pytest.approx(0, abs=1e-6)
+
+
+def test_only_the_last_stage_has_the_head() -> None:
+    config = pipeline(2, 4)
+    config = replace(config, model=replace(config.model, vocab_size=50_000))
+    plan = make(config, "test", replace(A100, launch_us=0.0), 2)
+    times = times_of(plan)
+    assert times is not None
+    first, last = times.compute_s
+    assert last > 1.5 * first
+
+
+def test_ranks_of_other_stages_share_the_host() -> None:
+    machine = replace(A100, numa_nodes=1)
+    one = Costs(make(pipeline(1, 4), "test", machine, 1).placed, machine)
+    two = Costs(make(pipeline(2, 4), "test", machine, 2).placed, machine)
+    assert two._dram < one._dram
+
+
+@pytest.mark.slow
+def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
+    found = search(pipeline(1, 16), "test", A100, 4)
+    assert {one.stages for one in found} == {1, 2, 4}
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    for one in found:
+        again = make(one.plan.job, "test", A100, 4)
+        assert again.prediction.seconds == one.seconds and again.fits
+        assert again.prediction.tokens_per_s == pytest.approx(16 * 16 * 2 / one.seconds)
+
+
+@pytest.mark.slow
+def test_the_search_ends_for_any_number_of_sequences() -> None:
+    (found,) = search(pipeline(1, 3 * 10**12), "test", FREE, 1)[:1]
+    assert found.plan.job.train.global_batch_tokens == 0 and found.seconds > 0
+
+
+def test_the_search_tries_several_stages_on_a_rank() -> None:
+    """Where nothing but compute takes time, they have the smaller bubble."""
+    found = {one.order: one for one in search(pipeline(1, 16), "test", FREE, 2) if one.stages == 2}
+    assert found["interleaved x2"].seconds < found["1f1b"].seconds
+    assert "ranks.schedule=interleaved ranks.stages_per_rank=2" in found["interleaved x2"].keys
+    assert "stages_per_rank" not in found["1f1b"].keys
+
+
+@pytest.mark.slow
+def test_the_search_recomputes_as_few_layers_as_fit() -> None:
+    config = pipeline(1, 16, shape={"num_layers": 16, "d_model": 512}, train__micro_batch=4)
+    longer = replace(config.model, max_seq_len=1024), replace(config.data, seq_len=1024)
+    config = replace(config, model=longer[0], data=longer[1])
+    schedules: tuple[Schedule, ...] = ("1f1b", "2bw")
+    ample, tight = (
+        {
+            (one.order, one.stages): one
+            for one in search(config, "test", replace(A100, gpu_memory=memory), 2, schedules)
+        }
+        for memory in ("80 GiB", "1600 MiB")
+    )
+    assert all(one.activation == "keep" for one in ample.values())
+    for where, one in tight.items():
+        again = one.plan.job.offload.activations.recompute_blocks
+        if one.plan.job.offload.activations.recomputes:
+            assert type(again) is int and 0 < again
+            assert f"offload.recompute_blocks={again}" in one.keys
+            assert one.seconds >= ample[where].seconds
+    recomputed = {
+        where for where, one in tight.items() if one.plan.job.offload.activations.recomputes
+    }
+    assert {("1f1b", 2), ("2bw", 2)} <= recomputed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["ranks.pipeline=2", "ranks.layers_per_stage=[2,2]"],
+        ["ranks.pipeline=2", "ranks.schedule=interleaved", "ranks.stages_per_rank=2"],
+        [
+            *("ranks.tensor=2", "offload.activation=recompute", "offload.recompute_blocks=auto"),
+            "offload.partition_activations=true",
+        ],
+    ],
+)
+def test_the_keys_of_a_division_are_taken_by_the_job_that_was_asked_for(asked: list[str]) -> None:
+    layers = 8 if "interleaved" in asked[1] else 4
+    sizes = [f"model.num_layers={layers}", "model.tie_embeddings=false", "train.micro_batch=16"]
+    one = loads(JOB, overrides=[*sizes, *asked, "device.kind=auto"])
+    for found in search(one, "a100_80gb", A100, 4):
+        job_of_keys = loads(JOB, overrides=[*sizes, *asked, *found.keys.split()])
+        assert job_of_keys.ranks == found.plan.job.ranks, found.keys
+        assert (
+            job_of_keys.offload.activations.recomputes
+            == found.plan.job.offload.activations.recomputes
+        )

@@ -1,0 +1,149 @@
+"""Stages of a pipeline that compute for about as long as each other, whatever the head takes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
+from offloadtrain.config.ranks_options import Schedule
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.parallel.pipeline.balance import LEAST, divided, divisions_from
+from offloadtrain.parallel.pipeline.plan import stages_of
+from offloadtrain.parallel.pipeline.search import search
+from offloadtrain.plan.automatic import decided
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.why import why
+from tests.config.test_config import JOB
+from tests.parallel.test_pipeline_search import FREE, pipeline
+
+HEAD = {"shape": {"d_model": 1024, "vocab_size": 65536}, "train__micro_batch": 64}
+"""A head that takes as long as several layers."""
+
+
+def divisions(layers: int, stages: int) -> list[tuple[int, ...]]:
+    """All of them, by number of layers."""
+    bounds = ((0, *inner, layers) for inner in combinations(range(1, layers), stages - 1))
+    found = [tuple(end - first for first, end in pairwise(one)) for one in bounds]
+    return [one for one in found if min(one) >= LEAST]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))]
+)
+def test_no_division_has_a_shorter_longest_stage(seed: int) -> None:
+    draw = random.Random(seed)
+    stages = draw.choice([2, 3, 4])
+    layers = [draw.randint(1, 9) for _ in range(draw.randint(2 * stages, 11))]
+    before, behind = draw.randint(0, 9), draw.randint(0, 30)
+
+    def loads(each: tuple[int, ...]) -> list[int]:
+        firsts = [sum(each[:stage]) for stage in range(stages)]
+        own = [sum(layers[first : first + n]) for first, n in zip(firsts, each, strict=True)]
+        return [own[0] + before, *own[1:-1], own[-1] + behind]
+
+    chosen = divided(layers, before, behind, stages)
+    assert sum(chosen) == len(layers) and min(chosen) >= LEAST
+    assert max(loads(chosen)) == min(max(loads(one)) for one in divisions(len(layers), stages))
+
+
+def test_divisions_by_hand() -> None:
+    assert divided([1] * 8, 0, 0, 2) == (4, 4)
+    assert divided([1] * 8, 0, 2, 2) == (5, 3)
+    assert divided([1] * 8, 0, 100, 2) == (6, 2)
+    assert divided([1] * 8, 2, 2, 4) == (2, 2, 2, 2)
+    assert divided([1] * 9, 0, 0, 4) == (2, 2, 2, 3)  # the first ones hold more activations
+    assert divided([5, 5, 1, 1, 1, 1], 0, 0, 2) == (2, 4)
+
+
+def planned(job: Config, each: object, machine: Machine = FREE, ranks: int = 2) -> Plan:
+    given = replace(job, ranks=replace(job.ranks, layers_per_stage=each))
+    return make(given, "test", machine, ranks)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
+def test_auto_is_the_fastest_division_of_all(schedule: Schedule) -> None:
+    job = pipeline(2, 8, schedule, **HEAD)
+    auto = planned(job, "auto")
+    seconds = {one: planned(job, one).prediction.seconds for one in divisions(8, 2)}
+    assert auto.job.ranks.layers_per_stage == min(seconds, key=lambda one: seconds[one]) != (4, 4)
+    assert auto.prediction.seconds == min(seconds.values())
+    assert [stage.repeated for stage in stages_of(auto)] == list(auto.job.ranks.layers_per_stage)
+
+
+def within(plan: Plan) -> Machine:
+    """A machine whose devices have room for this plan, and for no larger one."""
+    room = sum(plan.device.values()) + FREE.gpu_reserved_bytes
+    return replace(FREE, gpu_memory=f"{room // 1024 + 1} KiB")
+
+
+def test_stages_are_balanced_as_far_as_they_fit() -> None:
+    """Of a job whose first stage has more memory to spare than two layers take, one more fits."""
+    job = pipeline(2, 8, "1f1b", **HEAD)
+    assert planned(job, "auto").job.ranks.layers_per_stage == (6, 2)
+    some = within(planned(job, (5, 3)))
+    assert not planned(job, (6, 2), some).fits
+    assert planned(job, "auto", some).job.ranks.layers_per_stage == (5, 3)
+    none = replace(FREE, gpu_memory=f"{FREE.gpu_reserved_bytes // 1024 + 1} KiB")
+    assert planned(job, "auto", none).job.ranks.layers_per_stage == (6, 2)
+
+
+@pytest.mark.parametrize(("most", "chosen"), [(4, ()), (5, (5, 3)), (6, (6, 2)), (3, (6, 2))])
+def test_the_most_layers_that_a_stage_has_room_for(most: int, chosen: tuple[int, ...]) -> None:
+    """None of any stage: what is asked for is planned, and told not to fit."""
+
+    def plan(one: Config) -> Any:
+        each = one.ranks.given_layers or (4, 4)
+        return SimpleNamespace(fits=max(each) <= most, divisions=lambda: ((), (5, 3), (6, 2)))
+
+    auto = pipeline(2, 8, "1f1b")
+    auto = replace(auto, ranks=replace(auto.ranks, layers_per_stage="auto"))
+    assert decided(auto, plan).ranks.layers_per_stage == chosen
+
+
+def test_divisions_between_two() -> None:
+    found = list(divisions_from((3, 3, 3, 3), (5, 4, 2, 1)))
+    assert found == [(4, 3, 3, 2), (5, 3, 2, 2), (5, 4, 2, 1)]
+    assert not list(divisions_from((2, 2), (2, 2)))
+
+
+def test_alike_stages_stay_as_they_are() -> None:
+    assert planned(pipeline(2, 8), "auto").job.ranks.layers_per_stage == ()
+
+
+def test_the_search_and_the_reasons_name_it() -> None:
+    job = pipeline(2, 8, "1f1b", **HEAD)
+    best = planned(job, "auto").job.ranks.layers_per_stage
+    (found,) = [one for one in search(job, "test", FREE, 2, ["1f1b"]) if one.stages == 2]
+    assert f"ranks.layers_per_stage=[{','.join(map(str, best))}] " in found.keys
+    changes = [one.keys for one, _ in why(planned(job, ())).changes]
+    assert {"ranks.layers_per_stage": "auto"} in changes
+    assert {"ranks.layers_per_stage": "auto"} not in [
+        one.keys for one, _ in why(planned(job, "auto")).changes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"pipeline": 2, "layers_per_stage": [4, 3]}, "are 7 layers, and the model has 8"),
+        ({"pipeline": 2, "layers_per_stage": [4, 2, 2]}, "has 3 numbers for 2 stages"),
+        ({"pipeline": 2, "layers_per_stage": [7, 1]}, "each stage needs 2 layers"),
+        ({"pipeline": 2, "layers_per_stage": [4, "4"]}, "a list of whole numbers"),
+        ({"pipeline": 2, "layers_per_stage": "even"}, "one of auto"),
+        ({"layers_per_stage": [8]}, "for the stages of a pipeline"),
+        ({"layers_per_stage": "auto"}, "for the stages of a pipeline"),
+    ],
+)
+def test_layers_that_no_stages_have_are_refused(options: dict[str, object], told: str) -> None:
+
+    keys = [f"ranks.{key}={value}".replace("'", '"') for key, value in options.items()]
+    with pytest.raises(ConfigError, match=told):
+        jobs.loads(JOB, "job", ["model.num_layers=8", "model.tie_embeddings=false", *keys])

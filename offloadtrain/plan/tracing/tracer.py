@@ -29,8 +29,8 @@ JobLoss = Callable[[nn.Module, Config], Tensor]
 Kind = TypeVar("Kind", bound=Hashable)
 
 _MOST_TOKENS = 2**17
-"""Of a microbatch that is traced. A larger one takes as much more as this one takes more than half
-of it, and its trace would take long: each piece of its loss is a tensor."""
+"""The largest microbatch that is traced, in tokens. Sizes of a larger one are extrapolated from
+this one and half of it: a trace takes time for each piece of the loss."""
 
 _FEW = 2
 """Samples of the smallest microbatch that sizes are interpolated from: some models (batch norm)

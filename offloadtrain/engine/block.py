@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -29,7 +31,7 @@ def _ordinary_tensors() -> Iterator[None]:
 
 
 _Views = list[tuple[nn.Parameter | LocalPart, Tensor]]
-"""Each parameter with its view. Made once per memory: blocks change slots at every use."""
+"""Each parameter with its view."""
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
@@ -60,6 +62,190 @@ class _Closed:
 CLOSED = _Closed()
 
 
+class ParameterViews:
+    """What a block's parameters are views of: its slot of the device, the host's copy, or NaN.
+
+    Only the views change. Autograd does not notice: saved weights are handles for this reason.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """`buckets`: all that a forward of the block reads."""
+        self.buckets = buckets
+        self._ranges: dict[Buffer | None, tuple[Range, ...]] = {}
+        """Device memory of the first bucket → that of all."""
+        self._made: dict[tuple[Buffer, ...], _Views] = {}
+        """Memory → views of it. Made once: blocks change slots at every use."""
+        self._absent: _Views = []
+        self._shown: _Views = []
+        self._placeholders: dict[Bucket, Tensor] = {}
+        self._hidden: list[nn.Parameter] = []
+        """Parameters whose reads are reported while they have no weights."""
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The memory of the device that holds the weights now."""
+        # All buckets of a block change their slot together: the first one stands for all.
+        memory = self.buckets[0].working if self.buckets else None
+        if memory not in self._ranges:
+            self._ranges[memory] = tuple(bucket.working.whole for bucket in self.buckets)
+        return self._ranges[memory]
+
+    def show_slot(self) -> None:
+        """Show the slot that the block has."""
+        # Before the load is done: no kernel reads through these views until `Block.use` has waited.
+        memory = (self.buckets[0].working,)
+        self._show_memory(memory, lambda bucket, slot: slot.view(bucket.working.flat))
+
+    def show_host(self) -> None:
+        """Show the host's copy; the lanes are empty, so that no update writes it meanwhile."""
+        # An update of one bucket may have made another of its copies the newest.
+        memory = tuple(bucket.load_source for bucket in self.buckets)
+        self._show_memory(memory, lambda bucket, slot: slot.view(bucket.load_source.flat))
+
+    def show_nothing(self) -> None:
+        """Make the parameters NaN."""
+        if not self._absent:
+            self._absent = self._make(
+                lambda bucket, slot: self.placeholder(bucket).expand(slot.shape)
+            )
+        self._show(self._absent)
+
+    def hide(self, reads: AbsentReads, remedy: str) -> None:
+        """Report reads of parameters that have no weights: [Note: Absent weights]."""
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self._hidden += reads.hide([(slot.name, slot.param) for slot in slots], remedy)
+
+    def reveal(self) -> None:
+        """Report no reads any more."""
+        reveal(self._hidden)
+        self._hidden.clear()
+
+    def check(self) -> None:
+        """Raises ModelError if somebody else has set `data` of a parameter: the next load would
+        silently undo it."""
+        for number, (param, view) in enumerate(self._shown):
+            current = param.data if isinstance(param, LocalPart) else param
+            if _place(current) != _place(view):
+                slots = [slot for bucket in self.buckets for slot in bucket.slots]
+                raise ModelError(changed(slots[number].name, MOVED))
+
+    def placeholder(self, bucket: Bucket) -> Tensor:
+        """Return the 0-dim NaN, on the device, that stands for weights that are not there."""
+        if bucket not in self._placeholders:
+            flat = bucket.working.flat
+            nan = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
+            self._placeholders[bucket] = nan
+        return self._placeholders[bucket]
+
+    def _show_memory(
+        self, memory: tuple[Buffer, ...], view: Callable[[Bucket, Slot], Tensor]
+    ) -> None:
+        if memory not in self._made:
+            self._made[memory] = self._make(view)
+        self._show(self._made[memory])
+
+    def _show(self, views: _Views) -> None:
+        if self._hidden:
+            self.reveal()
+        for param, view in views:
+            param.data = view
+        self._shown = views
+
+    def _make(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
+        with _ordinary_tensors():
+            return [(slot.local, view(b, slot)) for b in self.buckets for slot in b.slots]
+
+
+class GraphReads:
+    """The autograd graphs that hold saved weights of a block, and the backwards that read them.
+
+    [Note: Backward spans]
+    Autograd reads a block's weights from the first unpacking of a saved handle until the last
+    handle is freed with its graph node, or, of a compiled block, until its first gradient comes.
+    That interval is the block's backward span.
+
+    Attributes:
+        generation: the number of times the weights were replaced. A saved handle with another
+            generation belongs to an older graph.
+        versions: the number of generations whose weights are on the device.
+    """
+
+    def __init__(self, name: str, lanes: Lanes, *, ends_at_gradient: bool) -> None:
+        """`ends_at_gradient`: the span of a backward ends when its first gradient comes. A compiled
+        backward frees what its forward saved before it runs."""
+        self.generation = 0
+        self.versions = 1
+        self._name = name
+        self._lanes = lanes
+        self._ends_at_gradient = ends_at_gradient
+        self._handles: dict[int, int] = {}
+        """Generation → the number of handles that graphs hold."""
+        self._ranges: dict[int, tuple[Range, ...]] = {}
+        """Generation → its weights, where several versions are on the device."""
+        self._spans: dict[int, Span] = {}
+        """Generation → the span of the backward that reads it."""
+
+    @property
+    def hold_weights(self) -> bool:
+        """True if a graph holds a handle."""
+        return bool(self._handles)
+
+    def packed(self, weights: tuple[Range, ...]) -> None:
+        """A graph saves a handle of the newest weights."""
+        self._handles[self.generation] = self._handles.get(self.generation, 0) + 1
+        if self.versions > 1:
+            self._ranges[self.generation] = weights
+
+    def check(self, generation: int) -> None:
+        """Raises StaleGraphError if the weights of a generation are gone."""
+        if abs(self.generation - generation) >= self.versions:
+            raise StaleGraphError(
+                f"backward reached block '{self._name}' through a graph that was built before the "
+                f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
+                "are gone. Run forward again after step()."
+            )
+
+    def begin(self, generation: int, weights: tuple[Range, ...]) -> None:
+        """Backward reads a generation's weights from here on."""
+        if generation not in self._spans:
+            # A streamed block's weights are where its slot is now, a version's where they were.
+            ranges = self._ranges.get(generation, weights)
+            self._spans[generation] = self._lanes.open_span(f"backward {self._name}", ranges)
+
+    def released(self, generation: int) -> None:
+        """A handle is freed. With the last one, the span of its reads ends on compute."""
+        self._handles[generation] -= 1
+        if self._handles[generation] == 0:
+            del self._handles[generation]
+            self._ranges.pop(generation, None)
+            if not self._ends_at_gradient:
+                self._end(generation)
+
+    def end(self) -> None:
+        """No backward reads the weights any more."""
+        for generation in tuple(self._spans):
+            self._end(generation)
+
+    def _end(self, generation: int) -> None:
+        if (span := self._spans.pop(generation, None)) is not None:
+            self._lanes.close_span(span)
+
+
+@dataclass(slots=True)
+class ReadClock:
+    """When a block was read, in forwards of modules; see `InFlight`.
+
+    Attributes:
+        first: the first forward since the last micro-step whose graph backward may run; 0: none.
+        last: the last forward outside of a backward.
+        in_order: each backward is that of the oldest forward without one.
+    """
+
+    first: int = 0
+    last: int = 0
+    in_order: bool = False
+
+
 class Block:
     """The unit of residence: the parameters that one module's forward uses as one.
 
@@ -72,18 +258,10 @@ class Block:
         compiled: torch compiles its forward.
         then: see `BlockSpec`.
         streamed: its weights are loaded into a device slot for their use.
-        reads: told of reads of its parameters while they have no weights.
         source: brings its weights to where compute reads them.
         forwards: the number of its forwards that are running.
-        generation: the number of times its weights were replaced. A saved handle with another
-            generation belongs to an older graph.
-        versions: the number of generations whose weights are on the device.
-        clock: the time, in forwards of modules, at which its last forward outside of a backward
-            began.
-        first_clock: that of the first one since the last micro-step whose graph backward may run; 0
-            if there was none.
-        in_order: see `InFlight`.
-        expected: number of trainable parameters, each of which delivers a gradient per backward.
+        clock: when it was read.
+        graphs: the autograd graphs that still read its weights.
     """
 
     def __init__(
@@ -111,37 +289,14 @@ class Block:
         self.streamed = False
         self.source: Source
         self.forwards = 0
-        self.expected = sum(len(bucket.slots) for bucket in buckets)
-        self.generation = 0
-        self.versions = 1
-        self.clock = self.first_clock = 0
-        self.in_order = False
-        self._lanes = lanes
-        self._readings: dict[int, int] = {}
-        """Generation → the graphs that hold saved views of its weights."""
-        self._read: dict[int, tuple[Range, ...]] = {}
-        """Generation → its weights, where several are kept."""
+        self.clock = ReadClock()
+        self.graphs = GraphReads(self.name, lanes, ends_at_gradient=compiled and bool(buckets))
         self._runs_again = False
-        self._backward: dict[int, Span] = {}
-        """Generation → the span of the backward that reads it."""
-        self._placeholders: dict[Bucket, Tensor] = {}
-        self._weights: dict[Buffer | None, tuple[Range, ...]] = {}
-        self._views: dict[Buffer, _Views] = {}
-        """For a streamed block: memory of its first bucket in a slot → its parameters' views."""
-        self._host_views: dict[tuple[Buffer, ...], _Views] = {}
-        """The same of the host's copy, by the memory of each of its buckets."""
-        self._absent: _Views = []
-        """Its parameters' views without a slot."""
-        self._shown: _Views = []
-        """Its parameters' views as they were set last."""
-        self.reads: AbsentReads | None = None
-        self._hidden: list[nn.Parameter] = []
-        """Parameters whose reads are told while they have no weights."""
 
     @property
     def quiet(self) -> bool:
         """No graph holds a saved view of the weights."""
-        if self._readings:
+        if self.graphs.hold_weights:
             return False
         # A recompute past the hooks leaves plain views in its graph, which no handle counts: they
         # are alive until backward has passed the block.
@@ -152,13 +307,15 @@ class Block:
         """All that a forward of the block reads."""
         return self.buckets + self.frozen
 
+    @cached_property
+    def views(self) -> ParameterViews:
+        """Its memory on the device, and what its parameters are views of where it is streamed."""
+        return ParameterViews(self.all_buckets)
+
     @property
     def weights(self) -> tuple[Range, ...]:
         """The ranges that a forward or a backward of it reads, where they are now."""
-        memory = self.all_buckets[0].working if self.all_buckets else None
-        if memory not in self._weights:
-            self._weights[memory] = tuple(bucket.working.whole for bucket in self.all_buckets)
-        return self._weights[memory]
+        return self.views.ranges
 
     @property
     def kept_by(self) -> str:
@@ -169,88 +326,15 @@ class Block:
         """Compute is about to read the weights."""
         self.source.use(self)
 
-    def enter_device(self) -> None:
-        """Make the parameters views of the slot; compute waits for the weights in `use`."""
-        # All buckets of a block change their slot together: the first one stands for all.
-        memory = self.all_buckets[0].working
-        if memory not in self._views:
-            self._views[memory] = self._views_of(
-                lambda bucket, slot: slot.view(bucket.working.flat)
-            )
-        # Before the load is done: no kernel reads through these views until `use` has waited.
-        self._show(self._views[memory])
-
     def leave_device(self) -> None:
         """Make the parameters NaN until the next use: the slot goes to another block."""
         # The span ends before the slot changes hands: a load into it would race with its reads.
-        self.end_backward()
-        if not self._absent:
-            self._absent = self._views_of(
-                lambda bucket, slot: self.placeholder(bucket).expand(slot.shape)
-            )
-        self._show(self._absent)
-        if self.reads is not None and self.reads.on:
-            self.hide(self.reads)
-
-    def hide(self, reads: AbsentReads) -> None:
-        """Tell of reads of its parameters, which have no weights: [Note: Absent weights]."""
-        slots = [slot for bucket in self.all_buckets for slot in bucket.slots]
-        self._hidden += reads.hide([(slot.name, slot.param) for slot in slots], self.kept_by)
-
-    def expose_host_weights(self) -> None:
-        """Make the parameters of a streamed block without a slot views of the host's copy."""
-        # An update of one bucket may have made another of its copies the newest.
-        memory = tuple(bucket.load_source for bucket in self.all_buckets)
-        if memory not in self._host_views:
-            made = self._views_of(lambda bucket, slot: slot.view(bucket.load_source.flat))
-            self._host_views[memory] = made
-        # The lanes are empty: no update writes this memory while the user looks at it.
-        self._show(self._host_views[memory])
-
-    def reveal(self) -> None:
-        """Tell of no reads any more."""
-        reveal(self._hidden)
-        self._hidden.clear()
-
-    def _show(self, views: _Views) -> None:
-        if self._hidden:
-            self.reveal()
-        # Only the view changes; autograd does not notice. Saved weights are handles for this
-        # reason.
-        for param, view in views:
-            param.data = view
-        self._shown = views
-
-    def check(self) -> None:
-        """Raises ModelError if somebody else has set `data` of a parameter of a streamed block: the
-        next load would silently undo it."""
-        for number, (param, view) in enumerate(self._shown):
-            current = param.data if isinstance(param, LocalPart) else param
-            if _place(current) != _place(view):
-                slots = [slot for bucket in self.all_buckets for slot in bucket.slots]
-                raise ModelError(changed(slots[number].name, MOVED))
-
-    def _views_of(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
-        with _ordinary_tensors():
-            return [(slot.local, view(b, slot)) for b in self.all_buckets for slot in b.slots]
-
-    def placeholder(self, bucket: Bucket) -> Tensor:
-        """Return the 0-dim NaN, on the device, that stands for weights that are not there."""
-        if bucket not in self._placeholders:
-            flat = bucket.working.flat
-            nan = torch.full((), float("nan"), dtype=flat.dtype, device=flat.device)
-            self._placeholders[bucket] = nan
-        return self._placeholders[bucket]
-
-    # [Note: Backward spans]
-    # Autograd reads a block's weights from the first unpacking of a saved handle until the last
-    # handle is freed with its graph node, or, of a compiled block, until its first gradient comes.
-    # That interval is the block's backward span.
+        self.graphs.end()
+        self.views.show_nothing()
 
     def packed(self) -> None:
-        self._readings[self.generation] = self._readings.get(self.generation, 0) + 1
-        if self.versions > 1:
-            self._read[self.generation] = self.weights
+        """A graph saves a handle of the weights."""
+        self.graphs.packed(self.weights)
 
     def unpacked(self, generation: int, clock: int) -> None:
         """A node of the graph is about to read the weights.
@@ -262,41 +346,14 @@ class Block:
         Raises:
             StaleGraphError: if they were replaced since the graph was built.
         """
-        if abs(self.generation - generation) >= self.versions:
-            raise StaleGraphError(
-                f"backward reached block '{self.name}' through a graph that was built before the "
-                f"last optimizer step ({self.generation - generation} update(s) ago): its weights "
-                "are gone. Run forward again after step()."
-            )
+        self.graphs.check(generation)
         # Compute waits for the load, and the block is pinned: no prefetch evicts it while this
         # backward reads it.
         if self.streamed:
             self.source.unpacked(self, clock)
-        if generation not in self._backward:
-            # A streamed block's weights are where its slot is now, a version's where they were.
-            read = self._read.get(generation, self.weights)
-            self._backward[generation] = self._lanes.open_span(f"backward {self.name}", read)
+        self.graphs.begin(generation, self.weights)
 
     def runs_again(self) -> None:
         """Its forward runs as a part of a backward that has not unpacked any of its handles."""
         self._runs_again = True
-        self.unpacked(self.generation, self.clock)
-
-    def released(self, generation: int) -> None:
-        self._readings[generation] -= 1
-        # The last reader of the weights is gone: the span of its reads ends on compute here.
-        if self._readings[generation] == 0:
-            del self._readings[generation]
-            self._read.pop(generation, None)
-            # A compiled backward frees what its forward saved before it runs: its span ends when
-            # its first gradient comes.
-            if not (self.compiled and self.expected):
-                self._end_span(generation)
-
-    def end_backward(self) -> None:
-        for generation in tuple(self._backward):
-            self._end_span(generation)
-
-    def _end_span(self, generation: int) -> None:
-        if (span := self._backward.pop(generation, None)) is not None:
-            self._lanes.close_span(span)
+        self.unpacked(self.graphs.generation, self.clock.last)

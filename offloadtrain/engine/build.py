@@ -21,7 +21,7 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.norm import NormMeasure
+from offloadtrain.engine.norm import NormMeasure, SquareSums
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skipping import entries_in
@@ -71,8 +71,11 @@ def build(
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
-    sources = blocks, program, interpreter, functions, ranks, memory
-    gradients = Gradients(*sources, in_order=division.in_order, skipping=division.skipping)
+    gradients = Gradients(
+        blocks, program, interpreter, functions, ranks, in_order=division.in_order
+    )
+    trained = [bucket for block in blocks for bucket in block.buckets]
+    squares = SquareSums(trained, program, interpreter, memory, division)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn)
@@ -97,7 +100,7 @@ def build(
         interpreter=interpreter,
         functions=functions,
         gradients=gradients,
-        norm_measure=NormMeasure(gradients, functions, division),
+        norm_measure=NormMeasure(squares, gradients, functions, division),
         residency=residency,
         ranks=ranks,
     )
@@ -138,7 +141,7 @@ def lay_out(
             block.frozen = ()
         block.streamed = block.name in spec.streamed
         # A slot holds one version: a backward of the other begins with a load of it.
-        block.versions = 1 if block.streamed else spec.weight_versions
+        block.graphs.versions = 1 if block.streamed else spec.weight_versions
     return spec
 
 

@@ -21,12 +21,34 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
-from offloadtrain.engine.gradients import Measured
 from offloadtrain.engine.skipping import Skipping
 from offloadtrain.optim import AnyRule
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.runtime.tensor_parts import holds_experts
 from offloadtrain.step.layout.step_spec import UpdatePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The sums of squares of a step's gradient, as every rank knows them.
+
+    Attributes:
+        of_parameter: fp64, of gradients summed over ranks and loss-scaled, by parameter.
+        nonfinite: parameters whose sums are not finite → the ranks in whose shards they are.
+        intents: (ranks, n) fp64 on the host: what each rank is about to do.
+    """
+
+    of_parameter: Sequence[float]
+    nonfinite: dict[str, tuple[int, ...]]
+    intents: Tensor
+
+    @property
+    def squares(self) -> float:
+        """The sum over all parameters, added in their order."""
+        total = 0.0
+        for value in self.of_parameter:
+            total += value
+        return total
 
 
 class NormMember(Protocol):
@@ -40,7 +62,7 @@ class NormMember(Protocol):
     def counts(self) -> list[float]: ...
     @property
     def divided(self) -> Collection[int]: ...
-    def own(self, intent: Sequence[float]) -> Measured: ...
+    def measure_local(self, intent: Sequence[float]) -> Measured: ...
     def intent_of_part(self, intent: Sequence[float]) -> list[float]: ...
     def check_ranks(self, ranks: Ranks, rows: Tensor, step_count: float) -> None: ...
 
@@ -72,7 +94,7 @@ class LocalNorm:
         del member
 
     def send(self, member: NormMember, intent: Sequence[float]) -> Callable[[], Measured]:
-        measured = member.own(intent)
+        measured = member.measure_local(intent)
         return lambda: measured
 
     def compare(self, member: NormMember, intent: Sequence[float]) -> None:

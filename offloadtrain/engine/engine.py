@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,18 @@ class PhaseGuard:
             )
 
 
+class PendingNorm(NamedTuple):
+    """A step whose squares are sent.
+
+    Attributes:
+        receive: waits for the squares of the other ranks, and returns the norm.
+        micro_steps: of the step.
+    """
+
+    receive: Callable[[], Norm]
+    micro_steps: int
+
+
 class Engine:
     """Drives blocks through steps. `OffloadOptimizer` is its face to the user."""
 
@@ -99,8 +111,7 @@ class Engine:
         self.counter = StepCounter(program.spec.config)
         self.last_step: StepReport | None = None
         self.program = program
-        self._delayed_blocks = program.mode.behind
-        self._interpreter, self._run = interpreter, interpreter.run
+        self._interpreter = interpreter
         self.functions = functions
         self._gradients = gradients
         self._norm_measure = norm_measure
@@ -112,16 +123,11 @@ class Engine:
         forward_hooks.on_blocks = gradients.forward_begins
         if not ranks.is_single:
             residency.on_backward = gradients.backward_is_at
-        self._config = program.spec.config
         self._blocks = blocks
-        self._by_name = {block.name: block for block in blocks}
-        self._in_explicit_backward = False
         self.guard = PhaseGuard(gradients, program)
         self._reporter = Reporter(lanes, ranks)
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
-        self._sent: tuple[Callable[[], Norm], int] | None = None
-        """While squares are exchanged: a function that waits for the norm, and the micro-steps."""
         self.salvaged = self.delay_goes_on = False
         """`delay_goes_on`: nothing is in flight, and the next step's forwards use older weights."""
         self.warns_of_skips = True
@@ -148,7 +154,7 @@ class Engine:
         """
         if self.guard.closed:
             self.guard.require_open("backward")
-        if self.counter.scaler is not None and not self._in_explicit_backward:
+        if self.counter.scaler is not None and not self._gradients.in_explicit_backward:
             raise EngineError(
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
                 "loss.backward(), whose gradients would be taken for scaled ones"
@@ -170,13 +176,12 @@ class Engine:
             # Modes that update early launch Adam here, concurrently with the rest of backward. Not
             # in the first step, whose backward shows which blocks deliver twice.
             for completed in complete:
-                self._run(self.program.grads_complete(completed.name, early))
+                self._interpreter.run(self.program.grads_complete(completed.name, early))
         # Mode "delayed": a block's new weights go up, concurrently with backward, once no graph
         # holds its old ones. Earlier they would overwrite what this backward still reads.
-        if self._delayed_blocks:
-            for name in tuple(self._delayed_blocks):
-                if self._by_name[name].quiet:
-                    self._run(self.program.graph_freed(name), updates=True)
+        for name in tuple(self.program.mode.behind):
+            if self.residency.blocks[name].quiet:
+                self._interpreter.run(self.program.graph_freed(name), updates=True)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """See `OffloadOptimizer.backward`."""
@@ -185,8 +190,9 @@ class Engine:
 
     def scaled(self, loss: torch.Tensor, *, divide: bool = True) -> torch.Tensor:
         """Return the loss divided by the number of microbatches, times the loss scale."""
-        if divide and self._config.grad_accum_steps > 1:
-            loss = loss / self._config.grad_accum_steps
+        microbatches = self.program.spec.config.grad_accum_steps
+        if divide and microbatches > 1:
+            loss = loss / microbatches
         return loss if self.counter.scaler is None else loss * self.counter.loss_scale
 
     @contextmanager
@@ -195,7 +201,7 @@ class Engine:
         self.guard.require_open("backward")
         # A plain backward before this one may have left its micro-step open.
         self._gradients.end_micro_step()
-        self._in_explicit_backward = self._gradients.expects = True
+        self._gradients.in_explicit_backward = True
         try:
             yield
         except BaseException:
@@ -204,7 +210,7 @@ class Engine:
                 self.drop_gradients()
             raise
         finally:
-            self._in_explicit_backward = self._gradients.expects = False
+            self._gradients.in_explicit_backward = False
         self._gradients.end_micro_step()
         self.residency.backward_is_over()
 
@@ -257,8 +263,8 @@ class Engine:
         self.residency.restart()
         return self._conclude(norm, decision, micro_steps)
 
-    def send_squares(self) -> None:
-        """The first half of step(), where steps overlap: all gradients of the step are here;
+    def send_squares(self) -> PendingNorm:
+        """The first half of step(), where steps overlap: all gradients of the step are here, and
         `decide` waits for the squares of the other ranks.
 
         Raises:
@@ -266,43 +272,42 @@ class Engine:
         """
         self.guard.require_open("step")
         # Waits for the host's last norm here, and not for any other rank.
-        norm = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
-        self._sent = norm, self._gradients.micro_steps
+        receive = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
+        pending = PendingNorm(receive, self._gradients.micro_steps)
         self._gradients.drop(in_flight=False)
         self.program.sum_ends()
+        return pending
 
-    def decide(self, *, skip: bool = False) -> StepReport:
+    def decide(self, pending: PendingNorm, *, skip: bool = False) -> StepReport:
         """The second half of step(): wait for the norm, skip or clip, then launch Adam and what the
         update mode uploads at once. The next step's gradients may have begun to arrive.
 
         Raises:
             RankError: ranks disagree about the step.
         """
-        assert self._sent is not None
-        receive, micro_steps = self._sent
-        self._sent = None
         # All have sent before the microbatch came that is about to run here.
-        norm = receive()
-        return self._conclude(norm, self._launch_update(norm, skip=skip), micro_steps)
+        norm = pending.receive()
+        return self._conclude(norm, self._launch_update(norm, skip=skip), pending.micro_steps)
 
     def show_newest(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
-        self._run(self.program.flush(), updates=True)
+        self._interpreter.run(self.program.flush(), updates=True)
 
     def part(self) -> None:
         """The caller will set the state, and apart from it the weights that forward uses; waits."""
-        self._run(self.program.part(), updates=True)
+        self._interpreter.run(self.program.part(), updates=True)
         self._drain()
 
     def turn(self, *, back: bool) -> None:
         """Parameters become the weights before the newest ones, or the newest ones again."""
-        self._run(self.program.turn(back=back), updates=True)
+        self._interpreter.run(self.program.turn(back=back), updates=True)
 
     def _launch_update(self, norm: Norm, *, skip: bool) -> Decision:
         """Decide the step; launch what is left of its update, and the uploads."""
-        if self._config.clip_norm is not None:
-            norm.clip(self._config.clip_norm)
-        overflow = self._config.skip_nonfinite and not math.isfinite(norm.value)
+        config = self.program.spec.config
+        if config.clip_norm is not None:
+            norm.clip(config.clip_norm)
+        overflow = config.skip_nonfinite and not math.isfinite(norm.value)
         skipped = skip or overflow
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = [block.name for block in self.forward_order]
@@ -311,9 +316,9 @@ class Engine:
         self._interpreter.journal.decide()
         self.counter.decide(skipped=skipped, overflow=overflow)
         if not skipped:
-            self._gradients.count_steps()
+            self._norm_measure.count_steps()
         # Only launches: Adam and uploads run beside the next forward, whose blocks wait for theirs.
-        self._run(self.program.norm_known(order, decision), updates=True)
+        self._interpreter.run(self.program.norm_known(order, decision), updates=True)
         self._norm = None
         return decision
 
@@ -344,7 +349,7 @@ class Engine:
         self.salvaged = True
         # The lanes are at rest: nothing writes this memory any more.
         for block in self.residency.streamed:
-            block.expose_host_weights()
+            block.views.show_host()
 
     def emit(self, *, delayed: bool = False) -> None:
         """Replace the working weights by the masters, rounded; waits until they are.
@@ -360,7 +365,7 @@ class Engine:
         self._interpreter.journal.forget()
         self.delay_goes_on = delayed
         set_ = self.program.delay_set if delayed else self.program.masters_set
-        self._run(set_(), updates=True)
+        self._interpreter.run(set_(), updates=True)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
         self._drain()
 
@@ -372,11 +377,11 @@ class Engine:
         """
         self.guard.require_between_steps("write the state")
         self.functions.writer = writer
-        self._run(self.program.save())
+        self._interpreter.run(self.program.save())
 
     def finish_writing(self) -> None:
         """Wait until the state is written."""
-        self._run(self.program.written())
+        self._interpreter.run(self.program.written())
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step.
@@ -398,7 +403,7 @@ class Engine:
             self._interpreter.cut = None
         self._gradients.drop()
         # Copies down in flight need no wait: the next step's write the same memory behind them.
-        self._run(self.program.drop(), updates=True)
+        self._interpreter.run(self.program.drop(), updates=True)
 
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
@@ -409,7 +414,7 @@ class Engine:
             # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
             # weights.
             if self.guard.phase is Phase.FORWARD:
-                self._run(self.program.flush(), updates=True)
+                self._interpreter.run(self.program.flush(), updates=True)
             self._drain()
 
     def _drain(self) -> None:

@@ -31,6 +31,33 @@ from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.step.program.operations import Kind, Lane, Launch, Ref
 
 
+class RankDigests:
+    """Checksums of what this rank has done since ranks compared them last."""
+
+    def __init__(self) -> None:
+        self._collectives = 0
+        self._weights: dict[str, int] = {}
+
+    def add_collective(self, name: str) -> None:
+        """Count a collective; their order matters."""
+        self._collectives = crc32(name.encode(), self._collectives)
+
+    def add_weights(self, name: str, values: Tensor) -> None:
+        """Count values that a parameter or buffer was given past the engine."""
+        flat = local(values.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
+        self._weights[name] = crc32(flat.numpy().data, self._weights.get(name, 0))
+
+    def take_collectives(self) -> int:
+        """Return the checksum of the collectives, and begin a new one."""
+        digest, self._collectives = self._collectives, 0
+        return digest
+
+    def take_weights(self) -> dict[str, int]:
+        """Return name → checksum of the given weights, and begin new ones."""
+        weights, self._weights = self._weights, {}
+        return weights
+
+
 class Functions:
     """Makes the function of a launch; it gets the views of its reads, then those of its writes.
 
@@ -38,6 +65,7 @@ class Functions:
         delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
         seed: that of stochastic rounding.
         writer: takes what the next launches of `WRITE` read.
+        digests: of the collectives, and of weights that the user has written.
     """
 
     def __init__(
@@ -58,6 +86,7 @@ class Functions:
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
+        self.digests = RankDigests()
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self._lanes = lanes
         self._ranks = ranks
@@ -65,11 +94,9 @@ class Functions:
         self._parts = parts
         self._rules = rules
         self._groups = groups
-        self._digest = 0
-        self._written: dict[str, int] = {}
         self._targets: dict[tuple[str, int, Ref], Targets] = {}
         """Bucket, the start of a piece, and its staging → where the gradients go."""
-        self._made: dict[Kind, Callable[[Launch], Operation]] = {
+        self._makers: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.GATHER: self._gather,
             Kind.REDUCE_SCATTER: self._collective,
             Kind.ALL_REDUCE: self._all_reduce,
@@ -82,8 +109,6 @@ class Functions:
             Kind.WRITE: self._write,
             **dict.fromkeys(_FROM_DISK, lambda _: disk.read),
             **dict.fromkeys(_TO_DISK, lambda _: disk.write),
-        }
-        self._made_once: dict[Kind, Callable[[Launch], Operation]] = {
             Kind.ACCUMULATE: self._accumulate,
             Kind.NORM: self._norm,
             Kind.NO_GRADIENT: lambda _: KernelCalls(kernels.zero, keeps=True),
@@ -94,9 +119,9 @@ class Functions:
         if any(bucket.usage for bucket in self._buckets.values()):
             # Only then: nothing else looks at what is used.
             self._alike = {kind: fn for kind, fn in _ALIKE.items() if kind != Kind.WEIGHTS_UP}
-            self._made |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
+            self._makers |= {Kind.MARK: self._mark, Kind.WEIGHTS_UP: self._weights_up}
         self._captured: dict[tuple[Kind, str, bool, int], Operation] = {}
-        """The functions of `_made_once`, which keep their captured calls."""
+        """The functions of `_CAPTURED` kinds, which keep their captured calls."""
 
     def of(self, op: Launch) -> Operation:
         """Return the function of this launch."""
@@ -104,36 +129,21 @@ class Functions:
             return alike
         if op.kind is Kind.NORM and op.lane is Lane.COMPUTE:
             return self._norm_gathered(op)
-        if make := self._made.get(op.kind):
-            return make(op)
+        if op.kind not in _CAPTURED:
+            return self._makers[op.kind](op)
         key = (op.kind, op.owner, op.first, len(op.writes))
         if key not in self._captured:
-            self._captured[key] = self._made_once[op.kind](op)
+            self._captured[key] = self._makers[op.kind](op)
         return self._captured[key]
 
     def close(self) -> None:
         """Nothing is launched any more: drop the functions, which refer to this object."""
-        for functions in (self._made, self._made_once, self._captured):
-            functions.clear()
+        self._makers.clear()
+        self._captured.clear()
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return those of every group, as they are now."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
-
-    def take_digest(self) -> int:
-        """Return a checksum of the collectives since the last call, in their order."""
-        digest, self._digest = self._digest, 0
-        return digest
-
-    def written(self, name: str, values: Tensor) -> None:
-        """A parameter or buffer was loaded or written past the engine, with these values."""
-        flat = local(values.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
-        self._written[name] = crc32(flat.numpy().data, self._written.get(name, 0))
-
-    def take_written(self) -> dict[str, int]:
-        """Return a checksum of each that was loaded or written since the last call."""
-        written, self._written = self._written, {}
-        return written
 
     def hand_out(self, bucket: Bucket, views: Mapping[str, Tensor]) -> None:
         """The user gets these views of a bucket's state, and may write to them."""
@@ -176,21 +186,21 @@ class Functions:
     def _collective(self, op: Launch) -> Operation:
         # By the launching thread, in launch order: ranks compare it with the norm, so that a
         # collective matched with another one is found in the step where it happened.
-        self._digest = crc32(op.name.encode(), self._digest)
+        self.digests.add_collective(op.name)
         HEARTBEAT.collective_of = op.name
         ranks = self._buckets[op.owner].sharers
         self._lanes.totals.comm_bytes += ranks.sent_bytes(op.writes[0].nbytes)
         return ranks.all_gather if op.kind is Kind.ALL_GATHER else ranks.reduce_scatter
 
     def _all_reduce(self, op: Launch) -> Operation:
-        self._digest = crc32(op.name.encode(), self._digest)
+        self.digests.add_collective(op.name)
         copies = self._ranks.copies
         # A reduce-scatter and an all-gather of the shard.
         self._lanes.totals.comm_bytes += 2 * copies.sent_bytes(op.writes[0].nbytes)
         return copies.all_reduce
 
     def _gather_input(self, op: Launch) -> Operation:
-        self._digest = crc32(op.name.encode(), self._digest)
+        self.digests.add_collective(op.name)
         self._lanes.totals.comm_bytes += self._parts.sent_bytes(op.writes[0].nbytes)
         return self._parts.all_gather
 
@@ -356,6 +366,9 @@ def _round(wide: Tensor, narrow: Tensor) -> None:
 
 _ROUNDED_AT_ONCE = 16 << 20
 """Values."""
+
+_CAPTURED = frozenset({Kind.ACCUMULATE, Kind.NORM, Kind.NO_GRADIENT, Kind.CAST, Kind.PUBLISH})
+"""Kinds whose launches repeat over a few sets of operands."""
 
 _FROM_DISK = (Kind.READ_STATE, Kind.READ_GRADIENT, Kind.READ_WEIGHTS)
 _TO_DISK = (Kind.WRITE_STATE, Kind.WRITE_GRADIENT, Kind.WRITE_WEIGHTS)

@@ -30,12 +30,11 @@ whose backward is to come.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import chain, takewhile
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -44,15 +43,9 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Delivered, Slot, gradient_of
-from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.local_part import is_divided
-from offloadtrain.engine.skipping import Skipping, Usage
-from offloadtrain.runtime.lanes import Buffer
-from offloadtrain.runtime.process_group import ALONE, Ranks
-from offloadtrain.step.layout.buffers import Memory
-from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.program import Program
 
 
@@ -70,23 +63,24 @@ class InFlight:
         self._earlier: deque[dict[Block, tuple[int, int]]] = deque()
         """Of every forward but the last one: block → its first and its last clock."""
         self._foreign_task = -1
+        """A backward that delivers nothing to this model."""
         for block in blocks:
-            block.in_order = in_order
+            block.clock.in_order = in_order
 
     def forward_begins(self) -> None:
         """A forward of the model begins that is not part of a backward."""
         if not self._in_order or not torch.is_grad_enabled():
             return
         # If there is one: the first of all follows none, and another may have had its backward.
-        if any(block.first_clock for block in self._blocks):
+        if any(block.clock.first for block in self._blocks):
             self._earlier.append(
-                {block: (block.first_clock, block.clock) for block in self._blocks}
+                {block: (block.clock.first, block.clock.last) for block in self._blocks}
             )
         self._forget()
 
     def clocks(self, block: Block) -> tuple[int, int]:
         """Return when the block was first and last read; (0, …): not at all."""
-        return self._earlier[0][block] if self._earlier else (block.first_clock, block.clock)
+        return self._earlier[0][block] if self._earlier else (block.clock.first, block.clock.last)
 
     def backward_ends(self) -> None:
         if self._earlier:
@@ -105,7 +99,7 @@ class InFlight:
         task = torch._C._current_graph_task_id()
         if task == self._foreign_task:
             return False
-        read = (block for block in reversed(trained) if block.first_clock)
+        read = (block for block in reversed(trained) if block.clock.first)
         params = (slot.param for block in read for bucket in block.buckets for slot in bucket.slots)
         if any(map(is_reached, params)):
             return True
@@ -114,7 +108,7 @@ class InFlight:
 
     def _forget(self) -> None:
         for block in self._blocks:
-            block.first_clock = 0
+            block.clock.first = 0
 
 
 class ReduceOrder:
@@ -180,40 +174,24 @@ class GradStatus(Enum):
     """It was sent as complete in this backward, and was not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The gradient of a step, as every rank knows it.
-
-    Attributes:
-        of_parameter: sums of squares, fp64, of gradients summed over ranks and loss-scaled.
-        nonfinite: parameters whose own sums are not finite → the ranks in whose shards they are.
-        told: (ranks, n) fp64 on the host, each rank's `beside`.
-    """
-
-    of_parameter: Sequence[float]
-    nonfinite: dict[str, tuple[int, ...]]
-    told: Tensor
-
-    @property
-    def squares(self) -> float:
-        """The sum over all parameters, added in their order."""
-        total = 0.0
-        for value in self.of_parameter:
-            total += value
-        return total
-
-
 @dataclass(slots=True)
 class _Delivery:
-    """The deliveries of one block in the micro-step in progress."""
+    """The deliveries of one block in the micro-step in progress.
 
+    Attributes:
+        expected: the number of its trained parameters, each of which delivers a gradient.
+        left: its gradients were sent.
+        leaves_late: it delivers more than once, and is sent when the micro-step ends.
+    """
+
+    expected: int
     arrived: int = 0
     left: bool = False
     leaves_late: bool = False
 
 
 class Gradients:
-    """Takes gradients from autograd and leaves their sums and norms on the host."""
+    """Takes gradients from autograd and sends each block's to where its state is."""
 
     def __init__(
         self,
@@ -222,48 +200,31 @@ class Gradients:
         interpreter: Interpreter,
         functions: Functions,
         ranks: Ranks,
-        memory: MemoryMap,
         *,
         in_order: bool,
-        skipping: Skipping | None,
     ) -> None:
-        """`in_order`: of `InFlight`; `skipping`: of buckets with a `usage`."""
+        """`in_order`: see `InFlight`."""
         self._blocks = blocks
         self._program = program
         self._interpreter = interpreter
         self._functions = functions
         self._ranks = ranks
-        norms = [key for key in memory.table.rows if key.kind is Memory.NORMS]
-        norms.sort(key=lambda key: key.version)  # the host's copy of the device's comes last
-        self._norms = {Tier(str(key.bucket)): memory[key].flat for key in norms}
-        """Tier that measures → its sums of squares, where the host can read them."""
-        self._count = program.spec.num_tensors
         self._grad_accum_steps = program.spec.config.grad_accum_steps
-        self._deliveries = {block: _Delivery() for block in blocks}
+        self._deliveries = {
+            block: _Delivery(sum(len(bucket.slots) for bucket in block.buckets)) for block in blocks
+        }
         self._trained = [block for block in blocks if block.buckets]
-        slots = [slot for block in blocks for bucket in block.buckets for slot in bucket.slots]
-        self._names = {slot.index: slot.name for slot in slots}
-        self.divided = {slot.index for slot in slots if is_divided(slot.param)}
-        """Parameters of which other ranks hold other parts."""
-        self._skipping = skipping
-        self._usages: dict[Ranks, list[tuple[Usage, Buffer]]] = {}
-        """Ranks that share a bucket → which of its entries are used, and their marks."""
-        for bucket in (bucket for block in blocks for bucket in block.buckets):
-            if bucket.usage is not None:
-                with_same_sharers = self._usages.setdefault(bucket.sharers, [])
-                with_same_sharers.append((bucket.usage, bucket.buffer(Memory.USED)))
         self._number = {block: number for number, block in enumerate(self._trained)}
         last_first = range(len(self._trained) - 1, -1, -1)
         self._turns = ReduceOrder(last_first, free=ranks.is_single)
         self._agreed = ranks.is_single
         self._in_flight = InFlight(blocks, in_order=in_order)
-        """A backward that delivers nothing to this model."""
         self.micro_steps = 0
         """Whole micro-steps since the last optimizer step."""
         self.open = False
         """A micro-step has begun and not ended."""
-        self.expects = False
-        """A backward runs that belongs to a micro-step, though it has delivered nothing yet."""
+        self.in_explicit_backward = False
+        """`optimizer.backward` runs, whose micro-step may not have delivered anything yet."""
 
     def deliver(self, block: Block, slot: Slot) -> tuple[GradStatus, list[Block]]:
         """Autograd has put a gradient into `slot.param.grad`.
@@ -277,7 +238,7 @@ class Gradients:
         if not self.open:
             self._begin()
         if block.compiled:
-            block.end_backward()
+            block.graphs.end()
         grad = gradient_of(slot.param)
         if grad is None or grad.layout is not torch.strided or grad.shape != slot.global_shape:
             raise _bad_gradient(slot, grad)
@@ -290,7 +251,7 @@ class Gradients:
             return GradStatus.AGAIN, []
         # Sent as soon as it is complete, so that gather, copy and norm run concurrently with the
         # rest of backward.
-        if delivery.arrived < block.expected or delivery.leaves_late:
+        if delivery.arrived < delivery.expected or delivery.leaves_late:
             return GradStatus.PART, []
         due = [self._trained[number] for number in self._turns.ready(self._number[block])]
         for ready_block in due:
@@ -320,7 +281,7 @@ class Gradients:
             if not over or (again is not None and not self._deliveries[block].arrived):
                 return
             if not self.open:
-                if not (self.expects or self._in_flight.will_deliver(self._trained)):
+                if not (self.in_explicit_backward or self._in_flight.will_deliver(self._trained)):
                     return
                 self._begin()
             for ready in self._turns.ready(number):
@@ -354,23 +315,18 @@ class Gradients:
         # Graphs that are still alive hold handles: their backward spans end here, or their reads
         # would reach into step(), which uploads new weights.
         for block in self._blocks:
-            block.end_backward()
+            block.graphs.end()
         self._reset_deliveries()
         self._in_flight.backward_ends()
         self.open = False
         self.micro_steps += 1
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the model's parameters, in order; "" for one that is not trained."""
-        return [self._names.get(index, "") for index in range(self._count)]
 
     def drop(self, *, in_flight: bool = True) -> None:
         """Forget every gradient since the last step; `in_flight`: no backward is to come."""
         # Gradients not sent down go back to the allocator, in the order of compute.
         self._functions.delivered = {}
         for block in self._blocks:
-            block.end_backward()
+            block.graphs.end()
             for slot in (slot for bucket in block.buckets for slot in bucket.slots):
                 slot.param.grad = None
         self._reset_deliveries()
@@ -378,60 +334,6 @@ class Gradients:
             self._in_flight.drop()
         self.open = False
         self.micro_steps = 0
-
-    def measure(self, beside: Sequence[float] = (), parts: Ranks = ALONE) -> Measured:
-        """Measure the gradient of the step; waits for the last norm, and for every rank's.
-
-        Each parameter's sum runs over fixed segments (see `kernels`); ranks are added in order,
-        then parameters in the order of `model.named_parameters()`, so that blocks, buckets and
-        groups change no bit.
-
-        Args:
-            beside: numbers that every rank sends to the others in the same exchange.
-            parts: the ranks that hold the other parts of DTensors.
-        """
-        # The only wait of the training thread in a step. The norms of early blocks ran during
-        # backward; only the copy down of the last block is exposed.
-        self._interpreter.run(self._program.norm())
-        for ranks, usages in self._usages.items():
-            assert self._skipping is not None
-            self._skipping.agree(usages, (ranks.everyone, parts))
-        squares = self._squares()
-        told_beside = torch.tensor(beside, dtype=squares.dtype, device="cpu")
-        gathered = self._ranks.all_gather_host(torch.cat([squares, told_beside]))
-        sums, nonfinite = [], {}
-        for index, values in enumerate(gathered[:, : squares.numel()].T.tolist()):
-            of_parameter = 0.0
-            for value in values:
-                of_parameter += value
-            if not math.isfinite(of_parameter):
-                there = (rank for rank, value in enumerate(values) if not math.isfinite(value))
-                nonfinite[self._names[index]] = tuple(there)
-            sums.append(of_parameter)
-        return Measured(sums, nonfinite, gathered[:, squares.numel() :])
-
-    def count_steps(self) -> None:
-        """The step is not skipped: the entries that it updates have made one more."""
-        for usage, _ in chain.from_iterable(self._usages.values()):
-            usage.advance()
-
-    def _squares(self) -> Tensor:
-        """Return each parameter's, (n,) fp64 on the host, from the tier that measured it."""
-        # The program's last operations have waited for them.
-        buckets = [bucket for block in self._trained for bucket in block.buckets]
-        where: dict[str, Tier] = {}
-        for bucket in buckets:
-            tier = self._program.buckets[bucket.name].gradient.measured_on
-            assert tier is not None
-            where[bucket.name] = tier
-        tiers = set(where.values())
-        if len(tiers) == 1:
-            return self._norms[tiers.pop()]
-        squares = torch.zeros(self._count, dtype=torch.float64, device="cpu")
-        for bucket in buckets:
-            indices = [slot.index for slot in bucket.slots]
-            squares[indices] = self._norms[where[bucket.name]][indices]
-        return squares
 
     def _begin(self) -> None:
         if self.micro_steps >= self._grad_accum_steps:

@@ -10,17 +10,28 @@ engines hold other parts of the model, `Division.norm` adds theirs: [Note: Divis
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.division import Division
+from offloadtrain.engine.bucket import Bucket
+from offloadtrain.engine.buffers import MemoryMap
+from offloadtrain.engine.division import Division, Measured
 from offloadtrain.engine.functions import Functions
-from offloadtrain.engine.gradients import Gradients, Measured
+from offloadtrain.engine.gradients import Gradients
+from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.local_part import is_divided
+from offloadtrain.engine.skipping import Usage
+from offloadtrain.runtime.lanes import Buffer
 from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.step.layout.buffers import Memory
+from offloadtrain.step.layout.tiers import Tier
+from offloadtrain.step.program.program import Program
 
 
 class EngineError(OffloadTrainError):
@@ -51,20 +62,120 @@ class Norm:
         self.coef *= 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
 
 
-class NormMeasure:
-    """Measures the norm of one engine's step, together with the engines of the rest of the model.
+class SquareSums:
+    """The sums of squares of each parameter's gradient, over the ranks that share its state.
 
     Attributes:
         names: of the model's parameters, in order; "" stands for one that is not trained.
+        divided: numbers of the parameters of which other ranks hold other parts.
     """
 
-    def __init__(self, gradients: Gradients, functions: Functions, division: Division) -> None:
-        self._gradients, self._functions = gradients, functions
-        self.ranks, self._parts, self._exchange = division.replicas, division.parts, division.norm
-        self.names, self.divided = gradients.names, gradients.divided
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        program: Program,
+        interpreter: Interpreter,
+        memory: MemoryMap,
+        division: Division,
+    ) -> None:
+        """`buckets`: the trained ones."""
+        self._buckets = buckets
+        self._program, self._interpreter = program, interpreter
+        self._ranks, self._parts = division.replicas, division.parts
+        self._skipping = division.skipping
+        rows = [key for key in memory.table.rows if key.kind is Memory.NORMS]
+        rows.sort(key=lambda key: key.version)  # the host's copy of the device's comes last
+        self._of_tier = {Tier(str(key.bucket)): memory[key].flat for key in rows}
+        """Tier that measures → its sums of squares, where the host can read them."""
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        names = {slot.index: slot.name for slot in slots}
+        self.names = [names.get(index, "") for index in range(program.spec.num_tensors)]
+        self.divided = {slot.index for slot in slots if is_divided(slot.param)}
+        self._usages: dict[Ranks, list[tuple[Usage, Buffer]]] = {}
+        """Ranks that share a bucket → which of its entries are used, and their marks."""
+        for bucket in buckets:
+            if bucket.usage is not None:
+                entry = bucket.usage, bucket.buffer(Memory.USED)
+                self._usages.setdefault(bucket.sharers, []).append(entry)
+
+    def measure(self, intent: Sequence[float]) -> Measured:
+        """Measure the gradient of the step; waits for the last sum, and for those of every rank.
+
+        Each parameter's sum runs over fixed segments (see `kernels`). Ranks are added in their
+        order, then parameters in the order of `model.named_parameters()`, so that blocks, buckets
+        and groups change no bit.
+
+        Args:
+            intent: numbers that every rank sends to the others in the same exchange.
+        """
+        # The only wait of the training thread in a step. The norms of early blocks ran during
+        # backward; only the copy down of the last block is exposed.
+        self._interpreter.run(self._program.norm())
+        for ranks, usages in self._usages.items():
+            assert self._skipping is not None
+            self._skipping.agree(usages, (ranks.everyone, self._parts))
+        squares = self._local()
+        sent = torch.cat([squares, torch.tensor(intent, dtype=squares.dtype, device="cpu")])
+        rows = self._ranks.all_gather_host(sent)
+        sums, nonfinite = [], {}
+        for index, values in enumerate(rows[:, : squares.numel()].T.tolist()):
+            of_parameter = 0.0
+            for value in values:
+                of_parameter += value
+            if not math.isfinite(of_parameter):
+                there = (rank for rank, value in enumerate(values) if not math.isfinite(value))
+                nonfinite[self.names[index]] = tuple(there)
+            sums.append(of_parameter)
+        return Measured(sums, nonfinite, rows[:, squares.numel() :])
+
+    def count_steps(self) -> None:
+        """Count a step that is not skipped, for the entries that it updates."""
+        for usage, _ in chain.from_iterable(self._usages.values()):
+            usage.advance()
+
+    def _local(self) -> Tensor:
+        """Return this rank's sum of each parameter, (n,) fp64 on the host."""
+        # The program's last operations have waited for them.
+        tiers = [self._program.buckets[b.name].gradient.measured_on for b in self._buckets]
+        if len(set(tiers)) == 1:
+            return self._of_tier[_measured(tiers[0])]
+        squares = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")
+        for bucket, tier in zip(self._buckets, tiers, strict=True):
+            indices = [slot.index for slot in bucket.slots]
+            squares[indices] = self._of_tier[_measured(tier)][indices]
+        return squares
+
+
+def _measured(tier: Tier | None) -> Tier:
+    assert tier is not None, "a gradient without a sum of squares"
+    return tier
+
+
+class NormMeasure:
+    """Measures the norm of an engine's step, together with those of the rest of the model."""
+
+    def __init__(
+        self,
+        squares: SquareSums,
+        gradients: Gradients,
+        functions: Functions,
+        division: Division,
+    ) -> None:
+        self._squares, self._gradients, self._functions = squares, gradients, functions
+        self.ranks, self._exchange = division.replicas, division.norm
         self._written: dict[str, int] = {}
-        """What this rank has loaded or written since the step before → checksums."""
+        """Weights that this rank was given since the step before → checksums."""
         self._exchange.join(self)
+
+    @property
+    def names(self) -> list[str]:
+        """See `SquareSums`."""
+        return self._squares.names
+
+    @property
+    def divided(self) -> Collection[int]:
+        """See `SquareSums`."""
+        return self._squares.divided
 
     @property
     def counts(self) -> list[float]:
@@ -116,16 +227,20 @@ class NormMeasure:
 
         def norm() -> Norm:
             measured = receive()
-            self.check_ranks(self.ranks, measured.told, step_count)
+            self.check_ranks(self.ranks, measured.intents, step_count)
             value = math.sqrt(measured.squares) / (loss_scale * self.ranks.everyone.size)
             return Norm(value, measured.nonfinite)
 
         return norm
 
-    def own(self, intent: Sequence[float]) -> Measured:
+    def measure_local(self, intent: Sequence[float]) -> Measured:
         """Measure this engine's parameters over its data-parallel ranks, which send `intent`."""
         self._gradients.end_micro_step()
-        return self._gradients.measure(self._intent(intent), self._parts)
+        return self._squares.measure(self._intent(intent))
+
+    def count_steps(self) -> None:
+        """Count a step that is not skipped."""
+        self._squares.count_steps()
 
     def check_after_clipping(self, step_count: int, coef: float, *, skip: bool) -> None:
         """Compare what may have changed since `clip_grad_norm_()` has waited for the norm.
@@ -150,9 +265,9 @@ class NormMeasure:
         """Return what must be the same on all data-parallel ranks: the `RANK_COLUMNS`."""
         if self.ranks.is_single:
             return []
-        self._written = self._functions.take_written()
+        self._written = self._functions.digests.take_weights()
         written = digest(sorted(self._written.items()))
-        return [*self.intent_of_part(intent), self._functions.take_digest(), written]
+        return [*self.intent_of_part(intent), self._functions.digests.take_collectives(), written]
 
     def intent_of_part(self, intent: Sequence[float]) -> list[float]:
         """Return what must be the same on all parts, in the order of `PART_COLUMNS`: of what each

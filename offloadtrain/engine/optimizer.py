@@ -188,7 +188,7 @@ class _AfterForward(OfOneModel):
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _compare(functions: Functions, ranks: Ranks) -> None:
     # Waits for the other ranks, which have launched the same gathers; not for the gathers.
-    digests = ranks.all_gather_host([functions.take_digest()])
+    digests = ranks.all_gather_host([functions.digests.take_collectives()])
     for rank, digest in enumerate(digests[:, 0]):
         if digest != digests[0, 0]:
             raise RankError(

@@ -28,6 +28,10 @@ class Residency:
     """Reports uses to the program, and carries out its slot changes.
 
     Pins: see [Note: Streaming] in `step.program.streaming`.
+
+    Attributes:
+        blocks: by name.
+        streamed: those without a place of their own on the device.
     """
 
     interpreter: Interpreter
@@ -37,7 +41,7 @@ class Residency:
         self._is_single = program.spec.is_single
         self._program = program
         self.memory = memory
-        self._blocks = {block.name: block for block in blocks}
+        self.blocks = {block.name: block for block in blocks}
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self._exposed: set[Block] = set()
         """Blocks whose parameters are views of the host's copy."""
@@ -55,7 +59,6 @@ class Residency:
         self.reads = AbsentReads(is_single=self._is_single)
         for block in blocks:
             block.source = self
-            block.reads = self.reads if block.streamed else None
             for bucket in block.all_buckets:
                 bucket.memory = memory
         for bucket in (bucket for block in self.streamed for bucket in block.all_buckets):
@@ -64,7 +67,7 @@ class Residency:
     @property
     def resident(self) -> list[Block]:
         """Streamed blocks that have a slot."""
-        return [self._blocks[name] for name in self._program.streaming.resident]
+        return [self.blocks[name] for name in self._program.streaming.resident]
 
     def owner(self, slot: int, tensor: Tensor) -> tuple[Block, Bucket] | None:
         """Return the block and bucket whose weights a tensor in this slot views, if it has one."""
@@ -72,11 +75,11 @@ class Residency:
         if name is None:
             return None
         at = tensor.storage_offset() * tensor.element_size()
-        for bucket in self._blocks[name].all_buckets:
+        for bucket in self.blocks[name].all_buckets:
             flat = bucket.working.flat
             start = flat.storage_offset() * flat.element_size()
             if start <= at < start + flat.numel() * flat.element_size():
-                return self._blocks[name], bucket
+                return self.blocks[name], bucket
         raise StreamError(f"a tensor lies in the slot of '{name}' and in none of its buckets")
 
     # Calls of the engine.
@@ -88,7 +91,7 @@ class Residency:
         if not (unused := self._program.streaming.unused):
             return message
         weights = (
-            slot.name for name in unused for b in self._blocks[name].all_buckets for slot in b.slots
+            slot.name for name in unused for b in self.blocks[name].all_buckets for slot in b.slots
         )
         return (
             f"{message}. This pass of this rank has not used {', '.join(map(repr, weights))} so "
@@ -109,7 +112,7 @@ class Residency:
             del self._running[task]
         # Before the loads: the other ranks run their all-gathers behind the same reduce-scatters.
         if self.on_backward is not None and now >= 0:
-            self.on_backward(block.clock, block)
+            self.on_backward(block.clock.last, block)
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
         self.interpreter.run(self._program.use(block.name, self._pinned()))
         self._latest = block
@@ -161,7 +164,7 @@ class Residency:
         self._latest = None
         # The host's copy may be written by the next update: parameters must not show it then.
         for block in self._exposed:
-            block.leave_device()
+            self._leave_device(block)
         self._exposed.clear()
         access_order = self._program.streaming.access_order
         if access_order.differs and not self._has_warned:
@@ -182,7 +185,7 @@ class Residency:
         # The next one may read what has made them so.
         for block in () if finite or not self.reads.on else self.streamed:
             if block.name not in self._program.streaming.slots and block not in self._exposed:
-                block.hide(self.reads)
+                block.views.hide(self.reads, block.kept_by)
 
     def reset(self) -> None:
         """The lanes are empty, and no streamed block has a slot any more."""
@@ -190,7 +193,7 @@ class Residency:
         self._latest = None
         self._exposed.clear()
         for block in self.streamed:
-            block.leave_device()
+            self._leave_device(block)
 
     def pinned(self, block: Block) -> bool:
         """Tell whether a forward or a backward in progress needs the block's slot."""
@@ -205,7 +208,7 @@ class Residency:
             # A block whose forward is running keeps its slot: the call comes from inside it.
             if not block.forwards:
                 self.interpreter.run(self._program.drop_slot(block.name))
-                block.expose_host_weights()
+                block.views.show_host()
                 self._exposed.add(block)
 
     def close(self) -> None:
@@ -213,7 +216,7 @@ class Residency:
         for a copy. Where the host has a shard of them, parameters become empty: an error tells
         whoever reads them."""
         for block in self.streamed:
-            block.reveal()
+            block.views.reveal()
         self.expose_host_weights()
         # Not tensors of a user's inference mode, which could not be trained again.
         with torch.inference_mode(False):
@@ -230,7 +233,7 @@ class Residency:
                         slot.local.data = slot.shaped(weights)
         # Ends the engine's reference cycles: the host memory that it refers to is free at once, and
         # not with a later collection of garbage.
-        for block in self._blocks.values():
+        for block in self.blocks.values():
             block.source = CLOSED
         self.interpreter.close()
         del self.interpreter
@@ -239,24 +242,24 @@ class Residency:
 
     def enter(self, block: str, slot: int) -> None:
         """A block takes a slot, or another version: its parameters are views of it."""
-        entering = self._blocks[block]
+        entering = self.blocks[block]
         self._exposed.discard(entering)
         for bucket in entering.all_buckets:
             bucket.place = slot
-        entering.enter_device()
+        entering.views.show_slot()
 
     def leave(self, block: str) -> None:
         """A block gives up its slot."""
-        leaving = self._blocks[block]
+        leaving = self.blocks[block]
         # Its next use must ask the program for a slot and a load again.
         if leaving is self._latest:
             self._latest = None
-        leaving.leave_device()
+        self._leave_device(leaving)
 
     def renew(self, block: str, by: int) -> None:
         """A block's weights change: graphs built before are stale. `by`: -1 for the version before,
         whose graphs are not."""
-        self._blocks[block].generation += by
+        self.blocks[block].graphs.generation += by
 
     def swap(self, bucket: str) -> None:
         """The other copy of a bucket's state becomes the state."""
@@ -266,6 +269,11 @@ class Residency:
     def flip(self, bucket: str) -> None:
         """The other version of a bucket's weights is the one that loads read."""
         self._buckets[bucket].version ^= 1
+
+    def _leave_device(self, block: Block) -> None:
+        block.leave_device()
+        if self.reads.on:
+            block.views.hide(self.reads, block.kept_by)
 
     def _pinned(self) -> list[str]:
         return [block.name for block in self.resident if self.pinned(block)]

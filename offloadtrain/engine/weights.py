@@ -498,7 +498,7 @@ class WeightsIO(StateIO):
         """Each rank keeps its shard of what it was given: the next step compares the whole values,
         or the model would be pieced together from different ones."""
         if bucket.sharers is self.ranks:
-            self._engine.functions.written(slot.name, values)
+            self._engine.functions.digests.add_weights(slot.name, values)
 
     def _tell_untrained(self, written: frozenset[nn.Parameter], incoming: Given | None) -> None:
         """Record the written frozen parameters and buffers, which every rank keeps in full: the
@@ -513,7 +513,7 @@ class WeightsIO(StateIO):
             buffers = [(n, x) for n, x in self.model.named_buffers() if id(x) not in statistics]
             changed += [(name, buffer) for name, buffer in buffers if name in incoming.names]
         for name, value in changed:
-            self._engine.functions.written(name, value)
+            self._engine.functions.digests.add_weights(name, value)
 
     @torch.no_grad()
     def expect_weights(self, values: Mapping[str, Tensor]) -> None:

@@ -18,8 +18,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from offloadtrain.engine.division import NormMember
-from offloadtrain.engine.gradients import Measured
+from offloadtrain.engine.division import Measured, NormMember
 from offloadtrain.engine.norm import (
     COUNT_COLUMNS,
     INTENT_COLUMNS,
@@ -163,7 +162,7 @@ class DividedNorm:
         named = [pair for names, row in pairs for pair in zip(names, row, strict=True)]
         nonfinite = {name: known.get(name, ()) for name, value in named if not math.isfinite(value)}
         for member, measured in zip(members, measurements, strict=True):
-            self._measured[member] = Measured(all_squares, nonfinite, measured.told)
+            self._measured[member] = Measured(all_squares, nonfinite, measured.intents)
 
     def compare(self, member: NormMember, intent: Sequence[float]) -> None:
         """Compare what may have changed on the other parts since the norm was measured.
@@ -177,16 +176,16 @@ class DividedNorm:
 
     def _measure(self, member: NormMember, intent: Sequence[float]) -> Measured:
         """Measure the parameters of an engine, of which copies and other parts may be elsewhere."""
-        measured = member.own(intent)
+        measured = member.measure_local(intent)
         copies = member.ranks.copies
         if not copies.is_single:
             # This shard's ranks of all groups hold copies of it, which must be decided on alike and
             # have got the same gradient; see [Note: Copies] in `runtime.process_group`.
-            intent_sent = measured.told[member.ranks.rank].tolist()
+            intent_sent = measured.intents[member.ranks.rank].tolist()
             rows = copies.all_gather_host(
-                [*intent_sent, digest(measured.of_parameter), _agree(measured.told)]
+                [*intent_sent, digest(measured.of_parameter), _agree(measured.intents)]
             )
-            member.check_ranks(member.ranks, measured.told, intent[0])
+            member.check_ranks(member.ranks, measured.intents, intent[0])
             columns = (*RANK_COLUMNS, "the sums of squares", _AGREEMENT)
             check_rows_alike(rows, "copy", columns, intent[0])
         return measured if self._parts.is_single else self._of_all_parts(member, measured, intent)
@@ -196,12 +195,12 @@ class DividedNorm:
     ) -> Measured:
         """Add the squares of the other parts of DTensors in rank order. A tensor that every rank
         holds in full counts once, with the first rank's value."""
-        same = [*member.intent_of_part(intent), _agree(measured.told)]
+        same = [*member.intent_of_part(intent), _agree(measured.intents)]
         # Waits for the same backward on the other ranks.
         rows = self._parts.all_gather_host([*same, *measured.of_parameter])
         num_same, divided = len(same), member.divided
         # After the exchange, in which the other parts wait.
-        member.check_ranks(member.ranks, measured.told, intent[0])
+        member.check_ranks(member.ranks, measured.intents, intent[0])
         check_rows_alike(rows[:, :num_same], "part", (*PART_COLUMNS, _AGREEMENT), intent[0])
         check_same_gradients(member.names, rows[:, num_same:], divided, int(intent[0]))
         sums, nonfinite = [], dict(measured.nonfinite)
@@ -214,7 +213,7 @@ class DividedNorm:
             if not math.isfinite(total):
                 nonfinite.setdefault(member.names[index], ())
             sums.append(total)
-        return Measured(sums, nonfinite, measured.told)
+        return Measured(sums, nonfinite, measured.intents)
 
 
 def _agree(rows: Tensor) -> float:

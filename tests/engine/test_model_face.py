@@ -236,7 +236,7 @@ def test_many_steps_leave_nothing_behind() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert alive() <= before + 2
-    assert not any(block._readings for block in optimizer._blocks)
+    assert not any(block.graphs.hold_weights for block in optimizer._blocks)
 
 
 def test_the_sampled_timeline_names_every_lane() -> None:

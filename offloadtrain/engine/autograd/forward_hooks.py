@@ -326,7 +326,7 @@ class ForwardHooks:
         if isinstance(self._offloader, SavedOffloader):
             self._offloader.begin()
         for block in self._residency.streamed:
-            block.check()
+            block.views.check()
         # The first loads are launched before any module asks for its block.
         self._residency.restart()
         if not self._tracked:

@@ -72,7 +72,7 @@ class Reading:
 
     def __init__(self, block: Block, clock: int) -> None:
         self.block = block
-        self.generation = block.generation
+        self.generation = block.graphs.generation
         self.clock = clock
         block.packed()
 
@@ -85,7 +85,7 @@ class Reading:
         self.block.unpacked(self.generation, self.clock)
 
     def __del__(self) -> None:
-        self.block.released(self.generation)
+        self.block.graphs.released(self.generation)
 
 
 class Handle:
@@ -242,7 +242,7 @@ class SavedTensors:
             self._owners.add(slot, partial(residency.owner, number))
         for block in residency.streamed:
             for bucket in block.all_buckets:
-                self._owners.add(block.placeholder(bucket), partial(_raise_absent, block))
+                self._owners.add(block.views.placeholder(bucket), partial(_raise_absent, block))
 
     def owner(self, tensor: Tensor) -> Block | None:
         """Return the block whose working weights this tensor views, if any.
@@ -300,11 +300,13 @@ class SavedTensors:
         outside = self.within
         self._clock += 1
         for block in blocks:
-            block.clock = block.clock if again else self._clock
+            clock = block.clock
+            if not again:
+                clock.last = self._clock
             # In order, the last forward is another one than that which runs again.
-            counts = torch.is_grad_enabled() and not (again and block.in_order)
-            if counts and not block.first_clock:
-                block.first_clock = block.clock
+            counts = torch.is_grad_enabled() and not (again and clock.in_order)
+            if counts and not clock.first:
+                clock.first = clock.last
         self._set_within(tuple(block for block in saved if block.streamed) or outside)
         return outside
 
@@ -343,7 +345,7 @@ class SavedTensors:
 
     def _reading(self, block: Block) -> Reading:
         reading = self._readings.get(block)
-        if reading is None or reading.generation != block.generation:
+        if reading is None or reading.generation != block.graphs.generation:
             reading = self._readings[block] = Reading(block, self._clock)
         return reading
 

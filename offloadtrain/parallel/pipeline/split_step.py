@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.engine import Engine, PendingNorm
 from offloadtrain.engine.norm import EngineError
 
 
@@ -54,7 +54,9 @@ class SplitStep:
         self._groups = groups
         self._requested: tuple[list[dict[str, Any]], bool] | None = None
         """Hyperparameters and `skip` of a step that is not decided."""
-        self._is_over = self._is_sent = self._samples = False
+        self._is_over = self._samples = False
+        self._pending: PendingNorm | None = None
+        """The step whose squares are sent, and that is not decided."""
         self._in_flight: deque[int] = deque()
         """For each microbatch between forward and backward, the version of its weights."""
 
@@ -140,15 +142,15 @@ class SplitStep:
             self._engine.sample_timeline()
 
     def _decide(self) -> None:
-        if not self._is_sent:
+        if (pending := self._pending) is None:
             return
         assert self._requested is not None
-        (hyperparameters, skip), self._requested, self._is_sent = self._requested, None, False
+        (hyperparameters, skip), self._requested, self._pending = self._requested, None, None
         now = [dict(group) for group in self._groups]
         for group, then in zip(self._groups, hyperparameters, strict=True):
             group.update(then)
         try:
-            self._step_tensor.fill_(self._engine.decide(skip=skip).step)
+            self._step_tensor.fill_(self._engine.decide(pending, skip=skip).step)
         finally:
             for group, current in zip(self._groups, now, strict=True):
                 group.update(current)
@@ -172,5 +174,5 @@ class SplitStep:
     def _send(self) -> None:
         """Send the squares once the backwards are over and step() was called, whichever is last."""
         if self._is_over and self._requested is not None:
-            self._engine.send_squares()
-            self._is_over, self._is_sent = False, True
+            self._pending = self._engine.send_squares()
+            self._is_over = False

@@ -1,16 +1,16 @@
 """The waits between launches, derived from the memory that they read and write.
 
 [Note: Dependencies]
-No wait is written by hand. Each launch declares its reads and writes. Its lane waits for the last
-write of what it reads, and for the last write and all later reads of what it writes, unless these
-are known to be done. A lane knows what it has waited for, what the awaited lane knew at that point,
-and all that the launching thread had waited for: a vector clock for each lane. A step's order thus
-follows from its reads and writes, no wait is redundant, and a new kind of operation brings its
-waits with it.
+No wait is written by hand. Each launch declares the memory that it reads and writes. Its lane waits
+for the last write of memory it reads, and for the last write and all later reads of memory it
+writes, unless these are known to be done. Each lane has a vector clock: it knows what it has waited
+for, what the awaited lane knew at that point, and everything that the launching thread has waited
+for. The order of a step thus follows from its reads and writes, no wait is redundant, and a new
+kind of operation needs no code for waits.
 
-An event stands for everything launched on its lane before it. It is recorded right behind the
-operation that a later launch may wait for. Some operations are rarely waited for: the event behind
-them is recorded *late*, when a wait needs it, or never.
+An event stands for everything launched on its lane before it. It is recorded right after the
+operation that a later launch may wait for. For operations that are rarely waited for, the event is
+recorded *late*: when a wait needs it, or never.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _Cell = tuple[object, ...]
 
 @dataclass(slots=True)
 class _Use:
-    """The events behind the last write of a piece of memory, and behind each lane's last read since
-    then."""
+    """The events after the last write of a piece of memory, and after each lane's last read since
+    that write."""
 
     written: Event | None = None
     read: dict[Lane, Event] = field(default_factory=dict)
 
 
 class Dependencies:
-    """Puts waits before launches and events behind them."""
+    """Inserts waits before launches and events after them."""
 
     def __init__(self) -> None:
         self.operations: Operations = []
-        """All since the last `take`."""
+        """The operations since the last `take`."""
         self._known = {lane: [0] * len(Lane) for lane in Lane}
         """Lane → its clock: what is done when its next operation starts."""
         self._thread_clock = [0] * len(Lane)
@@ -72,15 +72,15 @@ class Dependencies:
         return operations
 
     def launch(self, op: Launch, *, fresh: Ref | None = None, late: bool = False) -> Event:
-        """Launch behind the waits that the operation's memory needs; return the event behind it.
+        """Launch an operation after the waits that its memory needs; return the event after it.
 
         Args:
             fresh: memory that is reused: its contents are undefined once the waits are over.
-            late: the event behind it is recorded when a wait needs it, or never.
+            late: record the event only when a wait needs it.
         """
         lane, reads, writes = op.lane, self._uses_of(op.reads), self._uses_of(op.writes)
         self._wait_for(lane, reads, writes, op)
-        # Behind the waits: an earlier operation may still use this memory until then.
+        # After the waits: an earlier operation may still use this memory until then.
         if fresh is not None:
             self.operations.append(Undefined(fresh, lane))
         self.operations.append(op)
@@ -101,10 +101,10 @@ class Dependencies:
         self._uses[ref[:3]] = _Use(allocated)
 
     def record(self, lane: Lane, what: str) -> Event:
-        """Return the event behind all that was launched on the lane so far, and behind code that
-        ran there without a launch; `what` names that code."""
+        """Return an event after everything launched on the lane so far, and after code that ran
+        there without a launch; `what` names that code."""
         last = self._recorded.get(lane)
-        # Nothing was launched there since the last event: that one says the same.
+        # If nothing was launched there since the last event, that event is enough.
         if last is None or last.position < self._known[lane][last.at]:
             last = self._recorded[lane] = self._advance(lane, None, what, say=True)
         return last
@@ -115,8 +115,8 @@ class Dependencies:
             self._wait(lane, event, why)
 
     def host_wait(self, event: Event, why: str) -> None:
-        """Make the launching thread wait, and with it all that it launches from here on, unless it
-        has seen that the event has happened."""
+        """Make the launching thread, and everything it launches afterwards, wait for the event,
+        unless it is known to have happened."""
         if event.position <= self._thread_clock[event.at]:
             return
         if not event.recorded:
@@ -128,7 +128,7 @@ class Dependencies:
         self.operations.append(HostWait(event, why))
 
     def written(self, ref: Ref) -> Event | None:
-        """Return the event behind the last write of this memory."""
+        """Return the event after the last write of this memory."""
         return self._uses[ref[:3]].written
 
     def synchronized(self) -> None:
@@ -160,7 +160,7 @@ class Dependencies:
             self._uses[ref[:3]] = _Use(event)
 
     def forget(self, refs: Iterable[Ref]) -> None:
-        """This memory is not named again."""
+        """Forget memory that no later operation names."""
         for ref in refs:
             self._uses.pop(ref[:3], None)
 
@@ -219,13 +219,13 @@ class Dependencies:
         # A late event is recorded now, on its own lane: it must stand in the program before this.
         if not event.recorded:
             self._say(event)
-        # The lane is now behind all that the event's lane had waited for, too.
+        # The lane has now also waited for everything that the event's lane had waited for.
         known = self._known[lane]
         known[:] = [a if a > b else b for a, b in zip(known, event.clock, strict=True)]
         self.operations.append(Wait(lane, event, who, does, did))
 
     def _advance(self, lane: Lane, kind: Kind | None, owner: str, *, say: bool) -> Event:
-        """Count one more operation of the lane; `say`: record the event behind it now."""
+        """Count one more operation of the lane; `say`: record the event after it now."""
         at, known = _AT[lane], self._known[lane]
         known[at] += 1
         event = Event(lane, tuple(known), at, known[at], say, kind, owner)

@@ -1,26 +1,26 @@
 """State and gradients on the disk: read into a slot of the host, used there, written back.
 
 [Note: State on the disk]
-A bucket's state is in a file. A few slots of pinned memory, each as large as the largest bucket's
-state, hold it while it is used. Every use is launched as read, use, write; nothing is launched
-ahead, since lanes run concurrently: disk_read reads the next bucket into another slot as soon as
-that one is written, while the host updates this bucket and disk_write writes the one before. The
-order of use is known, so there is no cache: a slot goes to the next bucket in turn. What waits for
-what follows from the slots and the files that the operations name.
+A bucket's state is in a file. While it is used, it is in one of a few slots of pinned memory, each
+as large as the largest bucket's state. Every use is launched as read, use, write. Nothing has to be
+launched ahead, since lanes run concurrently: disk_read fills the next slot while the host updates
+this bucket and disk_write writes the previous one. The order of use is known, so there is no cache:
+slots are used in turn. The waits follow from the slots and files that the operations name.
 
-Between two updates of mode "exact" the drive would rest until the norm is known: behind an update
-the slots are filled with the state that the next one begins with.
+In mode "exact" the drive would be idle from one update until the next norm is known. So after an
+update the slots are filled with the state that the next update begins with.
 
 Gradients and streamed weights may be in files, too. A gradient has a slot while backward fills it,
-is then written, and comes back for its update; where the update follows at once it stays in its
-slot. Weights are read into a slot on their way to the device (`Streaming`), and new ones are
-written behind their update, unless the state holds them. Reads of weights have a lane of their own:
-those of a whole update are launched before the first load of the next forward.
+is written to its file, and is read again for its update; if the update follows immediately, it
+stays in its slot. Weights are read into a slot on their way to the device (`Streaming`). New
+weights are written after their update, unless the state contains them. Reads of weights have a lane
+of their own, since the reads of a whole update are launched before the first load of the next
+forward.
 
-The file always holds what the slot held when its last write was launched, so a slot can be taken
-away at any time. Whoever touches the state past the lanes, between steps, reads and writes the
-file, and the slots are forgotten. So are the checksums of what was written: see [Note: Checksums of
-the scratch file] in `runtime/disk_arena.py`.
+The file always contains what the slot contained when its last write was launched, so a slot can be
+taken away at any time. Code that touches the state between steps, outside the lanes, reads and
+writes the file, and the slots are forgotten. So are the checksums of what was written: see [Note:
+Checksums of the scratch file] in `runtime/disk_arena.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from offloadtrain.step.program.places import BucketRefs
 
 
 class DiskPath:
-    """Gives slots to buckets whose state is on the disk; of others it does nothing."""
+    """Gives slots to buckets whose state is on the disk; does nothing for other buckets."""
 
     def __init__(self, table: BufferTable, order: Dependencies) -> None:
         self._order = order

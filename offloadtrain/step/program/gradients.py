@@ -1,20 +1,19 @@
 """The way down: a bucket's gradient from autograd to its sum and its norm where its state is.
 
-Lanes: compute gathers, comm reduces, d2h copies, host adds and measures; all beside backward. Where
-the state is on the device nothing crosses the bus: `update` adds and measures, and a gradient that
-is neither summed nor reduced is gathered straight into its place.
+Lanes, all concurrent with backward: compute gathers, comm reduces, d2h copies, host adds and
+measures. If the state is on the device, nothing crosses the bus: the `update` lane adds and
+measures, and a gradient that is neither summed nor reduced is gathered directly into its place.
 
 [Note: Measured in the gather]
-A gradient that nothing is added to, of one microbatch and of a single rank, is measured by compute,
-tensor by tensor where backward has left it: no pass over the host's memory. Where a second gradient
-of the same backward is added, or none has come, the norm is taken where the sum is, and counts
-instead.
+With one rank and one microbatch nothing is added to a gradient. Compute then measures each tensor
+where backward left it, which saves a pass over host memory. If a second gradient of the same
+backward is added, or if none arrives, the norm is measured on the sum and replaces the first one.
 
-The device's sums of squares come down into pinned memory by a copy that nobody waits in. Where all
-state is on the host, it is behind the copies of the gradients, so that step() waits for these, too:
-a decided step needs the device no more and can be finished without it ([Note: Salvage] in
-`engine.salvage`). The update begins no later: its first bucket is that of the first forward,
-whose gradient comes down last.
+The device's sums of squares are copied into pinned memory. If all state is on the host, this copy
+follows the copies of the gradients, so that step() waits for those, too. A decided step then no
+longer needs the device and can be finished without it ([Note: Salvage] in `engine.salvage`). This
+does not delay the update: its first bucket is the first one of the forward, whose gradient is the
+last to come down.
 """
 
 from __future__ import annotations
@@ -33,25 +32,23 @@ Refs = Mapping[tuple[Memory, int, int], Ref]
 
 
 class GradientRefs:
-    """One bucket's gradient: its buffers, which the table lists, and its status in the step in
-    progress.
+    """One bucket's gradient: its buffers in the table, and its status in the current step.
 
     Attributes:
         rank: the number of this rank among those that share the bucket.
         pieces: [lo, hi) of the shard that it goes down in.
-        marks: the marks of experts that got a gradient; None for a bucket that is updated as one.
+        marks: marks of the experts that got a gradient; None if the bucket is always updated whole.
         file: its place on the disk; None for a gradient that stays in memory.
-        separate_sum: the sum of microbatches on the device, of a bucket whose state is on the host;
-            None where microbatches are added to the gradient itself.
+        separate_sum: the sum of microbatches on the device, if the state is on the host; None if
+            microbatches are added to the gradient itself.
         rounds_sum: the sum on the device is rounded to the working dtype before it is measured.
-        staged_dtype: that of its elements while ranks sum them.
+        staged_dtype: the dtype in which ranks sum it.
         lane: the lane that adds to it, and later updates the state.
         adding: the gradient that microbatches are added to.
         decided: the gradient that Adam reads.
-        touched: a gradient of the step in progress is in its memory.
-        arrived: the copy of its sum to the host is launched.
-        measured_on: the tier whose norms have its sums of squares of this step; None until their
-            launch.
+        touched: its memory holds a gradient of the current step.
+        arrived: the copy of its sum to the host was launched.
+        measured_on: the tier that measures its sums of squares in this step; None until launched.
     """
 
     def __init__(self, spec: BucketSpec, step: StepSpec, refs: Refs, rank: int) -> None:
@@ -71,7 +68,7 @@ class GradientRefs:
 
     @property
     def summed(self) -> Ref:
-        """The memory in which it is complete first, and is measured."""
+        """The memory in which the gradient is complete first; it is measured there."""
         return self.adding if self.separate_sum is None else self.separate_sum
 
     @property
@@ -85,17 +82,17 @@ class GradientRefs:
         return Tier.DEVICE if self.sums_lane is Lane.UPDATE else Tier.HOST
 
     def take_slot(self, slot: int) -> None:
-        """The gradient is in this slot of the host from here on."""
+        """Use this host slot for the gradient from now on."""
         self.adding = self.decided = self._versions[slot]
 
     def close_sum(self) -> None:
-        """The gradient is the one that Adam will read; the next step's goes to the other."""
+        """Fix the gradient that Adam will read; the next step writes to the other one."""
         self.decided = self.adding
         if self.file is None and len(self._versions) > 1:
             self.adding = self._versions[1 - self.adding.copy]
 
     def end_step(self) -> None:
-        """The gradient is used up, or given up."""
+        """Forget the gradient: the step was applied or dropped."""
         self.touched = self.arrived = False
         self.measured_on = None
 
@@ -111,10 +108,10 @@ def part_of(full: Ref, lo: int, hi: int) -> Ref:
 
 
 class GradientSlots:
-    """Gives slots to buckets whose gradient is on the disk; of others it does nothing.
+    """Gives host slots to buckets whose gradient is on the disk; does nothing for other buckets.
 
-    A gradient is written as soon as what a backward brings of it is in its slot, or not at all
-    where its update comes at once ("early").
+    A gradient is written to its file as soon as a backward has filled its slot, or not at all if
+    its update follows immediately ("early").
     """
 
     def __init__(self, spec: StepSpec, table: BufferTable, order: Dependencies) -> None:
@@ -130,7 +127,7 @@ class GradientSlots:
         """Give the gradient a slot.
 
         Args:
-            keep: what was there of it is needed.
+            keep: its current contents are needed.
         """
         if gradient.file is None or gradient in self._slots:
             return
@@ -150,22 +147,22 @@ class GradientSlots:
             self._order.launch(op, fresh=gradient.adding)
 
     def changed(self, gradient: GradientRefs) -> None:
-        """All that is to be written into the slot for now is launched."""
+        """All writes into the slot were launched for now: write the slot to its file."""
         if gradient.file is not None:
             self._unwritten.add(gradient)
             if not self._written_late:
                 self._write(gradient)
 
     def used(self, gradient: GradientRefs) -> None:
-        """Its update is launched: the gradient is not needed any more."""
+        """Its update was launched: the gradient is no longer needed."""
         self._unwritten.discard(gradient)
 
     def step_ends(self) -> None:
-        """No gradient is needed any more."""
+        """No gradient is needed after a step."""
         self._unwritten.clear()
 
     def reset(self) -> None:
-        """The lanes are empty, and every gradient is given up."""
+        """The lanes are empty and all gradients are dropped."""
         self._slots = [None] * len(self._slots)
         self._unwritten.clear()
 
@@ -221,16 +218,16 @@ class GradientPath:
         }
 
     def send(self, gradient: GradientRefs, *, complete: bool, last: bool) -> None:
-        """Send all gradients that the bucket's parameters hold.
+        """Launch the way of all gradients that the bucket's parameters hold.
 
         Args:
-            complete: each parameter holds a gradient, or other ranks have theirs.
+            complete: every parameter holds a gradient, here or on another rank.
             last: this is the last micro-step of the step.
         """
         is_final = last and complete
         if gradient.marks is not None:
             self._mark(gradient, gradient.marks)
-        # A single piece is squared while it is added: one pass over host memory less.
+        # A single piece is squared while it is added, which saves a pass over host memory.
         measured = is_final and self._accumulates and len(gradient.pieces) == 1
         measured = measured and not gradient.rounds_sum
         if gradient.separate_sum is None:
@@ -238,7 +235,7 @@ class GradientPath:
         if self._measures_gathered and not gradient.touched:
             self._measure_gathered(gradient)
             measured = True
-        # Nothing has to be added to the gradient: compute writes it where Adam reads it.
+        # If nothing is added to the gradient, compute writes it where Adam reads it.
         in_place = gradient.lane is Lane.UPDATE and self._is_single
         in_place = in_place and not (self._accumulates or gradient.touched)
         for lo, hi in gradient.pieces:
@@ -297,17 +294,17 @@ class GradientPath:
             # Nothing is decided yet: if the device fails during this wait, the step is given up.
             if measured is not None:
                 self._order.host_wait(measured, "the gradient norm")
-        # And which experts are used, which ranks tell each other next.
+        # Ranks exchange next which experts are used.
         for used in marked:
             if (known := self._order.written(used)) is not None:
                 self._order.host_wait(known, "the used experts")
 
     def _mark(self, gradient: GradientRefs, used: Ref) -> None:
-        """Mark the experts that the gradients about to be sent are of."""
+        """Mark the experts whose gradients are about to be sent."""
         first = not gradient.touched
         op = Launch(Kind.MARK, Lane.COMPUTE, gradient.spec.name, (), (used,), first=first)
-        # Compute, behind the kernels that made the gradients, and in front of the gather, which
-        # frees them. The training thread has read the marks of the step before.
+        # Compute, between the kernels that made the gradients and the gather, which frees them.
+        # The training thread has read the marks of the previous step.
         self._order.launch(op)
 
     def _gather(self, gradient: GradientRefs, target: Ref, lo: int, hi: int) -> None:
@@ -357,7 +354,7 @@ class GradientPath:
         if gradient.lane is Lane.UPDATE:
             kind, lane = (Kind.COPY, Lane.UPDATE)
         target = part_of(gradient.adding, lo, hi)
-        # Beside backward of the next blocks; norm and Adam wait for it. It waits for the last
+        # During backward of the next blocks; norm and Adam wait for it. It waits for the last
         # step's upload, which may read new weights from the gradient's memory.
         self._order.launch(Launch(kind, lane, gradient.spec.name, (staged,), (target,), lo, hi))
 
@@ -367,8 +364,8 @@ class GradientPath:
             return staged
         target = self._host_ring.take(hi - lo, gradient.spec.dtype)
         op = Launch(Kind.GRAD_DOWN, Lane.D2H, gradient.spec.name, (staged,), (target,), lo, hi)
-        # d2h, beside backward and beside the host's sum of the other ring slot. It waits for the
-        # last reader of this slot: a sum, or an upload of weights that were staged here.
+        # d2h, during backward and the host's sum of the other ring slot. It waits for the last
+        # reader of this slot: a sum, or an upload of weights that were staged here.
         self._order.launch(op, fresh=target)
         return target
 
@@ -409,7 +406,7 @@ class GradientPath:
             )
             self._order.launch(rounded, late=True)
         reads, writes = (gradient.summed,), (self._norms_of(gradient),)
-        # Where the gradient is, as soon as it is there, beside backward of the next blocks:
+        # On the gradient's tier, as soon as it is complete, during backward of the next blocks:
         # `complete` then waits for little more than the norm of the last block.
         op = Launch(Kind.NORM, gradient.sums_lane, gradient.spec.name, reads, writes)
         self._order.launch(op, late=self._norms_are_last)
@@ -417,8 +414,7 @@ class GradientPath:
     def _measure_gathered(self, gradient: GradientRefs) -> None:
         gradient.measured_on = Tier.DEVICE
         op = Launch(Kind.NORM, Lane.COMPUTE, gradient.spec.name, (), (self._norms[Tier.DEVICE],))
-        # Compute, behind the kernels that made the gradients, and in front of the gather, which
-        # frees them.
+        # Compute, between the kernels that made the gradients and the gather, which frees them.
         self._order.launch(op, late=True)
 
     def _norms_of(self, gradient: GradientRefs) -> Ref:

@@ -1,21 +1,21 @@
 """Update modes: when Adam of a bucket runs, and when its weights go back to the device.
 
 [Note: Update modes]
-    Exact        Adam when the norm is known: block after block in forward order, each block's
-                 upload beside the next block's Adam and the next forward
-    Early        nothing global must be known (no clipping, no loss scaling, no skipping): Adam of
-                 a bucket runs as soon as its gradient is on the host, inside backward
-    Speculative  Adam runs inside backward on the guess "no clipping, no overflow", into the other
-                 copy of the state. A right guess makes the other copy the state; a wrong one is
-                 discarded, and the update runs as in Exact. The bits are those of Exact in any case
-    Delayed      Adam of step t runs during step t+1; its weights go up behind each block's
+    Exact        Adam runs when the norm is known, block after block in forward order. Each block
+                 is uploaded during the next block's Adam and the next forward
+    Early        if no global value is needed (no clipping, loss scaling or skipping), Adam of a
+                 bucket runs inside backward, as soon as its gradient is on the host
+    Speculative  Adam runs inside backward on the guess "no clipping, no overflow" and writes the
+                 second copy of the state. If the guess is right, that copy becomes the state;
+                 otherwise it is discarded and the update runs as in Exact, with the same bits
+    Delayed      Adam of step t runs during step t+1; its weights go up after each block's
                  backward of step t+1: W(t+1) = W(t) - update of the gradient at W(t-1)
 
 `StepSpec.update_policy` adds another mode.
 
-In the first three no weight on the device changes before `step()`, so that nothing a user runs
-between backward and step sees other weights than in a resident run, and a wrong guess uploads
-nothing twice. No update runs inside the first backward: it shows which blocks deliver as expected.
+In the first three modes no weight on the device changes before `step()`: code between backward and
+step() sees the weights of a resident run, and a wrong guess uploads nothing twice. No update runs
+inside the first backward, which shows whether blocks deliver their gradients once.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class UpdateError(OffloadTrainError):
 
 
 class Decision(NamedTuple):
-    """The decision about a step: skip or update, and with which coefficients.
+    """The decision about a step: whether to update, and with which coefficients.
 
     Attributes:
-        step: the number of this optimizer step, 1-based, also where it is skipped.
+        step: the number of this optimizer step, 1-based, even if it is skipped.
         coef: the clip coefficient, 1.0 for none.
-        scale: the divisor of the gradients: the loss scale times the number of ranks, as their sum
-            arrives.
-        hyperparameters: in force in step(); compared with those of updates inside backward, where
-            there are any (`Program.updates_in_backward`).
+        scale: the divisor of the gradients, which arrive as the sum over ranks: the loss scale
+            times the number of ranks.
+        hyperparameters: their values in step(), compared with those of updates inside backward;
+            None if there are no such updates.
     """
 
     step: int
@@ -64,8 +64,8 @@ class Speculation:
     """The result of the updates that ran inside backward.
 
     Attributes:
-        buckets: the number updated inside backward.
-        right: the speculation was right; None without speculation.
+        buckets: the number of buckets updated inside backward.
+        right: whether the guess was right; None without speculation.
     """
 
     buckets: int = 0
@@ -80,22 +80,22 @@ class Exact:
     updates_in_backward = False
     """Adam may run before the norm is known."""
     follows_backward = False
-    """Something is launched when a block's gradient is complete: `grads_complete`."""
+    """`grads_complete` launches operations."""
 
     def __init__(self, updates: UpdatePath) -> None:
         self._updates = updates
         self.behind: list[str] = []
-        """Blocks whose new weights go up once no graph needs the old ones: see
+        """Blocks whose new weights are uploaded once no graph needs the old ones: see
         `Program.graph_freed`. Always the same list."""
         self.version = 0
-        """Of the weights that compute reads, where there are two."""
+        """The version of the weights that compute reads, if there are two."""
         self._staged: dict[BucketRefs, Ref] = {}
-        """Bucket updated and not uploaded → where its new weights wait."""
+        """Bucket that was updated and not uploaded → where its new weights wait."""
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
-        """Inside backward: the step's gradient of the block is whole, and on its way to the host.
+        """Inside backward: the block's gradient of the step is complete and on its way to the host.
 
-        `early`: the decision on the assumption that nothing is clipped or skipped.
+        `early`: the decision if nothing is clipped or skipped.
         """
 
     def grads_again(self, block: BlockRefs) -> None:
@@ -105,42 +105,41 @@ class Exact:
         """No graph needs the weights of a block that is `behind`."""
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
-        """In step(): what is left of the update, and the uploads, in forward order."""
+        """In step(): launch the rest of the update, and the uploads in forward order."""
         if not decision.skipped:
             self._apply(order, decision)
             self._updates.is_over(order)
         return Speculation()
 
     def drop(self) -> None:
-        """The gradients of the step are dropped before it was decided."""
+        """Drop the gradients of a step that is not decided."""
 
     def before_masters_change(self) -> None:
-        """The caller is about to set masters, perhaps between backward and step().
+        """Prepare for masters that the caller sets, possibly between backward and step().
 
         Raises:
-            UpdateError: Adam has run from the old ones and cannot run again.
+            UpdateError: Adam has updated the old ones and cannot run again.
         """
 
     def flush(self) -> None:
-        """Between steps: upload weights that wait, so that the device has the newest ones."""
+        """Between steps: upload waiting weights, so that the device has the newest ones."""
 
     def reset(self) -> None:
-        """The whole state was set or loaded: earlier updates do not matter any more."""
+        """Forget earlier updates: the whole state was set or loaded."""
 
     def turn(self, *, back: bool) -> None:
-        """Where there are two versions of the weights: compute reads the one before the newest
-        (`back`), or the newest again."""
+        """With two versions of the weights: let compute read the previous one or the newest."""
         raise UpdateError("there is one version of the weights")
 
     def part(self, order: Sequence[BlockRefs]) -> None:
-        """The caller is about to set weights in use that are not those of the state."""
+        """Prepare for weights that the caller sets apart from the state."""
 
     def hold(self, order: Sequence[BlockRefs]) -> None:
-        """In mode "delayed": masters that were loaded wait as they did when they were saved."""
+        """In mode "delayed": let loaded masters wait as they did when they were saved."""
         raise UpdateError("new weights wait in update mode 'delayed' only")
 
     def verify(self) -> None:
-        """At the end of step(): raise an error that would have left the step half done before.
+        """At the end of step(): raise an error that would have interrupted the step earlier.
 
         Raises:
             UpdateError: updates inside backward used other hyperparameters than step().
@@ -150,14 +149,14 @@ class Exact:
         # Recorded before the first upload, so that uploads wait for this backward and not for the
         # next forward, which runs beside them.
         self._updates.backward_is_over(order)
-        # Forward order: the next forward begins behind the first block's upload, while Adam of the
+        # Forward order: the next forward begins after the first block's upload, while Adam of the
         # later blocks still runs.
         for name, buckets in self._ahead(order, decision):
             self._updates.upload(name, self._updated(buckets, decision))
 
     def _ahead(self, order: Sequence[BlockRefs], decision: Decision) -> Iterator[BlockRefs]:
-        """Yield each block behind the beginning of its own update and of the next block's: the
-        device orthogonalizes matrices of the one while the host updates the other."""
+        """Yield each block once its update and that of the next block have begun: the device
+        orthogonalizes matrices of one block while the host updates the other."""
         for number, (block, following) in enumerate(zip_longest(order, order[1:])):
             for _, buckets in [*([block] if number == 0 else []), *filter(None, [following])]:
                 for bucket in buckets:
@@ -173,7 +172,7 @@ class Exact:
 
 
 class Early(Exact):
-    """Adam inside backward, in place: for steps that nothing can stop."""
+    """Adam inside backward, in place, for steps that cannot be skipped or clipped."""
 
     waits_for_norm = False
     updates_in_backward = follows_backward = True
@@ -187,7 +186,7 @@ class Early(Exact):
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         self._require_whole()
         self._used = self._used or early.hyperparameters
-        # Adam runs beside backward of the next blocks. Its weights wait on the host until step():
+        # Adam runs during backward of the next blocks. Its weights wait on the host until step():
         # an evaluation before it must see the old ones on the device.
         # Matrices and experts are updated in step().
         for bucket in block[1]:
@@ -249,9 +248,9 @@ class Early(Exact):
 
 
 class SpeculationPolicy:
-    """Speculates while at least half of the last predictions were, or would have been, right.
+    """Speculates as long as at least half of the recent guesses were, or would have been, right.
 
-    A right prediction hides as much Adam as a wrong one wastes, so speculation pays from half on.
+    A right guess hides as much Adam as a wrong one wastes, so speculation pays above one half.
     """
 
     WINDOW = 8
@@ -267,7 +266,7 @@ class SpeculationPolicy:
 
 
 class Speculative(Exact):
-    """Adam inside backward into the other copy of the state, where a bucket has one."""
+    """Adam inside backward into the second copy of the state, for buckets that have one."""
 
     updates_in_backward = follows_backward = True
 
@@ -281,8 +280,8 @@ class Speculative(Exact):
             return
         self._used = self._used or early.hyperparameters
         update = Update(early.step, early.update.grad_scale, out_of_place=True)
-        # Beside backward of the next blocks, into the other copy: state and gradient stay as they
-        # are for the redo.
+        # During backward of the next blocks, into the second copy: state and gradient stay as they
+        # are, in case the update must be repeated.
         for bucket in block[1]:
             if bucket.has_second_copy:
                 self._staged[bucket] = self._updates.adam(bucket, update)
@@ -296,8 +295,8 @@ class Speculative(Exact):
         self._policy.saw(unclipped)
         right = unclipped and (not self._used or self._used == decision.hyperparameters)
         guessed = len(self._staged)
-        # Right: the other copy becomes the state, and only uploads are left. Wrong: it is discarded
-        # and every bucket is updated below, behind these updates on the host lane.
+        # Right: the second copy becomes the state, and only uploads remain. Wrong: it is discarded,
+        # and every bucket is updated below, after these updates on the host lane.
         if right:
             for bucket in self._staged:
                 self._updates.swap(bucket)
@@ -312,17 +311,17 @@ class Speculative(Exact):
         self._staged.clear()
 
     def before_masters_change(self) -> None:
-        # The guess was made from the old masters: the step updates the new ones, from the state and
-        # the gradient, which are as they were.
+        # The guess updated the old masters. The step updates the new ones, from the state and the
+        # gradient, which are unchanged.
         self.drop()
 
 
 class Delayed(Exact):
     """Adam during the next step: one step of staleness, after `warmup_steps` exact ones.
 
-    On a single rank, weights go up as soon as no graph needs the old ones. The moment depends on
-    when the user frees a graph, and ranks must gather weights in one order: so among ranks they go
-    up at the next step().
+    On a single rank, weights go up as soon as no graph needs the old ones. That depends on when the
+    user frees a graph. Ranks must gather weights in one order, so several ranks upload them at the
+    next step().
     """
 
     follows_backward = True
@@ -343,7 +342,7 @@ class Delayed(Exact):
     def graph_freed(self, block: str) -> None:
         self.behind.remove(block)
         self._begun = True
-        # h2d, beside backward of the next blocks. Compute reads this block again in the next
+        # h2d, during backward of the next blocks. Compute reads this block again in the next
         # forward.
         self._upload([block])
 
@@ -351,8 +350,8 @@ class Delayed(Exact):
         self.flush()
         if decision.step <= self._warmup_steps:
             return super().apply(order, decision)
-        # Adam runs beside the next forward and backward. Last block first: the next backward's
-        # copies down reuse the gradients' memory in that order and wait for Adam to have read it.
+        # Adam runs during the next forward and backward. Last block first: the next backward's
+        # copies down reuse the gradients' memory in that order, and wait until Adam has read it.
         if not decision.skipped:
             for name, buckets in self._ahead([*reversed(order)], decision):
                 self._waiting[name] = list(self._updated(buckets, decision))

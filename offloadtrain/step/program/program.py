@@ -1,18 +1,18 @@
 """The program of a step: events in, operations out.
 
 [Note: The program]
-A step has no branch that depends on timing, only on what the user's code does: which block runs
-when, which gradients arrive, what the norm is. So the scheduler is a state machine without I/O. The
-engine reports events and runs the operations that it answers, in their order, on streams and
-threads. The plan reports the events of a typical step and gives each operation a duration. The
-prover checks the memory that they touch. There is no second description of a step.
+No branch of a step depends on timing, only on what the user's code does: which block runs, which
+gradients arrive, what the norm is. So the scheduler is a state machine without I/O. The engine
+reports events and runs the returned operations in their order, on streams and threads. The plan
+reports the events of a typical step and gives each operation a duration. The prover checks the
+memory that the operations touch. There is no second description of a step.
 
-    forward      `use` waits for each block's weights, and loads what comes next
+    forward      `use` waits for each block's weights, and loads those of the next blocks
     backward     `grads_ready` sends a block's gradients down; the host adds and measures them
     step()       `norm` waits for the sums of squares (the only wait of the launching thread);
-                 `norm_known` launches what the update mode has not yet launched of Adam, and the
-                 upload of each block in forward order
-    forward      of the next step begins behind the first block's upload
+                 `norm_known` launches the rest of Adam, and the upload of each block in forward
+                 order
+    forward      of the next step begins after the first block's upload
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from offloadtrain.step.program.updates import UpdatePath
 
 
 class Program:
-    """One rank's step. Every event returns the operations that it makes necessary.
+    """The step of one rank. Every event returns the operations that it requires.
 
     Attributes:
         table: the buffers that operations name.
@@ -82,7 +82,7 @@ class Program:
         self.mode = _mode_of(spec, self._updates)
 
     def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
-        """A forward of the model is about to begin, or the step is over. `pinned`: see `use`."""
+        """A forward of the model is about to begin, or the step is over; `pinned`: see `use`."""
         self._activations.restart()
         self.streaming.restart(pinned)
         return self._order.take()
@@ -91,8 +91,8 @@ class Program:
         """Compute is about to read the weights of a block.
 
         Args:
-            pinned: streamed blocks that forwards or backwards in progress read: they keep their
-                slots.
+            pinned: streamed blocks that keep their slots, as running forwards or backwards read
+                them.
 
         Raises:
             StreamError: all slots are taken by pinned blocks.
@@ -101,57 +101,57 @@ class Program:
             self.streaming.use(block, pinned)
         else:
             resident = [bucket.working for bucket in self._trained[block]]
-            # Compute waits for this block's upload, or all-gather, only: those of later blocks, and
-            # their Adam, run beside its forward.
+            # Compute waits for this block's upload or all-gather only. Those of later blocks, and
+            # their Adam, run during its forward.
             self._order.needs(Lane.COMPUTE, resident, f"use of {block}")
         return self._order.take()
 
     def computes(
         self, kind: Kind, block: str, *, reads: bool = True, owner: str = ""
     ) -> Operations:
-        """Launch the user's own work, where a program is driven without a model.
+        """Launch the user's work, if the program is driven without a model.
 
         Args:
             reads: of the block's weights.
             owner: see `Reading`; "": the block.
         """
         buckets = self._buckets_of.get(block, ()) if reads else ()
-        # Compute, where a real run has the user's kernels: uploads wait for these reads.
+        # Compute, as the user's kernels in a real run: uploads wait for these reads.
         refs = tuple(bucket.working for bucket in buckets)
         self._order.launch(Launch(kind, Lane.COMPUTE, owner or block, refs), late=True)
         return self._order.take()
 
     def activation_saved(self, number: int, numel: int, dtype: str) -> Operations:
-        """Autograd has saved a block's input for its recompute; it goes to the host.
+        """Autograd has saved a block's input for its recompute: copy it to the host.
 
         Args:
-            number: a new number, which names the input from here on.
+            number: a new number, which names the input from now on.
         """
         self._activations.save(number, numel, dtype)
         return self._order.take()
 
     def activation_needed(self, number: int) -> Operations:
-        """Backward is about to run the block again. After these operations compute may read its
+        """Backward is about to run the block again: after these operations compute may read its
         input."""
         self._activations.need(number)
         return self._order.take()
 
     def activation_dropped(self, number: int) -> Operations:
-        """The graph of the input is gone."""
+        """The graph of the input was freed."""
         self._activations.drop(number)
         return self._order.take()
 
     def drop_slot(self, block: str) -> Operations:
-        """A streamed block gives up its slot now."""
+        """Take the slot of a streamed block away."""
         self.streaming.drop(block)
         return self._order.take()
 
     def grads_ready(self, block: str, delivered: Mapping[str, bool], *, last: bool) -> Operations:
-        """Gradients of a block go down.
+        """Send gradients of a block down.
 
         Args:
-            delivered: bucket with any gradient → True if all of its parameters hold one. Among
-                ranks every bucket goes down, with zeros where nothing is held.
+            delivered: bucket with a gradient → True if all of its parameters have one. Several
+                ranks send every bucket, with zeros for missing gradients.
             last: this is the last micro-step of the step.
         """
         for bucket in self._trained[block]:
@@ -161,12 +161,12 @@ class Program:
         return self._order.take()
 
     def grads_complete(self, block: str, early: Decision) -> Operations:
-        """The step's gradient of the block is whole, and on its way: it may be updated."""
+        """The block's gradient of the step is complete: it may be updated."""
         self.mode.grads_complete(self._block(block), early)
         return self._order.take()
 
     def grads_again(self, block: str) -> None:
-        """A gradient arrived for a block whose gradient was taken for complete.
+        """Another gradient arrived for a block whose gradient was complete.
 
         Raises:
             UpdateError: it was updated in place.
@@ -174,12 +174,12 @@ class Program:
         self.mode.grads_again(self._block(block))
 
     def graph_freed(self, block: str) -> Operations:
-        """No graph needs the old weights of a block that is `behind`."""
+        """No graph needs the old weights of a block of `mode.waiting_for_graphs` any more."""
         self.mode.graph_freed(block)
         return self._order.take()
 
     def first_sums(self) -> Operations:
-        """The launching thread waits for the collectives so far."""
+        """Make the launching thread wait for the collectives so far."""
         # Once per run: ranks agree on their reduce order next, in another process group. As before
         # the exchange of norms, no rank enters it with reduce-scatters in flight.
         sums = self._order.record(Lane.COMM, "the first backward")
@@ -187,69 +187,69 @@ class Program:
         return self._order.take()
 
     def norm(self) -> Operations:
-        """All gradients of the step have arrived: complete their sums of squares. The launching
-        thread can read them when these operations are done."""
+        """All gradients of the step have arrived: complete their sums of squares, which the
+        launching thread can read after these operations."""
         trained = (bucket.gradient for buckets in self._trained.values() for bucket in buckets)
         self._gradients.complete(trained)
         return self._order.take()
 
     def norm_known(self, forward_order: Sequence[str], decision: Decision) -> Operations:
-        """In step(): launch the rest of the update, and the uploads; sets `speculation`."""
+        """In step(): launch the rest of the update and the uploads; set `speculation`."""
         order = [self._block(name) for name in forward_order]
         self.speculation = self.mode.apply(order, decision)
         return self._order.take()
 
     def step_ends(self) -> None:
-        """The gradients are used up, or given up."""
+        """Forget the gradients: the step was applied or dropped."""
         for buckets in self._trained.values():
             for bucket in buckets:
                 bucket.gradient.end_step()
         self._gradients.slots.step_ends()
 
     def sum_ends(self) -> None:
-        """The gradients are measured and wait for the decision; later ones are the next step's."""
+        """Keep the measured gradients for a later decision; new ones belong to the next step."""
         self.step_ends()
         for buckets in self._trained.values():
             for bucket in buckets:
                 bucket.gradient.close_sum()
 
     def verify(self) -> None:
-        """Raises UpdateError for hyperparameters that changed after updates inside backward."""
+        """Raise UpdateError if hyperparameters changed after updates inside backward."""
         self.mode.verify()
 
     def drop(self) -> Operations:
-        """The gradients of the step are given up before it was decided."""
+        """Drop the gradients of a step that is not decided."""
         self.step_ends()
         self.mode.drop()
         return self._order.take()
 
     def before_masters_change(self) -> None:
-        """The caller is about to set masters: updates made from the old ones are given up.
+        """The caller is about to set masters: discard updates of the old ones.
 
         Raises:
-            UpdateError: where they cannot be.
+            UpdateError: they cannot be discarded.
         """
         self.mode.before_masters_change()
 
     def flush(self) -> Operations:
-        """Between steps: upload weights that wait, so that the newest ones are in their places."""
+        """Between steps: upload waiting weights, so that parameters have the newest ones."""
         self.mode.flush()
         return self._order.take()
 
     def turn(self, *, back: bool) -> Operations:
-        """A backward begins whose forward has read the version before the newest one (`back`): what
-        it runs again reads that one; or such a backward is over."""
+        """Let parameters be the previous version of the weights, which a backward that begins has
+        read in its forward, or the newest one again, when it is over."""
         self.mode.turn(back=back)
         return self._order.take()
 
     def save(self) -> Operations:
-        """Between steps: write the state as it is after the updates so far; in mode "delayed" the
-        weights that forward uses, too."""
+        """Between steps: write the state after the updates so far; in mode "delayed" also the
+        weights that forward uses."""
         self._saves.save()
         return self._order.take()
 
     def written(self) -> Operations:
-        """The launching thread waits for the writes so far."""
+        """Make the launching thread wait for the writes so far."""
         # The caller renames the checkpoint's folder next: every byte of it must be in its file. The
         # write lane alone: Adam and uploads of later steps go on.
         event = self._order.record(Lane.WRITE, "checkpoint")
@@ -257,13 +257,13 @@ class Program:
         return self._order.take()
 
     def synchronized(self) -> None:
-        """The launching thread has seen every lane empty. It may change the state from here on."""
+        """The launching thread has seen every lane empty: it may change the state."""
         self._order.synchronized()
         self._disk.forget()
 
     def reset(self) -> None:
-        """Operations other than updates were lost; the lanes are empty. Afterwards nothing is on
-        its way and no streamed block has a slot."""
+        """Start again with empty lanes, after operations other than updates were lost: nothing is
+        in flight, and no streamed block has a slot."""
         self._order.reset()
         self._disk.forget()
         self._gradients.slots.reset()
@@ -271,21 +271,21 @@ class Program:
         self._activations.reset()
 
     def masters_set(self) -> Operations:
-        """The state was set or loaded: the masters go up as they are."""
+        """Upload the masters as they are, after the state was set or loaded."""
         self.mode.flush()
         self.mode.reset()
         self._updates.emit([self._block(name) for name in self._trained])
         return self._order.take()
 
     def part(self) -> Operations:
-        """In mode "delayed", behind `flush`: the caller will set state and, apart from it, the
+        """In mode "delayed", after `flush`: the caller will set the state and, separately, the
         weights that forward uses."""
         self.mode.part([self._block(name) for name in self._trained])
         return self._order.take()
 
     def delay_set(self) -> Operations:
-        """In mode "delayed", behind `flush`: the state was loaded, and older weights where forward
-        uses them. The masters go up behind the next backward."""
+        """In mode "delayed", after `flush`: the state was loaded, and older weights for forward.
+        The masters go up after the next backward."""
         self.mode.reset()
         self.mode.hold([self._block(name) for name in self._trained])
         return self._order.take()

@@ -1,13 +1,13 @@
 """The way up: Adam per bucket where its state is, then the upload of its new working weights.
 
 [Note: Matrices]
-Some rules (Muon) need a matrix whole, and arithmetic that only the device is fast at. A bucket of
-matrices is updated in three operations. `DIRECTION`, on the host: the moments, and over the
-gradient, which is not needed any more, what is to be orthogonalized. `ORTHOGONALIZE`, on the
-device, one matrix after the other: up, in place, down. `ADAM`, on the host: decay and masters, and
-the new working weights. The first two begin one block ahead of the third, so that the device works
-on one block beside the host's work on another. All begin when step() knows the norm: the gradient
-is gone then, and a matrix is not worth orthogonalizing for a guess.
+Some rules (Muon) need whole matrices, and arithmetic that is fast on the device only. A bucket of
+matrices is updated by three operations. `DIRECTION`, on the host, updates the moments and replaces
+the gradient by the matrix to orthogonalize. `ORTHOGONALIZE`, on the device, takes one matrix after
+the other: up, in place, down. `ADAM`, on the host, applies decay, updates the masters and writes
+the new working weights. The first two run one block ahead of the third, so that the device works on
+one block while the host works on another. All three wait until step() knows the norm: `DIRECTION`
+overwrites the gradient, so that a wrong guess could not be repeated.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class UpdatePath:
         self._new_weights = Ring(Memory.NEW_WEIGHTS, table.slots(Memory.NEW_WEIGHTS))
 
     def begin(self, bucket: BucketRefs, update: Update) -> None:
-        """Launch what comes before `adam` for matrices: see [Note: Matrices]."""
+        """Launch the operations before `adam`, for matrices; see [Note: Matrices]."""
         if bucket.directions is None:
             return
         self._disk.read(bucket)
         self._gradients.hold(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
-        # Host, beside what the device does with the matrices of the block before. It waits for the
-        # last copy down; the first copy up waits for it.
+        # Host, while the device works on the matrices of the previous block. It waits for the last
+        # copy down; the first copy up waits for it.
         self._order.launch(
             Launch(Kind.DIRECTION, bucket.lane, bucket.name, reads, writes, update=update)
         )
@@ -83,8 +83,8 @@ class UpdatePath:
             on_device = Ref(Memory.MATRIX, 0, 0, 0, used, directions.dtype)
         workspace = Ref(Memory.MATRIX, 0, 0, used, used + matrix.workspace_numel, directions.dtype)
         name = bucket.name
-        # ortho, beside compute and the host: the copy up waits for the host, Adam for the copy
-        # down. One matrix is on the device at a time: this lane's order is enough between two.
+        # ortho, during compute and the host's work: the copy up waits for the host, Adam for the
+        # copy down. One matrix is on the device at a time, so this lane's order separates two.
         if moves:
             up = Launch(Kind.MATRIX_UP, Lane.ORTHO, name, (on_host,), (on_device,), lo, hi)
             self._order.launch(up, fresh=on_device)
@@ -96,7 +96,7 @@ class UpdatePath:
             )
 
     def adam(self, bucket: BucketRefs, update: Update) -> Ref:
-        """Launch the update of a bucket, of matrices behind `begin`; returns where the new working
+        """Launch the update of a bucket, for matrices after `begin`; return where the new working
         weights are staged."""
         self._disk.read(bucket)
         self._gradients.hold(bucket.gradient, keep=True)
@@ -110,9 +110,10 @@ class UpdatePath:
         emits = () if bucket.spec.format.holds_weight else (staged,)
         writes = (*emits, *after)
         op = Launch(Kind.ADAM, bucket.lane, bucket.name, reads, writes, update=update)
-        # Host, beside backward or the uploads and forward behind step(). It waits for the last copy
-        # down; in-place, for loads of weights from this state. The upload waits for it. On the
-        # device it may write the weights themselves: it waits for backward, and forward for it.
+        # Host, during backward, or during the uploads and the forward after step(). It waits for
+        # the last copy down; in place, also for loads of weights from this state. The upload waits
+        # for it. On the device it may write the weights themselves: it waits for backward, and
+        # forward waits for it.
         self._order.launch(op, fresh=_in_turn(staged))
         self._gradients.used(bucket.gradient)
         self._keep_weight(bucket, staged)
@@ -120,8 +121,8 @@ class UpdatePath:
         return staged
 
     def _keep_weight(self, bucket: BucketRefs, staged: Ref) -> None:
-        """Copy a new weight out of the state where that may leave the host before its upload, and
-        write it where its loads read it from the disk."""
+        """Copy a new weight out of a state that may leave the host before the upload, and write it
+        to its file if loads read it from the disk."""
         if (file := bucket.new_weight_file) is not None:
             # disk_write, beside the update of the next bucket. It waits for Adam, and for loads of
             # what the file held before; the next load waits for it.
@@ -132,19 +133,19 @@ class UpdatePath:
             self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
 
     def is_over(self, order: Iterable[BlockRefs]) -> None:
-        """Every bucket's update is launched, and the next one will have this order."""
+        """All updates of the step were launched, and those of the next will have this order."""
         # disk_read, beside the next forward and backward: waits for the writes of this update.
         self._disk.read_ahead(bucket for _, buckets in order for bucket in buckets)
 
     def swap(self, bucket: BucketRefs) -> None:
-        """Make the copy that an out-of-place update has written the state."""
+        """Make the copy written by an out-of-place update the state."""
         # Copies no byte: operations launched so far keep their views, later ones name the other.
         bucket.copy = 1 - bucket.copy
         self._order.operations.append(Swap(bucket.name))
 
     def upload(self, block: str, buckets: Iterable[tuple[BucketRefs, Ref]]) -> None:
-        """Bring a block's new weights to where compute, or its loads, read them; graphs over the
-        old ones are stale."""
+        """Bring a block's new weights to the memory that compute or its loads read. Graphs over the
+        old weights become stale."""
         renewed = False
         # `buckets` may be lazy: each upload is launched before the next bucket's Adam, which may
         # take its ring slot and then waits for it.
@@ -157,7 +158,7 @@ class UpdatePath:
             self._streaming.drop(block)
 
     def keep(self, bucket: BucketRefs) -> None:
-        """The state is about to change: loads read the weights in use elsewhere from here on."""
+        """The state is about to change: loads read a snapshot of the weights in use from now on."""
         if bucket.uses_state:
             # Host, beside forward: waits for loads in flight of the version before; the next loads
             # of the block wait for it.
@@ -166,14 +167,14 @@ class UpdatePath:
             self._turn(bucket)
 
     def show(self, blocks: Sequence[BlockRefs]) -> None:
-        """Let compute read the other version of these blocks' weights, which is the newest."""
+        """Let compute read the newest version of these blocks' weights, which is the other one."""
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
             self._show_newest(bucket)
         # The next use waits for the uploads; graphs keep the version that they were built with.
         self._enter(blocks, 1)
 
     def turn(self, blocks: Sequence[BlockRefs], *, back: bool) -> None:
-        """Let compute read the version before of weights that were shown last, or these again."""
+        """Let compute read the previous version of the weights shown last, or the newest again."""
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
             self._turn(bucket)
         # No upload is on its way to either version: the step whose backwards read the one before is
@@ -199,7 +200,7 @@ class UpdatePath:
             self._order.operations.append(Flip(bucket.name))
 
     def emit(self, blocks: Sequence[BlockRefs]) -> None:
-        """Upload the masters as they are: after they were set or loaded."""
+        """Upload the masters as they are, after they were set or loaded."""
         event = self.backward_is_over(blocks)
         # Masters on the device were set by the caller on compute, which no launch declares: the
         # cast on a lane of its own would read them too early.
@@ -211,20 +212,20 @@ class UpdatePath:
             self._streaming.drop(block)
 
     def hold(self, blocks: Sequence[BlockRefs]) -> dict[str, list[tuple[BucketRefs, Ref]]]:
-        """Round the masters and leave them on the host: the caller has set other weights where
-        compute, or loads, read them. Returns block → where each bucket's new weights wait."""
+        """Round the masters and leave the result on the host: the caller has set other weights in
+        the memory that compute or loads read. Return block → where the new weights wait."""
         self._in_use_set(blocks)
         return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
 
     def hold_beside(self, blocks: Sequence[BlockRefs]) -> None:
-        """As `hold`, where there are two versions: the masters go up into the other one."""
+        """Like `defer`, with two versions of the weights: upload the masters into the other one."""
         self._in_use_set(blocks)
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
             bucket.updates_other_version = True
         self.emit(blocks)
 
     def _in_use_set(self, blocks: Sequence[BlockRefs]) -> None:
-        """The caller has set weights where compute, or loads, read them."""
+        """The caller has written the weights that compute or loads read."""
         # It wrote on compute, which no launch declares: collectives wait for it.
         self.backward_is_over(blocks)
         for block, buckets in blocks:
@@ -280,8 +281,8 @@ class UpdatePath:
             self._order.launch(op)
 
     def _staged(self, bucket: BucketRefs, *, other: bool = False) -> Ref:
-        """Return where the new weights wait for their upload: in the state itself, in memory of
-        their own, over the gradient, or in a slot of a ring; or where they are used."""
+        """Return the memory for new weights until their upload: the state itself, memory reserved
+        for them, the gradient's, a slot of a ring, or the memory where they are used."""
         place = bucket.staged(other=other)
         if place is None:
             to_disk = bucket.staging is Memory.NEW_WEIGHTS
@@ -308,5 +309,5 @@ class UpdatePath:
 
 
 def _in_turn(staged: Ref) -> Ref | None:
-    """Return a slot of the ring, which held something else before; None for other memory."""
+    """Return a ring slot, whose old contents are undefined; None for other memory."""
     return staged if staged.memory in (Memory.HOST_STAGING, Memory.NEW_WEIGHTS) else None

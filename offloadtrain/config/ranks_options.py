@@ -57,7 +57,7 @@ class RanksConfig:
 
     @property
     def given_layers(self) -> tuple[int, ...]:
-        """`layers_per_stage` behind a plan, which has decided "auto"."""
+        """`layers_per_stage` after a plan, which has decided "auto"."""
         assert self.layers_per_stage != "auto"
         return self.layers_per_stage
 

@@ -162,7 +162,7 @@ class OptimConfig:
         adamw_lr: under muon, of all that is no matrix of a layer; the schedule's share of it.
         weight_decay: decoupled, a share of `lr`; of sgd and adagrad an L2 term.
         decay: "matrices": weight decay on parameters of two and more dimensions only.
-        schedule: of the rate behind the warm-up.
+        schedule: of the rate after the warm-up.
         warmup_steps: linear warm-up from 0, in steps. Where an override of `train.steps` makes the
             run shorter than the file's warm-up, a tenth of it.
         min_lr_ratio: where the schedule ends, as a share of `lr`.
@@ -261,7 +261,7 @@ class TrainConfig:
             state on the host only.
         on_spike: what a spike of the loss does to its step. "report": an alert is raised, and the
             step is taken; "skip": the step is skipped; "rollback": the step is skipped, and the run
-            returns to its last checkpoint and continues with the data behind the spike.
+            returns to its last checkpoint and continues with the data after the spike.
         spike_score: a loss is a spike if it is this many robust standard deviations above the last
             ones.
         max_rollbacks: largest number of rollbacks in a run; the next spike ends it.

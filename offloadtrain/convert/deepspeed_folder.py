@@ -4,7 +4,7 @@ together by parameter.
 [Note: DeepSpeed's partitions]
 Stages 1 and 2 concatenate the parameters of a group, pad the end to a multiple of twice the number
 of ranks, and cut the whole into one partition per rank. Stage 3 cuts each parameter: every rank
-has ceil(numel / ranks) elements of it, the last padded, one parameter behind the other over all
+has ceil(numel / ranks) elements of it, the last padded, one parameter after the other over all
 sub-groups. `param_shapes` lists names and shapes in that order (runtime/zero/stage_1_and_2.py,
 stage3.py and utils/zero_to_fp32.py of DeepSpeed).
 """
@@ -167,7 +167,7 @@ def _state(part: Mapping[str, Any], stage: int) -> _State:
 
 
 def _check_flats(kind: str, flats: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Moments may have more than masters: padding, behind the last element of the last ranks."""
+    """Moments may have more than masters: padding, after the last element of the last ranks."""
     for flat, master in zip(flats, masters, strict=True):
         wide = flat.dtype == master.dtype == torch.float32
         if flat.numel() < master.numel() or not wide:
@@ -178,7 +178,7 @@ def _check_flats(kind: str, flats: Sequence[Tensor], masters: Sequence[Tensor]) 
 
 
 class _Flat:
-    """Tensors read as if they were one behind the other."""
+    """Tensors read as if they were one after the other."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = parts
@@ -242,7 +242,7 @@ def _gathered(flats: Sequence[_Flat], lo: int, hi: int, shape: tuple[int, ...]) 
 
 
 def _lazy(parts: list[Tensor], shape: tuple[int, ...]) -> LazyTensor:
-    """Put views together when they are read; what is behind the last element is padding."""
+    """Put views together when they are read; what is after the last element is padding."""
 
     def read() -> Tensor:
         flat = torch.cat(parts) if parts else torch.empty(0)

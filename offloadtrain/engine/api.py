@@ -200,7 +200,7 @@ def offload(
     `loss.backward()` does neither, as in every torch loop: divide the loss before it. If the loss
     is divided already (Accelerate, the Trainer), call `optimizer.backward(loss, divide=False)`.
     Loops whose backwards follow each other without a forward in between call
-    `optimizer.end_micro_step()` behind each plain `loss.backward()`. For pipelines see `pipeline`.
+    `optimizer.end_micro_step()` after each plain `loss.backward()`. For pipelines see `pipeline`.
 
     `model.load_state_dict` keeps working: fp32 values become the master weights as they are.
 

@@ -294,7 +294,7 @@ class Block:
         self._runs_again = False
 
     @property
-    def quiet(self) -> bool:
+    def is_unread(self) -> bool:
         """No graph holds a saved view of the weights."""
         if self.graphs.hold_weights:
             return False
@@ -318,7 +318,7 @@ class Block:
         return self.views.ranges
 
     @property
-    def kept_by(self) -> str:
+    def resident_option(self) -> str:
         """The option that leaves it on the device."""
         return "more resident_blocks" if self.repeated else f'keep_whole = ["{self.name}"]'
 

@@ -66,7 +66,7 @@ class BlockInputs:
         return flat.view(self.likes[number].shape)
 
     def free(self, ref: Ref) -> None:
-        """Give up an input: compute is behind its copy, so the allocator may reuse the memory."""
+        """Give up an input: compute is after its copy, so the allocator may reuse the memory."""
         # Still held in `freed`, without a copy in flight, until its version is checked.
         if ref.copy == 0:
             self.freed.append(self.leaving.pop(int(ref.owner)))
@@ -211,7 +211,7 @@ class AddressMap(Generic[Entry]):
     as long as the map, and do not overlap."""
 
     def __init__(self) -> None:
-        # The first range is empty: every address lies behind some start, and 0 stands for no bytes.
+        # The first range is empty: every address lies after some start, and 0 stands for no bytes.
         self._starts, self._ends = [0], [0]
         self._entries: list[Entry | None] = [None]
         self._fake: dict[int, Entry] = {}

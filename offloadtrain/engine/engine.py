@@ -119,10 +119,10 @@ class Engine:
         self._ranks = ranks
         self._forward_order: list[Block] | None = None
         self._forward_hooks = forward_hooks
-        forward_hooks.on_root = gradients.root_begins
+        forward_hooks.on_root = gradients.begin_root_forward
         forward_hooks.on_blocks = gradients.forward_begins
         if not ranks.is_single:
-            residency.on_backward = gradients.backward_is_at
+            residency.on_backward = gradients.backward_reached
         self._blocks = blocks
         self.guard = PhaseGuard(gradients, program)
         self._reporter = Reporter(lanes, ranks)
@@ -166,7 +166,7 @@ class Engine:
             )
         arrival, complete = self._gradients.deliver(block, slot)
         if arrival is GradStatus.AGAIN:
-            self.program.grads_again(block.name)
+            self.program.grads_repeated(block.name)
         elif (
             arrival is GradStatus.COMPLETE
             and self.program.mode.follows_backward
@@ -179,8 +179,8 @@ class Engine:
                 self._interpreter.run(self.program.grads_complete(completed.name, early))
         # Mode "delayed": a block's new weights go up, concurrently with backward, once no graph
         # holds its old ones. Earlier they would overwrite what this backward still reads.
-        for name in tuple(self.program.mode.behind):
-            if self.residency.blocks[name].quiet:
+        for name in tuple(self.program.mode.waiting_for_graphs):
+            if self.residency.blocks[name].is_unread:
                 self._interpreter.run(self.program.graph_freed(name), updates=True)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
@@ -212,7 +212,7 @@ class Engine:
         finally:
             self._gradients.in_explicit_backward = False
         self._gradients.end_micro_step()
-        self.residency.backward_is_over()
+        self.residency.end_backward()
 
     def end_micro_step(self) -> None:
         """The backward of one microbatch is over."""
@@ -258,8 +258,8 @@ class Engine:
         micro_steps = self._gradients.micro_steps
         decision = self._launch_update(norm, skip=skip)
         self._gradients.drop()
-        self.program.step_ends()
-        # Launches the loads of the first streamed blocks, beside Adam of the others.
+        self.program.end_step()
+        # Launches the loads of the first streamed blocks, during Adam of the others.
         self.residency.restart()
         return self._conclude(norm, decision, micro_steps)
 
@@ -275,7 +275,7 @@ class Engine:
         receive = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
         pending = PendingNorm(receive, self._gradients.micro_steps)
         self._gradients.drop(in_flight=False)
-        self.program.sum_ends()
+        self.program.close_sums()
         return pending
 
     def decide(self, pending: PendingNorm, *, skip: bool = False) -> StepReport:
@@ -289,18 +289,18 @@ class Engine:
         norm = pending.receive()
         return self._conclude(norm, self._launch_update(norm, skip=skip), pending.micro_steps)
 
-    def show_newest(self) -> None:
+    def publish_weights(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
         self._interpreter.run(self.program.flush(), updates=True)
 
-    def part(self) -> None:
+    def detach_weights(self) -> None:
         """The caller will set the state, and apart from it the weights that forward uses; waits."""
-        self._interpreter.run(self.program.part(), updates=True)
+        self._interpreter.run(self.program.detach_weights(), updates=True)
         self._drain()
 
-    def turn(self, *, back: bool) -> None:
+    def switch_version(self, *, to_previous: bool) -> None:
         """Parameters become the weights before the newest ones, or the newest ones again."""
-        self._interpreter.run(self.program.turn(back=back), updates=True)
+        self._interpreter.run(self.program.switch_version(to_previous=to_previous), updates=True)
 
     def _launch_update(self, norm: Norm, *, skip: bool) -> Decision:
         """Decide the step; launch what is left of its update, and the uploads."""
@@ -312,12 +312,12 @@ class Engine:
         decision = self._decision(skipped, 1.0 if skipped else norm.coef)
         order = [block.name for block in self.forward_order]
         # From here on the step counts: the lanes, or `salvage`, will do it.
-        self._interpreter.require_whole()
+        self._interpreter.require_intact()
         self._interpreter.journal.decide()
         self.counter.decide(skipped=skipped, overflow=overflow)
         if not skipped:
             self._norm_measure.count_steps()
-        # Only launches: Adam and uploads run beside the next forward, whose blocks wait for theirs.
+        # Only launches: Adam and uploads run during the next forward, whose blocks wait for theirs.
         self._interpreter.run(self.program.norm_known(order, decision), updates=True)
         self._norm = None
         return decision
@@ -331,7 +331,7 @@ class Engine:
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             warn_of_skips(self.last_step)
-        self.residency.step_ends(finite=math.isfinite(norm.value))
+        self.residency.end_step(finite=math.isfinite(norm.value))
         self.counter.update_scale()
         return self.last_step
 
@@ -355,7 +355,7 @@ class Engine:
         """Replace the working weights by the masters, rounded; waits until they are.
 
         Args:
-            delayed: only behind the next backward, as update mode "delayed" does; older weights
+            delayed: only after the next backward, as update mode "delayed" does; older weights
                 were set where forward uses them.
 
         Raises:
@@ -364,13 +364,13 @@ class Engine:
         self.guard.require_between_steps("replace the weights")
         self._interpreter.journal.forget()
         self.delay_goes_on = delayed
-        set_ = self.program.delay_set if delayed else self.program.masters_set
+        set_ = self.program.resume_delay if delayed else self.program.upload_masters
         self._interpreter.run(set_(), updates=True)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
         self._drain()
 
     def write_state(self, writer: StateWriter) -> None:
-        """Launch the writes of the state after the last step; they run beside the next ones.
+        """Launch the writes of the state after the last step; they run during the next ones.
 
         Raises:
             EngineError: between backward and step().
@@ -381,7 +381,7 @@ class Engine:
 
     def finish_writing(self) -> None:
         """Wait until the state is written."""
-        self._interpreter.run(self.program.written())
+        self._interpreter.run(self.program.wait_for_writes())
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step.
@@ -394,15 +394,15 @@ class Engine:
         self._forward_hooks.end_interrupted()
         self._norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
-        if self._interpreter.cut is not None and not self._interpreter.torn:
+        if self._interpreter.failure is not None and not self._interpreter.is_inconsistent:
             # First, as operations in flight still use the memory that is released below.
             self.lanes.synchronize()
             self._forward_hooks.reset()
             self.program.reset()
             self.residency.reset()
-            self._interpreter.cut = None
+            self._interpreter.failure = None
         self._gradients.drop()
-        # Copies down in flight need no wait: the next step's write the same memory behind them.
+        # Copies down in flight need no wait: the next step's write the same memory after them.
         self._interpreter.run(self.program.drop(), updates=True)
 
     def synchronize(self) -> None:
@@ -424,7 +424,7 @@ class Engine:
         self.lanes.synchronize()
         self.program.synchronized()
         self.functions.at_rest()
-        self.residency.expose_host_weights()
+        self.residency.show_host_weights()
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step()."""
@@ -441,7 +441,7 @@ class Engine:
             self.attached.pop().remove()
         # Drains: weights are copied out of host memory next, which the caller then gives back.
         self.lanes.close()
-        self._interpreter.cut = None
+        self._interpreter.failure = None
         self.residency.close()
 
     def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:

@@ -155,7 +155,7 @@ class Functions:
         self._disk.drop_checksums()
 
     def _gather(self, op: Launch) -> Operation:
-        """Make a flat copy of the gradients, zero where there is none, each rank's part behind the
+        """Make a flat copy of the gradients, zero where there is none, each rank's part after the
         other: see [Note: Pieces of a shard]."""
         bucket, delivered = self._buckets[op.owner], self.delivered.get(op.owner, ())
         # With the last piece the function is the only owner of the gradients: they are freed when
@@ -252,7 +252,7 @@ class Functions:
     def _adam(self, op: Launch) -> Operation:
         bucket, update = self._buckets[op.owner], op.update
         assert update is not None
-        # A copy: Adam runs on the host lane later, beside a scheduler that may change the group.
+        # A copy: Adam runs on the host lane later, while a scheduler may change the group.
         group = dict(self._groups[bucket.group])
         rule, seed = self._rules[bucket.group], self.seed
         if isinstance(rule, MatrixRule):

@@ -143,7 +143,7 @@ class ReduceOrder:
         sent as soon as it is ready."""
         return None if self._free or self._next == len(self._order) else self._order[self._next]
 
-    def rest(self) -> list[int]:
+    def remaining(self) -> list[int]:
         """Return the blocks that were not sent in this pass, in order."""
         if self._free:
             return [block for block in self._order if block not in self.ready_blocks]
@@ -258,12 +258,12 @@ class Gradients:
             self._take(ready_block)
         return (GradStatus.COMPLETE, due) if due and self._in_last else (GradStatus.PART, [])
 
-    def root_begins(self) -> None:
+    def begin_root_forward(self) -> None:
         """A forward of the model begins that is not part of a backward."""
         self.end_micro_step()
         self._in_flight.forward_begins()
 
-    def backward_is_at(self, clock: int, again: Block | None) -> None:
+    def backward_reached(self, clock: int, again: Block | None) -> None:
         """Backward is about to use a block whose forward began at `clock`: send what it has passed,
         see [Note: Before a gather].
 
@@ -304,7 +304,7 @@ class Gradients:
         if not self.open:
             return
         # The other ranks reduce these blocks: this one must launch the same collectives.
-        for number in self._turns.rest():
+        for number in self._turns.remaining():
             self._take(self._trained[number])
         if self._agreed:
             for block in self._trained:
@@ -361,7 +361,7 @@ class Gradients:
         places = [float(place.get(number, count)) for number in range(count)]
         flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
-        self._interpreter.run(self._program.first_sums())
+        self._interpreter.run(self._program.wait_for_first_sums())
         of_ranks = self._ranks.everyone.all_gather_host([*places, *flags])
         first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
         for block, is_late in zip(self._trained, late, strict=True):

@@ -45,7 +45,7 @@ class Residents(Protocol):
     def renew(self, block: str, by: int) -> None: ...
     def swap(self, bucket: str) -> None: ...
     def flip(self, bucket: str) -> None: ...
-    def lost(self, exchange: str) -> str: ...
+    def describe_lost_rank(self, exchange: str) -> str: ...
 
 
 class Interpreter:
@@ -67,8 +67,8 @@ class Interpreter:
         self._residents = residents
         self._updating = False
         self.journal = UpdateJournal()
-        self.cut: BaseException | None = None
-        self.torn = False
+        self.failure: BaseException | None = None
+        self.is_inconsistent = False
         self._how: dict[type, Callable[..., object]] = {
             Launch: self._launch,
             Record: self._record,
@@ -98,8 +98,8 @@ class Interpreter:
             CutShortError: earlier operations were cut short.
             LostRankError: an exchange has failed.
         """
-        if self.cut is not None:
-            self.require_whole()
+        if self.failure is not None:
+            self.require_intact()
         todo = iter(operations)
         self._updating = updates
         try:
@@ -107,18 +107,22 @@ class Interpreter:
                 self._how[type(op)](op)
         # Waits and records may be missing from here on: what is launched next could race.
         except BaseException as error:
-            self.cut, self.torn = error, updates
+            self.failure, self.is_inconsistent = error, updates
             if updates:
                 self.journal.cut(tuple(todo))
             raise
 
-    def require_whole(self) -> None:
+    def require_intact(self) -> None:
         """Raises CutShortError if earlier operations were cut short."""
-        if self.cut is not None:
-            remedy = "close() and offload again" if self.torn else "zero_grad() gives the step up"
+        if self.failure is not None:
+            remedy = (
+                "close() and offload again"
+                if self.is_inconsistent
+                else "zero_grad() gives the step up"
+            )
             raise CutShortError(
-                f"{type(self.cut).__name__} ({self.cut}) cut the operations of a step short: "
-                f"{remedy}"
+                f"{type(self.failure).__name__} ({self.failure}) cut the operations of a step "
+                f"short: {remedy}"
             )
 
     def salvage(self, failure: BaseException) -> None:
@@ -127,7 +131,7 @@ class Interpreter:
         Raises:
             SalvageError: the state is between two steps; nothing was run.
         """
-        self.cut, self.torn = self.cut or failure, True
+        self.failure, self.is_inconsistent = self.failure or failure, True
         # Waits for the host lane alone: its last operation may still write the state.
         self._lanes.abandon()
         self.journal.finish(self._lanes.host_progress(), self._call_of, self._residents.swap)
@@ -153,7 +157,7 @@ class Interpreter:
         except RuntimeError as error:
             if not is_of_exchange(error):
                 raise
-            raise LostRankError(self._residents.lost(op.name)) from error
+            raise LostRankError(self._residents.describe_lost_rank(op.name)) from error
 
     def _swap(self, bucket: str) -> None:
         self.journal.swapped(bucket)

@@ -200,7 +200,7 @@ def _compare(functions: Functions, ranks: Ranks) -> None:
 
 
 def check_evaluations(model: nn.Module, engine: Engine, ranks: Ranks) -> list[RemovableHandle]:
-    """Compare the ranks behind every forward without gradients, where forwards gather."""
+    """Compare the ranks after every forward without gradients, where forwards gather."""
     if ranks.is_single or not engine.residency.streamed:
         return []
     return [model.register_forward_hook(_AfterForward(engine.functions, ranks))]
@@ -316,7 +316,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     @property
     def pinned(self) -> bool:
-        """True if all host memory is page-locked: only then do transfers run beside compute."""
+        """True if all host memory is page-locked: only then do transfers overlap with compute."""
         return self._arena.pinned
 
     @property

@@ -84,7 +84,7 @@ class Residency:
 
     # Calls of the engine.
 
-    def lost(self, exchange: str) -> str:
+    def describe_lost_rank(self, exchange: str) -> str:
         """Return the message for a collective that has failed. The usual cause, which Gloo may
         report by ending the other process, is a module that only some ranks use."""
         message = lost(f"rank {ALONE.world_rank}, in '{exchange}',")
@@ -101,7 +101,7 @@ class Residency:
 
     def use(self, block: Block) -> None:
         """Compute is about to read the block."""
-        # Compute waits for the block's own upload; later blocks' uploads run beside its forward.
+        # Compute waits for the block's own upload; later blocks' uploads run during its forward.
         if not block.streamed:
             self.interpreter.run(self._program.use(block.name))
             return
@@ -110,7 +110,7 @@ class Residency:
         now = torch._C._current_graph_task_id()
         for task in [task for task in self._running if task > now]:
             del self._running[task]
-        # Before the loads: the other ranks run their all-gathers behind the same reduce-scatters.
+        # Before the loads: the other ranks run their all-gathers after the same reduce-scatters.
         if self.on_backward is not None and now >= 0:
             self.on_backward(block.clock.last, block)
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
@@ -154,7 +154,7 @@ class Residency:
                 self.on_backward(clock, None)
             self.use(block)
 
-    def backward_is_over(self) -> None:
+    def end_backward(self) -> None:
         """No backward runs: the next one needs the slots, also where no forward comes first."""
         self._running.clear()
 
@@ -174,18 +174,18 @@ class Residency:
                 "begin ahead of their use. The result is the same, the step is slower.",
                 access_order.missed,
             )
-        # Launches loads to the slots without a pin, beside what compute and the host still run.
-        self.interpreter.run(self._program.pass_begins(self._pinned()))
+        # Launches loads into slots without a pin, while compute and the host still run.
+        self.interpreter.run(self._program.begin_pass(self._pinned()))
 
-    def step_ends(self, *, finite: bool) -> None:
+    def end_step(self, *, finite: bool) -> None:
         """A step is over; `finite`: its gradients were."""
         if not self.streamed:
             return
-        self.reads.step_ends(finite=finite)
+        self.reads.end_step(finite=finite)
         # The next one may read what has made them so.
         for block in () if finite or not self.reads.on else self.streamed:
             if block.name not in self._program.streaming.slots and block not in self._exposed:
-                block.views.hide(self.reads, block.kept_by)
+                block.views.hide(self.reads, block.resident_option)
 
     def reset(self) -> None:
         """The lanes are empty, and no streamed block has a slot any more."""
@@ -199,7 +199,7 @@ class Residency:
         """Tell whether a forward or a backward in progress needs the block's slot."""
         return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
 
-    def expose_host_weights(self) -> None:
+    def show_host_weights(self) -> None:
         """The lanes are idle: make parameters views of the host's copy until their next use. Where
         that is a shard, they stay as they are."""
         if not self._is_single:
@@ -217,7 +217,7 @@ class Residency:
         whoever reads them."""
         for block in self.streamed:
             block.views.reveal()
-        self.expose_host_weights()
+        self.show_host_weights()
         # Not tensors of a user's inference mode, which could not be trained again.
         with torch.inference_mode(False):
             for bucket in (bucket for block in self.streamed for bucket in block.all_buckets):
@@ -273,7 +273,7 @@ class Residency:
     def _leave_device(self, block: Block) -> None:
         block.leave_device()
         if self.reads.on:
-            block.views.hide(self.reads, block.kept_by)
+            block.views.hide(self.reads, block.resident_option)
 
     def _pinned(self) -> list[str]:
         return [block.name for block in self.resident if self.pinned(block)]

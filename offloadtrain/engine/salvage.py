@@ -6,14 +6,14 @@ left is Adam, bucket by bucket, on the host. The device is not needed for it. So
 state on the host is that of a whole step, or can be made so:
 
     before the decision   the updates of the step before are finished; the step itself is given up
-    behind the decision   its own updates are finished as well
+    after the decision   its own updates are finished as well
     neither               only where Adam has run in place inside backward (`updates_early`), before
                           all gradients were there: that state is between two steps; or where
                           matrices of a decided step were not orthogonalized, which the device does
 
 The journal holds each launch of Adam until the host lane is known to have run it. What was launched
 and did not run is run with the same operands and hyperparameters by the thread that salvages. What
-was decided and not launched is run behind it.
+was decided and not launched is run after it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class UpdateJournal:
         """Buckets whose Adam needs what the device has computed."""
 
     def needs_device(self, bucket: str) -> None:
-        """The bucket's Adam comes behind the device's part of its update."""
+        """The bucket's Adam comes after the device's part of its update."""
         self._of_matrices.add(bucket)
 
     def launches(self, op: Launch, run: Call, progress: HostProgress, *, decided: bool) -> None:
@@ -77,7 +77,7 @@ class UpdateJournal:
             decided: its step is.
         """
         assert op.update is not None
-        # In order: what is behind one that has not run has not run either.
+        # In order: what is after one that has not run has not run either.
         while self._open and self._open[0].is_over(progress.ended):
             self._open.popleft()
         in_place = not op.update.out_of_place

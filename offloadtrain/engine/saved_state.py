@@ -124,7 +124,7 @@ class StateWriter(Protocol):
 
         Args:
             parts: each with a tensor that begins with its first value. A window of the file that
-                begins in the part is written whole: the tensor goes on behind the part as far as
+                begins in the part is written whole: the tensor goes on after the part as far as
                 the window does. The windows that begin in another part come with that one.
         """
         ...
@@ -145,7 +145,7 @@ def flat_states(
     """Yield the buffers of every bucket: of trained ones each field, of frozen ones the weights.
 
     Args:
-        in_use: behind the fields, the weights that forward uses.
+        in_use: after the fields, the weights that forward uses.
 
     Raises:
         PartError: a part of a matrix is in a format that only this mesh could read.

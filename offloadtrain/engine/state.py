@@ -418,7 +418,7 @@ class StateIO:
         self.synchronize()
         if not self._is_delayed:
             return {}
-        self._engine.part()
+        self._engine.detach_weights()
         return {slot.name: own_weights(b, slot, self.parts) for b, slot in self._slots()}
 
     def load_named_state(

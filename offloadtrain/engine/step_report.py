@@ -168,7 +168,7 @@ class StepCounter:
         microbatches may run by then, and `loss_scale` is theirs."""
         return self.loss_scale if self._undecided is None else self._undecided
 
-    def begin_beside(self) -> None:
+    def begin_next_step(self) -> None:
         """The next step's first microbatch is about to run, and the last step is not decided.
 
         Raises:
@@ -191,8 +191,8 @@ class StepCounter:
         """Tell the loss scale of the step that was decided last; once.
 
         Raises:
-            LossScaleError: see `LossScaler.update`; with the next step under way `begin_beside` of
-                the one behind it, when nothing is sent yet that other stages would wait for.
+            LossScaleError: see `LossScaler.update`. If the next step has begun, `begin_next_step`
+                raises it instead, before anything is sent that other stages would wait for.
         """
         is_beside = self._undecided is not None
         scale, self._undecided = self.undecided_scale, None

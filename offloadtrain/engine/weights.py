@@ -427,7 +427,7 @@ class WeightsIO(StateIO):
         self.synchronize()
         done: set[nn.Parameter] = set()
         for block in self._blocks:
-            # Compute waits for the block's load; the next block's runs beside the copies below.
+            # Compute waits for the block's load; the next block's runs during the copies below.
             block.use()
             for slot in (slot for bucket in block.all_buckets for slot in bucket.slots):
                 done.add(slot.param)

@@ -132,7 +132,7 @@ class MemorySampler:
             self._began_s, self._curve = time.perf_counter(), []
             self._wake.set()  # the thread may sleep for longer than the step takes
 
-    def step_ends(self) -> tuple[int, schema.StepMemory | None]:
+    def end_step(self) -> tuple[int, schema.StepMemory | None]:
         """Return the peak of resident memory in the step, and its curve if it was followed."""
         peak, self._host_peak = self._host_peak, 0
         curve, self._curve = self._curve, None

@@ -32,7 +32,7 @@ def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     Args:
         model: with `model.num_experts` divisible by R; its parameters may be on the meta device.
         mesh: with the axis "ep"; before it may be "dp", whose ranks hold the same experts, and
-            before that "pp", whose ranks hold the stages of a pipeline. Behind it may be "tp",
+            before that "pp", whose ranks hold the stages of a pipeline. After it may be "tp",
             whose ranks have the same tokens, hold the same experts, and compute them alike.
 
     Raises:

@@ -50,7 +50,7 @@ class Run:
 
     Attributes:
         lo, hi: elements of the shard.
-        behind: the number of the expert behind them.
+        after: the number of the expert after them.
         rows: of their layout: offset, numel, id, first element in the parameter.
     """
 
@@ -208,7 +208,7 @@ class Experts:
         return KernelCalls(adam) if rule.calls_only_kernels(format) else adam
 
     def upload(self, op: Launch, totals: LaneTotals) -> Operation:
-        """Return the function of a `WEIGHTS_UP` behind the update of used experts, or of all
+        """Return the function of a `WEIGHTS_UP` after the update of used experts, or of all
         weights; takes the bytes that stay out of `totals`."""
         if self.uploads is None:
             return copy

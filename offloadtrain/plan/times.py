@@ -101,7 +101,7 @@ as long as the one adds to the other. The largest models would take seconds."""
 
 def _of_layers(costs: Costs, spec: StepSpec) -> Steady:
     nbytes, layers = costs.placed.input_bytes, sum(block.repeated for block in spec.blocks)
-    # A delayed update may end behind the step it belongs to, which is no line in the layers.
+    # A delayed update may end after the step it belongs to, which is no line in the layers.
     if layers <= _LAYERS or spec.config.update != "exact" or not _alike(spec):
         return steady(spec, costs.seconds, nbytes)
     few, some = _FEW_LAYERS

@@ -12,7 +12,7 @@ from offloadtrain.hardware.memory_sampler import DeviceMemory
 class AllocatorCounters:
     """The allocator's bytes now, at the peak of the step, and at the peak of the run.
 
-    The allocator has one peak. `step_ends` sets it back, so it is the step's; the run's is kept
+    The allocator has one peak. `end_step` sets it back, so it is the step's; the run's is kept
     here. Nobody else in the process may set it back.
     """
 
@@ -33,7 +33,7 @@ class AllocatorCounters:
             free=self._free(),
         )
 
-    def step_ends(self) -> int:
+    def end_step(self) -> int:
         """Return the peak of the step, and set the allocator's back; on the training thread."""
         peak = torch.cuda.max_memory_allocated(self._device)
         self._run_peak = max(self._run_peak, peak)

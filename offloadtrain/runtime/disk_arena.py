@@ -8,7 +8,7 @@ of the state is a view of a shared mapping of the file. Its address also *names*
 file: operations of a step get such a view and a slot of host memory, and move the bytes between
 file and slot with O_DIRECT, several requests at once, without touching the mapping. Who reads the
 views does so while the lanes are empty: the kernel writes dirty pages before a direct read, and
-drops cached ones behind a direct write.
+drops cached ones after a direct write.
 
 [Note: Checksums of the scratch file]
 State lives in the file for days, and a checkpoint of wrong bytes would verify. So each window of a
@@ -155,7 +155,7 @@ class DiskArena:
             for file, slot in zip(files, slots, strict=True)
             for piece in _pieces(slot, file.data_ptr() - self._base)
         ]
-        # This lane's thread waits for all requests: an event behind it stands for the whole bucket.
+        # This lane's thread waits for all requests: an event after it stands for the whole bucket.
         try:
             list(self._threads.map(lambda piece: move(*piece), pieces))
         except OSError as error:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from offloadtrain.config.errors import OffloadTrainError
 
 FUSED_ROWS = "fused_rows"
-"""Attribute of a module: name of a parameter that is several ones behind each other along the
+"""Attribute of a module: name of a parameter that is several ones, one after the other, along the
 divided dimension → the rows of each."""
 
 

@@ -30,7 +30,7 @@ from offloadtrain.parallel.tensor.own_model import divided, initializer
 
 @dataclass(frozen=True, slots=True)
 class PipelinedModel:
-    """This rank's stages, and the others behind them, as a `LanguageModel`."""
+    """This rank's stages, and the others after them, as a `LanguageModel`."""
 
     pipeline: Pipeline
     stages: Sequence[Stage]

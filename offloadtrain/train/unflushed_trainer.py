@@ -4,13 +4,13 @@
 A step's microbatches begin before the step before is decided (`parallel.pipeline.split_step`). An
 iteration of this loop therefore runs the microbatches of step t, then counts and logs step t - 1,
 whose losses and decision are known by now, and only then asks for the update of step t: with the
-learning rate behind t - 1, also where that was skipped. Ranks exchange their figures of step t
+learning rate after t - 1, also where that was skipped. Ranks exchange their figures of step t
 without waiting for each other, and take them in an iteration later: to wait at once would be a
 flush.
 
 Where something must be done between two steps, as one process does it - an evaluation, a
 checkpoint, a stop, the end - the iteration ends step t, too, and keeps the delay: the run is where
-`offload.update = "delayed"` of one process is behind step t, to the bit. That costs one flush.
+`offload.update = "delayed"` of one process is after step t, to the bit. That costs one flush.
 """
 
 from __future__ import annotations
@@ -145,6 +145,6 @@ class UnflushedTrainer(Trainer):
             or stats.asks
             or stats.saves
             or self._all_stop
-            # If it is skipped, the run ends behind it, with a checkpoint.
+            # If it is skipped, the run ends after it, with a checkpoint.
             or self.progress.skipped_in_a_row == MAX_SKIPS - 1
         )

@@ -46,9 +46,9 @@ def faults(*, left_out: bool) -> list[Any]:
         nn.Sequential(*(ReadsOnceMore() for _ in range(4))),
         RecordingLanes(SequentialLanes()),
     )
-    waits = UpdatePath.backward_is_over
+    waits = UpdatePath.end_backward
     if left_out:
-        UpdatePath.backward_is_over = lambda self, _: self._order.record(Lane.COMPUTE, "backward")  # type: ignore[method-assign]
+        UpdatePath.end_backward = lambda self, _: self._order.record(Lane.COMPUTE, "backward")  # type: ignore[method-assign]
     try:
         with on_lanes(lanes):
             pipeline = ot.pipeline(
@@ -69,7 +69,7 @@ def faults(*, left_out: bool) -> list[Any]:
         pipeline.drain()
         pipeline.close()
     finally:
-        UpdatePath.backward_is_over = waits  # type: ignore[method-assign]
+        UpdatePath.end_backward = waits  # type: ignore[method-assign]
     return prove(lanes.program)
 
 

@@ -73,11 +73,11 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
     gpu.take(5 * GIB)
     gpu.take(-5 * GIB)
     found.two_more()
-    found.sampler.step_ends()
-    assert counters.step_ends() == 29 * GIB
+    found.sampler.end_step()
+    assert counters.end_step() == 29 * GIB
     gpu.take(GIB)
     gpu.take(-GIB)
-    assert counters.step_ends() == 25 * GIB  # the next step's own
+    assert counters.end_step() == 25 * GIB  # the next step's own
     assert counters.run_peak == 29 * GIB
     found.sampler.close()
     record = live(found)
@@ -109,7 +109,7 @@ def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
     found.two_more()
     del block
     found.two_more()
-    peak, curve = found.sampler.step_ends()
+    peak, curve = found.sampler.end_step()
     found.sampler.close()
     record = live(found)
     least, _, most = record.rss_kib

@@ -46,7 +46,7 @@ def slow(case: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def is_unread() -> None:
     transformers.logging.disable_progress_bar()
 
 

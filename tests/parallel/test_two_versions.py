@@ -46,7 +46,7 @@ def spec_of(ranks: int = 1, **keys: Any) -> StepSpec:
 def turns_of(spec: StepSpec) -> tuple[Operations, list[tuple[Turn, Operations]]]:
     """All operations, and those of each turn, behind the upload of the first weights."""
     program = Program(spec)
-    before = program.masters_set()
+    before = program.upload_masters()
     driven, found = Driven(program, "2bw", 64), []
     for turn in order("2bw", 0, STAGES, MICROBATCHES, STEPS):
         begin = len(driven.operations)

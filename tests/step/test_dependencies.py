@@ -168,7 +168,7 @@ def test_all_lanes_know_what_the_thread_has_waited_for() -> None:
     order = Dependencies()
     launch(order, Lane.D2H, "x", writes="a")
     launch(order, Lane.HOST, "y", reads="a", writes="b")
-    event = order.written(memory("b"))
+    event = order.last_write(memory("b"))
     assert event is not None
     order.host_wait(event, "the thread")
     found = order.take()
@@ -257,7 +257,7 @@ def test_memory_that_becomes_other_memory() -> None:
     assert set(waits(order.take())) == {("load", "compute"), ("load", "host")}
     launch(order, Lane.LOAD, "z", writes="d")
     assert waits(order.take()) == []
-    assert order.written(memory("a")) is None
+    assert order.last_write(memory("a")) is None
     launch(order, Lane.COMM, "z", writes="a")  # somewhere else by now
     assert waits(order.take()) == []
 

@@ -57,7 +57,7 @@ def launched(program: Iterable[Entry]) -> Lanes:
 def driven(optimizer: ot.OffloadOptimizer) -> Lanes:
     """What its program does without it, behind the first upload, which leaves buckets in slots."""
     program = Program(optimizer._engine.program.spec, optimizer.ranks.rank)
-    program.masters_set()
+    program.upload_masters()
     program.synchronized()
     operations = [
         op

@@ -127,13 +127,13 @@ def test_a_wrong_guess_is_discarded_and_the_update_done_again() -> None:
 
 def test_it_guesses_as_long_as_half_of_the_last_guesses_were_right() -> None:
     policy = SpeculationPolicy()
-    assert policy.good()
+    assert policy.should_speculate()
     for _ in range(SpeculationPolicy.WINDOW):
-        policy.saw(False)
-        assert not policy.good()
+        policy.record(False)
+        assert not policy.should_speculate()
     for right in range(1, SpeculationPolicy.WINDOW + 1):
-        policy.saw(True)  # the oldest wrong one is forgotten for it
-        assert policy.good() == (2 * right >= SpeculationPolicy.WINDOW)
+        policy.record(True)  # the oldest wrong one is forgotten for it
+        assert policy.should_speculate() == (2 * right >= SpeculationPolicy.WINDOW)
 
 
 def test_a_dropped_step_leaves_no_block_behind() -> None:
@@ -142,14 +142,14 @@ def test_a_dropped_step_leaves_no_block_behind() -> None:
     steps(program, 2)
     program.grads_ready("b1", {"b1.0": True}, last=True)
     program.grads_complete("b1", Decision(3))
-    assert list(program.mode.behind) == ["b1"]
+    assert list(program.mode.waiting_for_graphs) == ["b1"]
     assert launches(program.drop(), Kind.WEIGHTS_UP) == []
-    assert not program.mode.behind
+    assert not program.mode.waiting_for_graphs
     program.grads_ready("b1", {"b1.0": True}, last=True)
     program.grads_complete("b1", Decision(3))
-    assert list(program.mode.behind) == ["b1"]
+    assert list(program.mode.waiting_for_graphs) == ["b1"]
     assert [op.owner for op in launches(program.graph_freed("b1"), Kind.WEIGHTS_UP)] == ["b1.0"]
-    assert not program.mode.behind
+    assert not program.mode.waiting_for_graphs
     # Dropped now, all of them get their new weights.
     assert [op.owner for op in launches(program.drop(), Kind.WEIGHTS_UP)] == ["b0.0"]
 
@@ -160,10 +160,10 @@ def test_frozen_weights_that_were_loaded_are_not_read_from_a_slot() -> None:
     trained = block("trained", config, 2, repeated=False)
     frozen = block("frozen", config, 2, sizes=(), frozen=(300,))
     program = Program(laid_out([trained, frozen], config, 2))
-    program.pass_begins()
+    program.begin_pass()
     program.use("frozen")
     assert program.streaming.resident == ["frozen"]
-    program.masters_set()
+    program.upload_masters()
     assert launches(program.use("frozen"), Kind.LOAD)
 
 
@@ -176,15 +176,15 @@ def test_an_update_in_place_cannot_be_taken_back() -> None:
         return program
 
     with pytest.raises(UpdateError, match="block 'b1' received another gradient after its update"):
-        updated().grads_again("b1")
-    updated().grads_again("b0")  # whose update has not run
+        updated().grads_repeated("b1")
+    updated().grads_repeated("b0")  # whose update has not run
     program = updated()
     program.drop()
     with pytest.raises(UpdateError, match="the state is between two steps"):
         program.grads_complete("b0", Decision(3))
     with pytest.raises(UpdateError, match="the state is between two steps"):
         program.norm_known(["b0", "b1"], Decision(3))
-    program.masters_set()
+    program.upload_masters()
     assert launches(program.grads_complete("b0", Decision(3)), Kind.ADAM)
 
 

@@ -109,7 +109,7 @@ class User:
         self._contents.set_state(version)
         self._state = dict.fromkeys(self._trained, version)
         self._frozen = version
-        self._run(self.program.masters_set())
+        self._run(self.program.upload_masters())
         self._device = dict(self._state)
         self.synchronize(between=True)
 
@@ -127,7 +127,7 @@ class User:
 
     def evaluate(self) -> None:
         """A forward of some blocks, in any order."""
-        self._run(self.program.pass_begins(self._pins(None)))
+        self._run(self.program.begin_pass(self._pins(None)))
         left_out = self._odd("blocks left out")
         count = self._draw.randint(1, len(self._names)) if left_out else len(self._names)
         for name in self._order(self._names, "another order of evaluation")[:count]:
@@ -152,9 +152,9 @@ class User:
             return
         self._decide()
         self._shown = True
-        self.program.step_ends()
+        self.program.end_step()
         self._forget()
-        self._run(self.program.pass_begins())
+        self._run(self.program.begin_pass())
         self.program.verify()
 
     def between(self) -> None:
@@ -194,7 +194,7 @@ class User:
         order = self._order(self._names, "another order of forward")
         if self._odd("a block used twice"):
             order.insert(self._draw.randrange(len(order)), self._draw.choice(order))
-        self._run(self.program.pass_begins())
+        self._run(self.program.begin_pass())
         for name in order:
             self._compute(Kind.FORWARD, name, self._pins(name))
 
@@ -213,7 +213,7 @@ class User:
             self._updated |= self._spec.updates_early
         if not self._updated and self._odd("a second gradient"):
             self._compute(Kind.BACKWARD, name, self._pins(name))
-            self.program.grads_again(name)
+            self.program.grads_repeated(name)
             self._again.append(name)
         self._free_graphs()
 
@@ -231,10 +231,10 @@ class User:
 
     def _sum_first(self) -> None:
         self._summed = True
-        self._run(self.program.first_sums())
+        self._run(self.program.wait_for_first_sums())
 
     def _free_graphs(self) -> None:
-        for name in tuple(self.program.mode.behind):
+        for name in tuple(self.program.mode.waiting_for_graphs):
             if name not in self._again and not self._odd("a graph that stays"):
                 self._run(self.program.graph_freed(name))
                 self._begun = True

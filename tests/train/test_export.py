@@ -48,7 +48,7 @@ SHAPES = {
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def is_unread() -> None:
     transformers.logging.disable_progress_bar()
 
 

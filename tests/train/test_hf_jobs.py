@@ -56,7 +56,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def is_unread() -> None:
     transformers.logging.disable_progress_bar()
 
 

@@ -100,9 +100,9 @@ def test_owners_are_logged_when_now_or_peak_moves(
     assert other() == (5 * GIB, 5 * GIB)
     gpu.take(-5 * GIB)
     assert other() == (0, 5 * GIB)
-    assert memory.step_ends(report)[0] == 29 * GIB
+    assert memory.end_step(report)[0] == 29 * GIB
     memory.step_begins(2, follow=False)
-    assert memory.step_ends(report)[0] == 24 * GIB
+    assert memory.end_step(report)[0] == 24 * GIB
     assert memory.news() == ()  # the run's peak stays, when the step's is set back
     memory.close()
     assert RingReader(ring).poll()[-1].allocated == 24 * GIB

@@ -90,7 +90,7 @@ def test_a_peak_inside_a_step_reaches_the_bar(monkeypatch: pytest.MonkeyPatch) -
     (bar,) = memory.devices(shown(told(system(), *records)))
     assert bar.peak == FIXED + 6 * GIB and bar.used == FIXED
     step = replace(
-        recordings.step(1, random.Random(0)), device_peak_bytes=counters.step_ends() + GIB
+        recordings.step(1, random.Random(0)), device_peak_bytes=counters.end_step() + GIB
     )
     (bar,) = memory.devices(shown(told(system(), step)))
     assert bar.peak == FIXED + 7 * GIB

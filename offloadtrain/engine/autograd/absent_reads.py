@@ -28,7 +28,7 @@ from offloadtrain.runtime.user_code import line_of
 _log = logging.getLogger(__name__)
 
 WATCHED_STEPS = 2
-"""At the start: the first step, and what a loop reads behind it."""
+"""At the start: the first step, and what a loop reads after it."""
 WATCHED_AFTER_NONFINITE = 100
 _NUMBERS = frozenset({"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__bool__"})
 """Functions that return values which are not tensors."""
@@ -55,7 +55,7 @@ class AbsentReads:
     def on(self) -> bool:
         return self._steps > 0 and not self._has_warned
 
-    def step_ends(self, *, finite: bool) -> None:
+    def end_step(self, *, finite: bool) -> None:
         """Watch longer if the gradients of a step were not finite."""
         self._steps = self._steps - 1 if finite else WATCHED_AFTER_NONFINITE
 

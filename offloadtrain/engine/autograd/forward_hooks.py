@@ -228,7 +228,7 @@ class ForwardHooks:
                 self._enter_root(frame)
             self.on_blocks(hooked.waits)
         blocks = tuple(hooked.waits)
-        # Compute waits for these blocks only; uploads and loads of later ones run beside forward.
+        # Compute waits for these blocks only; uploads and loads of later ones run during forward.
         self._use(blocks)
         # A recompute past the hooks leaves plain views in its graph: the block counts as read until
         # backward has passed it, or "delayed" would upload over them.
@@ -236,7 +236,7 @@ class ForwardHooks:
             for block in blocks:
                 block.runs_again()
         reads = [weights for block in blocks for weights in block.weights]
-        # Behind the waits: from here on user code reads the weights where they are now.
+        # After the waits: from here on user code reads the weights where they are now.
         span = self._lanes.open_span(f"forward {hooked.name}", reads)
         offloader = None if again else self._offloader_of(module)
         # The backward of an embedding reads its indices: it needs no weights, and no slot.

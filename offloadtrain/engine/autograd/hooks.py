@@ -1,7 +1,7 @@
 """Module hooks that hold the engine weakly and become inert in a copy of the model.
 
 [Note: Interrupted forwards]
-torch calls the hooks behind a forward also where that raises an `Exception`, but not after Ctrl-C.
+torch calls the hooks after a forward also where that raises an `Exception`, but not after Ctrl-C.
 Pins, spans and saved-tensor hooks of that forward would stay, and the last of these would take what
 the next model of the process saves: in a notebook, silently. So each forward keeps the frame that
 called its hooks. Whoever finds a forward whose frame has ended ends it.

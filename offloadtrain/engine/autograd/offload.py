@@ -132,7 +132,7 @@ class ActivationOffloader:
         self._tell_dropped()
         # The first forward is over: later ones make their inputs in the same way.
         self._compares = False
-        # Compute waits for this input only; the next one comes beside this block's backward.
+        # Compute waits for this input only; the next one comes during this block's backward.
         self._interpreter.run(self._program.activation_needed(number))
         self._check_freed()
         if number in self._tensors.leaving:  # it is taken from there
@@ -166,7 +166,7 @@ class ActivationOffloader:
                 self._interpreter.run(self._program.activation_dropped(number))
 
     def _check_freed(self) -> None:
-        # A write on compute may have run before, beside or behind the copy: its bytes cannot be
+        # A write on compute may have run before, during or after the copy: its bytes cannot be
         # trusted. The last reference to the tensor goes here.
         while self._tensors.freed:
             _check_unchanged(*self._tensors.freed.pop())

@@ -9,7 +9,7 @@ chained to the hooks that are active (recompute pushes its own). Pushed once aro
 forward, they would miss all that runs again in backward.
 
 [Note: Recompute without hooks]
-A user's recompute may start inside a module's forward, behind its hooks (`checkpoint` around
+A user's recompute may start inside a module's forward, after its hooks (`checkpoint` around
 `forward`, as in transformers): no hook fires when it runs again. But it starts from saved inputs.
 So every tensor saved inside the forward of a streamed block also stands for that block: unpacking
 it loads the block. Until it is freed the graph counts as reading the block's weights, which such a
@@ -104,7 +104,7 @@ class Handle:
         """View the weights where they are now, in the saved shape and strides; raises
         StaleGraphError."""
         self._reading.begin()
-        # Behind the use: only then is `working` the slot of this use.
+        # After the use: only then is `working` the slot of this use.
         view = self._bucket.working.strided(self._shape, self._stride, self._offset)
         # With create_graph=True backward saves what it reads, past every hook, and the slot goes to
         # another block before that is needed.
@@ -354,7 +354,7 @@ def _raise_absent(block: Block, _: Tensor) -> NoReturn:
     raise StreamError(
         f"weights of block '{block.name}' are read outside its forward, while they are on the "
         "host, or in shards: only modules that are called can be streamed. Leave this one on the "
-        f"device: {block.kept_by}"
+        f"device: {block.resident_option}"
     )
 
 

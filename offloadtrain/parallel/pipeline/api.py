@@ -63,7 +63,7 @@ def pipeline(
     models of transformers need not: see [Note: Stages of a decoder] in `decoder_stages`; their last
     stage returns logits, or the loss where `run` gets `labels=`. Each stage gets as many layers as
     any other, unless `layers_per_stage` says otherwise, the first one also what is registered
-    before the layers, the last one what is registered behind them.
+    before the layers, the last one what is registered after them.
 
     A step has the bits of one process with the same microbatches: gradients are summed microbatch
     by microbatch, the norm is that of the whole model, and all stages clip and skip together.

@@ -49,7 +49,7 @@ def divided(layers: Sequence[int], before: int, behind: int, stages: int) -> tup
 
     Args:
         layers: nanoseconds of each.
-        before, behind: nanoseconds of the first stage before its layers, of the last behind them.
+        before, after: nanoseconds of the first stage before its layers, of the last after them.
     """
     ends = [0, *accumulate(layers)]
     outside = [before, *[0] * (stages - 2), behind]

@@ -5,8 +5,8 @@ imports nothing of transformers.
 Its forward does not pass over missing modules, and asks for its layers by number: for their kind of
 attention, their mask, their place in a cache. So the list of layers keeps its length. In the place
 of a layer that another stage holds stands a module that passes its input on, and so do those for a
-missing final norm and for dropout behind the embedding. The first stage gets tokens; the others get
-hidden states as `inputs_embeds`, which enter behind the embedding and whatever scales it. A stage
+missing final norm and for dropout after the embedding. The first stage gets tokens; the others get
+hidden states as `inputs_embeds`, which enter after the embedding and whatever scales it. A stage
 without the head calls the base model alone: what the whole forward does to its input or to logits
 (a cap, a scale) is left to the last one.
 That this is the same computation is not taken from names: `decoder_probe` runs the forward of the

@@ -195,18 +195,18 @@ class Driven:
         program, (step, in_step) = self._program, divmod(number, self._micro_steps)
         last, inputs = in_step + 1 == self._micro_steps, self._inputs.pop(number)
         is_old = self._versions.pop(number) != program.mode.version
-        done = program.turn(back=True) if is_old else []
+        done = program.switch_version(to_previous=True) if is_old else []
         done += backward(program, self._readings, inputs, step + 1, last=last)
         if is_old:
-            done += program.turn(back=False)
+            done += program.switch_version(to_previous=False)
         if number == 0 and not program.spec.is_single:
-            done += program.first_sums()
+            done += program.wait_for_first_sums()
         return done
 
     def _squares(self, _: int) -> Operations:
         done = self._program.norm() + self._program.computes(Kind.DECIDE, SQUARES)
         if not self._flushes:
-            self._program.sum_ends()
+            self._program.close_sums()
         return done
 
     def _decide(self, step: int) -> Operations:
@@ -215,5 +215,5 @@ class Driven:
         names = [block.name for block in program.spec.blocks]
         done += program.norm_known(names, Decision(step + 1))
         if self._flushes:
-            program.step_ends()
-        return done + program.pass_begins()
+            program.end_step()
+        return done + program.begin_pass()

@@ -2,7 +2,7 @@
 
 [Note: Code outside of layers]
 Every stage runs the forward of the whole model, with other stages' modules left out. Code of its
-own runs in all of them: a scale or a dropout behind the embedding, an activation behind the last
+own runs in all of them: a scale or a dropout after the embedding, an activation after the last
 layer, a number that counts layers from 0. That would train without a word, and wrong. So the
 forward runs on the meta device, whole and in each stage, and layers are watched. Where one gets the
 very tensor that the layer before it has returned, it must get the very tensor that its stage was

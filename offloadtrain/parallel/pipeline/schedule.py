@@ -267,7 +267,7 @@ class Unflushed:
     flush between steps: PipeDream-2BW.
 
     A run ends when the last microbatch of the step has been forward; as many microbatches as there
-    are stages behind this one are then between forward and backward. Their backwards belong to the
+    are stages after this one are then between forward and backward. Their backwards belong to the
     next run. Sends and receives that meet in two stages are posted together, as in torch's 1F1B: in
     any other order each could wait for the other.
     """
@@ -347,7 +347,7 @@ class Unflushed:
         """Run the oldest backward; `sends` are posted with what it receives."""
         stage, slot = self._stage, self._backwards % self._most
         self._grads = []
-        # Waits for the stage behind, which has this microbatch's backward before its next forward.
+        # Waits for the stage after, which has this microbatch's backward before its next forward.
         _post([*sends, *stage.get_bwd_recv_ops(slot)])
         stage.backward_one_chunk(slot, loss=self._losses.pop(slot, None))
         self._grads = stage.get_bwd_send_ops(slot)

@@ -5,8 +5,8 @@ No stage knows the norm of a step, and with it the clip coefficient, before the 
 backward has ended. By then the last stage is several microbatches into the next step. To wait there
 would be the flush that PipeDream-2BW avoids. So a stage sends its squares when its own backwards of
 a step are over, and decides the step before a certain forward of the next one. Of p stages, stage 0
-ends step t behind forward p - 2 of step t + 1. So what any stage receives for forward p - 1 was
-sent behind all squares of step t: none waits longer for these than for its input. Until then
+ends step t after forward p - 2 of step t + 1. So what any stage receives for forward p - 1 was
+sent after all squares of step t: none waits longer for these than for its input. Until then
 gradients of step t + 1 are added elsewhere, on all stages but the first. Adam has the other
 forwards of step t + 1: its weights are shown before the first one of step t + 2.
 
@@ -80,7 +80,7 @@ class SplitStep:
         """
         self.require_asked("run()")
         if self._engine.guard.in_flight:
-            self._engine.counter.begin_beside()
+            self._engine.counter.begin_next_step()
 
     def ask(self, *, skip: bool) -> None:
         """Record the hyperparameters when step() is called: the user may change them next.
@@ -107,7 +107,7 @@ class SplitStep:
         """The first forward of a step is about to begin: parameters become the newest weights."""
         self._engine.guard.in_flight = True
         if not self._engine.delay_goes_on:
-            self._engine.show_newest()
+            self._engine.publish_weights()
         self._engine.delay_goes_on = False
 
     def forward_begins(self) -> None:
@@ -119,15 +119,15 @@ class SplitStep:
         """The backward of the oldest microbatch in flight runs inside."""
         is_old = self._in_flight.popleft() != self._engine.program.mode.version
         if is_old:
-            self._engine.turn(back=True)
+            self._engine.switch_version(to_previous=True)
         with self._engine.micro_step():
             yield
-        # Not behind a failure: with microbatches in flight nothing but close() follows.
+        # Not after a failure: with microbatches in flight nothing but close() follows.
         if is_old:
-            self._engine.turn(back=False)
+            self._engine.switch_version(to_previous=False)
 
     def sample_timeline(self) -> None:
-        """Follow the lanes from the next decision on, until the one behind it."""
+        """Follow the lanes from the next decision on, until the one after it."""
         self._samples = True
 
     def decide(self) -> None:
@@ -164,12 +164,12 @@ class SplitStep:
         """
         if not newest:
             # The last step's backwards, which read the version before, are over.
-            self._engine.show_newest()
+            self._engine.publish_weights()
         self._decide()
         self._engine.guard.in_flight = False
         self._engine.delay_goes_on = not newest
         if newest:
-            self._engine.show_newest()
+            self._engine.publish_weights()
 
     def _send(self) -> None:
         """Send the squares once the backwards are over and step() was called, whichever is last."""

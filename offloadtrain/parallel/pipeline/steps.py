@@ -144,7 +144,7 @@ class Pipeline:
             EngineError, GradientError: as `OffloadOptimizer.backward`.
         """
         self._check_batch(inputs, target, more, self._microbatches)
-        self._require_whole()
+        self._require_intact()
         phases = {optimizer.phase for optimizer in self.optimizers}
         if phases & {Phase.BACKWARD, Phase.ACCUMULATED}:
             raise EngineError("run() between run() and step(): end the step first")
@@ -161,7 +161,7 @@ class Pipeline:
             PipelineError: it has not the example's size.
         """
         self._check_batch(inputs, target, more, 1)
-        self._require_whole()
+        self._require_intact()
         self._losses = []
         with self._exchanging():
             self._forward.run(inputs, target, more)
@@ -174,7 +174,7 @@ class Pipeline:
             RankError: stages disagree about the step.
             PipelineError: an exception has left the run.
         """
-        self._require_whole()
+        self._require_intact()
         with telling(self._who):
             self.optimizer.step(skip=skip)
 
@@ -201,15 +201,15 @@ class Pipeline:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Microbatches of all stages run inside: behind an exception others wait for some of them,
+        """Microbatches of all stages run inside: after an exception others wait for some of them,
         or have sent some, which would meet those of the next run."""
-        self._require_whole()
+        self._require_intact()
         self._is_broken = True
         with telling(self._who):
             yield
         self._is_broken = False
 
-    def _require_whole(self) -> None:
+    def _require_intact(self) -> None:
         if self._is_broken:
             raise PipelineError(
                 "an exception has left run() or evaluate() with microbatches in flight, which "
@@ -308,7 +308,7 @@ class UnflushedPipeline(Pipeline):
         **more: Any,
     ) -> Tensor:
         self._check_batch(inputs, target, more, self._microbatches)
-        self._require_whole()
+        self._require_intact()
         if not torch.is_grad_enabled():
             raise PipelineError(
                 "run() without gradients: schedule = '2bw' has no forwards alone. Take evaluate()"
@@ -325,7 +325,7 @@ class UnflushedPipeline(Pipeline):
     def step(self, *, skip: bool = False) -> None:
         """End a step: what `param_groups` hold now is its update's. Stages have microbatches of it
         left, and decide it in the next `run`."""
-        self._require_whole()
+        self._require_intact()
         self._step.ask(skip=skip)
 
     def evaluate(self, *inputs: Tensor, target: Tensor | None = None, **more: Any) -> Tensor:
@@ -337,7 +337,7 @@ class UnflushedPipeline(Pipeline):
     def drain(self, *, newest: bool = True) -> Tensor | None:
         if self._last is None:
             return None
-        self._require_whole()
+        self._require_intact()
         self._step.require_asked("drain()")
         with telling(self._who):
             self._unflushed.drain()
@@ -347,7 +347,7 @@ class UnflushedPipeline(Pipeline):
 
     def close(self) -> None:
         # Other stages have sent what this one would receive in its next run: they would wait for it
-        # for ever. Behind an exception they may have sent less, and nobody can say what.
+        # for ever. After an exception they may have sent less, and nobody can say what.
         if self._last is not None and not self._is_broken and sys.exc_info()[0] is None:
             if not self._step.is_asked:
                 self.step(skip=True)

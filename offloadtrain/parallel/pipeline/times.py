@@ -3,7 +3,7 @@
 [Note: What a pipeline costs]
 Every stage has the program that its engine runs, driven in the order of the schedule, with the
 durations of [Note: What a step costs]. A stage's first operation of a microbatch waits for the one
-before it (forward) or behind it (backward) to have ended, and for the transfer: the bytes of the
+before it (forward) or after it (backward) to have ended, and for the transfer: the bytes of the
 activation over the link between them, one transfer after the other in each direction. A step is
 decided when the squares of all stages are known. Bubble is what a stage's compute waits for others.
 """

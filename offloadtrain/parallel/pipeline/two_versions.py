@@ -8,7 +8,7 @@ device. Adam of step t-1 ends while step t computes, and its weights go up at on
 that step t-1 has used: its last backward is over when its norm is known. Only what parameters are
 views of changes later, when the first forward of step t+1 begins (`flush`). Graphs in flight keep
 the memory that they were built with. The last stage has no microbatch in flight then and needs one
-version, as Delayed does. A backward of step t behind that forward may run forwards again
+version, as Delayed does. A backward of step t after that forward may run forwards again
 (recompute): `turn` gives it the version that they have read.
 
 Of a streamed block both versions are where its loads read them, on the host or as shards on the
@@ -16,7 +16,7 @@ device, and a slot holds one of them at a time: what is in a slot when compute t
 version is dropped, and the next use loads that one. So a graph in flight keeps no memory of the
 weights that it was built with; its backward, for which compute has turned back, loads them again.
 On the host the versions are the two memories that Delayed has as well. Adam writes new weights into
-the one that no load reads, behind the last load of what it held. A state that holds the weights
+the one that no load reads, after the last load of what it held. A state that holds the weights
 itself is one of the two: before Adam changes it in place, the weights in use are copied to the
 other (`keep`), and loads read them there.
 """
@@ -48,18 +48,18 @@ class TwoVersions(Exact):
                 self._updates.keep(bucket)
                 bucket.updates_other_version = True
             # These uploads wait for compute so far, the last readers of the version before among
-            # it, and run beside what compute is given from here on.
+            # it, and run concurrently with what compute is given from here on.
             self._apply(order, decision)
             self._updates.is_over(order)
             self._hidden = order
         return Speculation()
 
-    def part(self, order: Sequence[BlockRefs]) -> None:
+    def detach_weights(self, order: Sequence[BlockRefs]) -> None:
         for bucket in (bucket for _, buckets in order for bucket in buckets):
             self._updates.keep(bucket)
 
-    def hold(self, order: Sequence[BlockRefs]) -> None:
-        self._updates.hold_beside(order)
+    def defer(self, order: Sequence[BlockRefs]) -> None:
+        self._updates.defer_to_other_version(order)
         self._hidden = order
 
     def flush(self) -> None:
@@ -69,9 +69,9 @@ class TwoVersions(Exact):
         self._updates.show(self._shown)
         self.version += 1
 
-    def turn(self, *, back: bool) -> None:
-        self._updates.turn(self._shown, back=back)
-        self.version += -1 if back else 1
+    def switch_version(self, *, to_previous: bool) -> None:
+        self._updates.switch_version(self._shown, to_previous=to_previous)
+        self.version += -1 if to_previous else 1
 
 
 def rows_without_flush(stage: int, stages: int) -> dict[str, Any]:

@@ -56,7 +56,7 @@ _TENSOR = {
     "packed_colwise": (-2, 2),
     "packed_rowwise": (-1, 2),
 }
-"""Kind of a parameter → its divided dimension, and how many matrices are behind each other."""
+"""Kind of a parameter → its divided dimension, and how many matrices follow each other."""
 
 _PER_HEAD, _LATENT = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 _EXPERTS, _OWN, _SUMMED = "moe_tp_experts", "local_params", "all_reduce"

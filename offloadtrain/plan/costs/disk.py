@@ -158,6 +158,6 @@ def save_cost(write_s: float, step_s: float, spill_s: float = 0.0) -> SaveCost:
         spill_s: the spill's bytes over it; no update waits for these.
     """
     stall_s = max(0.0, write_s - step_s - spill_s)
-    # One checkpoint at a time: the next one begins behind it.
+    # One checkpoint at a time: the next one begins after it.
     spent_s = max(stall_s / SHARE, write_s)
     return SaveCost(write_s, stall_s, max(1, math.ceil(spent_s / step_s)))

@@ -246,7 +246,7 @@ def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) ->
 
 
 def _blocked(values: Tensor) -> Tensor:
-    """(n,) → (blocks, BLOCK), zero behind the end."""
+    """(n,) → (blocks, BLOCK), zero after the end."""
     return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
 
 

@@ -1,7 +1,7 @@
 """Kernel calls captured for later, for a thread that does not need the GIL.
 
 [Note: Without the interpreter]
-A thread that runs Python between two kernels waits for the GIL each time, behind a training thread
+A thread that runs Python between two kernels waits for the GIL each time, after a training thread
 that launches a forward. The measured loss is a tenth of the time of Adam over a bucket of 7M
 parameters. An operation that only calls kernels is therefore marked (`KernelCalls`) and *captured*
 at launch: the kernels check their operands, and the native module records the calls. A native queue

@@ -293,7 +293,7 @@ class Lanes(ABC):
 
     def alloc(self, range_: Range, lane: Lane) -> Range:
         """The contents of a reused range are undefined from here on; `lane` will write it."""
-        # In the lane's order, behind the waits for earlier users and before the write.
+        # In the lane's order, after the waits for earlier users and before the write.
         if self.poison and range_.buffer.flat.is_floating_point():
             self._poison(lane, range_.view)
         return range_
@@ -428,6 +428,6 @@ def copy(source: Tensor, target: Tensor) -> None:
     """
     if source.dtype != target.dtype:
         raise ValueError(f"a transfer keeps the dtype: {source.dtype} to {target.dtype}")
-    # Returns before the copy is done: an event behind it tells when either side may be reused.
+    # Returns before the copy is done: an event after it tells when either side may be reused.
     with torch.no_grad():
         target.copy_(source, non_blocking=True)

@@ -11,7 +11,7 @@
 * A stream cannot wait for CPU work that has not happened, and a wait for a CUDA event that was
   never recorded is a silent no-op. So a waiting thread first blocks until the event is *issued*
   (for lanes without a stream: has happened), then makes its stream wait for the rest.
-* Compute stalls are timed with an event on its stream before and behind each wait. Where the
+* Compute stalls are timed with an event on its stream before and after each wait. Where the
   training thread itself is blocked, the same two events time how long the stream was idle.
 """
 
@@ -58,9 +58,9 @@ class CudaLanes(Lanes):
     def __init__(self, device: torch.device, *, among_ranks: bool = False) -> None:
         super().__init__()
         self._device = device = _indexed(device)
-        # d2h runs beside backward; h2d beside Adam of the next block and the next forward; load
-        # beside compute of the block before; comm beside all of them; ortho beside Adam of the
-        # block before; update beside compute of other blocks, and Adam on the host. A lane with a
+        # d2h runs during backward; h2d during Adam of the next block and the next forward; load
+        # during compute of the block before; comm during all of them; ortho during Adam of the
+        # block before; update during compute of other blocks, and Adam on the host. A lane with a
         # thread blocks there for events not yet issued; d2h of a single rank blocks the launching
         # thread.
         on_threads = [Lane.H2D, Lane.LOAD, Lane.COMM, Lane.ORTHO, Lane.UPDATE]
@@ -121,7 +121,7 @@ class CudaLanes(Lanes):
         if worker is None:
             self._issue(event, lane)
         else:
-            # Behind the waits too: whoever waits for this event counts on them.
+            # After the waits too: whoever waits for this event counts on them.
             if self._awaited[lane]:
                 self._put(lane, worker, lambda: None)
             worker.put(lambda: self._issue(event, lane), always=True)
@@ -131,7 +131,7 @@ class CudaLanes(Lanes):
         self._failure.check()
         event = StreamEvent.own(event)
         worker = self._workers.get(lane)
-        # A lane with a thread waits there: what is behind the wait in its queue is held back, and
+        # A lane with a thread waits there: what is after the wait in its queue is held back, and
         # this thread goes on launching.
         if lane in self._queues:
             self._queue_waits(self._queues[lane], event)
@@ -284,7 +284,7 @@ class CudaLanes(Lanes):
         if worker is None:
             run()
         else:
-            # In the queue like any write: behind the lane's earlier uses, in front of later ones.
+            # In the queue like any write: after the lane's earlier uses, in front of later ones.
             self._put(lane, worker, run)
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
@@ -293,7 +293,7 @@ class CudaLanes(Lanes):
             return self._streams[lane]
         current = torch.cuda.current_stream(self._device)
         # Another than before waits for that one: a step() outside the `with torch.cuda.stream(...)`
-        # of its forward must be behind that forward.
+        # of its forward must be after that forward.
         if self._computed_on is not None and current != self._computed_on:
             current.wait_stream(self._computed_on)
         self._computed_on = current

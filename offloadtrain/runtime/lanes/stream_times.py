@@ -40,7 +40,7 @@ class StreamEvent(LaneEvent):
 
     def issue(self, stream: torch.cuda.Stream) -> None:
         assert self.cuda is not None
-        # Behind all that the stream was given: what waits for the event waits for that.
+        # After all that the stream was given: what waits for the event waits for that.
         self.cuda.record(stream)
         # Before `issued` is set, whose lock makes it visible to the native host thread.
         self.handle.value = self.cuda.cuda_event

@@ -104,7 +104,7 @@ class ThreadLanes(ClockedLanes):
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
         flag = _Flag.own(event)
         # A wait of compute blocks this thread. Another lane's wait is a task in its queue: it holds
-        # back what is behind it, while this thread goes on launching.
+        # back what is after it, while this thread goes on launching.
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
         elif lane is Lane.HOST:
@@ -156,7 +156,7 @@ class ThreadLanes(ClockedLanes):
         elif lane is Lane.HOST:
             self._host.run(task)
         else:
-            # In the queue: behind what was launched, in front of what will be.
+            # In the queue: after what was launched, in front of what will be.
             self._workers[lane].put(task)
 
     def _begin_sampling(self) -> None:
@@ -183,5 +183,5 @@ class ThreadLanes(ClockedLanes):
             poison = super()._poison
             self._host.compute("poison", lambda memory: poison(lane, memory), [memory])
         else:
-            # In the queue like any write: behind the lane's earlier uses, in front of later ones.
+            # In the queue like any write: after the lane's earlier uses, in front of later ones.
             self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))

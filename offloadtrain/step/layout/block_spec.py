@@ -176,7 +176,7 @@ class BlockSpec:
         repeated: one of several alike that are used one after the other: it can be streamed.
         leaf: a module outside of lists that has no children: in ZeRO stage 3 it can be streamed.
         recomputed: its forward runs again in backward.
-        then: blocks before it that modules behind it read once more (tied weights).
+        then: blocks before it that modules after it read once more (tied weights).
     """
 
     name: str

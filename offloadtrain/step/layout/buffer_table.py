@@ -332,7 +332,7 @@ def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
         return Memory.PENDING
     if bucket.format.holds_weight:
         return Memory.STATE
-    # An update on the device behind the step's last backward writes the weights where they are
+    # An update on the device after the step's last backward writes the weights where they are
     # used: nothing needs the old ones.
     if bucket.update_tier is Tier.DEVICE and not spec.updates_early:
         return Memory.DEVICE_SHARD if spec.loads_from_shard(bucket) else Memory.WORKING

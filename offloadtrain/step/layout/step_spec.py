@@ -11,14 +11,14 @@ different parts are neighbours.
 
 [Note: Pieces of a shard]
 A bucket that is larger than a staging slot goes through it in pieces. A piece is a part [lo, hi) of
-*every* rank's shard, one behind the other in the slot, so that a reduce-scatter of the slot leaves
+*every* rank's shard, one after the other in the slot, so that a reduce-scatter of the slot leaves
 each rank the part of its own shard.
 
 [Note: Spill]
 A save copies some state first, so that the next updates need not wait for its writing. It writes
 buckets in the order of the updates that wait for them, so the last update waits longest. The
 *spill* is host memory for the end of that order: the last bytes of state that it holds. A save
-copies them into it on the host lane, behind the updates so far, and writes them from there. The
+copies them into it on the host lane, after the updates so far, and writes them from there. The
 next updates wait for the other writes only, and the last of these ends earlier by the time that the
 disk needs for the spill. Which bytes these are follows from sizes alone: a copy at memory's speed
 costs less than a choice by how far the disk has come, and one program stands for every speed of the
@@ -239,7 +239,7 @@ class StepSpec:
 
     @property
     def updates_in_backward(self) -> bool:
-        """Adam may run beside a backward, of its own step or (mode "delayed") of the next one."""
+        """Adam may run during a backward, of its own step or (mode "delayed") of the next one."""
         return self.config.update != "exact" or self.updates_early
 
     @property
@@ -342,7 +342,7 @@ class StepSpec:
         return self.weight_tier(bucket) is Tier.DEVICE
 
     def weight_files(self, bucket: BucketSpec) -> int:
-        """Count the versions of a bucket's weights on the disk, beside its state. Where an update
+        """Count the versions of a bucket's weights on the disk, during its state. Where an update
         may run inside backward it writes one while loads of that backward read the other."""
         if not self.loads_from_disk(bucket):
             return 0

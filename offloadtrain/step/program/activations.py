@@ -38,7 +38,7 @@ from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Free, Kind, Lane, Launch, Ref
 
 _LEAVING = 2
-"""Inputs that may be in flight to the host: one that is copied, one behind it."""
+"""Inputs that may be in flight to the host: one that is copied, one after it."""
 _LEAVING_SAVED, _SAVED_AHEAD = 8, 4
 """Saved tensors in flight to the host, and those fetched ahead of their use. Operations of a block
 save several at about the same time, and the next product gives their copies time. In backward one

@@ -127,7 +127,7 @@ class Dependencies:
             known[:] = map(max, known, event.clock)
         self.operations.append(HostWait(event, why))
 
-    def written(self, ref: Ref) -> Event | None:
+    def last_write(self, ref: Ref) -> Event | None:
         """Return the event after the last write of this memory."""
         return self._uses[ref[:3]].written
 

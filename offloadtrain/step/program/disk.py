@@ -53,7 +53,7 @@ class DiskPath:
         state = bucket.state()
         # The slot changes hands: the read waits for every use of the bucket before.
         self._order.reuse(state, () if before is None else before.state())
-        # disk_read, beside the update of the bucket before. It waits until the file has what was
+        # disk_read, during the update of the bucket before. It waits until the file has what was
         # written last; whoever uses the state waits for it.
         op = Launch(Kind.READ_STATE, Lane.DISK_READ, bucket.name, bucket.state_files, state)
         self._order.launch(op, fresh=state[0])
@@ -62,7 +62,7 @@ class DiskPath:
         """Launch what brings new state from its slot to the file."""
         if not bucket.state_files:
             return
-        # disk_write, beside the update of the next bucket and its read. It waits for the update;
+        # disk_write, during the update of the next bucket and its read. It waits for the update;
         # the slot's next read waits for it.
         state, file = bucket.state(), bucket.state_files
         self._order.launch(Launch(Kind.WRITE_STATE, Lane.DISK_WRITE, bucket.name, state, file))

@@ -123,7 +123,7 @@ class GradientSlots:
         self._unwritten: set[GradientRefs] = set()
         """Buckets whose file lacks what the slot holds."""
 
-    def hold(self, gradient: GradientRefs, *, keep: bool) -> None:
+    def acquire(self, gradient: GradientRefs, *, keep: bool) -> None:
         """Give the gradient a slot.
 
         Args:
@@ -141,7 +141,7 @@ class GradientSlots:
         self._order.reuse((gradient.adding,), left)
         if keep:
             reads, writes = (gradient.file,), (gradient.adding,)
-            # disk_read, beside the update of the bucket before. It waits until the file has what
+            # disk_read, during the update of the bucket before. It waits until the file has what
             # was written last; the update waits for it.
             op = Launch(Kind.READ_GRADIENT, Lane.DISK_READ, gradient.spec.name, reads, writes)
             self._order.launch(op, fresh=gradient.adding)
@@ -157,7 +157,7 @@ class GradientSlots:
         """Its update was launched: the gradient is no longer needed."""
         self._unwritten.discard(gradient)
 
-    def step_ends(self) -> None:
+    def end_step(self) -> None:
         """No gradient is needed after a step."""
         self._unwritten.clear()
 
@@ -170,7 +170,7 @@ class GradientSlots:
         if gradient.file is None or gradient not in self._unwritten:
             return
         self._unwritten.discard(gradient)
-        # disk_write, beside backward of the next blocks: waits for their last copy down, or for
+        # disk_write, during backward of the next blocks: waits for their last copy down, or for
         # their sum; the slot's next bucket waits for it.
         reads, writes = (gradient.adding,), (gradient.file,)
         self._order.launch(
@@ -208,7 +208,7 @@ class GradientPath:
         self._ring = Ring(Memory.STAGING, table.slots(Memory.STAGING))
         self._rounded = Ring(Memory.ROUNDED, table.slots(Memory.ROUNDED))
         self._norms_are_last = not spec.updates_in_backward
-        """No Adam stands behind a norm on the host lane until `complete` has waited for the last
+        """No Adam stands after a norm on the host lane until `complete` has waited for the last
         one: a single event, recorded then, is enough for all of them."""
         self._norms = {
             tier: ref_of(key, row)
@@ -231,7 +231,7 @@ class GradientPath:
         measured = is_final and self._accumulates and len(gradient.pieces) == 1
         measured = measured and not gradient.rounds_sum
         if gradient.separate_sum is None:
-            self.slots.hold(gradient, keep=gradient.touched)
+            self.slots.acquire(gradient, keep=gradient.touched)
         if self._measures_gathered and not gradient.touched:
             self._measure_gathered(gradient)
             measured = True
@@ -269,7 +269,7 @@ class GradientPath:
                 if gradient.marks is not None:
                     self._mark(gradient, gradient.marks)
                 if gradient.separate_sum is None:
-                    self.slots.hold(gradient, keep=False)
+                    self.slots.acquire(gradient, keep=False)
                 zeros = (gradient.summed,)
                 # Host lane, so in order before the norm. The last step's upload may still read this
                 # memory: without its wait, zeros would go up as weights.
@@ -285,7 +285,7 @@ class GradientPath:
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
         for tier, norms in self._norms.items():
-            measured = self._order.written(norms)
+            measured = self._order.last_write(norms)
             if measured is not None and tier is Tier.DEVICE:
                 down = norms._replace(copy=1)
                 op = Launch(Kind.NORMS_DOWN, self._norms_lane, "", (norms,), (down,))
@@ -296,7 +296,7 @@ class GradientPath:
                 self._order.host_wait(measured, "the gradient norm")
         # Ranks exchange next which experts are used.
         for used in marked:
-            if (known := self._order.written(used)) is not None:
+            if (known := self._order.last_write(used)) is not None:
                 self._order.host_wait(known, "the used experts")
 
     def _mark(self, gradient: GradientRefs, used: Ref) -> None:
@@ -391,14 +391,14 @@ class GradientPath:
         op = Launch(
             Kind.ACCUMULATE, lane, gradient.spec.name, (arrived,), writes, lo, hi, first=first
         )
-        # Host, beside backward and the next copy down: waits for its own copy through the ring.
+        # Host, during backward and the next copy down: waits for its own copy through the ring.
         # Norm and Adam run on the same lane and need no wait for the sum.
         self._order.launch(op)
 
     def _measure(self, gradient: GradientRefs) -> None:
         """Launch the sum of squares per parameter."""
         if gradient.separate_sum is None:
-            self.slots.hold(gradient, keep=True)
+            self.slots.acquire(gradient, keep=True)
         if gradient.rounds_sum:
             # update, in order before its norm, which is that of what the host will read.
             rounded = Launch(
@@ -426,17 +426,17 @@ class GradientPath:
         gradient.arrived = True
         if gradient.separate_sum is None:
             return
-        self.slots.hold(gradient, keep=False)
+        self.slots.acquire(gradient, keep=False)
         for lo, hi in gradient.pieces:
             down = part_of(gradient.summed, lo, hi)
             if gradient.rounds_sum:
                 summed, down = down, self._staging(gradient, lo, hi - lo, gradient.spec.dtype)
-                # update, beside backward of the next blocks: waits for the last copy out of the
+                # update, during backward of the next blocks: waits for the last copy out of the
                 # slot. The copy down waits for it there.
                 op = Launch(Kind.ROUND, Lane.UPDATE, gradient.spec.name, (summed,), (down,), lo, hi)
                 self._order.launch(op, fresh=down)
             target = (part_of(gradient.adding, lo, hi),)
-            # d2h, beside backward of the next blocks: waits for the last microbatch, and for the
+            # d2h, during backward of the next blocks: waits for the last microbatch, and for the
             # last step's Adam; Adam waits for it.
             self._order.launch(
                 Launch(Kind.GRAD_DOWN, Lane.D2H, gradient.spec.name, (down,), target, lo, hi)

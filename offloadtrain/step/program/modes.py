@@ -84,7 +84,7 @@ class Exact:
 
     def __init__(self, updates: UpdatePath) -> None:
         self._updates = updates
-        self.behind: list[str] = []
+        self.waiting_for_graphs: list[str] = []
         """Blocks whose new weights are uploaded once no graph needs the old ones: see
         `Program.graph_freed`. Always the same list."""
         self.version = 0
@@ -98,11 +98,11 @@ class Exact:
         `early`: the decision if nothing is clipped or skipped.
         """
 
-    def grads_again(self, block: BlockRefs) -> None:
+    def grads_repeated(self, block: BlockRefs) -> None:
         """A gradient arrived for a block whose gradient was complete."""
 
     def graph_freed(self, block: str) -> None:
-        """No graph needs the weights of a block that is `behind`."""
+        """No graph needs the weights of a block that is `waiting_for_graphs`."""
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         """In step(): launch the rest of the update, and the uploads in forward order."""
@@ -127,14 +127,14 @@ class Exact:
     def reset(self) -> None:
         """Forget earlier updates: the whole state was set or loaded."""
 
-    def turn(self, *, back: bool) -> None:
+    def switch_version(self, *, to_previous: bool) -> None:
         """With two versions of the weights: let compute read the previous one or the newest."""
         raise UpdateError("there is one version of the weights")
 
-    def part(self, order: Sequence[BlockRefs]) -> None:
+    def detach_weights(self, order: Sequence[BlockRefs]) -> None:
         """Prepare for weights that the caller sets apart from the state."""
 
-    def hold(self, order: Sequence[BlockRefs]) -> None:
+    def defer(self, order: Sequence[BlockRefs]) -> None:
         """In mode "delayed": let loaded masters wait as they did when they were saved."""
         raise UpdateError("new weights wait in update mode 'delayed' only")
 
@@ -147,8 +147,8 @@ class Exact:
 
     def _apply(self, order: Sequence[BlockRefs], decision: Decision) -> None:
         # Recorded before the first upload, so that uploads wait for this backward and not for the
-        # next forward, which runs beside them.
-        self._updates.backward_is_over(order)
+        # next forward, which runs during them.
+        self._updates.end_backward(order)
         # Forward order: the next forward begins after the first block's upload, while Adam of the
         # later blocks still runs.
         for name, buckets in self._ahead(order, decision):
@@ -184,7 +184,7 @@ class Early(Exact):
         self._lost = False
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
-        self._require_whole()
+        self._require_intact()
         self._used = self._used or early.hyperparameters
         # Adam runs during backward of the next blocks. Its weights wait on the host until step():
         # an evaluation before it must see the old ones on the device.
@@ -193,7 +193,7 @@ class Early(Exact):
             if not bucket.waits_for_step:
                 self._staged[bucket] = self._updates.adam(bucket, early.update)
 
-    def grads_again(self, block: BlockRefs) -> None:
+    def grads_repeated(self, block: BlockRefs) -> None:
         if any(bucket in self._staged for bucket in block[1]):
             self._lost = True
             raise UpdateError(
@@ -204,7 +204,7 @@ class Early(Exact):
             )
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
-        self._require_whole()
+        self._require_intact()
         used, self._used = self._used, None
         early = len(self._staged)
         # Raised by `verify` once the step is done: Adam in place cannot be undone.
@@ -238,7 +238,7 @@ class Early(Exact):
         self._used = None
         self._lost = False
 
-    def _require_whole(self) -> None:
+    def _require_intact(self) -> None:
         if self._lost:
             raise UpdateError(
                 "a step was dropped after Adam of some blocks ran inside its backward: the state "
@@ -258,10 +258,10 @@ class SpeculationPolicy:
     def __init__(self) -> None:
         self._recent: deque[bool] = deque(maxlen=self.WINDOW)
 
-    def good(self) -> bool:
+    def should_speculate(self) -> bool:
         return 2 * sum(self._recent) >= len(self._recent)
 
-    def saw(self, right: bool) -> None:
+    def record(self, right: bool) -> None:
         self._recent.append(right)
 
 
@@ -276,7 +276,7 @@ class Speculative(Exact):
         self._used: object = None
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
-        if not self._policy.good():
+        if not self._policy.should_speculate():
             return
         self._used = self._used or early.hyperparameters
         update = Update(early.step, early.update.grad_scale, out_of_place=True)
@@ -286,13 +286,13 @@ class Speculative(Exact):
             if bucket.has_second_copy:
                 self._staged[bucket] = self._updates.adam(bucket, update)
 
-    def grads_again(self, block: BlockRefs) -> None:
+    def grads_repeated(self, block: BlockRefs) -> None:
         for bucket in block[1]:
             self._staged.pop(bucket, None)
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         unclipped = not decision.skipped and decision.coef == 1.0
-        self._policy.saw(unclipped)
+        self._policy.record(unclipped)
         right = unclipped and (not self._used or self._used == decision.hyperparameters)
         guessed = len(self._staged)
         # Right: the second copy becomes the state, and only uploads remain. Wrong: it is discarded,
@@ -337,10 +337,10 @@ class Delayed(Exact):
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
         if block[0] in self._waiting and self._is_single:
-            self.behind.append(block[0])
+            self.waiting_for_graphs.append(block[0])
 
     def graph_freed(self, block: str) -> None:
-        self.behind.remove(block)
+        self.waiting_for_graphs.remove(block)
         self._begun = True
         # h2d, during backward of the next blocks. Compute reads this block again in the next
         # forward.
@@ -359,16 +359,16 @@ class Delayed(Exact):
 
     def drop(self) -> None:
         """Give all blocks their new weights, as some may have theirs already."""
-        self.behind.clear()
+        self.waiting_for_graphs.clear()
         if self._begun:
             self.flush()
 
-    def hold(self, order: Sequence[BlockRefs]) -> None:
+    def defer(self, order: Sequence[BlockRefs]) -> None:
         # Last block first, as `apply` leaves them.
-        self._waiting = dict(reversed(self._updates.hold(order).items()))
+        self._waiting = dict(reversed(self._updates.defer(order).items()))
 
     def flush(self) -> None:
-        self.behind.clear()
+        self.waiting_for_graphs.clear()
         self._begun = False
         # Forward order: the next forward waits for the first block's upload first.
         self._upload(list(reversed(self._waiting)))
@@ -376,6 +376,6 @@ class Delayed(Exact):
     def _upload(self, blocks: Sequence[str]) -> None:
         old = [(name, [bucket for bucket, _ in self._waiting[name]]) for name in blocks]
         # These uploads wait for compute's reads of the old weights so far.
-        self._updates.backward_is_over(old)
+        self._updates.end_backward(old)
         for name in blocks:
             self._updates.upload(name, self._waiting.pop(name))

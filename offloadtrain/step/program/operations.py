@@ -204,7 +204,7 @@ class Event:
         at: the place of its own lane in clocks.
         position: `clock[at]`.
         recorded: it stands in the program.
-        kind, owner: those of the launch that it is behind; behind other code, None and its name.
+        kind, owner: those of the launch that it is after; after other code, None and its name.
         real: the interpreter's event.
     """
 
@@ -219,7 +219,7 @@ class Event:
 
     @property
     def name(self) -> str:
-        """The name of the launch, or other code, that it is behind."""
+        """The name of the launch, or other code, that it is after."""
         return self.owner if self.kind is None else f"{self.kind} {self.owner}"
 
 
@@ -242,7 +242,7 @@ class Written(NamedTuple):
     with the first of them.
 
     Attributes:
-        buffer: the number of the field; behind the fields, the weights in use. Of a frozen bucket,
+        buffer: the number of the field; after the fields, the weights in use. Of a frozen bucket,
             0 is its weights.
     """
 

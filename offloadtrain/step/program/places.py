@@ -187,13 +187,13 @@ class BucketRefs:
         """Of two versions, loads read the one in the state, which the next update overwrites."""
         return self.loads_in_turn and self.load_source.memory is Memory.STATE
 
-    def show_newest(self) -> bool:
+    def publish_weights(self) -> bool:
         """Compute, or its loads, read the new weights from here on; returns whether these are in
         another place."""
         before, self.version, self.updates_other_version = self.version, self._newest, False
         return self.version != before
 
-    def turn(self) -> None:
+    def switch_version(self) -> None:
         """Compute, or its loads, read the other of two versions from here on."""
         self.version = 1 - self.version
 
@@ -209,7 +209,7 @@ class BucketRefs:
         """Let loads read what was written last; returns False where they do so anyway."""
         if len(self.sources) < 2:
             return False
-        self.turn()
+        self.switch_version()
         return True
 
     @cached_property

@@ -25,7 +25,7 @@ class AccessOrder:
 
     @property
     def differs(self) -> bool:
-        """True if this pass left the known order; one that goes on behind its end (training after
+        """True if this pass left the known order; one that goes on after its end (training after
         an evaluation) has not."""
         return bool(self.missed) and self._uses[: len(self._order)] != self._order
 

@@ -81,7 +81,7 @@ class Program:
         self._saves = SavePath(spec, self._order, self.buckets, self._disk)
         self.mode = _mode_of(spec, self._updates)
 
-    def pass_begins(self, pinned: Collection[str] = ()) -> Operations:
+    def begin_pass(self, pinned: Collection[str] = ()) -> Operations:
         """A forward of the model is about to begin, or the step is over; `pinned`: see `use`."""
         self._activations.restart()
         self.streaming.restart(pinned)
@@ -165,20 +165,20 @@ class Program:
         self.mode.grads_complete(self._block(block), early)
         return self._order.take()
 
-    def grads_again(self, block: str) -> None:
+    def grads_repeated(self, block: str) -> None:
         """Another gradient arrived for a block whose gradient was complete.
 
         Raises:
             UpdateError: it was updated in place.
         """
-        self.mode.grads_again(self._block(block))
+        self.mode.grads_repeated(self._block(block))
 
     def graph_freed(self, block: str) -> Operations:
         """No graph needs the old weights of a block of `mode.waiting_for_graphs` any more."""
         self.mode.graph_freed(block)
         return self._order.take()
 
-    def first_sums(self) -> Operations:
+    def wait_for_first_sums(self) -> Operations:
         """Make the launching thread wait for the collectives so far."""
         # Once per run: ranks agree on their reduce order next, in another process group. As before
         # the exchange of norms, no rank enters it with reduce-scatters in flight.
@@ -199,16 +199,16 @@ class Program:
         self.speculation = self.mode.apply(order, decision)
         return self._order.take()
 
-    def step_ends(self) -> None:
+    def end_step(self) -> None:
         """Forget the gradients: the step was applied or dropped."""
         for buckets in self._trained.values():
             for bucket in buckets:
                 bucket.gradient.end_step()
-        self._gradients.slots.step_ends()
+        self._gradients.slots.end_step()
 
-    def sum_ends(self) -> None:
+    def close_sums(self) -> None:
         """Keep the measured gradients for a later decision; new ones belong to the next step."""
-        self.step_ends()
+        self.end_step()
         for buckets in self._trained.values():
             for bucket in buckets:
                 bucket.gradient.close_sum()
@@ -219,7 +219,7 @@ class Program:
 
     def drop(self) -> Operations:
         """Drop the gradients of a step that is not decided."""
-        self.step_ends()
+        self.end_step()
         self.mode.drop()
         return self._order.take()
 
@@ -236,10 +236,10 @@ class Program:
         self.mode.flush()
         return self._order.take()
 
-    def turn(self, *, back: bool) -> Operations:
+    def switch_version(self, *, to_previous: bool) -> Operations:
         """Let parameters be the previous version of the weights, which a backward that begins has
         read in its forward, or the newest one again, when it is over."""
-        self.mode.turn(back=back)
+        self.mode.switch_version(to_previous=to_previous)
         return self._order.take()
 
     def save(self) -> Operations:
@@ -248,7 +248,7 @@ class Program:
         self._saves.save()
         return self._order.take()
 
-    def written(self) -> Operations:
+    def wait_for_writes(self) -> Operations:
         """Make the launching thread wait for the writes so far."""
         # The caller renames the checkpoint's folder next: every byte of it must be in its file. The
         # write lane alone: Adam and uploads of later steps go on.
@@ -270,24 +270,24 @@ class Program:
         self.streaming.reset()
         self._activations.reset()
 
-    def masters_set(self) -> Operations:
+    def upload_masters(self) -> Operations:
         """Upload the masters as they are, after the state was set or loaded."""
         self.mode.flush()
         self.mode.reset()
         self._updates.emit([self._block(name) for name in self._trained])
         return self._order.take()
 
-    def part(self) -> Operations:
+    def detach_weights(self) -> Operations:
         """In mode "delayed", after `flush`: the caller will set the state and, separately, the
         weights that forward uses."""
-        self.mode.part([self._block(name) for name in self._trained])
+        self.mode.detach_weights([self._block(name) for name in self._trained])
         return self._order.take()
 
-    def delay_set(self) -> Operations:
+    def resume_delay(self) -> Operations:
         """In mode "delayed", after `flush`: the state was loaded, and older weights for forward.
         The masters go up after the next backward."""
         self.mode.reset()
-        self.mode.hold([self._block(name) for name in self._trained])
+        self.mode.defer([self._block(name) for name in self._trained])
         return self._order.take()
 
     def _block(self, name: str) -> BlockRefs:

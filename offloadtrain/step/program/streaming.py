@@ -102,7 +102,7 @@ class Streaming:
             self._load(block, self._room(block, pinned))
         refs = [bucket.working for bucket in self._buckets_of[block]]
         # Compute waits for this block's load, or all-gather, only. The loads ahead are launched
-        # behind that wait and run beside the block's forward or backward.
+        # after that wait and run during the block's forward or backward.
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
         self.access_order.used(self._number[block])
         self._load_ahead({block, *pinned})
@@ -110,7 +110,7 @@ class Streaming:
     def restart(self, pinned: Collection[str]) -> None:
         """A pass is over and its weights may have changed: load ahead for the next one."""
         self.access_order.restart()
-        # These loads run beside the updates of later blocks; each waits for the weights it reads.
+        # These loads run during the updates of later blocks; each waits for the weights it reads.
         self._load_ahead(pinned)
 
     def reset(self) -> None:
@@ -190,7 +190,7 @@ class Streaming:
                 source = (slot_on_host,)
             op = Launch(Kind.LOAD, Lane.LOAD, bucket.name, source, writes)
             # load, while compute runs the blocks before: waits for the update that writes its
-            # source. On h2d it would queue behind uploads that forward does not need yet.
+            # source. On h2d it would queue after uploads that forward does not need yet.
             self._order.launch(op, fresh=bucket.working)
             if bucket.spec.ranks > 1:
                 gathered = (bucket.working,)

@@ -60,7 +60,7 @@ class UpdatePath:
         if bucket.directions is None:
             return
         self._disk.read(bucket)
-        self._gradients.hold(bucket.gradient, keep=True)
+        self._gradients.acquire(bucket.gradient, keep=True)
         reads, writes = (bucket.gradient.decided,), (bucket.directions, *bucket.state())
         # Host, while the device works on the matrices of the previous block. It waits for the last
         # copy down; the first copy up waits for it.
@@ -99,7 +99,7 @@ class UpdatePath:
         """Launch the update of a bucket, for matrices after `begin`; return where the new working
         weights are staged."""
         self._disk.read(bucket)
-        self._gradients.hold(bucket.gradient, keep=True)
+        self._gradients.acquire(bucket.gradient, keep=True)
         staged = self._staged(bucket, other=update.out_of_place)
         state = bucket.state()
         reads = (
@@ -124,17 +124,17 @@ class UpdatePath:
         """Copy a new weight out of a state that may leave the host before the upload, and write it
         to its file if loads read it from the disk."""
         if (file := bucket.new_weight_file) is not None:
-            # disk_write, beside the update of the next bucket. It waits for Adam, and for loads of
+            # disk_write, during the update of the next bucket. It waits for Adam, and for loads of
             # what the file held before; the next load waits for it.
             self._launch(Kind.WRITE_WEIGHTS, Lane.DISK_WRITE, bucket, staged, file)
         if bucket.spec.format.holds_weight and bucket.has(Memory.PENDING):
-            # Host, behind its Adam: waits for the last upload, or for loads in flight, of the
+            # Host, after its Adam: waits for the last upload, or for loads in flight, of the
             # weights before.
             self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.state()[0], staged)
 
     def is_over(self, order: Iterable[BlockRefs]) -> None:
         """All updates of the step were launched, and those of the next will have this order."""
-        # disk_read, beside the next forward and backward: waits for the writes of this update.
+        # disk_read, during the next forward and backward: waits for the writes of this update.
         self._disk.read_ahead(bucket for _, buckets in order for bucket in buckets)
 
     def swap(self, bucket: BucketRefs) -> None:
@@ -160,26 +160,26 @@ class UpdatePath:
     def keep(self, bucket: BucketRefs) -> None:
         """The state is about to change: loads read a snapshot of the weights in use from now on."""
         if bucket.uses_state:
-            # Host, beside forward: waits for loads in flight of the version before; the next loads
+            # Host, during forward: waits for loads in flight of the version before; the next loads
             # of the block wait for it.
             snapshot = bucket.ref(Memory.SNAPSHOT)
             self._launch(Kind.PUBLISH, Lane.HOST, bucket, bucket.load_source, snapshot)
-            self._turn(bucket)
+            self._switch_version(bucket)
 
     def show(self, blocks: Sequence[BlockRefs]) -> None:
         """Let compute read the newest version of these blocks' weights, which is the other one."""
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            self._show_newest(bucket)
+            self._publish_weights(bucket)
         # The next use waits for the uploads; graphs keep the version that they were built with.
         self._enter(blocks, 1)
 
-    def turn(self, blocks: Sequence[BlockRefs], *, back: bool) -> None:
+    def switch_version(self, blocks: Sequence[BlockRefs], *, to_previous: bool) -> None:
         """Let compute read the previous version of the weights shown last, or the newest again."""
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
-            self._turn(bucket)
+            self._switch_version(bucket)
         # No upload is on its way to either version: the step whose backwards read the one before is
         # not decided. Compute has waited for both.
-        self._enter(blocks, -1 if back else 1)
+        self._enter(blocks, -1 if to_previous else 1)
 
     def _enter(self, blocks: Iterable[BlockRefs], by: int) -> None:
         for block, buckets in (entry for entry in blocks if entry[1]):
@@ -190,18 +190,18 @@ class UpdatePath:
                 self._order.operations.append(Enter(block, buckets[0].version))
             self._order.operations.append(Renew(block, by))
 
-    def _turn(self, bucket: BucketRefs) -> None:
-        bucket.turn()
+    def _switch_version(self, bucket: BucketRefs) -> None:
+        bucket.switch_version()
         if bucket.sources:
             self._order.operations.append(Flip(bucket.name))
 
-    def _show_newest(self, bucket: BucketRefs) -> None:
-        if bucket.show_newest() and bucket.sources:
+    def _publish_weights(self, bucket: BucketRefs) -> None:
+        if bucket.publish_weights() and bucket.sources:
             self._order.operations.append(Flip(bucket.name))
 
     def emit(self, blocks: Sequence[BlockRefs]) -> None:
         """Upload the masters as they are, after they were set or loaded."""
-        event = self.backward_is_over(blocks)
+        event = self.end_backward(blocks)
         # Masters on the device were set by the caller on compute, which no launch declares: the
         # cast on a lane of its own would read them too early.
         if any(bucket.lane is Lane.UPDATE for _, buckets in blocks for bucket in buckets):
@@ -211,23 +211,23 @@ class UpdatePath:
             # A block without trained buckets uploads nothing, but its frozen weights may be new.
             self._streaming.drop(block)
 
-    def hold(self, blocks: Sequence[BlockRefs]) -> dict[str, list[tuple[BucketRefs, Ref]]]:
+    def defer(self, blocks: Sequence[BlockRefs]) -> dict[str, list[tuple[BucketRefs, Ref]]]:
         """Round the masters and leave the result on the host: the caller has set other weights in
         the memory that compute or loads read. Return block → where the new weights wait."""
-        self._in_use_set(blocks)
+        self._renew_weights_in_use(blocks)
         return {block: [(bucket, self._cast(bucket)) for bucket in some] for block, some in blocks}
 
-    def hold_beside(self, blocks: Sequence[BlockRefs]) -> None:
+    def defer_to_other_version(self, blocks: Sequence[BlockRefs]) -> None:
         """Like `defer`, with two versions of the weights: upload the masters into the other one."""
-        self._in_use_set(blocks)
+        self._renew_weights_in_use(blocks)
         for bucket in (bucket for _, buckets in blocks for bucket in buckets):
             bucket.updates_other_version = True
         self.emit(blocks)
 
-    def _in_use_set(self, blocks: Sequence[BlockRefs]) -> None:
+    def _renew_weights_in_use(self, blocks: Sequence[BlockRefs]) -> None:
         """The caller has written the weights that compute or loads read."""
         # It wrote on compute, which no launch declares: collectives wait for it.
-        self.backward_is_over(blocks)
+        self.end_backward(blocks)
         for block, buckets in blocks:
             for bucket in buckets:
                 self._gather(bucket)
@@ -235,7 +235,7 @@ class UpdatePath:
             # A slot still holds the weights before them.
             self._streaming.drop(block)
 
-    def backward_is_over(self, blocks: Iterable[BlockRefs]) -> Event:
+    def end_backward(self, blocks: Iterable[BlockRefs]) -> Event:
         """Compute has read these weights for the last time before their upload."""
         # The user's backward is no launch: this event stands for its reads. Uploads wait for it, or
         # they would overwrite weights that backward reads. Streamed blocks: see `Streaming.drop`.
@@ -249,24 +249,24 @@ class UpdatePath:
     def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
         match bucket.delivery:
             case Delivery.FILE:
-                # Written behind its Adam. Loads launched so far read the version before.
+                # Written after its Adam. Loads launched so far read the version before.
                 if bucket.flip_weight_file():
                     self._order.operations.append(Flip(bucket.name))
             case Delivery.IN_TURN:
                 # Loads read the staged weights themselves and wait for Adam.
                 if not bucket.updates_other_version:
-                    self._show_newest(bucket)
+                    self._publish_weights(bucket)
             case Delivery.SNAPSHOT:
-                # Host, behind its Adam: waits for loads in flight of the old snapshot.
+                # Host, after its Adam: waits for loads in flight of the old snapshot.
                 snapshot = bucket.ref(Memory.SNAPSHOT)
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, snapshot)
             case Delivery.ON_DEVICE:
-                # update, beside compute: waits for backward's last read of the old weights.
+                # update, during compute: waits for backward's last read of the old weights.
                 if staged != bucket.upload_target:
                     self._launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
                 self._gather(bucket)
             case Delivery.UPLOAD:
-                # h2d, beside Adam of the next bucket and forward of the blocks before: forward
+                # h2d, during Adam of the next bucket and forward of the blocks before: forward
                 # waits for its own block only. The next copy down waits until the staged weights
                 # are read.
                 self._launch(Kind.WEIGHTS_UP, Lane.H2D, bucket, staged, bucket.upload_target)
@@ -276,7 +276,7 @@ class UpdatePath:
         """Launch the exchange of a bucket's shards, where each rank keeps all of them."""
         if bucket.spec.ranks > 1 and not bucket.sources:
             op = Launch(Kind.ALL_GATHER, Lane.COMM, bucket.name, writes=(bucket.newest,))
-            # comm, beside the upload of the next bucket: waits for its own upload, and compute
+            # comm, during the upload of the next bucket: waits for its own upload, and compute
             # waits for it in the place of the upload.
             self._order.launch(op)
 
@@ -295,11 +295,11 @@ class UpdatePath:
             return bucket.load_source
         self._disk.read(bucket)
         # The new weights may lie over the gradient, which nothing needs any more.
-        self._gradients.hold(bucket.gradient, keep=False)
+        self._gradients.acquire(bucket.gradient, keep=False)
         staged = self._staged(bucket)
         if not bucket.spec.format.holds_weight:
             op = Launch(Kind.CAST, bucket.lane, bucket.name, (bucket.state()[0],), (staged,))
-            # Host, beside the upload of the bucket before, which waits for its own cast only.
+            # Host, during the upload of the bucket before, which waits for its own cast only.
             self._order.launch(op, fresh=_in_turn(staged))
         self._keep_weight(bucket, staged)
         return staged

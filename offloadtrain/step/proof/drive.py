@@ -36,12 +36,12 @@ def steps(
             done += forward(program, readings, inputs)
             done += backward(program, readings, inputs, step, last=last)
             if step == 1 and micro_step == 0 and not program.spec.is_single:
-                done += program.first_sums()
+                done += program.wait_for_first_sums()
         done += program.norm() + program.computes(Kind.DECIDE, "")
         order = [block.name for block in program.spec.blocks]
         done += program.norm_known(order, Decision(step))
-        program.step_ends()
-        done += program.pass_begins()
+        program.end_step()
+        done += program.begin_pass()
         if step in saved:
             done += program.save()
     return done
@@ -49,7 +49,7 @@ def steps(
 
 def forward(program: Program, readings: Sequence[Reading], inputs: Inputs) -> Operations:
     """Return the operations of a microbatch's forward."""
-    done = program.pass_begins()
+    done = program.begin_pass()
     for reading in readings:
         done += program.use(reading.block)
         done += inputs.save(reading)
@@ -75,13 +75,13 @@ def backward(
         done += program.computes(Kind.BACKWARD, block.name, reads=reads, owner=reading.owner)
         done += inputs.drop(reading)
         if reading.again:
-            continue  # a tied weight has its whole gradient behind its first reading's backward
+            continue  # a tied weight has its whole gradient after its first reading's backward
         delivered = {bucket.name: True for bucket in block.buckets}
         done += program.grads_ready(block.name, delivered, last=last)
         # As the engine does: the first backward shows which blocks deliver as expected.
         if last and step > 1:
             done += program.grads_complete(block.name, Decision(step))
-            for name in tuple(program.mode.behind):
+            for name in tuple(program.mode.waiting_for_graphs):
                 done += program.graph_freed(name)
     return done
 

@@ -166,8 +166,8 @@ class _Proof:
             conflict = (access.writes or other.writes) and not other.undefined
             if conflict and other.lane != access.lane and not _before(other, clock):
                 self._fault("race", access, f"is not ordered after '{other.name}'")
-        # A write that covers an access and is ordered behind it stands for it: what is ordered
-        # behind the write is ordered behind both. Only the write is kept.
+        # A write that covers an access and is ordered after it stands for it: what is ordered
+        # after the write is ordered after both. Only the write is kept.
         if access.writes:
             self._memory.remove(
                 e

@@ -430,7 +430,7 @@ class RunLog:
             batch_tokens=self._config.batch_tokens,
             scaling=scaling,
             mfu=self._mfu(tokens_per_s),
-            peaks=self._memory.step_ends(report) if self._memory else (0, 0),
+            peaks=self._memory.end_step(report) if self._memory else (0, 0),
         )
         self._tell(step)
         self._keep_run()

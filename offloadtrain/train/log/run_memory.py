@@ -158,12 +158,12 @@ class RunMemory:
         """Tell what step is in progress; `follow`: its lanes are sampled, and so is its memory."""
         self._sampler.step_begins(step, follow=follow)
 
-    def step_ends(self, report: StepReport) -> tuple[int, int]:
+    def end_step(self, report: StepReport) -> tuple[int, int]:
         """Return the step's peaks on device and host in bytes; log its curve if it was sampled."""
-        on_host, curve = self._sampler.step_ends()
+        on_host, curve = self._sampler.end_step()
         if curve is not None and report.sampled:
             self._emit(curve)
-        return (self._allocator.step_ends() if self._allocator else 0), on_host
+        return (self._allocator.end_step() if self._allocator else 0), on_host
 
     def rows(self) -> Rows:
         """Read the engine's Ledger and, on a GPU, torch's other memory."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.engine.autograd.absent_reads import AbsentReads, reveal
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import LocalPart
+from offloadtrain.engine.parameters import past_the_class, set_ready, set_unready
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 
 
@@ -78,8 +78,9 @@ class ParameterViews:
         self._absent: _Views = []
         self._shown: _Views = []
         self._placeholders: dict[Bucket, Tensor] = {}
-        self._hidden: list[nn.Parameter] = []
-        """Parameters whose reads are reported while they have no weights."""
+        self.params = [slot.param for bucket in buckets for slot in bucket.slots]
+        self.ready = True
+        """Compute, or the host while all lanes are empty, may read the parameters."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -110,24 +111,21 @@ class ParameterViews:
             )
         self._show(self._absent)
 
-    def hide(self, reads: AbsentReads, remedy: str) -> None:
-        """Report reads of parameters that have no weights: [Note: Absent weights]."""
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        self._hidden += reads.hide([(slot.name, slot.param) for slot in slots], remedy)
-
-    def reveal(self) -> None:
-        """Report no reads any more."""
-        reveal(self._hidden)
-        self._hidden.clear()
+    def set_ready(self, *, ready: bool) -> None:
+        """Switch the parameters' class; see [Note: Parameters] in `engine.parameters`."""
+        if ready is not self.ready:
+            self.ready = ready
+            (set_ready if ready else set_unready)(self.params)
 
     def check(self) -> None:
         """Raises ModelError if somebody else has set `data` of a parameter: the next load would
         silently undo it."""
-        for number, (param, view) in enumerate(self._shown):
-            current = param.data if isinstance(param, LocalPart) else param
-            if _place(current) != _place(view):
-                slots = [slot for bucket in self.buckets for slot in bucket.slots]
-                raise ModelError(changed(slots[number].name, MOVED))
+        with past_the_class():
+            for number, (param, view) in enumerate(self._shown):
+                current = param.data if isinstance(param, LocalPart) else param
+                if _place(current) != _place(view):
+                    slots = [slot for bucket in self.buckets for slot in bucket.slots]
+                    raise ModelError(changed(slots[number].name, MOVED))
 
     def placeholder(self, bucket: Bucket) -> Tensor:
         """Return the 0-dim NaN, on the device, that stands for weights that are not there."""
@@ -145,10 +143,9 @@ class ParameterViews:
         self._show(self._made[memory])
 
     def _show(self, views: _Views) -> None:
-        if self._hidden:
-            self.reveal()
-        for param, view in views:
-            param.data = view
+        with past_the_class():
+            for param, view in views:
+                param.data = view
         self._shown = views
 
     def _make(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
@@ -331,6 +328,7 @@ class Block:
         # The span ends before the slot changes hands: a load into it would race with its reads.
         self.graphs.end()
         self.views.show_nothing()
+        self.views.set_ready(ready=False)
 
     def packed(self) -> None:
         """A graph saves a handle of the weights."""

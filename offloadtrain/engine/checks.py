@@ -19,6 +19,7 @@ from torch import nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import local
+from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
@@ -340,16 +341,18 @@ class ParameterGuard:
         self._names = [name for name, _ in model.named_parameters()]
         self._params = list(model.parameters())
         self._walked = _parameters(model)
-        self._seals = [self._seal(param) for param in self._params]
+        self.renew()
 
     def written(self) -> list[nn.Parameter]:
         """Return the parameters whose values were written by others since the last renewal."""
         pairs = zip(self._params, self._seals, strict=True)
-        return [param for param, seal in pairs if _version(param) != seal[0]]
+        with past_the_class():
+            return [param for param, seal in pairs if _version(param) != seal[0]]
 
     def renew(self) -> None:
         """Accept the values as they are."""
-        self._seals = [self._seal(param) for param in self._params]
+        with past_the_class():
+            self._seals = [self._seal(param) for param in self._params]
 
     def _seal(self, param: nn.Parameter) -> _Seal:
         address = 0 if id(param) in self._moving else local(param).data_ptr()
@@ -359,8 +362,9 @@ class ParameterGuard:
         """Raises ModelError naming the first parameter that others have changed."""
         walked = _parameters(self._model)
         same = len(walked) == len(self._walked) and all(map(is_, walked, self._walked))
-        if not same or [self._seal(param) for param in self._params] != self._seals:
-            self._raise()
+        with past_the_class():
+            if not same or [self._seal(param) for param in self._params] != self._seals:
+                self._raise()
 
     def _raise(self) -> None:
         current = list(self._model.parameters())

@@ -24,6 +24,7 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
+from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.salvage import require_on_host
 from offloadtrain.engine.saved_state import StateWriter
@@ -183,6 +184,19 @@ class Engine:
             if self.residency.blocks[name].is_unread:
                 self._interpreter.run(self.program.graph_freed(name), updates=True)
 
+    def read_without_a_call(self, block: Block, slot: Slot) -> Tensor | None:
+        """Let compute read a parameter outside of its module's forward.
+
+        Returns:
+            A copy of a streamed block's weights; None: the parameter itself can be read.
+        """
+        self._forward_hooks.read_without_a_call(block)
+        if not block.streamed:
+            return None
+        with torch.no_grad(), past_the_class():
+            # Compute has waited for the load; the slot's next load waits for this copy.
+            return slot.local.data.clone()
+
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """See `OffloadOptimizer.backward`."""
         with self.micro_step():
@@ -331,7 +345,6 @@ class Engine:
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
             warn_of_skips(self.last_step)
-        self.residency.end_step(finite=math.isfinite(norm.value))
         self.counter.update_scale()
         return self.last_step
 
@@ -471,4 +484,5 @@ def hook_parameters(engine: Engine, blocks: Sequence[Block]) -> list[Any]:
 def _deliver(engine: weakref.ref[Engine], block: Block, slot: Slot, param: Tensor) -> None:
     alive = engine()
     if alive is not None:
-        alive.deliver(block, slot)
+        with past_the_class():
+            alive.deliver(block, slot)

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.autograd.forward_hooks import in_backward
-from offloadtrain.engine.bucket import gradient_of, observe, release
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.parameters import gradient_of, observe, release, set_unready
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.engine.weights import WeightsOwner
 from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
@@ -50,8 +50,17 @@ class ParameterReaders:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._named, self._engine = list(named), engine
+        self._blocks = {
+            slot.param: (block, slot)
+            for block in engine.residency.blocks.values()
+            for bucket in block.all_buckets
+            for slot in bucket.slots
+        }
         self._warned: set[str] = set()
         observe((param for _, param in self._named), self)
+        for block in engine.residency.blocks.values():
+            if not block.views.ready:
+                set_unready(block.views.params)
 
     def remove(self) -> None:
         """Make them ordinary parameters again."""
@@ -67,6 +76,11 @@ class ParameterReaders:
         if owner is not None:
             owner.require_whole_weights()
             owner.synchronize()
+
+    def values_of(self, param: nn.Parameter, reader: str) -> Tensor | None:
+        """See `Observer`."""
+        block, slot = self._blocks[param]
+        return self._engine.read_without_a_call(block, slot)
 
     def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
         """Drop the step's gradients for `zero_grad()` of the model; warn once of other readers that

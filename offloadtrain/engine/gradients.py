@@ -42,9 +42,10 @@ from torch import Tensor
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import is_reached
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.bucket import Delivered, Slot, gradient_of
+from offloadtrain.engine.bucket import Delivered, Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.parameters import gradient_of
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.program import Program
 

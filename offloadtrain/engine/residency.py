@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from offloadtrain.engine.autograd.absent_reads import AbsentReads
 from offloadtrain.engine.block import CLOSED, Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import MemoryMap
@@ -32,13 +31,14 @@ class Residency:
     Attributes:
         blocks: by name.
         streamed: those without a place of their own on the device.
+        is_single: one rank has all weights.
     """
 
     interpreter: Interpreter
 
     def __init__(self, blocks: Sequence[Block], program: Program, memory: MemoryMap) -> None:
         self.streamed = [block for block in blocks if block.streamed]
-        self._is_single = program.spec.is_single
+        self.is_single = program.spec.is_single
         self._program = program
         self.memory = memory
         self.blocks = {block.name: block for block in blocks}
@@ -56,7 +56,6 @@ class Residency:
         self.on_backward: Callable[[int, Block | None], None] | None = None
         """Called in front of a use in backward, with the clock that it has come to, and the block
         whose forward runs again there."""
-        self.reads = AbsentReads(is_single=self._is_single)
         for block in blocks:
             block.source = self
             for bucket in block.all_buckets:
@@ -104,6 +103,7 @@ class Residency:
         # Compute waits for the block's own upload; later blocks' uploads run during its forward.
         if not block.streamed:
             self.interpreter.run(self._program.use(block.name))
+            block.views.set_ready(ready=True)
             return
         # Backwards that are over release their pins: those inside the current one have larger
         # numbers, and outside of any backward all are over.
@@ -143,7 +143,7 @@ class Residency:
         and may be about to run that forward again."""
         # The pin comes before the use, whose loads ahead must not take the block's slot.
         pinned = self.passed(clock)
-        known = block in pinned and not self._is_single
+        known = block in pinned and not self.is_single
         pinned.setdefault(block, clock)
         # Where a layer reads two blocks in turn, ranks may do so more or less often: the loads
         # ahead follow the first reads, which all ranks make. The pin has kept the slot.
@@ -164,7 +164,7 @@ class Residency:
         self._latest = None
         # The host's copy may be written by the next update: parameters must not show it then.
         for block in self._exposed:
-            self._leave_device(block)
+            block.leave_device()
         self._exposed.clear()
         access_order = self._program.streaming.access_order
         if access_order.differs and not self._has_warned:
@@ -177,23 +177,13 @@ class Residency:
         # Launches loads into slots without a pin, while compute and the host still run.
         self.interpreter.run(self._program.begin_pass(self._pinned()))
 
-    def end_step(self, *, finite: bool) -> None:
-        """A step is over; `finite`: its gradients were."""
-        if not self.streamed:
-            return
-        self.reads.end_step(finite=finite)
-        # The next one may read what has made them so.
-        for block in () if finite or not self.reads.on else self.streamed:
-            if block.name not in self._program.streaming.slots and block not in self._exposed:
-                block.views.hide(self.reads, block.resident_option)
-
     def reset(self) -> None:
         """The lanes are empty, and no streamed block has a slot any more."""
         self._running.clear()
         self._latest = None
         self._exposed.clear()
         for block in self.streamed:
-            self._leave_device(block)
+            block.leave_device()
 
     def pinned(self, block: Block) -> bool:
         """Tell whether a forward or a backward in progress needs the block's slot."""
@@ -202,21 +192,20 @@ class Residency:
     def show_host_weights(self) -> None:
         """The lanes are idle: make parameters views of the host's copy until their next use. Where
         that is a shard, they stay as they are."""
-        if not self._is_single:
-            return
-        for block in self.streamed:
+        for block in self.blocks.values():
+            if not block.streamed:
+                block.views.set_ready(ready=True)
             # A block whose forward is running keeps its slot: the call comes from inside it.
-            if not block.forwards:
+            elif self.is_single and not block.forwards:
                 self.interpreter.run(self._program.drop_slot(block.name))
                 block.views.show_host()
+                block.views.set_ready(ready=True)
                 self._exposed.add(block)
 
     def close(self) -> None:
         """Leave the host memory of streamed weights to their parameters: the host may have no room
         for a copy. Where the host has a shard of them, parameters become empty: an error tells
         whoever reads them."""
-        for block in self.streamed:
-            block.views.reveal()
         self.show_host_weights()
         # Not tensors of a user's inference mode, which could not be trained again.
         with torch.inference_mode(False):
@@ -224,7 +213,7 @@ class Residency:
                 # A mapped file lives as long as its views.
                 on_disk = self._program.buckets[bucket.name].loads_from_file
                 for slot in bucket.slots:
-                    if not self._is_single:
+                    if not self.is_single:
                         slot.local.data = slot.local.data.new_empty(0)
                     elif not on_disk:
                         weights = bucket.weights_of(slot)
@@ -254,12 +243,14 @@ class Residency:
         # Its next use must ask the program for a slot and a load again.
         if leaving is self._latest:
             self._latest = None
-        self._leave_device(leaving)
+        leaving.leave_device()
 
     def renew(self, block: str, by: int) -> None:
         """A block's weights change: graphs built before are stale. `by`: -1 for the version before,
         whose graphs are not."""
         self.blocks[block].graphs.generation += by
+        # The next read, by a module's forward or by a function of torch, waits for the upload.
+        self.blocks[block].views.set_ready(ready=False)
 
     def swap(self, bucket: str) -> None:
         """The other copy of a bucket's state becomes the state."""
@@ -269,11 +260,6 @@ class Residency:
     def flip(self, bucket: str) -> None:
         """The other version of a bucket's weights is the one that loads read."""
         self._buckets[bucket].version ^= 1
-
-    def _leave_device(self, block: Block) -> None:
-        block.leave_device()
-        if self.reads.on:
-            block.views.hide(self.reads, block.resident_option)
 
     def _pinned(self) -> list[str]:
         return [block.name for block in self.resident if self.pinned(block)]

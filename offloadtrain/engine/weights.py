@@ -28,6 +28,7 @@ from offloadtrain.engine.checks import ModelError, keeps_fp32
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as, rebuilt
 from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
 from offloadtrain.engine.state import StateIO, whole_master
 from offloadtrain.engine.step_report import Phase
@@ -432,7 +433,9 @@ class WeightsIO(StateIO):
             for slot in (slot for bucket in block.all_buckets for slot in bucket.slots):
                 done.add(slot.param)
                 # Blocking: the slot may go to another block when the generator goes on.
-                yield slot.name, slot.local.data.to("cpu", copy=True)
+                with past_the_class():
+                    values = slot.local.data.to("cpu", copy=True)
+                yield slot.name, values
         for name, param in self.model.named_parameters():
             if param not in done:
                 yield name, param.detach().to("cpu", copy=True)

@@ -3,35 +3,26 @@
 [Note: Reads without a call]
 A forward may read parameters without calling the module that owns them: `F.linear(h,
 self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never
-`block(x)`. No hook of the owner fires then, and compute would not wait for an upload of its
-weights. So in the first forward, when nothing is in flight yet, every operation's arguments are
-looked up. If a block is read before any hook has entered it, the running module waits for it in
-later forwards. If a block is read after its own forward, it is kept in use until the running module
-ends. A model with compiled blocks is not tracked: the compiler does not work under a dispatch mode.
+`block(x)`. No hook of the owner fires then. The parameters themselves ask for their weights: see
+[Note: Parameters] in `engine.parameters`. A streamed block outside of layers is kept in its slot in
+later forwards while the module that read it runs: a copy of an embedding in each of them would be
+large.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
-from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import (
     CompiledForward,
-    Passthrough,
     has_ended,
     watch,
     watch_inside,
@@ -43,98 +34,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.checks import has_compiled
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lanes, Span
-
-
-class AccessTracker(Passthrough):
-    """Active during one forward; calls `missed(module, block)` or `late(module, block)` for such
-    reads, once for each pair: late if the module was running when the block was entered."""
-
-    def __init__(
-        self,
-        root: nn.Module,
-        owner: Callable[[Tensor], Block | None],
-        missed: Callable[[nn.Module, Block], None],
-        late: Callable[[nn.Module, Block], None],
-        frame: FrameType | None,
-    ) -> None:
-        """`frame`: that of the forward; see [Note: Interrupted forwards] in `hooks.py`."""
-        super().__init__()
-        self._frame = frame
-        self._owner = owner
-        self._missed = missed
-        self._late = late
-        self._running: list[nn.Module] = [root]
-        self._entered: dict[Block, set[nn.Module]] = {}
-        """Block → modules that were running when a hook entered it."""
-        self._reported: set[tuple[nn.Module, Block]] = set()
-        self._handles: list[RemovableHandle] = []
-        self._ignoring = False
-
-    def __enter__(self) -> AccessTracker:
-        self._handles = [
-            register_module_forward_pre_hook(lambda module, _: self._running.append(module)),
-            register_module_forward_hook(lambda *_: self._left(), always_call=True),
-        ]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        """Idempotent."""
-        handles, self._handles = self._handles, []
-        if handles:
-            super().__exit__(*exc)
-        for handle in handles:
-            handle.remove()
-
-    @staticmethod
-    def end_interrupted() -> None:
-        """End those of forwards that an interruption has cut, of any model."""
-        while isinstance(mode := _get_current_dispatch_mode(), AccessTracker):
-            if not has_ended(mode._frame):
-                return
-            mode.__exit__(None, None, None)
-
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
-        """Look nothing up while the engine's own operations run."""
-        self._ignoring = True
-        try:
-            yield
-        finally:
-            self._ignoring = False
-
-    def entered(self, block: Block) -> None:
-        """A hook has waited for this block in this forward."""
-        self._entered[block] = set(self._running)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        # "prim" asks a fake tensor for its device, which reads nothing.
-        if not self._ignoring and func.namespace != "prim":
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    self._look_up(leaf)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def _look_up(self, tensor: Tensor) -> None:
-        block = self._owner(tensor)
-        reader = self._running[-1]
-        if block is None or block.forwards or (reader, block) in self._reported:
-            return
-        self._reported.add((reader, block))
-        if reader in self._entered.get(block, ()):
-            self._late(reader, block)
-        else:
-            self._missed(reader, block)
-
-    def _left(self) -> None:
-        if len(self._running) > 1:
-            self._running.pop()
+from offloadtrain.step.program.streaming import StreamError
 
 
 class _Running(NamedTuple):
@@ -159,8 +59,6 @@ class _HookedModule:
     """Its own hooks made handles of the weights that its last forward outside of a backward saved:
     when that forward runs again they must do the same."""
     running: list[_Running] = field(default_factory=list)
-    ended_inside: list[_Running] = field(default_factory=list)
-    """Forwards inside it that are over, whose blocks it reads afterwards."""
 
 
 class ForwardHooks:
@@ -194,13 +92,10 @@ class ForwardHooks:
         self._hooked: dict[nn.Module, _HookedModule] = {}
         self._running: list[_Running] = []
         """All forwards in progress, the innermost last."""
-        self._late_readers: dict[Block, set[nn.Module]] = {}
         self._handles: list[RemovableHandle] = []
-        self._tracker: AccessTracker | None = None
         self._compiled = [CompiledForward(module) for module in compiled]
         for forward in self._compiled:
             forward.put()
-        self._tracked = _has_compiled(model)
         self._saved = _saved_tensors(blocks, residency)
         written = Written()
         self._recomputed = {m: Recomputed(m, weakref.ref(self), written) for m in recomputed}
@@ -225,7 +120,7 @@ class ForwardHooks:
         if not again_now:
             hooked.handles = True
             if module is self._model:
-                self._enter_root(frame)
+                self._enter_root()
             self.on_blocks(hooked.waits)
         blocks = tuple(hooked.waits)
         # Compute waits for these blocks only; uploads and loads of later ones run during forward.
@@ -271,18 +166,12 @@ class ForwardHooks:
         self._saved.leave(running.outside)
         if running.pushed is not None:
             self._saved.pop(running.pushed)
-        while hooked.ended_inside and not hooked.running:
-            self._end(hooked.ended_inside.pop())
-        # A module around this one reads the blocks later: it holds their pins and spans until its
-        # own forward ends.
-        reader = self._reader_after(module, running)
-        if reader is not None:
-            reader.ended_inside.append(running)
-        else:
-            self._end(running)
-        if module is self._model and self._tracker is not None and not hooked.running:
-            self._tracker.__exit__(None, None, None)
-            self._tracker = None
+        # Without a pin the slot may go to another block, whose load waits for compute up to then.
+        for block in running.blocks:
+            block.forwards -= 1
+            if block.streamed and not block.forwards:
+                block.views.set_ready(ready=False)
+        self._lanes.close_span(running.span)
 
     def end_interrupted(self) -> None:
         """End the forwards that an interruption has cut: [Note: Interrupted forwards]."""
@@ -319,7 +208,7 @@ class ForwardHooks:
         for recomputed in self._recomputed.values():
             recomputed.put()
 
-    def _enter_root(self, frame: FrameType | None) -> None:
+    def _enter_root(self) -> None:
         # A plain backward before this forward has left its micro-step open: its last blocks are
         # sent before compute gets more work.
         self.on_root()
@@ -329,14 +218,6 @@ class ForwardHooks:
             block.views.check()
         # The first loads are launched before any module asks for its block.
         self._residency.restart()
-        if not self._tracked:
-            self._tracked = True
-            if _has_compiled(self._model):
-                return
-            AccessTracker.end_interrupted()
-            owner = self._saved.owner
-            self._tracker = AccessTracker(self._model, owner, self._missed, self._late, frame)
-            self._tracker.__enter__()
 
     def _offloader_of(self, module: nn.Module) -> Offloader | None:
         if isinstance(self._offloader, SavedOffloader):
@@ -352,38 +233,30 @@ class ForwardHooks:
         try:
             for block in blocks:
                 self._order.setdefault(block)
-                if self._tracker is None:
-                    block.use()
-                else:
-                    with self._tracker.ignored():
-                        block.use()
-                    self._tracker.entered(block)
+                block.use()
+                block.views.set_ready(ready=True)
         except BaseException:
             for block in blocks:
                 block.forwards -= 1
             raise
 
-    def _end(self, running: _Running) -> None:
-        # Without a pin the slot may go to another block, whose load waits for compute up to then.
-        for block in running.blocks:
-            block.forwards -= 1
-        self._lanes.close_span(running.span)
+    def read_without_a_call(self, block: Block) -> None:
+        """A function of torch is about to read a block's parameters outside of its forward.
 
-    def _reader_after(self, module: nn.Module, running: _Running) -> _HookedModule | None:
-        """Return the running module that reads these blocks after their own forward, if any."""
-        if not self._late_readers:
-            return None
-        readers = [m for block in running.blocks for m in self._late_readers.get(block, ())]
-        readers_after = [self._hooked[m] for m in readers if m is not module]
-        return next((hooked for hooked in readers_after if hooked.running), None)
-
-    def _missed(self, module: nn.Module, block: Block) -> None:
+        Raises:
+            StreamError: the weights are in shards, and no forward runs, in which all ranks would
+                read them.
+        """
         self._order.setdefault(block)
-        self._hooked_of(module).waits.append(block)
-
-    def _late(self, module: nn.Module, block: Block) -> None:
-        self._hooked_of(module)
-        self._late_readers.setdefault(block, set()).add(module)
+        if block.streamed and not self._residency.is_single and not self._running:
+            raise StreamError(
+                f"weights of block '{block.name}' are read outside of a forward, and each rank has "
+                "a shard of them (zero_stage = 3): take dict(optimizer.full_weights()), on all "
+                "ranks, or set zero_stage = 2"
+            )
+        self._residency.use(block)
+        if block.streamed and not block.repeated and self._running:
+            self._hooked[self._running[-1].module].waits.append(block)
 
     def _hooked_of(self, module: nn.Module, *, inner: bool = False) -> _HookedModule:
         if module not in self._hooked:

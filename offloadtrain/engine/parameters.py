@@ -1,0 +1,293 @@
+"""The class of the parameters that an engine moves: reads wait for the weights.
+
+[Note: Parameters]
+Values and gradients of an offloaded parameter are not always where torch expects them. After
+`step()` new weights may be on their way; weights of a streamed block are on the device only while
+its forward or backward runs; gradients leave for the host during backward. A module has hooks for
+its forward and its state dict. It has none for a function that takes parameters, a moving average,
+`copy.deepcopy` or a pickle. So, like torch's own lazy parameters, offloaded ones have a class of
+their own, from `offload()` to `close()`:
+
+    OffloadedParameter   its weights are where compute reads them. Computing with it costs nothing
+                         more than with an ordinary parameter
+    UnreadyParameter     new weights are on their way, or the weights are not on the device. Every
+                         function of torch that reads values asks the engine for them first
+
+The engine switches the class, which costs a tenth of a microsecond. If the weights are on their
+way, compute waits for them and the parameter itself is read. If they are not on the device, the
+function reads a copy, through which gradients reach the parameter. A write into such a copy raises
+an error. Questions for sizes, types and gradients read no values and wait for nothing.
+
+Not seen are readers below torch's functions: C++ extensions, `torch.compile` of code that the
+engine does not hook, `torch.func.grad` of a parameter, and views that were taken before. Where the
+weights are not on the device, these read NaN.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from offloadtrain.config.errors import OffloadTrainError
+
+_GRAD: Any = Tensor.grad
+"""torch's own descriptor of the attribute."""
+
+past_the_class = torch._C.DisableTorchFunctionSubclass
+"""A context in which the engine reads and sets parameters of any class without a wait."""
+
+
+class ParameterWriteError(OffloadTrainError):
+    """A write into weights that are not on the device."""
+
+
+class Observer(Protocol):
+    """The object that offloaded parameters report to."""
+
+    def before_copy(self) -> None:
+        """Parameters are about to be copied: make them hold the newest weights."""
+
+    def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
+        """The code in `frame` is about to read `param.grad`."""
+
+    def values_of(self, param: nn.Parameter, reader: str) -> Tensor | None:
+        """Let compute read the newest weights of a parameter.
+
+        Args:
+            reader: the name of the function that reads them.
+
+        Returns:
+            A copy of the weights on the device; None: the parameter itself has them now.
+        """
+
+
+_observers = WeakIdKeyDictionary()
+"""Parameter → a weak reference to its observer."""
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter that an engine moves. Its copies are ordinary parameters."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        if (observer := _observer_of(self)) is not None:
+            observer.gradient_is_read(self, sys._getframe(1))
+        return gradient_of(self)
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        with past_the_class():
+            _GRAD.__set__(self, grad)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with past_the_class():
+            _GRAD.__delete__(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = self._copied()
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # On the host, as in a state dict: a pickle keeps all that it has met alive.
+        return self._copied(torch.device("cpu")).__reduce_ex__(protocol)
+
+    def _copied(self, device: torch.device | None = None) -> nn.Parameter:
+        """Return a copy: a view of a flat buffer would be saved with all of the buffer."""
+        if (observer := _observer_of(self)) is not None:
+            observer.before_copy()
+        with past_the_class():
+            values = self.data.to(device or self.device, copy=True)
+            return nn.Parameter(values, self.requires_grad)
+
+
+class UnreadyParameter(OffloadedParameter):
+    """An offloaded parameter whose weights are not where compute reads them."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with past_the_class():
+            if func in _WITHOUT_VALUES or _is_of_autograd(func):
+                return func(*args, **kwargs)
+            copies: dict[int, Tensor] = {}
+
+            def readable(param: nn.Parameter) -> Tensor:
+                if id(param) not in copies:
+                    copies[id(param)] = _readable(param, func)
+                return copies[id(param)]
+
+            args, kwargs = tree_map_only(UnreadyParameter, readable, (args, kwargs))
+        return _run(func, args, kwargs, [copy for copy in copies.values() if type(copy) is Tensor])
+
+
+class WeightsCopy(Tensor):
+    """A view of a copy of weights that are not on the device: a write into it raises an error."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        copies: list[Tensor] = []
+
+        def plain(view: Tensor) -> Tensor:
+            copies.append(view.as_subclass(Tensor))
+            return copies[-1]
+
+        with past_the_class():
+            args, kwargs = tree_map_only(WeightsCopy, plain, (args, kwargs or {}))
+        return _run(func, args, kwargs or {}, copies)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with past_the_class():
+            copied: Tensor = memo.setdefault(id(self), self.as_subclass(Tensor).clone())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with past_the_class():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class _ThroughCopy(torch.autograd.Function):
+    """A copy of a parameter's weights, whose gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, weights: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+def _readable(param: nn.Parameter, func: Any) -> Tensor:
+    """Return what a function reads in the place of a parameter: itself, or a copy."""
+    observer = _observer_of(param)
+    if observer is None:
+        param.__class__ = OffloadedParameter  # type: ignore[assignment]
+        return param
+    weights = observer.values_of(param, getattr(func, "__name__", "a function"))
+    if weights is None:
+        return param
+    if param.requires_grad and torch.is_grad_enabled():
+        result: Tensor = _ThroughCopy.apply(param, weights)  # type: ignore[no-untyped-call]
+        return result
+    return weights
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Tensor]) -> Any:
+    """Call a function that reads copies of weights.
+
+    Raises:
+        ParameterWriteError: it has written into one.
+    """
+    before = [copy._version for copy in copies]
+    result = func(*args, **kwargs)
+    if [copy._version for copy in copies] != before:
+        raise ParameterWriteError(
+            f"{getattr(func, '__name__', func)}() writes into weights of a streamed block, which "
+            "are not on the device: the write would be lost. Load weights with "
+            "model.load_state_dict(), or write behind optimizer.synchronize() and call "
+            "optimizer.adopt_written_weights()"
+        )
+    if copies and type(result) is Tensor and _storage(result) in map(_storage, copies):
+        return result.as_subclass(WeightsCopy)
+    return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _is_of_autograd(func: Any) -> bool:
+    return (getattr(func, "__module__", "") or "").startswith("torch.autograd")
+
+
+def _observer_of(param: Tensor) -> Observer | None:
+    reference = _observers.get(param)
+    observer: Observer | None = None if reference is None else reference()
+    return observer
+
+
+def gradient_of(param: nn.Parameter) -> Tensor | None:
+    """Return `param.grad` for the engine itself: no observer is called."""
+    with past_the_class():
+        grad: Tensor | None = _GRAD.__get__(param)
+    return grad
+
+
+def observe(params: Iterable[nn.Parameter], observer: Observer) -> None:
+    """Make parameters report to `observer`, which they do not keep alive. A parameter of another
+    class than torch's is left as it is, and does not report."""
+    for param in params:
+        if type(param) is nn.Parameter:
+            param.__class__ = OffloadedParameter
+        if isinstance(param, OffloadedParameter):
+            _observers[param] = weakref.ref(observer)
+
+
+def release(params: Iterable[nn.Parameter]) -> None:
+    """Make them ordinary parameters again."""
+    for param in params:
+        if isinstance(param, OffloadedParameter):
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            _observers.pop(param, None)
+
+
+def set_ready(params: Iterable[nn.Parameter]) -> None:
+    """The weights are where compute reads them."""
+    for param in params:
+        if type(param) is UnreadyParameter:
+            param.__class__ = OffloadedParameter  # type: ignore[assignment]
+
+
+def set_unready(params: Iterable[nn.Parameter]) -> None:
+    """Make reads of these parameters ask for their weights."""
+    for param in params:
+        if type(param) is OffloadedParameter:
+            param.__class__ = UnreadyParameter
+
+
+_ATTRIBUTES = (
+    "shape dtype device layout requires_grad is_leaf grad grad_fn ndim is_cuda is_cpu is_meta "
+    "is_mps is_xpu is_xla is_sparse is_sparse_csr is_mkldnn is_quantized is_nested names name "
+    "itemsize nbytes output_nr retains_grad volatile _version _base _grad _backward_hooks "
+    "_post_accumulate_grad_hooks"
+)
+_METHODS = (
+    "size stride dim ndimension dim_order numel nelement element_size data_ptr storage_offset "
+    "untyped_storage get_device is_contiguous is_floating_point is_complex is_signed is_inference "
+    "is_conj is_neg is_shared is_pinned is_same_size has_names type requires_grad_ register_hook "
+    "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full "
+    "new_tensor __hash__ __len__ _is_view"
+)
+_FUNCTIONS = (
+    "empty_like zeros_like ones_like full_like rand_like randn_like is_floating_point is_complex "
+    "numel result_type"
+)
+
+
+def _without_values() -> set[Any]:
+    accessors = ("__get__", "__set__", "__delete__")
+    found: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
+    for name in _ATTRIBUTES.split():
+        descriptor = getattr(Tensor, name, None)
+        found |= {getattr(descriptor, each) for each in accessors if hasattr(descriptor, each)}
+    found |= {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
+    return found | {getattr(torch, name) for name in _FUNCTIONS.split()}
+
+
+_WITHOUT_VALUES = _without_values()
+"""Functions of torch that read no values of their arguments."""

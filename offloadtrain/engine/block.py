@@ -80,7 +80,7 @@ class ParameterViews:
         self._placeholders: dict[Bucket, Tensor] = {}
         self.params = [slot.param for bucket in buckets for slot in bucket.slots]
         self.ready = True
-        """Compute, or the host while all lanes are empty, may read the parameters."""
+        """Compute may read the parameters."""
 
     @property
     def ranges(self) -> tuple[Range, ...]:

@@ -188,8 +188,12 @@ class Engine:
         """Let compute read a parameter outside of its module's forward.
 
         Returns:
-            A copy of a streamed block's weights; None: the parameter itself can be read.
+            A copy of a streamed block's weights; None: the parameter's own memory can be read.
         """
+        # A graph saves the parameter itself, whose memory changes: it needs a copy.
+        in_graph = torch.is_grad_enabled() and slot.param.requires_grad
+        if self.residency.shows_host(block) and not in_graph:
+            return None
         self._forward_hooks.read_without_a_call(block)
         if not block.streamed:
             return None

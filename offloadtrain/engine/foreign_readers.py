@@ -77,7 +77,12 @@ class ParameterReaders:
             owner.require_whole_weights()
             owner.synchronize()
 
-    def values_of(self, param: nn.Parameter, reader: str) -> Tensor | None:
+    def layout_of(self, param: nn.Parameter) -> Tensor:
+        """See `Observer`."""
+        _, slot = self._blocks[param]
+        return torch.empty_strided(slot.shape, slot.stride, device="meta")
+
+    def values_of(self, param: nn.Parameter) -> Tensor | None:
         """See `Observer`."""
         block, slot = self._blocks[param]
         return self._engine.read_without_a_call(block, slot)

@@ -28,6 +28,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -58,14 +59,14 @@ class Observer(Protocol):
     def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
         """The code in `frame` is about to read `param.grad`."""
 
-    def values_of(self, param: nn.Parameter, reader: str) -> Tensor | None:
+    def layout_of(self, param: nn.Parameter) -> Tensor:
+        """Return a tensor without memory, of the parameter's shape and strides."""
+
+    def values_of(self, param: nn.Parameter) -> Tensor | None:
         """Let compute read the newest weights of a parameter.
 
-        Args:
-            reader: the name of the function that reads them.
-
         Returns:
-            A copy of the weights on the device; None: the parameter itself has them now.
+            A copy of the weights on the device; None: the parameter's own memory has them now.
         """
 
 
@@ -120,17 +121,14 @@ class UnreadyParameter(OffloadedParameter):
     ) -> Any:
         kwargs = kwargs or {}
         with past_the_class():
+            if func in _LAYOUT and (observer := _observer_of(args[0])) is not None:
+                return func(observer.layout_of(args[0]), *args[1:], **kwargs)
             if func in _WITHOUT_VALUES or _is_of_autograd(func):
                 return func(*args, **kwargs)
-            copies: dict[int, Tensor] = {}
-
-            def readable(param: nn.Parameter) -> Tensor:
-                if id(param) not in copies:
-                    copies[id(param)] = _readable(param, func)
-                return copies[id(param)]
-
-            args, kwargs = tree_map_only(UnreadyParameter, readable, (args, kwargs))
-        return _run(func, args, kwargs, [copy for copy in copies.values() if type(copy) is Tensor])
+            copies: dict[nn.Parameter, Tensor] = {}
+            read = partial(_readable, copies)
+            args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
+        return _run(func, args, kwargs, list(copies.values()))
 
 
 class WeightsCopy(Tensor):
@@ -172,18 +170,22 @@ class _ThroughCopy(torch.autograd.Function):
         return grads[0], None
 
 
-def _readable(param: nn.Parameter, func: Any) -> Tensor:
-    """Return what a function reads in the place of a parameter: itself, or a copy."""
+def _readable(copies: dict[nn.Parameter, Tensor], param: nn.Parameter) -> Tensor:
+    """Return what a function reads in the place of a parameter: itself, or a copy, which is added
+    to `copies`."""
+    if param in copies:
+        return copies[param]
     observer = _observer_of(param)
     if observer is None:
-        param.__class__ = OffloadedParameter  # type: ignore[assignment]
+        param.__class__ = OffloadedParameter
         return param
-    weights = observer.values_of(param, getattr(func, "__name__", "a function"))
+    weights = observer.values_of(param)
     if weights is None:
-        return param
+        # The alias shares the memory and the count of writes.
+        return param.detach() if type(param) is UnreadyParameter else param
     if param.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _ThroughCopy.apply(param, weights)  # type: ignore[no-untyped-call]
-        return result
+        weights = _ThroughCopy.apply(param, weights)  # type: ignore[no-untyped-call]
+    copies[param] = weights
     return weights
 
 
@@ -267,8 +269,8 @@ _ATTRIBUTES = (
     "_post_accumulate_grad_hooks"
 )
 _METHODS = (
-    "size stride dim ndimension dim_order numel nelement element_size data_ptr storage_offset "
-    "untyped_storage get_device is_contiguous is_floating_point is_complex is_signed is_inference "
+    "size dim ndimension numel nelement element_size data_ptr storage_offset "
+    "untyped_storage get_device is_floating_point is_complex is_signed is_inference "
     "is_conj is_neg is_shared is_pinned is_same_size has_names type requires_grad_ register_hook "
     "register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full "
     "new_tensor __hash__ __len__ _is_view"
@@ -289,5 +291,7 @@ def _without_values() -> set[Any]:
     return found | {getattr(torch, name) for name in _FUNCTIONS.split()}
 
 
+_LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
+"""Questions that the memory of absent weights, one NaN, would answer wrongly."""
 _WITHOUT_VALUES = _without_values()
 """Functions of torch that read no values of their arguments."""

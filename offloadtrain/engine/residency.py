@@ -98,8 +98,8 @@ class Residency:
             f"outside of layers that only some use set keep_whole = {json.dumps(unused)}"
         )
 
-    def use(self, block: Block) -> None:
-        """Compute is about to read the block."""
+    def use(self, block: Block, *, expected: bool = True) -> None:
+        """Compute is about to read the block; `expected`: see `Streaming.use`."""
         # Compute waits for the block's own upload; later blocks' uploads run during its forward.
         if not block.streamed:
             self.interpreter.run(self._program.use(block.name))
@@ -114,7 +114,7 @@ class Residency:
         if self.on_backward is not None and now >= 0:
             self.on_backward(block.clock.last, block)
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
-        self.interpreter.run(self._program.use(block.name, self._pinned()))
+        self.interpreter.run(self._program.use(block.name, self._pinned(), expected=expected))
         self._latest = block
 
     def passed(self, clock: int) -> dict[Block, int]:
@@ -189,6 +189,10 @@ class Residency:
         """Tell whether a forward or a backward in progress needs the block's slot."""
         return block.forwards > 0 or any(block in pinned for pinned in self._running.values())
 
+    def shows_host(self, block: Block) -> bool:
+        """Tell whether a block's parameters are views of the host's copy."""
+        return block in self._exposed
+
     def show_host_weights(self) -> None:
         """The lanes are idle: make parameters views of the host's copy until their next use. Where
         that is a shard, they stay as they are."""
@@ -199,7 +203,6 @@ class Residency:
             elif self.is_single and not block.forwards:
                 self.interpreter.run(self._program.drop_slot(block.name))
                 block.views.show_host()
-                block.views.set_ready(ready=True)
                 self._exposed.add(block)
 
     def close(self) -> None:

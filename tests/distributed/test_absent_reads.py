@@ -1,115 +1,67 @@
-"""Weights that a loop reads past their modules, while they are not on the device, are told of at
-the first such read; what reads no values is not."""
+"""Weights in shards: reads outside of a forward, and an optimizer that goes out of scope."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import offloadtrain as ot
+from offloadtrain.step.program.streaming import StreamError
 from tests.distributed.conftest import Run
 from tests.numerics.models import Chain, batches, loss_of
 
-Read = Callable[[nn.Module], Any]
 
-
-def penalty(model: nn.Module) -> Tensor:
-    return 1e-4 * sum((p.pow(2).sum() for p in model.parameters()), torch.zeros(()))
-
-
-def told(
-    read_in_loss: Read | None, read_behind: Read | None, *, tied: bool = False, **options: Any
-) -> list[str]:
-    """The messages of two steps."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("offloadtrain.engine.autograd.absent_reads")
-    logger.addHandler(handler)
-    try:
-        torch.manual_seed(0)
-        model = Chain(6, tied=tied)
-        optimizer = ot.offload(model, ot.AdamW(lr=1e-3), device="cpu", **options)
-        for tokens in batches(2):
-            loss = loss_of(model, tokens)
-            if read_in_loss is not None:
-                loss = loss + read_in_loss(model)
-            optimizer.backward(loss)
-            optimizer.step()
-            if read_behind is not None:
-                read_behind(model)
-        optimizer.close()
-        assert {type(param) for param in model.parameters()} == {nn.Parameter}
-    finally:
-        logger.removeHandler(handler)
-    return heard
-
-
-def asks_for_no_values(model: nn.Module) -> Tensor:
-    for p in model.parameters():
-        assert p.detach().dtype is p.data.dtype and torch.zeros_like(p).shape == p.shape
-        assert p.grad is None and p.numel() and p.requires_grad and p.data.ndim
-    return torch.zeros(())
-
-
-READS: list[tuple[Read | None, Read | None]] = [
-    (penalty, None),
-    (lambda model: list(model.parameters())[9].data.norm(), None),
-    (None, lambda model: [p.detach().float() for p in model.parameters()]),
-    (None, lambda model: [torch.clone(p) for p in model.layers.parameters()]),
-    (None, lambda model: [p.tolist() for p in model.parameters()]),
-]
-
-
-@pytest.mark.parametrize(
-    "reads", [READS[0], *(pytest.param(some, marks=pytest.mark.slow) for some in READS[1:])]
-)
-def test_the_first_read_is_told(reads: tuple[Read | None, Read | None]) -> None:
-    (message,) = told(*reads, working="host")
-    assert message.startswith("'layers.") and "more resident_blocks" in message
-    assert __file__ in message and "optimizer.synchronize()" in message
-
-
-@pytest.mark.slow
-def test_what_reads_no_values_is_not_told() -> None:
-    assert told(asks_for_no_values, asks_for_no_values, working="host") == []
-
-
-@pytest.mark.slow
-def test_a_penalty_that_begins_late_is_told_behind_the_first_skipped_step() -> None:
-    calls = []
-
-    def late(model: nn.Module) -> Tensor:
-        calls.append(0)
-        return penalty(model) if len(calls) > 4 else torch.zeros(())
-
-    torch.manual_seed(0)
-    model, heard = Chain(6), []
-    optimizer = ot.offload(model, ot.AdamW(lr=1e-3), device="cpu", working="host")
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append((len(calls), record.getMessage()))  # type: ignore[method-assign]
-    logging.getLogger("offloadtrain.engine.autograd").addHandler(handler)
-    for tokens in batches(7):
-        optimizer.backward(loss_of(model, tokens) + late(model))
+def read_outside_of_a_forward() -> None:
+    """Every rank raises the error by itself: a rank that reads alone must not wait for others."""
+    model = Chain(6)
+    optimizer = ot.offload(model, device="cpu", zero_stage=3)
+    for tokens in batches(2):
+        optimizer.backward(loss_of(model, tokens))
         optimizer.step()
+        if optimizer.ranks.rank == 0:
+            with pytest.raises(StreamError, match=r"optimizer.full_weights.*zero_stage = 2"):
+                model.layers[1].up.weight.norm()
     optimizer.close()
-    logging.getLogger("offloadtrain.engine.autograd").removeHandler(handler)
-    ((call, message),) = heard
-    assert call == 6 and "was read by pow()" in message
 
 
-@pytest.mark.slow
-def test_in_stage_3_every_rank_is_told(ranks: Run) -> None:
-    for (message,) in ranks(2, told, penalty, None, zero_stage=3):
-        assert 'keep_whole = ["embed"], or zero_stage = 2' in message
-        assert "optimizer.full_weights()" in message
-    for tied in (False, True):  # a tied head: offload() itself reads no weights that have left
-        assert ranks(2, told, None, None, tied=tied, working="host") == [[], []]
+class FunctionalHead(Chain):
+    """The head's product is made by the model itself, in every forward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.head.weight, self.head.bias)
+
+
+def losses(model: nn.Module, **options: int) -> list[float]:
+    model.load_state_dict({k: v.sin() for k, v in model.state_dict().items()})
+    optimizer = ot.offload(
+        model, ot.AdamW(lr=1e-2), device="cpu", precision="fp32", clip_norm=0.5, **options
+    )
+    seen = []
+    for tokens in batches(4):
+        loss = loss_of(model, tokens)
+        optimizer.backward(loss)
+        optimizer.step()
+        seen.append(loss.item())
+    optimizer.close()
+    return seen
+
+
+def functional_losses(stage: int) -> list[float]:
+    return losses(FunctionalHead(4), zero_stage=stage)
+
+
+def test_in_stage_3_a_read_outside_of_a_forward_raises(ranks: Run) -> None:
+    ranks(2, read_outside_of_a_forward)
+
+
+def test_in_stage_3_a_forward_reads_weights_without_a_call(ranks: Run) -> None:
+    assert ranks(2, functional_losses, 3) == ranks(2, functional_losses, 2)
 
 
 def out_of_scope(close: bool) -> tuple[list[str], set[tuple[int, ...]]]:

@@ -4,9 +4,7 @@
 A forward may read parameters without calling the module that owns them: `F.linear(h,
 self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never
 `block(x)`. No hook of the owner fires then. The parameters themselves ask for their weights: see
-[Note: Parameters] in `engine.parameters`. A streamed block outside of layers is kept in its slot in
-later forwards while the module that read it runs: a copy of an embedding in each of them would be
-large.
+[Note: Parameters] in `engine.parameters`.
 """
 
 from __future__ import annotations
@@ -254,9 +252,7 @@ class ForwardHooks:
                 "a shard of them (zero_stage = 3): take dict(optimizer.full_weights()), on all "
                 "ranks, or set zero_stage = 2"
             )
-        self._residency.use(block)
-        if block.streamed and not block.repeated and self._running:
-            self._hooked[self._running[-1].module].waits.append(block)
+        self._residency.use(block, expected=False)
 
     def _hooked_of(self, module: nn.Module, *, inner: bool = False) -> _HookedModule:
         if module not in self._hooked:

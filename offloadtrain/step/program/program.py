@@ -87,10 +87,11 @@ class Program:
         self.streaming.restart(pinned)
         return self._order.take()
 
-    def use(self, block: str, pinned: Collection[str] = ()) -> Operations:
+    def use(self, block: str, pinned: Collection[str] = (), *, expected: bool = True) -> Operations:
         """Compute is about to read the weights of a block.
 
         Args:
+            expected: see `Streaming.use`.
             pinned: streamed blocks that keep their slots, as running forwards or backwards read
                 them.
 
@@ -98,7 +99,7 @@ class Program:
             StreamError: all slots are taken by pinned blocks.
         """
         if self.streaming.loads(block):
-            self.streaming.use(block, pinned)
+            self.streaming.use(block, pinned, expected=expected)
         else:
             resident = [bucket.working for bucket in self._trained[block]]
             # Compute waits for this block's upload or all-gather only. Those of later blocks, and

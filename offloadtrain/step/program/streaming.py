@@ -92,8 +92,11 @@ class Streaming:
         used = {self._blocks[number] for number in self.access_order.seen}
         return [name for name in self._blocks if name in self._outside - used]
 
-    def use(self, block: str, pinned: Collection[str]) -> None:
+    def use(self, block: str, pinned: Collection[str], *, expected: bool = True) -> None:
         """Compute is about to read the block: load it if it has no slot, then load ahead.
+
+        Args:
+            expected: the next step will use the block at this point, too.
 
         Raises:
             StreamError: all slots are taken by `pinned` blocks.
@@ -104,8 +107,9 @@ class Streaming:
         # Compute waits for this block's load, or all-gather, only. The loads ahead are launched
         # after that wait and run during the block's forward or backward.
         self._order.needs(Lane.COMPUTE, refs, f"use of {block}")
-        self.access_order.used(self._number[block])
-        self._load_ahead({block, *pinned})
+        if expected:
+            self.access_order.used(self._number[block])
+            self._load_ahead({block, *pinned})
 
     def restart(self, pinned: Collection[str]) -> None:
         """A pass is over and its weights may have changed: load ahead for the next one."""

@@ -1,0 +1,274 @@
+"""Reads and writes of parameters past their modules: what a plain torch loop does, on any lanes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import offloadtrain as ot
+from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.parameters import (
+    OffloadedParameter,
+    ParameterWriteError,
+    UnreadyParameter,
+    past_the_class,
+)
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "streamed": {"working": "host", "device_slots": 1},
+    "recomputed": {"working": "host", "activation": "recompute"},
+    "state on the device": {"state_on": "device"},
+    "speculative": {"update": "speculative", "clip_norm": 1e9},
+}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Model(nn.Module):
+    """`scale` is the root's own; `head` and `spare` are read without a call on some paths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.spare, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+
+    def features(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale.exp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.features(x))
+
+
+class Average:
+    """A moving average of parameters, one after the other."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.values = [torch.zeros_like(param) for param in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for value, param in zip(self.values, model.parameters(), strict=True):
+            value.lerp_(param.detach(), 0.3)
+
+
+Loss = Callable[[Any, Tensor], Any]
+
+
+def by_call(model: Any, x: Tensor) -> Any:
+    return model(x).square().mean()
+
+
+def by_forward(model: Any, x: Tensor) -> Any:
+    return model.forward(x).square().mean()
+
+
+def by_methods(model: Any, x: Tensor) -> Any:
+    """Past the root's forward, with a matrix of a module that is not called."""
+    return F.linear(model.features(x), model.head.weight, model.head.bias).square().mean()
+
+
+def by_layers(model: Any, x: Tensor) -> Any:
+    """A layer's weights are read outside of its forward, with and without a gradient."""
+    read = F.linear(x, model.layers[1].inner.weight) @ model.layers[2].inner.weight.detach()
+    return (model(x) + read[:, :4]).square().mean()
+
+
+def with_penalty(model: Any, x: Tensor) -> Any:
+    penalties = [param.square().sum() for param in model.layers.parameters()]
+    return model(x).square().mean() + 1e-2 * torch.stack(penalties).sum()
+
+
+def on_a_late_path(model: Any, x: Tensor) -> Any:
+    """The first forward is an evaluation, which does not read `spare`."""
+    with torch.no_grad():
+        model(x)
+    return (model(x) + F.linear(x, model.spare.weight)[:, :4]).square().mean()
+
+
+LOSSES: list[Loss] = [by_call, by_forward, by_methods, by_layers, with_penalty, on_a_late_path]
+
+
+def trained(loss_of: Loss, options: dict[str, Any] | None) -> list[Any]:
+    """Train four steps, resident where there are no options.
+
+    Returns:
+        The losses, the weights read in several ways after each step, and two moving averages.
+    """
+    torch.manual_seed(0)
+    model: Any = Model()
+    optimizer: Any
+    if options is None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    else:
+        optimizer = ot.offload(
+            model, ot.AdamW(lr=1e-2, weight_decay=0.0), device="cpu", precision="fp32", **options
+        )
+    average = Average(model)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    results: list[Any] = []
+    for step in range(4):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update(model)
+        if step > 1:  # the first read of the model comes late
+            averaged.update_parameters(model)
+        results += [loss.detach(), model.layers[1].inner.weight.detach().clone()]
+        results += [torch.cat([p.flatten() for p in model.layers[2].parameters()]).detach()]
+        results += [model.scale.item(), model.layers[3].outer.bias.tolist()]
+    results += [*average.values, *(param.detach() for param in averaged.parameters())]
+    if options is not None:
+        optimizer.close()
+        assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    return results
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("loss_of", LOSSES)
+def test_reads_give_the_weights_of_the_step(loss_of: Loss, placement: str, late: bool) -> None:
+    """On late lanes an upload, or an update on the host, runs only when something waits for it.
+    Weights of an earlier step would differ by a hundredth, bits of torch's fused update by one."""
+    with on_lanes(SeededLanes(0, late=True)) if late else nullcontext():
+        ours = trained(loss_of, PLACEMENTS[placement])
+    torch.testing.assert_close(ours, trained(loss_of, None), rtol=1e-5, atol=1e-6)
+
+
+def offloaded(**options: Any) -> tuple[Any, ot.OffloadOptimizer]:
+    """A model on late lanes, after a step: nothing has waited for the new weights."""
+    torch.manual_seed(0)
+    model = Model()
+    with on_lanes(SeededLanes(0, late=True)):
+        optimizer = ot.offload(model, device="cpu", precision="fp32", **options)
+    optimizer.backward(by_call(model, torch.ones(2, 8)))
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
+def test_questions_without_values_wait_for_nothing(
+    placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = offloaded(**PLACEMENTS[placement])
+    runs: list[object] = []
+    original = Interpreter.run
+
+    def run(self: Interpreter, operations: Any, *, updates: bool = False) -> None:
+        runs.append(operations)
+        original(self, operations, updates=updates)
+
+    monkeypatch.setattr(Interpreter, "run", run)
+    for param in model.parameters():
+        assert type(param) is UnreadyParameter
+        assert param.shape == param.size() and param.dtype is torch.float32 and param.ndim < 3
+        assert param.device.type == "cpu" and param.requires_grad and param.is_leaf
+        assert (
+            param.numel() == param.nelement()
+            and param.grad is None
+            and param.stride()[-1:] in ((1,), ())
+        )
+        assert param.is_contiguous() and isinstance(param, nn.Parameter) and param in {param: 1}
+        assert type(torch.zeros_like(param)) is Tensor and param.data_ptr() >= 0
+        param.requires_grad_(True)
+    assert not runs
+    model.scale.item()
+    assert len(runs) == 1
+    optimizer.close()
+
+
+def test_resident_parameters_cost_nothing_once_they_are_ready() -> None:
+    model, optimizer = offloaded()
+    total = sum(param.sum() for param in model.parameters())
+    assert type(total) is Tensor
+    assert {type(param) for param in model.parameters()} == {OffloadedParameter}
+    optimizer.close()
+
+
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
+def test_copies_are_ordinary_and_new(placement: str) -> None:
+    model, optimizer = offloaded(**PLACEMENTS[placement])
+    copied, stored = copy.deepcopy(model), io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    copies = [copied, torch.load(stored, weights_only=False), pickle.loads(pickle.dumps(model))]
+    one = copy.deepcopy(model.layers[1].inner.weight.data)
+    optimizer.synchronize()
+    for other in copies:
+        assert {type(param) for param in other.parameters()} == {nn.Parameter}
+        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(param, expected)
+    assert type(one) is Tensor and torch.equal(one, model.layers[1].inner.weight)
+    optimizer.close()
+
+
+WRITES: list[Callable[[nn.Parameter], object]] = [
+    lambda weight: weight.mul_(2),
+    lambda weight: weight.data.clamp_(-1, 1),
+    lambda weight: weight.detach().copy_(torch.ones(16, 8)),
+    lambda weight: weight.__setitem__(0, 1.0),
+    lambda weight: torch._foreach_mul_([weight], 2),
+    lambda weight: torch.add(torch.ones(16, 8), 1, out=weight),
+    lambda weight: nn.init.normal_(weight),
+    lambda weight: weight.data[0].zero_(),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_would_be_lost_raises(write: Callable[[nn.Parameter], object]) -> None:
+    model, optimizer = offloaded(working="host", device_slots=1)
+    with torch.no_grad(), pytest.raises(ParameterWriteError, match="adopt_written_weights"):
+        write(model.layers[1].inner.weight)
+    # As the message says.
+    optimizer.synchronize()
+    with torch.no_grad():
+        model.layers[1].inner.weight.mul_(2)
+    optimizer.adopt_written_weights()
+    expected = model.layers[1].inner.weight.detach().clone()
+    assert torch.equal(dict(optimizer.master_weights())["layers.1.inner.weight"], expected)
+    optimizer.close()
+
+
+def test_what_is_read_past_the_class_is_nan_and_never_an_old_value() -> None:
+    model, optimizer = offloaded(working="host", device_slots=1)
+    with past_the_class():
+        values = [param.detach().clone() for param in model.layers[1].parameters()]
+    assert all(value.isnan().all() for value in values)
+    optimizer.close()
+
+
+def test_a_read_in_the_midst_of_a_streamed_forward_needs_a_slot() -> None:
+    model, optimizer = offloaded(working="host", device_slots=1)
+    other = model.layers[3].inner.weight
+    handle = model.layers[0].inner.register_forward_hook(lambda *_: other.sum())
+    with pytest.raises(ot.OffloadTrainError, match="device_slots = 2"):
+        model(torch.ones(2, 8))
+    handle.remove()
+    optimizer.zero_grad()
+    assert by_call(model, torch.ones(2, 8)).isfinite()
+    optimizer.close()

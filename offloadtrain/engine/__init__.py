@@ -15,6 +15,7 @@ from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
+from offloadtrain.engine.parameters import ParameterWriteError
 from offloadtrain.engine.step_report import Phase, StepReport
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "GradientError",
     "ModelError",
     "OffloadOptimizer",
+    "ParameterWriteError",
     "Phase",
     "StaleGraphError",
     "StepReport",

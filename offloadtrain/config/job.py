@@ -13,17 +13,16 @@ are refused as usual.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from offloadtrain.config import command_hooks, ranks_options, toml
-from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.hf_model import HF_KEYS, HfModel, hf_contradictions, looked_at, read_hf
+from offloadtrain.config.errors import ConfigError, broken
+from offloadtrain.config.hf_model import HF_KEYS, HfModel, looked_at, read_hf
 from offloadtrain.config.model_shape import (
     SIZES,
     ModelShape,
@@ -332,82 +331,70 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
+    data, optim, train = config.data, config.optim, config.train
+    model, offload = config.model, config.offload
+    encodes = config.hf is None and not model.is_causal
     divided = max(config.ranks.pipeline, config.ranks.tensor, config.ranks.expert) > 1
-    if config.offload.activations.mode == "offload_saved" and divided:
-        yield (
+    yield from data_contradictions(data, evaluates=train.eval_every)
+    yield from optim_contradictions(optim, offload)
+    yield from problems_of_ranks(config)
+    yield from train_contradictions(train, offload)
+    yield from broken(
+        (
+            offload.activations.mode == "offload_saved" and divided,
             "offload.activation = 'offload_saved' with stages or parts (ranks.pipeline, "
             "ranks.tensor, ranks.expert) is for a loop of your own: the plan of a job traces whole "
-            "models. Set 'offload' or 'recompute', or give each rank the whole model"
-        )
-    yield from data_contradictions(config.data, evaluates=config.train.eval_every)
-    yield from hf_contradictions(config.hf, config.offload)
-    yield from optim_contradictions(config.optim, config.offload)
-    yield from problems_of_ranks(config)
-    yield from _of_several_sections(config)
-    yield from train_contradictions(config.train, config.offload)
+            "models. Set 'offload' or 'recompute', or give each rank the whole model",
+        ),
+        (
+            config.hf is None and offload.weights.keep_fp32 and offload.precision != "fp32",
+            f"offload.keep_fp32 = {shown([*offload.weights.keep_fp32])} without model.hf: the "
+            "shipped transformer computes in one dtype. Leave it out, or set "
+            "offload.precision = 'fp32'",
+        ),
+        (
+            optim.warmup_steps > train.steps,
+            f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = "
+            f"{train.steps}",
+        ),
+        (
+            encodes and data.packing == "padded",
+            'data.packing = "padded" does not go with model.objective = "mlm", whose attention to '
+            'both sides would see what pads; use "isolated", which packs documents without padding',
+        ),
+        (
+            encodes and train.sample_tokens,
+            f"train.sample_tokens = {train.sample_tokens} must be 0 with model.objective = "
+            '"mlm": an encoder continues no text',
+        ),
+        (
+            data.seq_len > model.max_seq_len,
+            f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = "
+            f"{model.max_seq_len}",
+        ),
+    )
 
 
 def problems_of_ranks(config: Config) -> Iterator[str]:
     """Yield a sentence for each rule of the table [ranks] that other keys break."""
-    table, model, offload, rule = config.ranks, config.model, config.offload, config.optim.name
-    is_own, samples = config.hf is None, config.train.sample_tokens > 0
-    adapters = config.hf is not None and config.hf.lora is not None
+    ranks, offload, rule = config.ranks, config.offload, config.optim.name
     yield from ranks_options.contradictions(
-        table, model, is_own=is_own, samples=samples, adapters=adapters
-    )
-    yield from ranks_options.interleaved_contradictions(table, offload)
-    yield from ranks_options.compiled_contradictions(table, offload)
-    yield from ranks_options.unflushed_contradictions(
-        table, offload, rule=rule, on_spike=config.train.on_spike
-    )
-    yield from ranks_options.tensor_contradictions(
-        *(table, model),
-        is_own=is_own,
-        samples=samples,
-        state=offload.state.format,
+        *(ranks, config.model, offload),
+        is_own=config.hf is None,
+        samples=config.train.sample_tokens > 0,
+        adapters=config.hf is not None and config.hf.lora is not None,
         rule=rule,
-        adapters=adapters,
     )
-    yield from ranks_options.expert_contradictions(
-        table, model, offload, is_own=is_own, samples=samples, rule=rule
+    yield from ranks_options.interleaved_contradictions(ranks, offload)
+    yield from ranks_options.unflushed_contradictions(
+        ranks, offload, rule=rule, on_spike=config.train.on_spike
     )
-
-
-def _of_several_sections(config: Config) -> Iterator[str]:
-    data, optim, train, model = config.data, config.optim, config.train, config.model
-    if optim.warmup_steps > train.steps:
-        yield (
-            f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = {train.steps}"
-        )
-    if config.hf is None and not model.is_causal:
-        yield from _of_an_encoder(config)
-    if data.seq_len > model.max_seq_len:
-        yield (
-            f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = {model.max_seq_len}"
-        )
-
-
-def _of_an_encoder(config: Config) -> Iterator[str]:
-    if config.data.packing == "padded":
-        yield (
-            'data.packing = "padded" does not go with model.objective = "mlm", whose attention to '
-            'both sides would see what pads; use "isolated", which packs documents without padding'
-        )
-    if config.train.sample_tokens:
-        yield (
-            f"train.sample_tokens = {config.train.sample_tokens} must be 0 with model.objective = "
-            '"mlm": an encoder continues no text'
-        )
 
 
 WARMUP_SHARE = 10
 """Share of warm-up steps, as 1/n, in a run shorter than the file's warm-up."""
 
 _Wins = Callable[[Any], bool]
-
-
-def _is_none_of(values: Collection[object], value: object) -> bool:
-    return value not in values
 
 
 # (overridden key, the values that count, the key of the file that they make meaningless)
@@ -423,7 +410,11 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
 
 # Options that have an effect only with certain values of another one.
 _GIVES_WAY += [
-    (f"offload.{needs.option}", partial(_is_none_of, needs.values), f"offload.{option.name}")
+    (
+        f"offload.{needs.option}",
+        lambda value, values=needs.values: value not in values,
+        f"offload.{option.name}",
+    )
     for option in OPTIONS.values()
     if (needs := option.needs) is not None
 ]

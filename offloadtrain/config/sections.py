@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 from offloadtrain.config import command_hooks, toml
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, broken
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.units import parse_bytes
 
@@ -60,26 +60,38 @@ class DataConfig:
     packing: Packing = "stream"
 
 
-def data_contradictions(data: DataConfig, *, evaluates: int) -> Iterator[str]:
-    """Yield a sentence for each contradiction; `evaluates`: `train.eval_every`."""
-    if data.source and (data.train or data.val):
-        yield (
+def data_contradictions(data: DataConfig, *, evaluates: int) -> list[str]:
+    """Return a sentence for each contradiction; `evaluates`: `train.eval_every`."""
+    of_sources = broken(
+        (
+            data.source and (data.train or data.val),
             f"data.source = {toml.shown(data.source)} and data.train or data.val are both set; "
-            "leave one of them out"
-        )
-    elif data.val and not data.train:
-        yield "data.train is missing: data.val is set, but is used only with data.train"
-    elif not data.source and not data.train:
-        yield (
+            "leave one of them out",
+        ),
+        (
+            data.val and not data.train,
+            "data.train is missing: data.val is set, but is used only with data.train",
+        ),
+        (
+            not data.source and not data.train,
             "data.source is missing: a file or folder of text or records, or python-stdlib; or set "
-            "data.train to a token file made by `offloadtrain prepare`"
-        )
-    elif not data.source and data.chat_template:
-        yield "data.chat_template is set, but is used only to prepare data.source"
-    if evaluates and data.train and not data.val:
-        yield f"data.val is missing: train.eval_every = {evaluates} needs it"
-    if evaluates and data.source and not data.val_fraction:
-        yield "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then"
+            "data.train to a token file made by `offloadtrain prepare`",
+        ),
+        (
+            not data.source and data.chat_template,
+            "data.chat_template is set, but is used only to prepare data.source",
+        ),
+    )
+    return of_sources[:1] + broken(
+        (
+            evaluates and data.train and not data.val,
+            f"data.val is missing: train.eval_every = {evaluates} needs it",
+        ),
+        (
+            evaluates and data.source and not data.val_fraction,
+            "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,20 +140,15 @@ def check_packages(log: LogConfig) -> None:
     Raises:
         ConfigError: a package that `log.to` needs is not installed.
     """
-    missing = sorted({to for to in log.to if to in PACKAGES and not _is_installed(to)})
+    specs = {to: find_spec(to) for to in log.to if to in PACKAGES}
+    # A folder of the same name in the working directory, such as the one W&B makes, is no package.
+    missing = sorted(to for to, spec in specs.items() if spec is None or spec.origin is None)
     if missing:
         named = ", ".join(f'"{name}"' for name in missing)
         raise ConfigError(
             f"log.to has {named}, which is not installed: "
             f"pip install 'offloadtrain[{','.join(missing)}]'"
         )
-
-
-def _is_installed(package: str) -> bool:
-    """Return whether it is installed; a folder of the same name in the working directory, such as
-    the one W&B makes, is not a package."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,30 +219,34 @@ def optim_contradictions(optim: OptimConfig, offload: OffloadConfig) -> Iterator
                 f"optim.{key} = {toml.shown(value)} is not used by optim.name = {name}, only by "
                 f"{', '.join(rules)}; leave it out"
             )
-    if optim.nesterov and not (optim.momentum and optim.dampening == 0.0):
-        yield "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0"
-    if optim.name == "adagrad" and offload.state.format == "int8":
-        yield (
+    state, is_muon = offload.state, optim.name == "muon"
+    yield from broken(
+        (
+            optim.nesterov and not (optim.momentum and optim.dampening == 0.0),
+            "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0",
+        ),
+        (
+            optim.name == "adagrad" and state.format == "int8",
             'offload.state = "int8" cannot keep the sum of optim.name = "adagrad"; use "fp32" or '
-            '"split16"'
-        )
-    if optim.name == "muon" and offload.state.format == "int8":
-        yield (
+            '"split16"',
+        ),
+        (
+            is_muon and state.format == "int8",
             'offload.state = "int8" rounds masters and moments together, which optim.name = "muon" '
-            'writes at two times; use "fp32" or "split16"'
-        )
-    on_device = offload.state.device_share or offload.state.tier == "auto"
-    if optim.name == "muon" and offload.state.format == "split16" and on_device:
-        yield (
+            'writes at two times; use "fp32" or "split16"',
+        ),
+        (
+            is_muon and state.format == "split16" and (state.device_share or state.tier == "auto"),
             'offload.state = "split16" of optim.name = "muon" is for state on the host: the '
             'device\'s kernels for matrices are of fp32 state; use "fp32", or offload.state_on = '
-            '"host"'
-        )
-    if optim.name == "muon" and offload.update == "speculative":
-        yield (
+            '"host"',
+        ),
+        (
+            is_muon and offload.update == "speculative",
             'offload.update = "speculative" needs the gradient of a wrong guess again, over which '
-            'optim.name = "muon" orthogonalizes; use "exact" or "delayed"'
-        )
+            'optim.name = "muon" orthogonalizes; use "exact" or "delayed"',
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,21 +313,31 @@ class TrainConfig:
     deterministic: bool = False
 
 
-def train_contradictions(train: TrainConfig, offload: OffloadConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule."""
-    for key in ("label_smoothing", "z_loss"):
-        if (value := getattr(train, key)) and not train.chunked_loss:
-            yield f"train.{key} = {value} needs train.chunked_loss = true"
-    if train.on_spike != "report" and offload.updates_early:
-        yield (
+def train_contradictions(train: TrainConfig, offload: OffloadConfig) -> list[str]:
+    """Return a sentence for each broken rule."""
+    return broken(
+        *(
+            (
+                getattr(train, key) and not train.chunked_loss,
+                f"train.{key} = {getattr(train, key)} needs train.chunked_loss = true",
+            )
+            for key in ("label_smoothing", "z_loss")
+        ),
+        (
+            train.on_spike != "report" and offload.updates_early,
             f'train.on_spike = "{train.on_spike}" decides before the update, but with '
             "offload.skip_nonfinite = false and no offload.clip_norm Adam runs inside backward: "
-            "set one of them"
-        )
-    if train.on_spike == "rollback" and not train.checkpoint_every:
-        yield 'train.on_spike = "rollback" goes back to checkpoints: set train.checkpoint_every'
-    if train.sample_prompt and not train.sample_tokens:
-        yield "train.sample_prompt is set though train.sample_tokens = 0 samples nothing"
+            "set one of them",
+        ),
+        (
+            train.on_spike == "rollback" and not train.checkpoint_every,
+            'train.on_spike = "rollback" goes back to checkpoints: set train.checkpoint_every',
+        ),
+        (
+            train.sample_prompt and not train.sample_tokens,
+            "train.sample_prompt is set though train.sample_tokens = 0 samples nothing",
+        ),
+    )
 
 
 _Rule: TypeAlias = tuple[Callable[[Any], object], str]

@@ -255,7 +255,14 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
                 tensor=job.ranks.tensor,
                 expert=job.ranks.expert,
             )
-            if not any(contradictions(candidate, job.model, is_own=job.hf is None, samples=False)):
+            problems = contradictions(
+                *(candidate, job.model, job.offload),
+                is_own=job.hf is None,
+                samples=False,
+                adapters=False,
+                rule=job.optim.name,
+            )
+            if not any(problems):
                 yield candidate
 
 

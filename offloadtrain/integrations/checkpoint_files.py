@@ -112,7 +112,9 @@ def save_for_trainer(
     state = optimizer.state_dict()
     if reason_against_torch(optimizer) is None:
         masters, moments = _divided(state["state"])
-        groups = [_as_torchs(group, fused) for group in state["param_groups"]]
+        # With all keys that a group of torch's has.
+        plain = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], fused=fused or None)
+        groups = [plain.param_groups[0] | group for group in state["param_groups"]]
         shared = {
             "state": moments,
             "param_groups": groups,
@@ -160,9 +162,3 @@ def _divided(
         for key, entry in entries.items()
     }
     return masters, moments
-
-
-def _as_torchs(group: dict[str, Any], fused: bool) -> dict[str, Any]:
-    """Return a parameter group with all keys that torch's has."""
-    plain = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], fused=fused or None)
-    return plain.param_groups[0] | group

@@ -80,6 +80,17 @@ def _synchronizing(event: str) -> Any:
     return hook
 
 
+def _through_hooks(method: str) -> Any:
+    """Return a step of the strategy that calls the module's as its forward, whose hooks are the
+    engine's."""
+
+    def step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        module = strategy.lightning_module
+        return strategy._forward_redirection(module, module, method, *args, **kwargs)
+
+    return step
+
+
 class _FirstCallback:
     """Waits for the newest weights before the other callbacks, which may read them."""
 
@@ -157,22 +168,10 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
             self.model_to_device()
         self.setup_precision_plugin()
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("predict_step", *args, **kwargs)
-
-    def _through_hooks(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the step as the module's forward, whose hooks are the engine's."""
-        module = self.lightning_module
-        return self._forward_redirection(module, module, method, *args, **kwargs)
+    training_step = _through_hooks("training_step")
+    validation_step = _through_hooks("validation_step")
+    test_step = _through_hooks("test_step")
+    predict_step = _through_hooks("predict_step")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:

@@ -9,6 +9,7 @@ from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
+from offloadtrain.hardware.nvml import link_gbps
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
@@ -36,7 +37,7 @@ class Transfers(Panel):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         tell(self.query_one("#transfers-text", Static), _summary(shown))
         for name in CHARTS:
             self.query_one(f"#transfers-{name}", Chart).show(plot(name, shown))
@@ -111,20 +112,9 @@ def _links(shown: ViewState) -> str:
     """Describe each link by NVML."""
     if memory.is_on_cpu(shown.view):
         return " links: this run uses no GPU"
-    system = memory.local(shown) or shown.view.system
-    if system is None or not system.gpus:
-        return f" links: {system.gpu_state if system and system.gpu_state else 'no GPU'}"
-    return "\n".join(f" GPU {gpu.index} {link(gpu)}" for gpu in system.gpus)
-
-
-_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""10^9 bytes per second of one lane, by PCIe generation, after line coding."""
-
-
-def link_gbps(gpu: schema.GpuSample) -> float | None:
-    """Return the peak bandwidth of this GPU's link: an idle link is slower."""
-    lane = _LANE_GBPS.get(gpu.pcie_generation_max or 0)
-    return lane * gpu.pcie_width_max if lane and gpu.pcie_width_max else None
+    there = memory.shown_gpus(shown)
+    lines = (f" GPU {gpu.index} {link(gpu)}" for gpu in there.gpus)
+    return "\n".join(lines) or f" links: {there.state or 'no GPU'}"
 
 
 def link(gpu: schema.GpuSample) -> str:
@@ -134,7 +124,8 @@ def link(gpu: schema.GpuSample) -> str:
     description = f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}"
     if gpu.pcie_generation_max is not None:
         description += f" of {gpu.pcie_generation_max} x{gpu.pcie_width_max}"
-    most, rates = link_gbps(gpu), []
+    # The peak of the link: an idle one is slower.
+    most, rates = link_gbps(gpu.pcie_generation_max, gpu.pcie_width_max), []
     for rate, label in ((gpu.pcie_rx_bytes_per_s, "up"), (gpu.pcie_tx_bytes_per_s, "down")):
         if rate is not None:
             share = f" ({100 * rate / 1e9 / most:.0f} % of it)" if most else ""

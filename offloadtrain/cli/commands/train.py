@@ -7,12 +7,11 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, HUNG, STOPPED, of_error
+from offloadtrain.cli.options import Flag, Overrides
 from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.runtime import launcher_link
@@ -28,15 +27,12 @@ def train(
     job: str,
     /,
     *,
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", consume_multiple=True, negative=(), show_default=False),
-    ] = (),
+    overrides: Overrides = (),
     run_dir: Path | None = None,
     resume: str = "never",
     nproc: str = "1",
     max_restarts: int = 0,
-    dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    dry_run: Flag = False,
 ) -> int:
     """Train a job and print the run folder.
 

@@ -13,8 +13,9 @@ are refused as usual.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from operator import attrgetter
 from pathlib import Path
@@ -397,6 +398,10 @@ WARMUP_SHARE = 10
 _Wins = Callable[[Any], bool]
 
 
+def _is_none_of(values: Collection[object], value: object) -> bool:
+    return value not in values
+
+
 # (overridden key, the values that count, the key of the file that they make meaningless)
 _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("data.source", bool, "data.train"),
@@ -410,11 +415,7 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
 
 # Options that have an effect only with certain values of another one.
 _GIVES_WAY += [
-    (
-        f"offload.{needs.option}",
-        lambda value, values=needs.values: value not in values,
-        f"offload.{option.name}",
-    )
+    (f"offload.{needs.option}", partial(_is_none_of, needs.values), f"offload.{option.name}")
     for option in OPTIONS.values()
     if (needs := option.needs) is not None
 ]

@@ -124,7 +124,7 @@ def before_first_step(shown: ViewState) -> str:
     seconds = planned.get("seconds") if isinstance(planned, dict) else None
     usual = f" of {units.format_duration(seconds)} as planned" if isinstance(seconds, float) else ""
     resumed = f", resumed after step {start.start_step}" if start.start_step else ""
-    set_up: schema.SetUp | None = view.history.set_ups.at(view.time_s, None)
+    set_up = view.newest(schema.SetUp)
     before = f"; {set_up_words(set_up)}" if set_up else ""
     return f"first step: {spent}{usual}{resumed}{before}"
 

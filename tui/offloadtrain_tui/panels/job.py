@@ -27,7 +27,7 @@ class JobPanel(Panel):
         with VerticalScroll(id="job-scroll"):
             yield Static(id="job-text")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         start = shown.view.start
         other_jobs = [(other.name, other.first.start) for other in shown.other_runs]
         jobs = (start, *other_jobs)

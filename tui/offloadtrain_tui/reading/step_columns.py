@@ -12,6 +12,7 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any
@@ -40,7 +41,7 @@ class StepColumns:
     """The steps of a log, a column for each quantity."""
 
     def __init__(self) -> None:
-        self.steps = Timed()
+        self.steps = Timed[int]()
         """Step numbers; position i is position i in every series."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
         self.val_loss = self.series["val_loss"] = Measured()
@@ -116,21 +117,14 @@ def _step_values(values: Json) -> tuple[Any, ...]:
 
 def _floats(values: Sequence[Any]) -> array[float]:
     """Convert values to numbers, NaN for missing ones."""
-    try:
-        return _packed(values)
-    except (struct.error, OverflowError):
-        pass  # some are missing, or no numbers
+    packed = array("d")
+    with suppress(struct.error, OverflowError):  # some are missing, or no numbers
+        packed.frombytes(struct.pack(f"{len(values)}d", *values))  # a third of array()'s time
+        return packed
     if values.count(None) == len(values):
         return array("d", [math.nan]) * len(values)
     numbers = map(number_of, values)
     return array("d", [math.nan if value is None else value for value in numbers])
-
-
-def _packed(values: Sequence[float]) -> array[float]:
-    """Convert numbers; in a third of the time that array() takes."""
-    packed = array("d")
-    packed.frombytes(struct.pack(f"{len(values)}d", *values))
-    return packed
 
 
 def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:

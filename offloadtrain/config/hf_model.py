@@ -236,9 +236,7 @@ def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
     if lora is not None and not isinstance(lora, dict):
         job.problems.append(f"model.lora = {toml.shown(lora)} must be a table: {{r = 8}}")
     elif lora is not None:
-        toml.report_unknown(job, lora, [*toml.field_kinds(Lora)], "model.lora")
-        options = toml.read_fields(job, toml.field_kinds(Lora), lora, "model.lora")
-        values["lora"] = Lora(**options)
+        values["lora"] = Lora(**toml.read_table(job, toml.field_kinds(Lora), lora, "model.lora"))
         job.problems += [f"model.lora.{problem}" for problem in values["lora"].problems()]
     return None if job.problems else HfModel(**values)
 

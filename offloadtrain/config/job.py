@@ -12,9 +12,10 @@ are refused as usual.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
 from math import prod
 from operator import attrgetter
@@ -32,8 +33,10 @@ from offloadtrain.config.model_shape import (
     num_params,
 )
 from offloadtrain.config.offload import OPTIONS, OffloadConfig
+from offloadtrain.config.option import Rule, out_of_range, ranged
 from offloadtrain.config.ranks_options import RanksConfig, Stage
 from offloadtrain.config.sections import (
+    PATH,
     DataConfig,
     DeviceConfig,
     LogConfig,
@@ -41,7 +44,6 @@ from offloadtrain.config.sections import (
     TrainConfig,
     data_contradictions,
     optim_contradictions,
-    out_of_range,
     train_contradictions,
 )
 from offloadtrain.config.toml import Job, shown
@@ -63,6 +65,11 @@ __all__ = [
 ]
 
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
+
+_NAME: Rule = (
+    re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}").fullmatch,
+    "1 to 64 of the characters A-Z a-z 0-9 . _ - and begin with a letter or digit",
+)
 
 Say: TypeAlias = Callable[[str], object]
 
@@ -92,7 +99,7 @@ class Config:
         stage: the stage of a pipeline that `model` is; None: the whole model. No key of a job.
     """
 
-    name: str
+    name: str = field(metadata={"rule": _NAME})
     model: ModelShape
     hf: HfModel | None = None
     data: DataConfig = DATA
@@ -102,7 +109,7 @@ class Config:
     log: LogConfig = LOG
     ranks: RanksConfig = RANKS
     train: TrainConfig
-    runs_dir: str = "runs"
+    runs_dir: str = ranged("runs", PATH)
     stage: Stage | None = None
 
     def __post_init__(self) -> None:
@@ -146,17 +153,12 @@ def _count(hf: HfModel, *, trained: bool) -> int:
     return sum(prod(param.sizes) for param in params if param.trained or not trained)
 
 
+_KINDS = toml.field_kinds(Config)
 _SECTIONS: dict[str, type] = {
-    "model": ModelShape,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "offload": OffloadConfig,
-    "device": DeviceConfig,
-    "log": LogConfig,
-    "ranks": RanksConfig,
-    "train": TrainConfig,
+    key: kind for key, kind in _KINDS.items() if isinstance(kind, type) and is_dataclass(kind)
 }
-_PLAIN = {"name": str, "runs_dir": str}
+"""Table of a job → its dataclass."""
+_PLAIN = {key: kind for key, kind in _KINDS.items() if kind is str}
 _SIZES = {
     "offload": tuple(key for key, option in OFFLOAD_KEYS.items() if option.size),
     "train": ("checkpoint_spill",),
@@ -328,6 +330,8 @@ def _with_accumulation(config: Config, job: toml.Job) -> Config:
 def _problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each broken rule; each begins with the dotted key."""
     yield from out_of_range(config)
+    for section in _SECTIONS:
+        yield from out_of_range(getattr(config, section), f"{section}.")
     for sentence in config.model.problems() if config.hf is None else ():
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
@@ -426,8 +430,10 @@ def settle(job: Job) -> Iterator[str]:
     each."""
     for key, wins, other in _GIVES_WAY:
         value, left = _value(job, key), _of_the_file(job, other)
-        if key in job.overridden and wins(value) and left and not _is_default(other, left):
-            section, name = other.split(".")
+        section, name = other.split(".")
+        # The default of an option contradicts no other key.
+        is_default = section == "offload" and left == OPTIONS[name].default
+        if key in job.overridden and wins(value) and left and not is_default:
             del job.tables[section][name]
             yield f"{other} = {shown(left)} of the job is overridden by {key} = {shown(value)}"
     # Of a run made shorter, the warm-up becomes as much shorter.
@@ -437,12 +443,6 @@ def settle(job: Job) -> Iterator[str]:
     if 0 < steps < warmup:
         fitting = job.tables["optim"]["warmup_steps"] = steps // WARMUP_SHARE
         yield f"optim.warmup_steps {warmup} -> {fitting} (train.steps = {steps})"
-
-
-def _is_default(key: str, value: object) -> bool:
-    """Return whether it is the default of a key of [offload], which contradicts no other key."""
-    section, name = key.split(".")
-    return section == "offload" and value == OPTIONS[name].default
 
 
 def _of_the_file(job: Job, key: str) -> Any:

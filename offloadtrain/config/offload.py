@@ -579,8 +579,6 @@ class OffloadConfig:
         for declared in OPTIONS.values():
             if (needs := declared.needs) is not None:
                 yield from declared.without_effect(declared.of(self), self.value(needs.option))
-        state_on, spill, working = self.state.tier, self.memory.checkpoint_spill, self.weights.tier
-        shards_weights = self.weights.offloaded or self.sharding.zero_stage == 3
         keeps = STATE_PRECISIONS[self.state.format]
         yield from broken(
             (
@@ -592,6 +590,15 @@ class OffloadConfig:
                 self.precision not in ("auto", *keeps),
                 _cannot_keep(self.state.format, self.precision),
             ),
+            *self._contradictions_of_placement(),
+            *self._contradictions_of_disk(),
+        )
+
+    def _contradictions_of_placement(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules of `broken` about where weights, activations and state are."""
+        state_on, spill, working = self.state.tier, self.memory.checkpoint_spill, self.weights.tier
+        shards_weights = self.weights.offloaded or self.sharding.zero_stage == 3
+        yield from (
             (
                 self.weights.resident_blocks and not shards_weights,
                 f"resident_blocks = {self.weights.resident_blocks} applies only with working = "
@@ -618,6 +625,12 @@ class OffloadConfig:
                 f"checkpoint_spill = {spill} is host memory for state on the host, and with "
                 f"state_on = {state_on!r} none is there: leave it out",
             ),
+        )
+
+    def _contradictions_of_disk(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules of `broken` about what is in the file of `scratch_dir`."""
+        state_on = self.state.tier
+        yield from (
             (
                 self.memory.scratch_dir is not None and not self.uses_disk,
                 f"scratch_dir = {shown(self.memory.scratch_dir)} is for state on the disk, and "

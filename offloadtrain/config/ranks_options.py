@@ -11,6 +11,7 @@ from typing import Final, Literal, TypeAlias
 from offloadtrain.config.errors import broken
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.option import at_least, ranged
 from offloadtrain.config.toml import shown
 
 Schedule: TypeAlias = Literal["1f1b", "gpipe", "2bw", "interleaved"]
@@ -39,13 +40,15 @@ class RanksConfig:
             ranks, of each stage, must be divisible by it. All of them divide the batch.
     """
 
-    pipeline: int = 1
+    pipeline: int = ranged(1, at_least(1))
     schedule: Schedule = "1f1b"
-    stages_per_rank: int = 1
+    stages_per_rank: int = ranged(1, at_least(1))
     layers_per_stage: tuple[int, ...] | Literal["auto"] = ()
-    tensor: int = 1
-    shard: int = 0
-    expert: int = 1
+    tensor: int = ranged(1, at_least(1))
+    shard: int = ranged(
+        0, ((lambda value: value == 0 or value >= 2), "0 (all ranks share the state) or at least 2")
+    )
+    expert: int = ranged(1, at_least(1))
 
     @property
     def stages(self) -> int:
@@ -159,7 +162,7 @@ def contradictions(
         yield from _tensor_contradictions(ranks, model, is_own=is_own, adapters=adapters)
     if ranks.expert > 1:
         yield from _expert_contradictions(ranks, model, is_own=is_own)
-    for key, count, others, whole in (
+    for key, count, peers, tensors in (
         ("tensor", ranks.tensor, "parts", "matrices"),
         ("expert", ranks.expert, "ranks", "tensors"),
     ):
@@ -174,13 +177,13 @@ def contradictions(
                 (
                     offload.state.format not in ("fp32", "split16"),
                     f"{setting} and offload.state = {offload.state.format!r}: its scales stand for "
-                    f"blocks of elements in the order of memory, which other {others} order "
+                    f"blocks of elements in the order of memory, which other {peers} order "
                     "differently, so that no other mesh could read a checkpoint. Set "
                     'offload.state = "fp32" or "split16"',
                 ),
                 (
                     rule in ("muon", "lamb"),
-                    f"{setting} and optim.name = {rule!r}, which updates whole {whole}: set "
+                    f"{setting} and optim.name = {rule!r}, which updates whole {tensors}: set "
                     'optim.name = "adamw"',
                 ),
             )

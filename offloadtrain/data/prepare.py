@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, broken
 from offloadtrain.config.sections import Form
 from offloadtrain.data.chat import chat_template as template_of
 from offloadtrain.data.encode import Encoded, Encoder, Reading, Side, Task, encode_in_order, form_of
@@ -140,14 +140,23 @@ def prepare(
         DataError: nothing to read, a bad line, an unreadable file, a full disk; `out` is then
             unchanged.
     """
-    if not 0.0 <= val_fraction < 1.0:
-        raise ConfigError(f"val_fraction = {val_fraction:g} must be in [0, 1)")
-    if bad_lines not in ("error", "skip"):
-        raise ConfigError(f'bad_lines = {bad_lines!r} must be "error" or "skip"')
-    if not 0 <= jobs <= _MOST_JOBS:
-        raise ConfigError(f"jobs = {jobs} must be from 1 to {_MOST_JOBS}, or 0: all CPUs")
-    if form not in ("auto", *get_args(Form)):
-        raise ConfigError(f'form = {form!r} must be "auto", {", ".join(get_args(Form))}')
+    problems = broken(
+        (not 0.0 <= val_fraction < 1.0, f"val_fraction = {val_fraction:g} must be in [0, 1)"),
+        (
+            bad_lines not in ("error", "skip"),
+            f'bad_lines = {bad_lines!r} must be "error" or "skip"',
+        ),
+        (
+            not 0 <= jobs <= _MOST_JOBS,
+            f"jobs = {jobs} must be from 1 to {_MOST_JOBS}, or 0: all CPUs",
+        ),
+        (
+            form not in ("auto", *get_args(Form)),
+            f'form = {form!r} must be "auto", {", ".join(get_args(Form))}',
+        ),
+    )
+    if problems:
+        raise ConfigError(problems[0])
     _refuse_unguarded_script()
     out = Path(out)
     try:

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine import OffloadOptimizer
-from offloadtrain.engine import offload as _offload
 from offloadtrain.integrations import checkpoint_files
 from offloadtrain.integrations.framework_support import (
     Dtypes,
-    dtypes_of,
-    merged,
+    offload_for,
     precision_of,
     state_dict_of,
     synchronize_readers,
@@ -133,10 +131,11 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
         settings = {"device": self.root_device, "precision": precision_of(mixed, module)}
         if module.automatic_optimization:
             settings["grad_accum_steps"] = module.trainer.accumulate_grad_batches
-        self._original_dtypes = dtypes_of(module)
-        options = merged(self._options, settings, "the Trainer")
-        self._engine = self._casts.engine = _offload(module, rule, params=params, **options)
-        return self._engine
+        engine, self._original_dtypes = offload_for(
+            "the Trainer", module, rule, self._options, settings, params=params
+        )
+        self._engine = self._casts.engine = engine
+        return engine
 
     def setup(self, trainer: Any) -> None:
         """Offload in place of a move to the device; a test or a prediction alone moves the model.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TextIO
 
-from cyclopts import App, CycloptsError, CycloptsPanel
+from cyclopts import App, CycloptsPanel
 
 from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import UnsafeFileError
@@ -20,11 +20,6 @@ from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.cli.commands.doctor import package_version
 from offloadtrain.cli.exit_codes import DONE, FAILED, USAGE, of_error
 from offloadtrain.config.errors import OffloadTrainError
-
-
-def _wrong_usage(error: CycloptsError) -> object:
-    """Return the argument parser's message, sanitized since it quotes the arguments."""
-    return CycloptsPanel(sanitize(str(error)))
 
 
 class _OnUse:
@@ -283,7 +278,8 @@ app = _app(
     "offloadtrain train --help",
     commands=COMMANDS,
     version=package_version,
-    error_formatter=_wrong_usage,
+    # Wrong usage quotes the arguments.
+    error_formatter=lambda error: CycloptsPanel(sanitize(str(error))),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )

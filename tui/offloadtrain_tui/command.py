@@ -93,16 +93,12 @@ def tui(
     if allow_requests and not web:
         return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
     if web:
-        options = {
-            "--speed": speed,
-            "--screen": screen,
-            "--theme": theme,
-            "--runs-dir": runs_dir.resolve(),
-        }
+        options: dict[str, object] = {"--speed": speed, "--screen": screen, "--theme": theme}
+        options["--runs-dir"] = runs_dir.resolve()
         flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
         from offloadtrain_tui.web import serve
 
-        chosen = [str(path.folder or path.logs[0]) for path in (run_paths if run else [])]
+        chosen = [str(path.path) for path in run_paths] if run else []
         return serve(host, port, chosen, options, flags)
     clock: Clock = LiveClock()
     if replay:

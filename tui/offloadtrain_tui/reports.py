@@ -232,28 +232,27 @@ def line(snapshot: Snapshot) -> str:
 def report(snapshot: Snapshot) -> str:
     """Return a snapshot as a few lines."""
     view = snapshot.first
-    lines = [clean(snapshot.name), line(snapshot)]
-    if summary := ", ".join(filter(None, (against_plan(view), bound_by(view)))):
-        lines.append(summary)
-    if snapshot.out_of_memory:
-        lines.append(_death(view))
-    if snapshot.set_up is not None:
-        return "\n".join(lines)  # the rest is of its start before
-    if view.val_loss is not None:
-        lines.append(f"validation loss {view.val_loss:.4f}")
-    for tier in ("device", "host"):
-        rows = [row for row in view.memory if row.tier == tier]
-        total = units.format_bytes(sum(row.num_bytes for row in rows))
-        largest = ", ".join(
-            f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in rows[:4]
-        )
-        lines.append(f"{tier}: {total} ({largest})" if rows else f"{tier}: not known yet")
-    lines += [
-        f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in view.active_alerts()
+    lines = [
+        clean(snapshot.name),
+        line(snapshot),
+        ", ".join(filter(None, (against_plan(view), bound_by(view)))),
+        _death(view) if snapshot.out_of_memory else "",
     ]
-    if (end := view.end) is not None and end.message:
-        lines.append(f"ended: {clean(end.message)}")
-    return "\n".join(lines)
+    if snapshot.set_up is None:  # else the rest is of its start before
+        lines.append("" if view.val_loss is None else f"validation loss {view.val_loss:.4f}")
+        lines += [_memory_line(view, tier) for tier in ("device", "host")]
+        alerts = view.active_alerts()
+        lines += [f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in alerts]
+        end = view.end.message if view.end else ""
+        lines.append(f"ended: {clean(end)}" if end else "")
+    return "\n".join(filter(None, lines))
+
+
+def _memory_line(view: View, tier: str) -> str:
+    rows = [row for row in view.memory if row.tier == tier]
+    total = units.format_bytes(sum(row.num_bytes for row in rows))
+    sizes = (f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in rows[:4])
+    return f"{tier}: {total} ({', '.join(sizes)})" if rows else f"{tier}: not known yet"
 
 
 def _death(view: View) -> str:

@@ -295,8 +295,8 @@ def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case
     every other rule, in the formats that keep its moments, over Adam's memory; then the parts."""
     b, cases, preferred = buffers, dict[Label, Case](), backends[0]
     adam = [(backend, "", SCALARS) for backend in backends]
-    others = [(preferred, f", {rule}", scalars) for rule, scalars in RULES.items()]
-    for backend, rule, scalars in (*adam, *others):
+    other_rules = [(preferred, f", {rule}", scalars) for rule, scalars in RULES.items()]
+    for backend, rule, scalars in (*adam, *other_rules):
         for format, state in b.states.items():
             declared = FORMATS[format]
             is_slow = format == "int8" and backend.name != "native"

@@ -17,7 +17,7 @@ from offloadtrain.cli.doctor.checks import Check, DriveRates, Status
 from offloadtrain.cli.doctor.measure import drive_rates, measure
 from offloadtrain.config.errors import DiskError
 from offloadtrain.hardware import cgroup
-from offloadtrain.hardware.cpus import SYSFS, parse_cpulist
+from offloadtrain.hardware.cpus import SYSFS, gpu_node, numa_nodes, parse_cpulist
 from offloadtrain.hardware.file_system import free_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.nvml import Nvml, link_gbps
@@ -228,20 +228,6 @@ def _torch_gpu(index: int) -> TorchGpu:
 
 def _first_line(message: object) -> str:
     return str(message).strip().partition("\n")[0]
-
-
-def gpu_node(address: str | None, sysfs: Path) -> int | None:
-    """Return the NUMA node of a GPU by PCI address; None: not reported, as on most machines with
-    one node."""
-    file = sysfs / f"bus/pci/devices/{address}/numa_node"
-    node = int(file.read_text()) if address and file.exists() else -1
-    return node if node >= 0 else None
-
-
-def numa_nodes(sysfs: Path) -> dict[int, list[int]]:
-    """Return node → its CPUs; empty if the system has no nodes."""
-    files = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
-    return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in files}
 
 
 def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:

@@ -146,16 +146,14 @@ def contradictions(
     Args:
         is_own: the model is our transformer.
         samples: text is generated at the end.
-        adapters: beside a frozen model of transformers are trained.
+        adapters: the job trains adapters of a frozen model of transformers.
         rule: name of the update rule.
     """
-    yield from broken(
-        (
-            ranks.pipeline == 1 and ranks.layers_per_stage,
+    if ranks.pipeline == 1 and ranks.layers_per_stage:
+        yield (
             f"ranks.layers_per_stage = {shown(ranks.layers_per_stage)} is for the stages of a "
-            "pipeline: set ranks.pipeline, or leave it out",
+            "pipeline: set ranks.pipeline, or leave it out"
         )
-    )
     if ranks.pipeline > 1:
         yield from _pipeline_contradictions(ranks, model, is_own=is_own, adapters=adapters)
     if ranks.tensor > 1:
@@ -334,13 +332,11 @@ def unflushed_contradictions(
     if ranks.flushes:
         return
     setting, tier = f'ranks.schedule = "{NO_FLUSH}"', offload.state.tier
-    yield from broken(
-        (
-            offload.update != "delayed",
+    if offload.update != "delayed":
+        yield (
             f"{setting} and offload.update = {offload.update!r}: without a flush every update is "
-            'one step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"',
+            'one step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"'
         )
-    )
     for key, value, goes, instead, why in (
         (
             *("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0),

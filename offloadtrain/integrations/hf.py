@@ -111,7 +111,10 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 if optimizer is not None:
                     optimizer.close()
             self.optimizer, self._original_dtypes = offload_for(
-                *("TrainingArguments", model, self._rule(), self.offload),
+                "TrainingArguments",
+                model,
+                self._rule(),
+                self.offload,
                 options_of(self.args, model),
                 params=self._groups(model),
             )

@@ -13,17 +13,13 @@ from offloadtrain.hardware.nvml import link_gbps
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.reading.step_columns import LANES
+from offloadtrain_tui.reading.step_columns import LANES, MAIN_LANES
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.tell import tell
 from offloadtrain_tui.words import lane_word
-
-RARE = ("load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load")
-"""Lanes shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
-device, checkpoints, state and weights on the disk."""
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 
@@ -49,7 +45,7 @@ def _summary(shown: ViewState) -> Text:
     step_ms = view.last("step_ms") or 0.0
     for lane in LANES:
         busy_ms = view.busy_ms(lane)
-        if lane in RARE and not busy_ms:
+        if lane not in MAIN_LANES and not busy_ms:
             continue
         share = f"{100 * busy_ms / step_ms:3.0f} % of step" if step_ms else ""
         text.append(

@@ -21,10 +21,14 @@ from offloadtrain.events.schema import Json
 from offloadtrain_tui.reading.series import Measured, Series, Smoothed
 from offloadtrain_tui.reading.timed import Timed
 
+MAIN_LANES = ("compute", "d2h", "host", "h2d")
+"""Lanes that every run has."""
 LANES = (
-    *("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
-    *("write", "disk_read", "disk_write", "disk_load"),
+    *MAIN_LANES,
+    *("load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load"),
 )
+"""With those shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
+device, checkpoints, state and weights on the disk."""
 STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",

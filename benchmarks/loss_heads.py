@@ -12,7 +12,8 @@ from collections import defaultdict
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from offloadtrain.integrations.chunked_loss import Unusual, head_attribute
+from offloadtrain.engine import ModelError
+from offloadtrain.integrations.chunked_loss import head_attribute
 
 
 def main() -> None:
@@ -21,8 +22,12 @@ def main() -> None:
     names = {name for one in named for name in ([one] if isinstance(one, str) else one)}
     found: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
-        head = head_attribute(getattr(transformers, name))
-        found[head.why if isinstance(head, Unusual) else ""].append(name)
+        why = ""
+        try:
+            head_attribute(getattr(transformers, name))
+        except ModelError as error:
+            why = str(error).partition(": ")[2]
+        found[why].append(name)
     print(
         f"{len(found.pop('', []))} of {len(names)} classes, transformers {transformers.__version__}"
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -44,22 +44,29 @@ def of_error(error: BaseException) -> int:
 
 
 @contextmanager
-def ends_as_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, as Ctrl-C does. Training has handlers of
-    its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup
-            signal.signal(number, _interrupt)
+def signals_handled(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle signals by a function inside, except a SIGHUP that is ignored (nohup)."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in before:
+        if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:
+            signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
+@contextmanager
+def ends_as_interrupted() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt inside, as Ctrl-C does. Training has handlers of
+    its own."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    with signals_handled((signal.SIGTERM, signal.SIGHUP) if is_main else (), interrupt):
+        yield

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TextIO
 
-from cyclopts import App, CycloptsError, CycloptsPanel
+from cyclopts import App, CycloptsPanel
 
 from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import UnsafeFileError
@@ -22,35 +22,40 @@ from offloadtrain.cli.exit_codes import DONE, FAILED, USAGE, of_error
 from offloadtrain.config.errors import OffloadTrainError
 
 
-def _wrong_usage(error: CycloptsError) -> object:
-    """Return the argument parser's message, sanitized since it quotes the arguments."""
-    return CycloptsPanel(sanitize(str(error)))
+class _OnUse:
+    """Stands for an object that is made when it is used: its import takes 0.1 s."""
 
-
-class _OwnTerminal:
-    """Rich's console on a stream without the filter, for help and wrong usage, which have colors.
-    Imported on use: it takes 0.1 s."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = unfiltered(stream)
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
 
     @cached_property
-    def _console(self) -> Any:
-        from rich.console import Console
-
-        return Console(file=self._stream)
+    def _made(self) -> Any:
+        return self._make()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._console, name)
+        return getattr(self._made, name)
+
+
+def _terminal(stream: TextIO) -> _OnUse:
+    """Return Rich's console on a stream without the filter, for help and wrong usage, which have
+    colors."""
+    bare = unfiltered(stream)
+
+    def make() -> Any:
+        from rich.console import Console
+
+        return Console(file=bare)
+
+    return _OnUse(make)
 
 
 _NO_DEFAULT = ('""', "()", "False")
 """Defaults that are not shown: an option that is not given."""
 
 
-class _Unbroken:
+class _Unbroken(_OnUse):
     """cyclopts's help, without the line breaks of the docstrings, and without defaults that say
-    nothing. Imported on use."""
+    nothing."""
 
     def __call__(self, console: Any, options: Any, panel: Any) -> None:
         from rich.text import Text
@@ -61,16 +66,13 @@ class _Unbroken:
                 entry.description.primary_renderable = Text(text.plain.replace("\n", " "))
             if entry.default in _NO_DEFAULT:
                 entry.default = None
-        self._default(console, options, panel)
+        self._made(console, options, panel)
 
-    @cached_property
-    def _default(self) -> Any:
-        from cyclopts.help import DefaultFormatter
 
-        return DefaultFormatter()
+def _default_formatter() -> Any:
+    from cyclopts.help import DefaultFormatter
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._default, name)
+    return DefaultFormatter()
 
 
 class _Command:
@@ -251,7 +253,7 @@ def _app(
         name=name,
         help=summary,
         help_format="plaintext",
-        help_formatter=_Unbroken(),
+        help_formatter=_Unbroken(_default_formatter),
         help_epilogue=_epilogue(examples),
         **more,
     )
@@ -276,7 +278,8 @@ app = _app(
     "offloadtrain train --help",
     commands=COMMANDS,
     version=package_version,
-    error_formatter=_wrong_usage,
+    # Wrong usage quotes the arguments.
+    error_formatter=lambda error: CycloptsPanel(sanitize(str(error))),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
@@ -305,8 +308,8 @@ def _run(argv: Sequence[str] | None) -> int:
         debug = True
     try:
         consoles: Any = {
-            "console": _OwnTerminal(sys.stdout),
-            "error_console": _OwnTerminal(sys.stderr),
+            "console": _terminal(sys.stdout),
+            "error_console": _terminal(sys.stderr),
         }
         return int(app(arguments, **consoles) or DONE)
     except SystemExit as exit_request:  # cyclopts has printed the error

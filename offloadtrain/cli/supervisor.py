@@ -23,7 +23,15 @@ from dataclasses import replace
 from types import FrameType
 
 from offloadtrain.boundary.sanitize import sanitize
-from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, HUNG, STOPPED, USAGE
+from offloadtrain.cli.exit_codes import (
+    DOES_NOT_FIT,
+    DONE,
+    FAILED,
+    HUNG,
+    STOPPED,
+    USAGE,
+    signals_handled,
+)
 from offloadtrain.runtime.heartbeat import CPU_MOVES_S
 from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
 from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, NO_PROGRESS, REPORT_S, judge
@@ -173,7 +181,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Return the exit code of the job. Signals reach the ranks through this process."""
-        with self._passing_signals():
+        with signals_handled((*_STOPS, signal.SIGUSR1), self._pass_on):
             for attempt in range(self._max_restarts + 1):
                 code = self._attempt(attempt)
                 if code in _FINAL or self._stopping or attempt == self._max_restarts:
@@ -305,17 +313,6 @@ class Supervisor:
         return errors[0] if errors else FAILED if any(codes) else DONE
 
     # ---- signals
-
-    @contextmanager
-    def _passing_signals(self) -> Iterator[None]:
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
-        numbers = [n for n in (*_STOPS, signal.SIGUSR1) if n != signal.SIGHUP or not ignored]
-        before = {number: signal.signal(number, self._pass_on) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:

@@ -210,25 +210,22 @@ def _rounds(config: Config, microbatches: int) -> bool:
 def explain(job: Config, part: Config, ranks: int) -> str:
     """Return a sentence that describes the split."""
     before, after = job.train, part.train
-    stages, parts = job.ranks.stages, job.ranks.tensor
-    processes = job.ranks.pipeline
+    stages, parts, processes = job.ranks.stages, job.ranks.tensor, job.ranks.pipeline
+    size, experts, groups = shards(job, ranks), job.ranks.expert, ranks // parts
     each = "one rank" if ranks == processes else f"{ranks // processes} ranks"
     who = f"{ranks} ranks" if stages == 1 else f"{stages} stages of {each} each"
     if stages > processes:
-        of_each = f"{stages // processes} of {stages} stages each"
         who = f"{ranks} ranks" if ranks == processes else f"{processes} groups of {each}"
-        who += f" with {of_each}"
-    if not job.ranks.flushes:
-        who += f" ({job.ranks.schedule}: no flush between steps)"
+        who += f" with {stages // processes} of {stages} stages each"
+    who += "" if job.ranks.flushes else f" ({job.ranks.schedule}: no flush between steps)"
     if parts > 1 and stages > 1:
         who += f", every {parts} of which divide its matrices (tensor parallel),"
     elif parts > 1:
-        groups = ranks // parts
         who = f"{groups} group{'s' if groups > 1 else ''} of {parts} ranks (tensor parallel)"
-    if (size := shards(job, ranks)) < replicas(job, ranks):
-        who += f", every {size} of which hold a copy of the state,"
-    if (experts := job.ranks.expert) > 1:
-        who += f", every {experts} of which hold all experts,"
+    who += (
+        "" if size == replicas(job, ranks) else f", every {size} of which hold a copy of the state,"
+    )
+    who += f", every {experts} of which hold all experts," if experts > 1 else ""
     verb = "shares" if ranks == parts and stages == 1 else "share"
     return (
         f"{who} {verb} {before.micro_batch * before.grad_accum_steps} sequences per step: "

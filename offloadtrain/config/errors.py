@@ -19,6 +19,15 @@ class ConfigError(OffloadTrainError):
         self.problems = problems
 
 
+def broken(*rules: tuple[object, str]) -> list[str]:
+    """Return the sentences of those rules that are broken.
+
+    Args:
+        rules: (true if the rule is broken, the sentence that says so).
+    """
+    return [sentence for is_broken, sentence in rules if is_broken]
+
+
 class HostMemoryError(OffloadTrainError):
     """The host does not have the requested memory."""
 

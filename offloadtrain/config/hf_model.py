@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config import toml
+from offloadtrain.config.errors import broken
 from offloadtrain.config.model_shape import ModelShape
-from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import Stage
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -43,12 +43,11 @@ class Lora:
 
     def problems(self) -> list[str]:
         """Return one sentence per broken rule, each naming the key to change."""
-        problems = [f"r = {self.r} must be at least 1"] if self.r < 1 else []
-        if self.alpha <= 0.0:
-            problems.append(f"alpha = {self.alpha} must be above 0")
-        if not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout = {self.dropout} must be in [0, 1)")
-        return problems
+        return broken(
+            (self.r < 1, f"r = {self.r} must be at least 1"),
+            (self.alpha <= 0.0, f"alpha = {self.alpha} must be above 0"),
+            (not 0.0 <= self.dropout < 1.0, f"dropout = {self.dropout} must be in [0, 1)"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +236,7 @@ def read_hf(job: toml.Job, table: toml.Table) -> HfModel | None:
     if lora is not None and not isinstance(lora, dict):
         job.problems.append(f"model.lora = {toml.shown(lora)} must be a table: {{r = 8}}")
     elif lora is not None:
-        toml.report_unknown(job, lora, [*toml.field_kinds(Lora)], "model.lora")
-        options = toml.read_fields(job, toml.field_kinds(Lora), lora, "model.lora")
-        values["lora"] = Lora(**options)
+        values["lora"] = Lora(**toml.read_table(job, toml.field_kinds(Lora), lora, "model.lora"))
         job.problems += [f"model.lora.{problem}" for problem in values["lora"].problems()]
     return None if job.problems else HfModel(**values)
 
@@ -254,13 +251,3 @@ def looked_at(
     except (OSError, ValueError) as error:
         job.problems.append(f"model.hf = {toml.shown(hf.hf)} {error}")
         return hf, None
-
-
-def hf_contradictions(hf: HfModel | None, offload: OffloadConfig) -> Iterator[str]:
-    """Yield a sentence for each option that only models of transformers take."""
-    if hf is None and offload.weights.keep_fp32 and offload.precision != "fp32":
-        yield (
-            f"offload.keep_fp32 = {toml.shown([*offload.weights.keep_fp32])} without model.hf: the "
-            "shipped transformer computes in one dtype. Leave it out, or set "
-            "offload.precision = 'fp32'"
-        )

@@ -12,9 +12,10 @@ are refused as usual.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import partial
 from math import prod
 from operator import attrgetter
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from offloadtrain.config import command_hooks, ranks_options, toml
-from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.hf_model import HF_KEYS, HfModel, hf_contradictions, looked_at, read_hf
+from offloadtrain.config.errors import ConfigError, broken
+from offloadtrain.config.hf_model import HF_KEYS, HfModel, looked_at, read_hf
 from offloadtrain.config.model_shape import (
     SIZES,
     ModelShape,
@@ -32,8 +33,10 @@ from offloadtrain.config.model_shape import (
     num_params,
 )
 from offloadtrain.config.offload import OPTIONS, OffloadConfig
+from offloadtrain.config.option import Rule, out_of_range, ranged
 from offloadtrain.config.ranks_options import RanksConfig, Stage
 from offloadtrain.config.sections import (
+    PATH,
     DataConfig,
     DeviceConfig,
     LogConfig,
@@ -41,7 +44,6 @@ from offloadtrain.config.sections import (
     TrainConfig,
     data_contradictions,
     optim_contradictions,
-    out_of_range,
     train_contradictions,
 )
 from offloadtrain.config.toml import Job, shown
@@ -63,6 +65,11 @@ __all__ = [
 ]
 
 _SOME_SIZES = '"demo", "gpt2-124m", "llama-7b", ...'
+
+_NAME: Rule = (
+    re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}").fullmatch,
+    "1 to 64 of the characters A-Z a-z 0-9 . _ - and begin with a letter or digit",
+)
 
 Say: TypeAlias = Callable[[str], object]
 
@@ -92,7 +99,7 @@ class Config:
         stage: the stage of a pipeline that `model` is; None: the whole model. No key of a job.
     """
 
-    name: str
+    name: str = field(metadata={"rule": _NAME})
     model: ModelShape
     hf: HfModel | None = None
     data: DataConfig = DATA
@@ -102,7 +109,7 @@ class Config:
     log: LogConfig = LOG
     ranks: RanksConfig = RANKS
     train: TrainConfig
-    runs_dir: str = "runs"
+    runs_dir: str = ranged("runs", PATH)
     stage: Stage | None = None
 
     def __post_init__(self) -> None:
@@ -146,17 +153,12 @@ def _count(hf: HfModel, *, trained: bool) -> int:
     return sum(prod(param.sizes) for param in params if param.trained or not trained)
 
 
+_KINDS = toml.field_kinds(Config)
 _SECTIONS: dict[str, type] = {
-    "model": ModelShape,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "offload": OffloadConfig,
-    "device": DeviceConfig,
-    "log": LogConfig,
-    "ranks": RanksConfig,
-    "train": TrainConfig,
+    key: kind for key, kind in _KINDS.items() if isinstance(kind, type) and is_dataclass(kind)
 }
-_PLAIN = {"name": str, "runs_dir": str}
+"""Table of a job → its dataclass."""
+_PLAIN = {key: kind for key, kind in _KINDS.items() if kind is str}
 _SIZES = {
     "offload": tuple(key for key, option in OFFLOAD_KEYS.items() if option.size),
     "train": ("checkpoint_spill",),
@@ -328,76 +330,70 @@ def _with_accumulation(config: Config, job: toml.Job) -> Config:
 def _problems(config: Config) -> Iterator[str]:
     """Yield a sentence for each broken rule; each begins with the dotted key."""
     yield from out_of_range(config)
+    for section in _SECTIONS:
+        yield from out_of_range(getattr(config, section), f"{section}.")
     for sentence in config.model.problems() if config.hf is None else ():
         yield f"model.{sentence}"
     for sentence in config.offload.problems():
         yield f"{'train' if sentence.startswith('grad_accum_steps ') else 'offload'}.{sentence}"
+    data, optim, train = config.data, config.optim, config.train
+    model, offload = config.model, config.offload
+    encodes = config.hf is None and not model.is_causal
     divided = max(config.ranks.pipeline, config.ranks.tensor, config.ranks.expert) > 1
-    if config.offload.activations.mode == "offload_saved" and divided:
-        yield (
+    yield from data_contradictions(data, evaluates=train.eval_every)
+    yield from optim_contradictions(optim, offload)
+    yield from problems_of_ranks(config)
+    yield from train_contradictions(train, offload)
+    yield from broken(
+        (
+            offload.activations.mode == "offload_saved" and divided,
             "offload.activation = 'offload_saved' with stages or parts (ranks.pipeline, "
             "ranks.tensor, ranks.expert) is for a loop of your own: the plan of a job traces whole "
-            "models. Set 'offload' or 'recompute', or give each rank the whole model"
-        )
-    yield from data_contradictions(config.data, evaluates=config.train.eval_every)
-    yield from hf_contradictions(config.hf, config.offload)
-    yield from optim_contradictions(config.optim, config.offload)
-    yield from problems_of_ranks(config)
-    yield from _of_several_sections(config)
-    yield from train_contradictions(config.train, config.offload)
+            "models. Set 'offload' or 'recompute', or give each rank the whole model",
+        ),
+        (
+            config.hf is None and offload.weights.keep_fp32 and offload.precision != "fp32",
+            f"offload.keep_fp32 = {shown([*offload.weights.keep_fp32])} without model.hf: the "
+            "shipped transformer computes in one dtype. Leave it out, or set "
+            "offload.precision = 'fp32'",
+        ),
+        (
+            optim.warmup_steps > train.steps,
+            f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = "
+            f"{train.steps}",
+        ),
+        (
+            encodes and data.packing == "padded",
+            'data.packing = "padded" does not go with model.objective = "mlm", whose attention to '
+            'both sides would see what pads; use "isolated", which packs documents without padding',
+        ),
+        (
+            encodes and train.sample_tokens,
+            f"train.sample_tokens = {train.sample_tokens} must be 0 with model.objective = "
+            '"mlm": an encoder continues no text',
+        ),
+        (
+            data.seq_len > model.max_seq_len,
+            f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = "
+            f"{model.max_seq_len}",
+        ),
+    )
 
 
 def problems_of_ranks(config: Config) -> Iterator[str]:
     """Yield a sentence for each rule of the table [ranks] that other keys break."""
-    table, model, offload, rule = config.ranks, config.model, config.offload, config.optim.name
-    is_own, samples = config.hf is None, config.train.sample_tokens > 0
-    adapters = config.hf is not None and config.hf.lora is not None
+    ranks, offload, rule = config.ranks, config.offload, config.optim.name
     yield from ranks_options.contradictions(
-        table, model, is_own=is_own, samples=samples, adapters=adapters
-    )
-    yield from ranks_options.interleaved_contradictions(table, offload)
-    yield from ranks_options.compiled_contradictions(table, offload)
-    yield from ranks_options.unflushed_contradictions(
-        table, offload, rule=rule, on_spike=config.train.on_spike
-    )
-    yield from ranks_options.tensor_contradictions(
-        *(table, model),
-        is_own=is_own,
-        samples=samples,
-        state=offload.state.format,
+        *(ranks, config.model, offload),
+        is_own=config.hf is None,
+        samples=config.train.sample_tokens > 0,
+        adapters=config.hf is not None and config.hf.lora is not None,
         rule=rule,
-        adapters=adapters,
     )
-    yield from ranks_options.expert_contradictions(
-        table, model, offload, is_own=is_own, samples=samples, rule=rule
+    yield from ranks_options.interleaved_contradictions(ranks, offload)
+    yield from ranks_options.unflushed_contradictions(
+        ranks, offload, rule=rule, on_spike=config.train.on_spike
     )
-
-
-def _of_several_sections(config: Config) -> Iterator[str]:
-    data, optim, train, model = config.data, config.optim, config.train, config.model
-    if optim.warmup_steps > train.steps:
-        yield (
-            f"optim.warmup_steps = {optim.warmup_steps} must be at most train.steps = {train.steps}"
-        )
-    if config.hf is None and not model.is_causal:
-        yield from _of_an_encoder(config)
-    if data.seq_len > model.max_seq_len:
-        yield (
-            f"data.seq_len = {data.seq_len} must be at most model.max_seq_len = {model.max_seq_len}"
-        )
-
-
-def _of_an_encoder(config: Config) -> Iterator[str]:
-    if config.data.packing == "padded":
-        yield (
-            'data.packing = "padded" does not go with model.objective = "mlm", whose attention to '
-            'both sides would see what pads; use "isolated", which packs documents without padding'
-        )
-    if config.train.sample_tokens:
-        yield (
-            f"train.sample_tokens = {config.train.sample_tokens} must be 0 with model.objective = "
-            '"mlm": an encoder continues no text'
-        )
 
 
 WARMUP_SHARE = 10
@@ -434,8 +430,10 @@ def settle(job: Job) -> Iterator[str]:
     each."""
     for key, wins, other in _GIVES_WAY:
         value, left = _value(job, key), _of_the_file(job, other)
-        if key in job.overridden and wins(value) and left and not _is_default(other, left):
-            section, name = other.split(".")
+        section, name = other.split(".")
+        # The default of an option contradicts no other key.
+        is_default = section == "offload" and left == OPTIONS[name].default
+        if key in job.overridden and wins(value) and left and not is_default:
             del job.tables[section][name]
             yield f"{other} = {shown(left)} of the job is overridden by {key} = {shown(value)}"
     # Of a run made shorter, the warm-up becomes as much shorter.
@@ -445,12 +443,6 @@ def settle(job: Job) -> Iterator[str]:
     if 0 < steps < warmup:
         fitting = job.tables["optim"]["warmup_steps"] = steps // WARMUP_SHARE
         yield f"optim.warmup_steps {warmup} -> {fitting} (train.steps = {steps})"
-
-
-def _is_default(key: str, value: object) -> bool:
-    """Return whether it is the default of a key of [offload], which contradicts no other key."""
-    section, name = key.split(".")
-    return section == "offload" and value == OPTIONS[name].default
 
 
 def _of_the_file(job: Job, key: str) -> Any:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
+from offloadtrain.config.errors import broken
+
 Positions = Literal["rotary", "learned"]
 Norm = Literal["rmsnorm", "layernorm"]
 Mlp = Literal["swiglu", "gelu"]
@@ -106,11 +108,62 @@ class ModelShape:
 
     def problems(self) -> list[str]:
         """Return one sentence per broken rule, each naming the key to change; empty if valid."""
-        return [
-            *_range_problems(self),
-            *_divisibility_problems(self),
-            *_expert_problems(self),
-        ]
+        at_least_1 = ("vocab_size", "num_layers", "d_model", "num_heads", "max_seq_len")
+        choices = {"positions": Positions, "norm": Norm, "mlp": Mlp, "objective": Objective}
+        values = {key: getattr(self, key) for key in ModelShape.__dataclass_fields__}
+        divides = min(self.num_heads, self.kv_heads, self.d_model) >= 1
+        rest = self.d_model % self.num_heads if divides else 0
+        return broken(
+            *((values[key] < 1, f"{key} = {values[key]} must be at least 1") for key in at_least_1),
+            *(
+                (
+                    values[key] < 0,
+                    f"{key} = {values[key]} must not be negative (0: the usual value)",
+                )
+                for key in ("num_kv_heads", "d_ff")
+            ),
+            (not 0.0 <= self.dropout < 1.0, f"dropout = {self.dropout} must be in [0, 1)"),
+            *(
+                (
+                    not 0.0 < values[key] < float("inf"),
+                    f"{key} = {values[key]} must be a finite number above 0",
+                )
+                for key in ("rope_theta", "norm_eps")
+            ),
+            *(
+                (
+                    values[key] not in get_args(choice),
+                    f"{key} = {values[key]!r} is not one of {', '.join(get_args(choice))}",
+                )
+                for key, choice in choices.items()
+            ),
+            (rest, f"d_model = {self.d_model} must be a multiple of num_heads = {self.num_heads}"),
+            (
+                divides and not rest and self.positions == "rotary" and self.head_dim % 2,
+                "rotary positions need an even head width; d_model / num_heads = "
+                f"{self.d_model // max(self.num_heads, 1)}",
+            ),
+            (
+                divides and self.num_heads % self.kv_heads,
+                f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = "
+                f"{self.kv_heads}",
+            ),
+            (
+                self.num_experts < 0 or self.num_experts == 1,
+                f"num_experts = {self.num_experts} must be at least 2, or 0 for one MLP without "
+                "router",
+            ),
+            (
+                self.num_experts > 1 and not 1 <= self.experts_per_token <= self.num_experts,
+                f"experts_per_token = {self.experts_per_token} must be from 1 to num_experts = "
+                f"{self.num_experts}",
+            ),
+            (
+                not 0.0 <= self.router_aux_loss_coef < float("inf"),
+                f"router_aux_loss_coef = {self.router_aux_loss_coef} must be a finite number, at "
+                "least 0 (0: no load-balancing loss)",
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,70 +200,6 @@ class PartOfShape(ModelShape):
         return self.d_model // (self.num_heads * self.parts)
 
 
-def _range_problems(shape: ModelShape) -> list[str]:
-    problems = [
-        f"{key} = {getattr(shape, key)} must be at least 1"
-        for key in ("vocab_size", "num_layers", "d_model", "num_heads", "max_seq_len")
-        if getattr(shape, key) < 1
-    ]
-    problems += [
-        f"{key} = {getattr(shape, key)} must not be negative (0: the usual value)"
-        for key in ("num_kv_heads", "d_ff")
-        if getattr(shape, key) < 0
-    ]
-    if not 0.0 <= shape.dropout < 1.0:
-        problems.append(f"dropout = {shape.dropout} must be in [0, 1)")
-    problems += [
-        f"{key} = {getattr(shape, key)} must be a finite number above 0"
-        for key in ("rope_theta", "norm_eps")
-        if not 0.0 < getattr(shape, key) < float("inf")
-    ]
-    choices = {"positions": Positions, "norm": Norm, "mlp": Mlp, "objective": Objective}
-    return problems + [
-        f"{key} = {getattr(shape, key)!r} is not one of {', '.join(get_args(choice))}"
-        for key, choice in choices.items()
-        if getattr(shape, key) not in get_args(choice)
-    ]
-
-
-def _divisibility_problems(shape: ModelShape) -> list[str]:
-    if shape.num_heads < 1 or shape.kv_heads < 1 or shape.d_model < 1:
-        return []
-    problems = []
-    if shape.d_model % shape.num_heads:
-        problems.append(
-            f"d_model = {shape.d_model} must be a multiple of num_heads = {shape.num_heads}"
-        )
-    elif shape.positions == "rotary" and shape.head_dim % 2:
-        problems.append(
-            f"rotary positions need an even head width; d_model / num_heads = {shape.head_dim}"
-        )
-    if shape.num_heads % shape.kv_heads:
-        problems.append(
-            f"num_heads = {shape.num_heads} must be a multiple of num_kv_heads = {shape.kv_heads}"
-        )
-    return problems
-
-
-def _expert_problems(shape: ModelShape) -> list[str]:
-    problems = []
-    if shape.num_experts < 0 or shape.num_experts == 1:
-        problems.append(
-            f"num_experts = {shape.num_experts} must be at least 2, or 0 for one MLP without router"
-        )
-    elif shape.num_experts and not 1 <= shape.experts_per_token <= shape.num_experts:
-        problems.append(
-            f"experts_per_token = {shape.experts_per_token} must be from 1 to num_experts = "
-            f"{shape.num_experts}"
-        )
-    if not 0.0 <= shape.router_aux_loss_coef < float("inf"):
-        problems.append(
-            f"router_aux_loss_coef = {shape.router_aux_loss_coef} must be a finite number, at "
-            "least 0 (0: no load-balancing loss)"
-        )
-    return problems
-
-
 def num_params(shape: ModelShape) -> int:
     """Return the number of parameters, exactly; a tied embedding counts once."""
     embedding = shape.vocab_size * shape.d_model
@@ -228,12 +217,9 @@ def num_active_params(shape: ModelShape) -> int:
 
 def num_block_params(shape: ModelShape) -> int:
     """Return the number of parameters of one transformer block, exactly."""
-    biases = 0
-    if shape.bias:
-        biases = shape.d_model + 2 * shape.kv_heads * shape.head_dim + shape.d_model
-    if shape.bias and not shape.num_experts:
-        gates = 2 if shape.mlp == "swiglu" else 1
-        biases += gates * shape.ff_width + shape.d_model
+    of_attention = shape.d_model + 2 * shape.kv_heads * shape.head_dim + shape.d_model
+    of_mlp = (2 if shape.mlp == "swiglu" else 1) * shape.ff_width + shape.d_model
+    biases = shape.bias * (of_attention + (0 if shape.num_experts else of_mlp))
     matrices = _attention_params(shape) + mlp_params(shape)
     return matrices + biases + 2 * _norm_params(shape)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
 
+from offloadtrain.config.errors import broken
 from offloadtrain.config.option import Needs, Option, declared_in, option
 from offloadtrain.config.toml import nearest, shown
 
@@ -183,26 +184,31 @@ class StateOptions(OptionGroup):
             return float(self.tier == tier)
         return self.tier.get(tier, 0.0)
 
-    def wrong_shares(self) -> Iterator[str]:
-        """Yield what is wrong with `state_on`, which is a tier or a table of shares."""
+    def wrong_shares(self) -> list[str]:
+        """Return what is wrong with `state_on`, which is a tier or a table of shares."""
         tier = self.tier
         if not isinstance(tier, Mapping):
             allowed = ("auto", *STATE_TIERS)
-            if tier not in allowed:
-                hint = nearest(tier, allowed) if isinstance(tier, str) else ""
-                yield (
-                    f"state_on = {shown(tier)} is not one of {', '.join(map(repr, allowed))}, nor "
-                    f"a table of shares such as {{device = 0.3}}{hint}"
-                )
-        elif unknown := [name for name in tier if name not in STATE_TIERS]:
-            yield (
-                f"state_on has a share on {shown(unknown[0])}, which is not one of "
-                f"{', '.join(map(repr, STATE_TIERS))}"
+            hint = nearest(tier, allowed) if isinstance(tier, str) else ""
+            sentence = (
+                f"state_on = {shown(tier)} is not one of {', '.join(map(repr, allowed))}, nor "
+                f"a table of shares such as {{device = 0.3}}{hint}"
             )
-        elif not all(_is_share(share) for share in tier.values()):
-            yield f"state_on = {shown(dict(tier))}: every share is from 0 to 1"
-        elif sum(tier.values()) > 1:
-            yield f"state_on = {shown(dict(tier))}: the shares are more than 1 together"
+            return broken((tier not in allowed, sentence))
+        shares, unknown = tier.values(), [name for name in tier if name not in STATE_TIERS]
+        wrong = [share for share in shares if not _is_share(share)]
+        return broken(
+            (
+                unknown,
+                f"state_on has a share on {shown(next(iter(unknown), ''))}, which is not one of "
+                f"{', '.join(map(repr, STATE_TIERS))}",
+            ),
+            (wrong, f"state_on = {shown(dict(tier))}: every share is from 0 to 1"),
+            (
+                not wrong and sum(shares) > 1,
+                f"state_on = {shown(dict(tier))}: the shares are more than 1 together",
+            ),
+        )[:1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -573,90 +579,83 @@ class OffloadConfig:
         for declared in OPTIONS.values():
             if (needs := declared.needs) is not None:
                 yield from declared.without_effect(declared.of(self), self.value(needs.option))
-        if self.precision == "fp16" and not self.skip_nonfinite:
-            yield (
+        keeps = STATE_PRECISIONS[self.state.format]
+        yield from broken(
+            (
+                self.precision == "fp16" and not self.skip_nonfinite,
                 "skip_nonfinite = False and precision = 'fp16': dynamic loss scaling finds its "
-                "scale by skipping steps that overflow. Use precision = 'bf16', or set it to True"
-            )
-        if self.precision != "auto" and self.precision not in STATE_PRECISIONS[self.state.format]:
-            yield _cannot_keep(self.state.format, self.precision)
-        yield from self._contradictions_of_placement()
-        if self.state.tier == "device":
-            yield from self._contradictions_of_resident()
-        if self.uses_disk:
-            yield from self._contradictions_of_disk()
-        elif self.memory.scratch_dir is not None:
-            yield (
-                f"scratch_dir = {shown(self.memory.scratch_dir)} is for state on the disk, and "
-                f"state_on = {shown(self.state.tier)}: leave it out, or set state_on = 'disk'"
-            )
-        if self.gradients.tier == "disk":
-            yield from self._contradictions_of_gradients()
+                "scale by skipping steps that overflow. Use precision = 'bf16', or set it to True",
+            ),
+            (
+                self.precision not in ("auto", *keeps),
+                _cannot_keep(self.state.format, self.precision),
+            ),
+            *self._contradictions_of_placement(),
+            *self._contradictions_of_disk(),
+        )
 
-    def _contradictions_of_placement(self) -> Iterator[str]:
-        """Yield a sentence for each option that another placement of weights or activations has."""
-        resident, names = self.weights.resident_blocks, self.sharding.keep_whole
-        if resident and not self.weights.offloaded and self.sharding.zero_stage != 3:
-            yield (
-                f"resident_blocks = {resident} applies only with working = 'host' or "
-                "zero_stage = 3: otherwise all blocks stay on the device"
-            )
-        if names and not self.weights.offloaded and self.sharding.zero_stage != 3:
-            yield (
-                f"keep_whole = {list(names)} applies only with zero_stage = 3, "
-                "which shards modules outside of layers: leave it out"
-            )
-        if self.activations.partition and not self.activations.recomputes:
-            yield (
+    def _contradictions_of_placement(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules of `broken` about where weights, activations and state are."""
+        state_on, spill, working = self.state.tier, self.memory.checkpoint_spill, self.weights.tier
+        shards_weights = self.weights.offloaded or self.sharding.zero_stage == 3
+        yield from (
+            (
+                self.weights.resident_blocks and not shards_weights,
+                f"resident_blocks = {self.weights.resident_blocks} applies only with working = "
+                "'host' or zero_stage = 3: otherwise all blocks stay on the device",
+            ),
+            (
+                self.sharding.keep_whole and not shards_weights,
+                f"keep_whole = {list(self.sharding.keep_whole)} applies only with zero_stage = 3, "
+                "which shards modules outside of layers: leave it out",
+            ),
+            (
+                self.activations.partition and not self.activations.recomputes,
                 f"partition_activations = True and activation = {self.activations.mode!r}, "
                 f"recompute_blocks = {self.activations.recompute_blocks}: only inputs that "
-                "recompute starts from are divided: set activation = 'recompute' or 'offload'"
-            )
+                "recompute starts from are divided: set activation = 'recompute' or 'offload'",
+            ),
+            (
+                state_on == "device" and self.weights.offloaded,
+                f"working = {working!r} and state_on = 'device': streamed weights are updated on "
+                "the host: set working = 'device', or a share, which resident blocks can have",
+            ),
+            (
+                state_on in ("device", "disk") and spill,
+                f"checkpoint_spill = {spill} is host memory for state on the host, and with "
+                f"state_on = {state_on!r} none is there: leave it out",
+            ),
+        )
 
-    def _contradictions_of_resident(self) -> Iterator[str]:
-        """Yield a sentence for each option that requires state on the host."""
-        if self.weights.offloaded:
-            yield (
-                f"working = {self.weights.tier!r} and state_on = 'device': streamed weights are "
-                "updated on the host: set working = 'device', or a share, which resident blocks "
-                "can have"
-            )
-        if self.memory.checkpoint_spill:
-            yield (
-                f"checkpoint_spill = {self.memory.checkpoint_spill} is host memory for state on "
-                "the host, and with state_on = 'device' none is there: leave it out"
-            )
-
-    def _contradictions_of_disk(self) -> Iterator[str]:
-        """Yield a sentence for each option that requires all in memory."""
-        if self.update == "speculative":
-            on_disk = "working = 'disk'"
-            if self.state.disk_share:
-                on_disk = f"state_on = {shown(self.state.tier)}"
-            yield (
-                f"update = 'speculative' and {on_disk}: speculation updates a second copy of the "
-                "state in host memory: use update = 'exact' or 'delayed'"
-            )
-        if self.memory.checkpoint_spill and self.state.tier == "disk":
-            yield (
-                f"checkpoint_spill = {self.memory.checkpoint_spill} copies state on the host, and "
-                "with state_on = 'disk' none is there: leave it out"
-            )
-
-    def _contradictions_of_gradients(self) -> Iterator[str]:
-        """Yield a sentence for each option that requires gradients in memory."""
-        if not self.state.disk_share:
-            yield (
-                f"grad_on = 'disk' and state_on = {shown(self.state.tier)}: a gradient is on the "
-                "disk where its state is, as it waits for it: leave it out, or set state_on = "
-                "'disk' or a share of it"
-            )
-        if self.update == "delayed":
-            yield (
+    def _contradictions_of_disk(self) -> Iterator[tuple[object, str]]:
+        """Yield the rules of `broken` about what is in the file of `scratch_dir`."""
+        state_on = self.state.tier
+        yield from (
+            (
+                self.memory.scratch_dir is not None and not self.uses_disk,
+                f"scratch_dir = {shown(self.memory.scratch_dir)} is for state on the disk, and "
+                f"state_on = {shown(state_on)}: leave it out, or set state_on = 'disk'",
+            ),
+            (
+                self.update == "speculative" and self.uses_disk,
+                "update = 'speculative' and "
+                + (f"state_on = {shown(state_on)}" if self.state.disk_share else "working = 'disk'")
+                + ": speculation updates a second copy of the state in host memory: use update = "
+                "'exact' or 'delayed'",
+            ),
+            (
+                self.gradients.tier == "disk" and not self.state.disk_share,
+                f"grad_on = 'disk' and state_on = {shown(state_on)}: a gradient is on the disk "
+                "where its state is, as it waits for it: leave it out, or set state_on = 'disk' "
+                "or a share of it",
+            ),
+            (
+                self.gradients.tier == "disk" and self.update == "delayed",
                 "grad_on = 'disk' and update = 'delayed': a slot is free once its gradient is "
                 "measured, and the host does that after the update of the previous step: use "
-                "update = 'exact', or grad_on = 'host'"
-            )
+                "update = 'exact', or grad_on = 'host'",
+            ),
+        )
 
 
 _GROUPS: dict[str, type[OptionGroup]] = {

@@ -1,12 +1,15 @@
-"""An option of `offload()`: declared once, as a field with its type, default, range and docs."""
+"""Options and keys of a job: each is declared once, as a field with its type, default and range.
+
+`option` declares an option of `offload()`, which has its docs too; `ranged` a key of another table.
+"""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import reduce
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from offloadtrain.config.toml import nearest, shown
 
@@ -112,6 +115,33 @@ def option(default: Value, doc: str, **declared: Any) -> Value:
     metadata = {"option": Option(default=default, doc=words, **declared)}
     as_field: Value = field(default=default, metadata=metadata)
     return as_field
+
+
+Rule: TypeAlias = tuple[Callable[[Any], object], str]
+"""A predicate on the value of a key, and a description of the allowed values."""
+
+POSITIVE: Rule = (lambda value: value > 0), "above 0"
+NOT_NEGATIVE: Rule = (lambda value: value >= 0), "0 or more"
+SHARE: Rule = (lambda value: 0 <= value <= 1), "from 0 to 1"
+
+
+def at_least(least: int) -> Rule:
+    return (lambda value: value >= least), f"at least {least}"
+
+
+def ranged(default: Value, rule: Rule) -> Value:
+    """Declare a key of a job as a field of a dataclass; `out_of_range` looks at its values."""
+    as_field: Value = field(default=default, metadata={"rule": rule})
+    return as_field
+
+
+def out_of_range(settings: Any, section: str = "") -> Iterator[str]:
+    """Yield a sentence for each value of a dataclass that is out of its declared range."""
+    for declared in fields(settings):
+        is_allowed, allowed = declared.metadata.get("rule", (bool, ""))
+        value = getattr(settings, declared.name)
+        if allowed and not is_allowed(value):
+            yield f"{section}{declared.name} = {shown(value)} must be {allowed}"
 
 
 def declared_in(kind: type, *path: str) -> Iterator[Option]:

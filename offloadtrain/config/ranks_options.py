@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal, TypeAlias
 
+from offloadtrain.config.errors import broken
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.option import at_least, ranged
 from offloadtrain.config.toml import shown
 
 Schedule: TypeAlias = Literal["1f1b", "gpipe", "2bw", "interleaved"]
@@ -38,13 +40,15 @@ class RanksConfig:
             ranks, of each stage, must be divisible by it. All of them divide the batch.
     """
 
-    pipeline: int = 1
+    pipeline: int = ranged(1, at_least(1))
     schedule: Schedule = "1f1b"
-    stages_per_rank: int = 1
+    stages_per_rank: int = ranged(1, at_least(1))
     layers_per_stage: tuple[int, ...] | Literal["auto"] = ()
-    tensor: int = 1
-    shard: int = 0
-    expert: int = 1
+    tensor: int = ranged(1, at_least(1))
+    shard: int = ranged(
+        0, ((lambda value: value == 0 or value >= 2), "0 (all ranks share the state) or at least 2")
+    )
+    expert: int = ranged(1, at_least(1))
 
     @property
     def stages(self) -> int:
@@ -128,75 +132,169 @@ INTERLEAVED: Final = "interleaved"
 
 
 def contradictions(
-    ranks: RanksConfig, model: ModelShape, *, is_own: bool, samples: bool, adapters: bool = False
+    ranks: RanksConfig,
+    model: ModelShape,
+    offload: OffloadConfig,
+    *,
+    is_own: bool,
+    samples: bool,
+    adapters: bool,
+    rule: str,
 ) -> Iterator[str]:
-    """Yield a sentence for each thing that a pipeline cannot do.
+    """Yield a sentence for each thing that a division of the model cannot do.
 
     Args:
         is_own: the model is our transformer.
-        adapters: beside a frozen model of transformers are trained.
         samples: text is generated at the end.
+        adapters: the job trains adapters of a frozen model of transformers.
+        rule: name of the update rule.
     """
-    if ranks.pipeline == 1:
-        if ranks.layers_per_stage:
-            yield (
-                f"ranks.layers_per_stage = {shown(ranks.layers_per_stage)} is for the stages of a "
-                "pipeline: set ranks.pipeline, or leave it out"
+    if ranks.pipeline == 1 and ranks.layers_per_stage:
+        yield (
+            f"ranks.layers_per_stage = {shown(ranks.layers_per_stage)} is for the stages of a "
+            "pipeline: set ranks.pipeline, or leave it out"
+        )
+    if ranks.pipeline > 1:
+        yield from _pipeline_contradictions(ranks, model, is_own=is_own, adapters=adapters)
+    if ranks.tensor > 1:
+        yield from _tensor_contradictions(ranks, model, is_own=is_own, adapters=adapters)
+    if ranks.expert > 1:
+        yield from _expert_contradictions(ranks, model, is_own=is_own)
+    for key, count, peers, tensors in (
+        ("tensor", ranks.tensor, "parts", "matrices"),
+        ("expert", ranks.expert, "ranks", "tensors"),
+    ):
+        setting = f"ranks.{key} = {count}"
+        if count > 1:
+            yield from broken(
+                (
+                    offload.compile_blocks,
+                    f"{setting} and offload.compile_blocks = true: torch does not compile DTensors "
+                    "whose memory moves. Set one of them to its default",
+                ),
+                (
+                    offload.state.format not in ("fp32", "split16"),
+                    f"{setting} and offload.state = {offload.state.format!r}: its scales stand for "
+                    f"blocks of elements in the order of memory, which other {peers} order "
+                    "differently, so that no other mesh could read a checkpoint. Set "
+                    'offload.state = "fp32" or "split16"',
+                ),
+                (
+                    rule in ("muon", "lamb"),
+                    f"{setting} and optim.name = {rule!r}, which updates whole {tensors}: set "
+                    'optim.name = "adamw"',
+                ),
             )
-        return
-    setting = f"ranks.pipeline = {ranks.pipeline}"
-    yield from _wrong_layers(ranks, model)
-    if adapters:
-        yield f"{setting} and model.lora: a pipeline divides no adapters. Leave one of them out"
-    if (ranks.schedule == INTERLEAVED) != (ranks.stages_per_rank > 1):
-        yield (
-            f"ranks.schedule = {ranks.schedule!r} and ranks.stages_per_rank = "
-            f'{ranks.stages_per_rank}: "{INTERLEAVED}" is for 2 and more stages on each rank, the '
-            "others for 1"
-        )
-    if 2 * ranks.stages > model.num_layers:
-        each = ranks.stages_per_rank
-        of_each = f" of {each} stages each" if each > 1 else ""
-        yield (
+    for key, count, holds in (
+        ("pipeline", ranks.pipeline, "no process holds the whole model"),
+        ("tensor", ranks.tensor, "one rank holds parts of the model"),
+        ("expert", ranks.expert, "one rank holds some of the experts"),
+    ):
+        if samples and count > 1:
+            yield (
+                f"ranks.{key} = {count} and train.sample_tokens: {holds}. Set "
+                "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
+            )
+
+
+def _pipeline_contradictions(
+    ranks: RanksConfig, model: ModelShape, *, is_own: bool, adapters: bool
+) -> Iterator[str]:
+    setting, each = f"ranks.pipeline = {ranks.pipeline}", ranks.stages_per_rank
+    layers = ranks.layers_per_stage
+    if layers and layers != "auto":
+        stated = f"ranks.layers_per_stage = {shown(layers)}"
+        remedy = f'give each of the {ranks.stages} stages its number, or set "auto"'
+        yield from broken(
+            (
+                len(layers) != ranks.stages,
+                f"{stated} has {len(layers)} numbers for {ranks.stages} stages: {remedy}",
+            ),
+            (
+                sum(layers) != model.num_layers,
+                f"{stated} are {sum(layers)} layers, and the model has {model.num_layers}: numbers "
+                f'that add up to {model.num_layers}, or "auto"',
+            ),
+            (min(layers) < 2, f"{stated}: each stage needs 2 layers"),
+        )[:1]
+    tied = "model.tie_embeddings" if is_own else "in its config.json tie_word_embeddings"
+    of_each = f" of {each} stages each" if each > 1 else ""
+    yield from broken(
+        (
+            adapters,
+            f"{setting} and model.lora: a pipeline divides no adapters. Leave one of them out",
+        ),
+        (
+            (ranks.schedule == INTERLEAVED) != (each > 1),
+            f"ranks.schedule = {ranks.schedule!r} and ranks.stages_per_rank = {each}: "
+            f'"{INTERLEAVED}" is for 2 and more stages on each rank, the others for 1',
+        ),
+        (
+            2 * ranks.stages > model.num_layers,
             f"{setting}{of_each} and model.num_layers = {model.num_layers}: each stage needs 2 "
-            f"layers; set it to at most {max(model.num_layers // (2 * each), 1)}"
-        )
-    if model.tie_embeddings:
-        key = "model.tie_embeddings" if is_own else "in its config.json tie_word_embeddings"
-        yield f"{setting} would divide tied embeddings: set {key} = false"
-    if model.num_experts and model.router_aux_loss_coef:
-        yield (
+            f"layers; set it to at most {max(model.num_layers // max(2 * each, 1), 1)}",
+        ),
+        (
+            model.tie_embeddings,
+            f"{setting} would divide tied embeddings: set {tied} = false",
+        ),
+        (
+            model.num_experts and model.router_aux_loss_coef,
             f"{setting} passes on no load-balancing loss of experts (model.num_experts = "
-            f"{model.num_experts}): set model.router_aux_loss_coef = 0"
-        )
-    if ranks.tensor > 1 and ranks.expert > 1:
-        yield (
+            f"{model.num_experts}): set model.router_aux_loss_coef = 0",
+        ),
+        (
+            ranks.tensor > 1 and ranks.expert > 1,
             f"{setting}, ranks.tensor = {ranks.tensor} and ranks.expert = {ranks.expert}: a stage "
-            "divides matrices or experts. Set one of the three to 1"
-        )
-    if samples:
-        yield (
-            f"{setting} and train.sample_tokens: no process holds the whole model. Set "
-            "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
-        )
+            "divides matrices or experts. Set one of the three to 1",
+        ),
+    )
 
 
-def _wrong_layers(ranks: RanksConfig, model: ModelShape) -> Iterator[str]:
-    """Yield what is wrong with the layers that each stage is given."""
-    each = ranks.layers_per_stage
-    if not each or each == "auto":
-        return
-    setting = f"ranks.layers_per_stage = {shown(each)}"
-    remedy = f'give each of the {ranks.stages} stages its number, or set "auto"'
-    if len(each) != ranks.stages:
-        yield f"{setting} has {len(each)} numbers for {ranks.stages} stages: {remedy}"
-    elif sum(each) != model.num_layers:
-        yield (
-            f"{setting} are {sum(each)} layers, and the model has {model.num_layers}: numbers that "
-            f'add up to {model.num_layers}, or "auto"'
-        )
-    elif min(each) < 2:
-        yield f"{setting}: each stage needs 2 layers"
+def _tensor_contradictions(
+    ranks: RanksConfig, model: ModelShape, *, is_own: bool, adapters: bool
+) -> Iterator[str]:
+    setting = f"ranks.tensor = {ranks.tensor}"
+    yield from broken(
+        (
+            adapters,
+            f"{setting} and model.lora: the parts of matrices divide no adapters. Leave one out",
+        ),
+        (
+            model.num_experts and ranks.expert == 1,
+            f"{setting} divides no experts (model.num_experts = {model.num_experts}): divide them "
+            "by ranks.expert, too, or set ranks.tensor = 1",
+        ),
+    )
+    counts = {"model.num_heads": model.num_heads, "model.num_kv_heads": model.kv_heads}
+    counts |= {} if model.num_experts else {"model.d_ff": model.ff_width}
+    for key, count in counts.items():
+        if count % ranks.tensor:  # each part holds whole heads
+            other = f", or {key} to a multiple" if is_own else ""  # config.json has it otherwise
+            yield (
+                f"{setting} does not divide {key} = {count}: each part holds as many as the "
+                f"others. Set ranks.tensor to a divisor of it{other}"
+            )
+
+
+def _expert_contradictions(ranks: RanksConfig, model: ModelShape, *, is_own: bool) -> Iterator[str]:
+    setting = f"ranks.expert = {ranks.expert}"
+    yield from broken(
+        (
+            not is_own,
+            f"{setting} divides the shipped transformer only: leave it out with model.hf",
+        ),
+        (
+            is_own and (model.num_experts % ranks.expert or not model.num_experts),
+            f"{setting} does not divide model.num_experts = {model.num_experts}: each rank holds "
+            "as many experts as the others. Set ranks.expert to a divisor of it",
+        ),
+        (
+            is_own and ranks.shard,
+            f"{setting} and ranks.shard = {ranks.shard}: ranks that hold different experts hold "
+            "all else alike, and share its state. Set ranks.expert = 1 or ranks.shard = 0",
+        ),
+    )
 
 
 def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:
@@ -204,7 +302,6 @@ def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> It
     decided by the memory that one of them leaves to the others."""
     if ranks.pipeline == 1 or ranks.stages_per_rank == 1:
         return
-    setting = f"ranks.stages_per_rank = {ranks.stages_per_rank}"
     for key, value, goes, instead in (
         ("update", offload.update, offload.update != "speculative", "'exact'"),
         ("state_on", offload.state.tier, offload.state.tier in ("host", "device"), "'host'"),
@@ -217,8 +314,9 @@ def interleaved_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> It
     ):
         if not goes:
             yield (
-                f"{setting} and offload.{key} = {shown(value)}: each stage on a rank would have it "
-                f"for itself. Set offload.{key} = {instead}, or ranks.stages_per_rank = 1"
+                f"ranks.stages_per_rank = {ranks.stages_per_rank} and offload.{key} = "
+                f"{shown(value)}: each stage on a rank would have it for itself. Set "
+                f"offload.{key} = {instead}, or ranks.stages_per_rank = 1"
             )
 
 
@@ -233,160 +331,41 @@ def unflushed_contradictions(
     """
     if ranks.flushes:
         return
-    setting = f'ranks.schedule = "{NO_FLUSH}"'
+    setting, tier = f'ranks.schedule = "{NO_FLUSH}"', offload.state.tier
     if offload.update != "delayed":
         yield (
             f"{setting} and offload.update = {offload.update!r}: without a flush every update is "
             'one step late, that of offload.update = "delayed". Set it, or ranks.schedule = "1f1b"'
         )
-    on_one_tier = offload.state.tier in ("host", "device")
     for key, value, goes, instead, why in (
-        ("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0, _NONE_EXACT),
         (
-            "offload.working",
-            offload.weights.tier,
-            offload.weights.tier != "disk",
-            "host",
-            _IN_MEMORY,
+            *("offload.warmup_steps", offload.warmup_steps, not offload.warmup_steps, 0),
+            "its first steps are delayed, too",
         ),
-        ("offload.state_on", offload.state.tier, on_one_tier, "host", _ONE_TIER),
-        ("offload.skip_unused", [*offload.skip_unused], not offload.skip_unused, [], _USED),
-        ("optim.name", rule, rule != "muon", "adamw", _MATRICES),
-        ("train.on_spike", on_spike, on_spike == "report", "report", _LOSS),
+        (
+            *("offload.working", offload.weights.tier, offload.weights.tier != "disk", "host"),
+            "both versions of the weights are in memory",
+        ),
+        (
+            *("offload.state_on", tier, tier in ("host", "device"), "host"),
+            "all state is on the host, or all on the device",
+        ),
+        (
+            *("offload.skip_unused", [*offload.skip_unused], not offload.skip_unused, []),
+            "which experts a step has used would be read when the next one has marked some",
+        ),
+        (
+            *("optim.name", rule, rule != "muon", "adamw"),
+            "it updates matrices on the device, where the next step computes",
+        ),
+        (
+            *("train.on_spike", on_spike, on_spike == "report", "report"),
+            "the update of a step is asked for before its loss is there on the last stage, and to "
+            "wait for that would be the flush that this schedule leaves out",
+        ),
     ):
         if not goes:
             yield (
                 f"{setting} and {key} = {shown(value)}: {why}. Set {key} = {shown(instead)}, or "
                 'ranks.schedule = "1f1b"'
             )
-
-
-_NONE_EXACT = "its first steps are delayed, too"
-_IN_MEMORY = "both versions of the weights are in memory"
-_ONE_TIER = "all state is on the host, or all on the device"
-_USED = "which experts a step has used would be read when the next one has marked some"
-_MATRICES = "it updates matrices on the device, where the next step computes"
-_LOSS = (
-    "the update of a step is asked for before its loss is there on the last stage, and to wait for "
-    "that would be the flush that this schedule leaves out"
-)
-
-
-def compiled_contradictions(ranks: RanksConfig, offload: OffloadConfig) -> Iterator[str]:
-    """Yield a sentence for each division of layers that torch's compiler does not see through."""
-    for key, count in {"tensor": ranks.tensor, "expert": ranks.expert}.items():
-        if offload.compile_blocks and count > 1:
-            yield (
-                f"ranks.{key} = {count} and offload.compile_blocks = true: torch does not compile "
-                "DTensors whose memory moves. Set one of them to its default"
-            )
-
-
-def tensor_contradictions(
-    ranks: RanksConfig,
-    model: ModelShape,
-    *,
-    is_own: bool,
-    samples: bool,
-    state: str,
-    rule: str,
-    adapters: bool = False,
-) -> Iterator[str]:
-    """Yield a sentence for each thing that tensor parallel cannot do.
-
-    Args:
-        is_own: the model is our transformer.
-        adapters: beside a frozen model of transformers are trained.
-        samples: text is generated at the end.
-        state: format of the optimizer's state.
-        rule: name of the update rule.
-    """
-    if ranks.tensor <= 1:
-        return
-    setting = f"ranks.tensor = {ranks.tensor}"
-    if adapters:
-        yield f"{setting} and model.lora: the parts of matrices divide no adapters. Leave one out"
-    if model.num_experts and ranks.expert == 1:
-        yield (
-            f"{setting} divides no experts (model.num_experts = {model.num_experts}): divide them "
-            "by ranks.expert, too, or set ranks.tensor = 1"
-        )
-    yield from _undivided(ranks, model, is_own=is_own)
-    if state not in ("fp32", "split16"):
-        yield (
-            f"{setting} and offload.state = {state!r}: its scales stand for blocks of elements in "
-            "the order of memory, which other parts order differently, so that no other mesh could "
-            'read a checkpoint. Set offload.state = "fp32" or "split16"'
-        )
-    if rule in ("muon", "lamb"):
-        yield (
-            f"{setting} and optim.name = {rule!r}, which updates whole matrices: set "
-            'optim.name = "adamw"'
-        )
-    if samples:
-        yield (
-            f"{setting} and train.sample_tokens: one rank holds parts of the model. Set "
-            "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
-        )
-
-
-def _undivided(ranks: RanksConfig, model: ModelShape, *, is_own: bool) -> Iterator[str]:
-    """Yield what the parts do not divide: each holds whole heads, and as many as the others."""
-    counts = {
-        "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.kv_heads,
-    }
-    if not model.num_experts:
-        counts["model.d_ff"] = model.ff_width
-    for key, count in counts.items():
-        if count % ranks.tensor:
-            other = f", or {key} to a multiple" if is_own else ""  # config.json has it otherwise
-            yield (
-                f"ranks.tensor = {ranks.tensor} does not divide {key} = {count}: each part holds "
-                f"as many as the others. Set ranks.tensor to a divisor of it{other}"
-            )
-
-
-def expert_contradictions(
-    ranks: RanksConfig,
-    model: ModelShape,
-    offload: OffloadConfig,
-    *,
-    is_own: bool,
-    samples: bool,
-    rule: str,
-) -> Iterator[str]:
-    """Yield a sentence for each thing that expert parallel cannot do; the arguments are those of
-    `tensor_contradictions`."""
-    if ranks.expert <= 1:
-        return
-    setting = f"ranks.expert = {ranks.expert}"
-    if not is_own:
-        yield f"{setting} divides the shipped transformer only: leave it out with model.hf"
-        return
-    if model.num_experts % ranks.expert or not model.num_experts:
-        yield (
-            f"{setting} does not divide model.num_experts = {model.num_experts}: each rank holds "
-            "as many experts as the others. Set ranks.expert to a divisor of it"
-        )
-    if ranks.shard:
-        yield (
-            f"{setting} and ranks.shard = {ranks.shard}: ranks that hold different experts hold "
-            "all else alike, and share its state. Set ranks.expert = 1 or ranks.shard = 0"
-        )
-    if offload.state.format not in ("fp32", "split16"):
-        yield (
-            f"{setting} and offload.state = {offload.state.format!r}: its scales stand for blocks "
-            "of elements in the order of memory, which other ranks order differently, so that no "
-            'other mesh could read a checkpoint. Set offload.state = "fp32" or "split16"'
-        )
-    if rule in ("muon", "lamb"):
-        yield (
-            f"{setting} and optim.name = {rule!r}, which updates whole tensors: set "
-            'optim.name = "adamw"'
-        )
-    if samples:
-        yield (
-            f"{setting} and train.sample_tokens: one rank holds some of the experts. Set "
-            "train.sample_tokens = 0, and use offloadtrain generate RUN afterwards"
-        )

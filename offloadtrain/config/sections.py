@@ -1,17 +1,17 @@
-"""The sections [data], [device], [log], [optim] and [train] of a job, and what their keys allow."""
+"""The sections [data], [device], [log], [optim] and [train] of a job, and what their keys allow:
+the range of a key is declared with it, by `ranged`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from operator import attrgetter
-from typing import Any, Literal, TypeAlias
+from typing import Literal
 
 from offloadtrain.config import command_hooks, toml
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, broken
 from offloadtrain.config.offload import OffloadConfig
+from offloadtrain.config.option import NOT_NEGATIVE, POSITIVE, SHARE, Rule, at_least, ranged
 from offloadtrain.config.units import parse_bytes
 
 Form = Literal["text", "chat", "completion"]
@@ -23,6 +23,21 @@ Packing = Literal["stream", "isolated", "padded"]
 
 IGNORED = -100
 """The target of a token that the loss does not count; torch's `ignore_index`."""
+
+
+PATH: Rule = (lambda value: value and value.isprintable()), "a path: not empty, printable"
+_PATH_OR_NONE: Rule = (lambda value: not value or value.isprintable()), "a printable path"
+_COMMAND: Rule = (command_hooks.is_command, "a program and its arguments, printable; or empty")
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return not text or parse_bytes(text) > 0
+    except ValueError:
+        return False
+
+
+_SIZE: Rule = (_is_size, 'a size such as "10 GiB", or empty for none')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,39 +62,53 @@ class DataConfig:
             "padded": one document per sequence, cut or filled up to `seq_len`.
     """
 
-    source: str = ""
-    tokenizer: str = ""
+    source: str = ranged("", _PATH_OR_NONE)
+    tokenizer: str = ranged("", _PATH_OR_NONE)
     form: Literal["auto", "text", "chat", "completion"] = "auto"
-    field: str = "text"
-    chat_template: str = ""
-    train: str = ""
-    val: str = ""
-    cache: str = "data"
-    val_fraction: float = 0.05
-    seq_len: int = 256
+    field: str = ranged(
+        "text", ((lambda value: value and value.isprintable()), "a name: not empty, printable")
+    )
+    chat_template: str = ranged("", _PATH_OR_NONE)
+    train: str = ranged("", _PATH_OR_NONE)
+    val: str = ranged("", _PATH_OR_NONE)
+    cache: str = ranged("data", PATH)
+    val_fraction: float = ranged(0.05, ((lambda value: 0 <= value < 1), "from 0 to below 1"))
+    seq_len: int = ranged(256, at_least(2))
     packing: Packing = "stream"
 
 
-def data_contradictions(data: DataConfig, *, evaluates: int) -> Iterator[str]:
-    """Yield a sentence for each contradiction; `evaluates`: `train.eval_every`."""
-    if data.source and (data.train or data.val):
-        yield (
+def data_contradictions(data: DataConfig, *, evaluates: int) -> list[str]:
+    """Return a sentence for each contradiction; `evaluates`: `train.eval_every`."""
+    of_sources = broken(
+        (
+            data.source and (data.train or data.val),
             f"data.source = {toml.shown(data.source)} and data.train or data.val are both set; "
-            "leave one of them out"
-        )
-    elif data.val and not data.train:
-        yield "data.train is missing: data.val is set, but is used only with data.train"
-    elif not data.source and not data.train:
-        yield (
+            "leave one of them out",
+        ),
+        (
+            data.val and not data.train,
+            "data.train is missing: data.val is set, but is used only with data.train",
+        ),
+        (
+            not data.source and not data.train,
             "data.source is missing: a file or folder of text or records, or python-stdlib; or set "
-            "data.train to a token file made by `offloadtrain prepare`"
-        )
-    elif not data.source and data.chat_template:
-        yield "data.chat_template is set, but is used only to prepare data.source"
-    if evaluates and data.train and not data.val:
-        yield f"data.val is missing: train.eval_every = {evaluates} needs it"
-    if evaluates and data.source and not data.val_fraction:
-        yield "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then"
+            "data.train to a token file made by `offloadtrain prepare`",
+        ),
+        (
+            not data.source and data.chat_template,
+            "data.chat_template is set, but is used only to prepare data.source",
+        ),
+    )
+    return of_sources[:1] + broken(
+        (
+            evaluates and data.train and not data.val,
+            f"data.val is missing: train.eval_every = {evaluates} needs it",
+        ),
+        (
+            evaluates and data.source and not data.val_fraction,
+            "data.val_fraction = 0.0 holds out nothing; train.eval_every must be 0 then",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +126,10 @@ class DeviceConfig:
     """
 
     kind: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 0
-    process_memory_limit: str = ""
+    threads: int = ranged(0, ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"))
+    process_memory_limit: str = ranged("", _SIZE)
     placement: Literal["as-set", "auto"] = "as-set"
-    machine: str = ""
+    machine: str = ranged("", _PATH_OR_NONE)
 
 
 Destination = Literal["csv", "jsonl", "tensorboard", "wandb"]
@@ -128,20 +157,15 @@ def check_packages(log: LogConfig) -> None:
     Raises:
         ConfigError: a package that `log.to` needs is not installed.
     """
-    missing = sorted({to for to in log.to if to in PACKAGES and not _is_installed(to)})
+    specs = {to: find_spec(to) for to in log.to if to in PACKAGES}
+    # A folder of the same name in the working directory, such as the one W&B makes, is no package.
+    missing = sorted(to for to, spec in specs.items() if spec is None or spec.origin is None)
     if missing:
         named = ", ".join(f'"{name}"' for name in missing)
         raise ConfigError(
             f"log.to has {named}, which is not installed: "
             f"pip install 'offloadtrain[{','.join(missing)}]'"
         )
-
-
-def _is_installed(package: str) -> bool:
-    """Return whether it is installed; a folder of the same name in the working directory, such as
-    the one W&B makes, is not a package."""
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,22 +193,25 @@ class OptimConfig:
     """
 
     name: Literal["adamw", "adam", "lion", "sgd", "adagrad", "lamb", "muon"] = "adamw"
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.9
-    dampening: float = 0.0
+    lr: float = ranged(3e-4, POSITIVE)
+    betas: tuple[float, float] = ranged(
+        (0.9, 0.95),
+        ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
+    )
+    eps: float = ranged(1e-8, POSITIVE)
+    momentum: float = ranged(0.9, NOT_NEGATIVE)
+    dampening: float = ranged(0.0, ((lambda value: value <= 1), "at most 1"))
     nesterov: bool = False
-    lr_decay: float = 0.0
-    max_norm: float = 0.0
-    muon_momentum: float = 0.95
+    lr_decay: float = ranged(0.0, NOT_NEGATIVE)
+    max_norm: float = ranged(0.0, NOT_NEGATIVE)
+    muon_momentum: float = ranged(0.95, SHARE)
     adjust_lr: Literal["original", "match_rms_adamw"] = "original"
-    adamw_lr: float = 3e-4
-    weight_decay: float = 0.1
+    adamw_lr: float = ranged(3e-4, POSITIVE)
+    weight_decay: float = ranged(0.1, NOT_NEGATIVE)
     decay: Literal["matrices", "all"] = "matrices"
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup_steps: int = 0
-    min_lr_ratio: float = 0.1
+    warmup_steps: int = ranged(0, NOT_NEGATIVE)
+    min_lr_ratio: float = ranged(0.1, SHARE)
 
 
 _KEYS_OF_RULES = {
@@ -212,30 +239,34 @@ def optim_contradictions(optim: OptimConfig, offload: OffloadConfig) -> Iterator
                 f"optim.{key} = {toml.shown(value)} is not used by optim.name = {name}, only by "
                 f"{', '.join(rules)}; leave it out"
             )
-    if optim.nesterov and not (optim.momentum and optim.dampening == 0.0):
-        yield "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0"
-    if optim.name == "adagrad" and offload.state.format == "int8":
-        yield (
+    state, is_muon = offload.state, optim.name == "muon"
+    yield from broken(
+        (
+            optim.nesterov and not (optim.momentum and optim.dampening == 0.0),
+            "optim.nesterov = true needs optim.momentum above 0 and optim.dampening = 0.0",
+        ),
+        (
+            optim.name == "adagrad" and state.format == "int8",
             'offload.state = "int8" cannot keep the sum of optim.name = "adagrad"; use "fp32" or '
-            '"split16"'
-        )
-    if optim.name == "muon" and offload.state.format == "int8":
-        yield (
+            '"split16"',
+        ),
+        (
+            is_muon and state.format == "int8",
             'offload.state = "int8" rounds masters and moments together, which optim.name = "muon" '
-            'writes at two times; use "fp32" or "split16"'
-        )
-    on_device = offload.state.device_share or offload.state.tier == "auto"
-    if optim.name == "muon" and offload.state.format == "split16" and on_device:
-        yield (
+            'writes at two times; use "fp32" or "split16"',
+        ),
+        (
+            is_muon and state.format == "split16" and (state.device_share or state.tier == "auto"),
             'offload.state = "split16" of optim.name = "muon" is for state on the host: the '
             'device\'s kernels for matrices are of fp32 state; use "fp32", or offload.state_on = '
-            '"host"'
-        )
-    if optim.name == "muon" and offload.update == "speculative":
-        yield (
+            '"host"',
+        ),
+        (
+            is_muon and offload.update == "speculative",
             'offload.update = "speculative" needs the gradient of a wrong guess again, over which '
-            'optim.name = "muon" orthogonalizes; use "exact" or "delayed"'
-        )
+            'optim.name = "muon" orthogonalizes; use "exact" or "delayed"',
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,139 +307,56 @@ class TrainConfig:
             is raised, or when this start ends; OFFLOADTRAIN_… variables say what happened.
     """
 
-    steps: int
-    micro_batch: int = 8
+    steps: int = field(metadata={"rule": at_least(1)})
+    micro_batch: int = ranged(8, at_least(1))
     grad_accum_steps: int = 1
-    global_batch_tokens: int = 0
+    global_batch_tokens: int = ranged(0, NOT_NEGATIVE)
     chunked_loss: bool = False
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    eval_every: int = 0
-    eval_batches: int = 8
-    checkpoint_every: int = 0
-    keep_last: int = 2
-    keep_every: int = 0
-    checkpoint_spill: int = 64 << 20
+    label_smoothing: float = ranged(0.0, ((lambda value: 0 <= value < 1), "from 0 to below 1"))
+    z_loss: float = ranged(0.0, NOT_NEGATIVE)
+    eval_every: int = ranged(0, ((lambda value: value >= 0), "0 (never) or more"))
+    eval_batches: int = ranged(8, at_least(1))
+    checkpoint_every: int = ranged(0, ((lambda value: value >= 0), "0 (never) or more"))
+    keep_last: int = ranged(
+        2, ((lambda value: value >= 2), "at least 2 (the newest may be damaged)")
+    )
+    keep_every: int = ranged(0, ((lambda value: value >= 0), "0 (none) or more"))
+    checkpoint_spill: int = ranged(64 << 20, NOT_NEGATIVE)
     on_spike: Literal["report", "skip", "rollback"] = "report"
-    spike_score: float = 8.0
-    max_rollbacks: int = 3
-    log_every_s: float = 5.0
-    hang_timeout_s: float = 60.0
-    sample_tokens: int = 0
+    spike_score: float = ranged(8.0, POSITIVE)
+    max_rollbacks: int = ranged(3, at_least(1))
+    log_every_s: float = ranged(5.0, POSITIVE)
+    hang_timeout_s: float = ranged(60.0, NOT_NEGATIVE)
+    sample_tokens: int = ranged(0, NOT_NEGATIVE)
     sample_prompt: str = ""
-    on_alert: tuple[str, ...] = ()
-    on_end: tuple[str, ...] = ()
-    seed: int = 1234
+    on_alert: tuple[str, ...] = ranged((), _COMMAND)
+    on_end: tuple[str, ...] = ranged((), _COMMAND)
+    seed: int = ranged(1234, NOT_NEGATIVE)
     deterministic: bool = False
 
 
-def train_contradictions(train: TrainConfig, offload: OffloadConfig) -> Iterator[str]:
-    """Yield a sentence for each broken rule."""
-    for key in ("label_smoothing", "z_loss"):
-        if (value := getattr(train, key)) and not train.chunked_loss:
-            yield f"train.{key} = {value} needs train.chunked_loss = true"
-    if train.on_spike != "report" and offload.updates_early:
-        yield (
+def train_contradictions(train: TrainConfig, offload: OffloadConfig) -> list[str]:
+    """Return a sentence for each broken rule."""
+    return broken(
+        *(
+            (
+                getattr(train, key) and not train.chunked_loss,
+                f"train.{key} = {getattr(train, key)} needs train.chunked_loss = true",
+            )
+            for key in ("label_smoothing", "z_loss")
+        ),
+        (
+            train.on_spike != "report" and offload.updates_early,
             f'train.on_spike = "{train.on_spike}" decides before the update, but with '
             "offload.skip_nonfinite = false and no offload.clip_norm Adam runs inside backward: "
-            "set one of them"
-        )
-    if train.on_spike == "rollback" and not train.checkpoint_every:
-        yield 'train.on_spike = "rollback" goes back to checkpoints: set train.checkpoint_every'
-    if train.sample_prompt and not train.sample_tokens:
-        yield "train.sample_prompt is set though train.sample_tokens = 0 samples nothing"
-
-
-_Rule: TypeAlias = tuple[Callable[[Any], object], str]
-"""A predicate on the value, and a description of the allowed values."""
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-def _at_least(least: int) -> _Rule:
-    return (lambda value: value >= least), f"at least {least}"
-
-
-_POSITIVE: _Rule = (lambda value: value > 0), "above 0"
-_NOT_NEGATIVE: _Rule = (lambda value: value >= 0), "0 or more"
-_SHARE: _Rule = (lambda value: 0 <= value <= 1), "from 0 to 1"
-_PATH: _Rule = (lambda value: value and value.isprintable()), "a path: not empty, printable"
-_PATH_OR_NONE: _Rule = (lambda value: not value or value.isprintable()), "a printable path"
-
-
-def _is_size(text: str) -> bool:
-    try:
-        return not text or parse_bytes(text) > 0
-    except ValueError:
-        return False
-
-
-_COMMAND: _Rule = (command_hooks.is_command, "a program and its arguments, printable; or empty")
-_SIZE: _Rule = (_is_size, 'a size such as "10 GiB", or empty for none')
-
-RULES: dict[str, _Rule] = {
-    "name": (
-        _NAME.fullmatch,
-        "1 to 64 of the characters A-Z a-z 0-9 . _ - and begin with a letter or digit",
-    ),
-    "runs_dir": _PATH,
-    "data.source": _PATH_OR_NONE,
-    "data.tokenizer": _PATH_OR_NONE,
-    "data.field": ((lambda value: value and value.isprintable()), "a name: not empty, printable"),
-    "data.chat_template": _PATH_OR_NONE,
-    "data.train": _PATH_OR_NONE,
-    "data.val": _PATH_OR_NONE,
-    "data.cache": _PATH,
-    "data.val_fraction": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
-    "data.seq_len": _at_least(2),
-    "optim.lr": _POSITIVE,
-    "optim.betas": ((lambda value: all(0 <= beta < 1 for beta in value)), "each from 0 to below 1"),
-    "optim.eps": _POSITIVE,
-    "optim.momentum": _NOT_NEGATIVE,
-    "optim.dampening": ((lambda value: value <= 1), "at most 1"),
-    "optim.lr_decay": _NOT_NEGATIVE,
-    "optim.max_norm": _NOT_NEGATIVE,
-    "optim.muon_momentum": _SHARE,
-    "optim.adamw_lr": _POSITIVE,
-    "optim.weight_decay": _NOT_NEGATIVE,
-    "optim.warmup_steps": _NOT_NEGATIVE,
-    "optim.min_lr_ratio": _SHARE,
-    "device.threads": ((lambda value: 0 <= value <= 4096), "0 (as torch chooses) to 4096"),
-    "device.process_memory_limit": _SIZE,
-    "device.machine": _PATH_OR_NONE,
-    "ranks.pipeline": _at_least(1),
-    "ranks.stages_per_rank": _at_least(1),
-    "ranks.tensor": _at_least(1),
-    "ranks.expert": _at_least(1),
-    "ranks.shard": (
-        (lambda value: value == 0 or value >= 2),
-        "0 (all ranks share the state) or at least 2",
-    ),
-    "train.steps": _at_least(1),
-    "train.micro_batch": _at_least(1),
-    "train.global_batch_tokens": _NOT_NEGATIVE,
-    "train.label_smoothing": ((lambda value: 0 <= value < 1), "from 0 to below 1"),
-    "train.z_loss": _NOT_NEGATIVE,
-    "train.eval_every": ((lambda value: value >= 0), "0 (never) or more"),
-    "train.eval_batches": _at_least(1),
-    "train.checkpoint_every": ((lambda value: value >= 0), "0 (never) or more"),
-    "train.keep_every": ((lambda value: value >= 0), "0 (none) or more"),
-    "train.checkpoint_spill": _NOT_NEGATIVE,
-    "train.keep_last": ((lambda value: value >= 2), "at least 2 (the newest may be damaged)"),
-    "train.spike_score": _POSITIVE,
-    "train.max_rollbacks": _at_least(1),
-    "train.log_every_s": _POSITIVE,
-    "train.hang_timeout_s": _NOT_NEGATIVE,
-    "train.sample_tokens": _NOT_NEGATIVE,
-    "train.on_alert": _COMMAND,
-    "train.on_end": _COMMAND,
-    "train.seed": _NOT_NEGATIVE,
-}
-
-
-def out_of_range(job: object) -> Iterator[str]:
-    """Yield a sentence for each value of a `Config` that is out of its range."""
-    for key, (holds, allowed) in RULES.items():
-        value = attrgetter(key)(job)
-        if not holds(value):
-            yield f"{key} = {toml.shown(value)} must be {allowed}"
+            "set one of them",
+        ),
+        (
+            train.on_spike == "rollback" and not train.checkpoint_every,
+            'train.on_spike = "rollback" goes back to checkpoints: set train.checkpoint_every',
+        ),
+        (
+            train.sample_prompt and not train.sample_tokens,
+            "train.sample_prompt is set though train.sample_tokens = 0 samples nothing",
+        ),
+    )

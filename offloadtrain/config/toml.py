@@ -213,6 +213,12 @@ def read_fields(job: Job, kinds: Mapping[str, Any], table: Table, name: str = ""
     return values
 
 
+def read_table(job: Job, kinds: Mapping[str, Any], table: Table, name: str = "") -> Table:
+    """Return the values of a table whose keys are exactly those of `kinds`; see `read_fields`."""
+    report_unknown(job, table, [*kinds], name)
+    return read_fields(job, kinds, table, name)
+
+
 def field_kinds(cls: type) -> dict[str, Any]:
     """Return the annotated type of each field of a dataclass, in order."""
     return get_type_hints(cls)

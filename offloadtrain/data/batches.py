@@ -233,11 +233,13 @@ class Batches:
         self._rank, self._world, self._packing = rank, world, packing
         self._masking = masking
         self._ends = None if packing == "stream" else tokens.document_ends()
-        self._grid: _Shuffled | _Spread | _Documents
+        windows, width, num_offsets = (len(tokens) - 1) // seq_len, seq_len, 1
         if packing == "padded":
-            self._grid = _Documents(len(tokens.document_ends()), shuffle)
-        else:
-            self._grid = (_Shuffled if shuffle else _Spread)(len(tokens), seq_len)
+            windows, width = len(tokens.document_ends()), 1
+        elif shuffle:  # room for offsets of at least seq_len if the file is long enough
+            windows = max(1, (len(tokens) - seq_len) // seq_len)
+            num_offsets = len(tokens) - windows * seq_len
+        self._grid = _Grid(windows, width, num_offsets, shuffle=shuffle)
         self.all_count = packing == "stream" and tokens.counted is None and masking is None
         self._position = 0
 
@@ -336,8 +338,7 @@ class Batches:
         documents_NT = np.searchsorted(self._ends, index_NT, side="right")
         return np.where(documents_NT > 0, self._ends[documents_NT - 1], 0)
 
-    def __next__(self) -> Batch:
-        return self.next()
+    __next__ = next
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -374,54 +375,26 @@ class Batches:
         }
 
 
-class _Shuffled:
-    """A grid of windows, shifted and shuffled anew in each epoch."""
+class _Grid:
+    """The samples of an epoch, `width` tokens or documents apart, in an order of each epoch.
 
-    order = "shuffled"
-
-    def __init__(self, num_tokens: int, seq_len: int) -> None:
-        """Leave room for offsets of at least seq_len if the file is long enough."""
-        self._seq_len = seq_len
-        self.windows = max(1, (num_tokens - seq_len) // seq_len)
-        self._num_offsets = num_tokens - self.windows * seq_len
-
-    def starts(self, samples: Indices, seed: int, epoch: int) -> Indices:
-        permutation = Permutation(self.windows, seed, epoch)
-        return permutation.noise % self._num_offsets + permutation(samples) * self._seq_len
-
-
-class _Spread:
-    """All windows of the file, in strides of about 0.618 of its length, the same each epoch.
-
-    Multiples of the golden ratio, modulo 1, cover the unit interval evenly from the first few on.
+    Shuffled samples are shifted by an offset below `num_offsets`, and permuted. Others are visited
+    in strides of about 0.618 of their number, the same each epoch: multiples of the golden ratio,
+    modulo 1, cover the unit interval evenly from the first few on.
     """
 
-    order = "spread"
-
-    def __init__(self, num_tokens: int, seq_len: int) -> None:
-        self._seq_len = seq_len
-        self.windows = (num_tokens - 1) // seq_len
-        stride = max(1, round(self.windows * (math.sqrt(5) - 1) / 2))
-        while math.gcd(stride, self.windows) > 1:
-            stride += 1
-        self._stride = stride
-
-    def starts(self, samples: Indices, seed: int, epoch: int) -> Indices:
-        return samples * self._stride % self.windows * self._seq_len
-
-
-class _Documents:
-    """One sample per document, in an order of each epoch, or without shuffling in even strides."""
-
-    def __init__(self, count: int, shuffle: bool) -> None:
-        self.windows = count
+    def __init__(self, windows: int, width: int, num_offsets: int, *, shuffle: bool) -> None:
+        self.windows, self._width, self._num_offsets = windows, width, num_offsets
         self.order = "shuffled" if shuffle else "spread"
-        self._spread = None if shuffle else _Spread(count + 1, 1)
+        self._stride = max(1, round(windows * (math.sqrt(5) - 1) / 2))
+        while math.gcd(self._stride, windows) > 1:
+            self._stride += 1
 
     def starts(self, samples: Indices, seed: int, epoch: int) -> Indices:
-        if self._spread is not None:
-            return self._spread.starts(samples, seed, epoch)
-        return Permutation(self.windows, seed, epoch)(samples)
+        if self.order == "spread":
+            return samples * self._stride % self.windows * self._width
+        permutation = Permutation(self.windows, seed, epoch)
+        return permutation.noise % self._num_offsets + permutation(samples) * self._width
 
 
 def _as_text(identity: dict[str, Any]) -> str:

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -110,11 +109,15 @@ class Encoder:
 
     def _raw(self, record: Record) -> bytes | Bad:
         """Return the text in UTF-8. Bytes as tokens may spell half a surrogate pair, too."""
-        if bad := _problem(record, self.field):
-            return bad
+        text = record.get(self.field)
+        if not isinstance(text, str):
+            problem = f'field "{self.field}" is not a string'
+            if self.field not in record:
+                problem = f'no field "{self.field}"{_fields_of(record)}'
+            return Bad(f"{problem}: {excerpt(json.dumps(record, default=str).encode())}")
         errors = "surrogatepass" if isinstance(self.tokenizer, ByteTokenizer) else "strict"
         try:
-            return str(record[self.field]).encode("utf-8", errors)
+            return text.encode("utf-8", errors)
         except UnicodeEncodeError:
             return Bad(f'field "{self.field}" is not Unicode: it holds half a surrogate pair')
 
@@ -132,7 +135,15 @@ class Encoder:
         try:
             tools = record.get("tools")
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            ids, counted = self._counted(values, tools)
+            if self.form == "completion" and isinstance(values[0], str):
+                ids, counted = self._completion(*values)
+            else:
+                assert self.chat is not None  # _missing has looked
+                encodes: dict[str, Callable[..., tuple[Ids, Mask]]] = {
+                    "chat": self.chat.encode,
+                    "completion": self.chat.encode_completion,
+                }
+                ids, counted = encodes[self.form](*values, tools)
         except (ChatError, UnicodeEncodeError) as error:
             return Bad(f"{error}: {excerpt(repr(record).encode('utf-8', 'replace'))}")
         return Document(hash64(json.dumps(values, sort_keys=True).encode()), ids, counted)
@@ -158,14 +169,6 @@ class Encoder:
             return 'each message must be {"role": ..., "content": ...}'
         return ""
 
-    def _counted(self, values: list[Any], tools: Any) -> tuple[Ids, Mask]:
-        if self.form == "completion" and isinstance(values[0], str):
-            return self._completion(*values)
-        assert self.chat is not None  # _missing has looked
-        if self.form == "completion":
-            return self.chat.encode_completion(values[0], values[1], tools)
-        return self.chat.encode(values[0], tools)
-
     def _completion(self, prompt: str, completion: str) -> tuple[Ids, Mask]:
         """Tokens of both together; those from where the prompt's own tokens end, or where a token
         spans both, count (as in TRL)."""
@@ -177,17 +180,6 @@ class Encoder:
         counted = np.zeros(len(tokens), dtype=np.uint8)
         counted[len(self.tokenizer.begin) + shared :] = 1
         return tokens, counted
-
-
-def _problem(record: Record, field: str) -> Bad | None:
-    """Return what keeps the field from being text."""
-    if field not in record:
-        problem = f'no field "{field}"{_fields_of(record)}'
-    elif not isinstance(record[field], str):
-        problem = f'field "{field}" is not a string'
-    else:
-        return None
-    return Bad(f"{problem}: {excerpt(json.dumps(record, default=str).encode())}")
 
 
 def _fields_of(record: Record) -> str:
@@ -359,9 +351,11 @@ def encode_in_order(
         for task in tasks:
             waiting.append((task, executor.submit(read, task)))
             if len(waiting) > 2 * jobs:
-                yield _finished(waiting)
+                done, future = waiting.popleft()
+                yield done, future.result()
         while waiting:
-            yield _finished(waiting)
+            done, future = waiting.popleft()
+            yield done, future.result()
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -378,11 +372,6 @@ def _group(pieces: Iterable[Piece]) -> Iterator[Task]:
         num_bytes += PIECE_BYTES if piece.split_hash is None else piece.num_bytes
     if group:
         yield tuple(group)
-
-
-def _finished(waiting: deque[tuple[Task, Future[Encoded]]]) -> tuple[Task, Encoded]:
-    task, future = waiting.popleft()
-    return task, future.result()
 
 
 def _executor(

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, broken
 from offloadtrain.config.sections import Form
 from offloadtrain.data.chat import chat_template as template_of
 from offloadtrain.data.encode import Encoded, Encoder, Reading, Side, Task, encode_in_order, form_of
-from offloadtrain.data.records import Piece, cut, first_record, hash64
+from offloadtrain.data.records import cut, first_record, hash64
 from offloadtrain.data.source import SourceFile, find_files, refuse_binary
 from offloadtrain.data.tokenizer import ByteTokenizer
 from offloadtrain.data.tokenizer import tokenizer as tokenizer_named
@@ -140,14 +140,23 @@ def prepare(
         DataError: nothing to read, a bad line, an unreadable file, a full disk; `out` is then
             unchanged.
     """
-    if not 0.0 <= val_fraction < 1.0:
-        raise ConfigError(f"val_fraction = {val_fraction:g} must be in [0, 1)")
-    if bad_lines not in ("error", "skip"):
-        raise ConfigError(f'bad_lines = {bad_lines!r} must be "error" or "skip"')
-    if not 0 <= jobs <= _MOST_JOBS:
-        raise ConfigError(f"jobs = {jobs} must be from 1 to {_MOST_JOBS}, or 0: all CPUs")
-    if form not in ("auto", *get_args(Form)):
-        raise ConfigError(f'form = {form!r} must be "auto", {", ".join(get_args(Form))}')
+    problems = broken(
+        (not 0.0 <= val_fraction < 1.0, f"val_fraction = {val_fraction:g} must be in [0, 1)"),
+        (
+            bad_lines not in ("error", "skip"),
+            f'bad_lines = {bad_lines!r} must be "error" or "skip"',
+        ),
+        (
+            not 0 <= jobs <= _MOST_JOBS,
+            f"jobs = {jobs} must be from 1 to {_MOST_JOBS}, or 0: all CPUs",
+        ),
+        (
+            form not in ("auto", *get_args(Form)),
+            f'form = {form!r} must be "auto", {", ".join(get_args(Form))}',
+        ),
+    )
+    if problems:
+        raise ConfigError(problems[0])
     _refuse_unguarded_script()
     out = Path(out)
     try:
@@ -242,7 +251,11 @@ def _build(
     progress: Progress | None,
 ) -> PreparedFiles:
     at_words = not isinstance(settings.encoder.tokenizer, ByteTokenizer)
-    pieces = cut_all(files, settings.val_fraction, at_words)
+    # Where whole files cannot give the fraction, their ends are held out.
+    tails = _tails(files, settings.val_fraction)
+    pieces = [
+        piece for file in files for piece in cut(file, tails.get(file.name, 0), at_words=at_words)
+    ]
     known = [piece.split_hash for piece in pieces if piece.split_hash is not None]
     threshold = math.ceil(settings.val_fraction * 2.0**64)
     if threshold and known and len(known) == len(pieces):
@@ -342,15 +355,6 @@ def _why_not(files: Sequence[SourceFile], tally: _Tally) -> str:
     if tally.highest < 0:
         return f"{where}: no line holds text ({tally.skipped_lines} skipped)"
     return f"{where}: a single document, so none can be held out; set val_fraction = 0"
-
-
-def cut_all(files: Sequence[SourceFile], val_fraction: float, at_words: bool) -> list[Piece]:
-    """Split all files; if whole files cannot give the fraction, so that their ends can be held
-    out."""
-    tails = _tails(files, val_fraction)
-    return [
-        piece for file in files for piece in cut(file, tails.get(file.name, 0), at_words=at_words)
-    ]
 
 
 def _tails(files: Sequence[SourceFile], val_fraction: float) -> dict[str, int]:

@@ -14,14 +14,14 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import IO, Any, TypeAlias
 
 from offloadtrain.boundary.safe_open import bounded_lines, open_regular
-from offloadtrain.data.source import SourceFile, optional
+from offloadtrain.data.source import FileKind, SourceFile, optional
 from offloadtrain.data.tokens import DataError
 
 PIECE_BYTES = 4 << 20
@@ -69,14 +69,8 @@ def cut(file: SourceFile, tail_bytes: int = 0, *, at_words: bool = False) -> Ite
             many bytes, has the hash 0 and the first the highest hash.
         at_words: move the cuts of a text file to the ends of words.
     """
-    if file.kind == "parquet":
-        yield from _row_groups(file)
-    elif file.kind == "arrow":
-        yield from _record_batches(file)
-    elif file.kind == "csv":
-        yield from _rows(file)
-    elif file.is_table:
-        yield from _ranges(file, 0, file.num_bytes, None, piece_bytes=_TABLE_BYTES)
+    if file.is_table:
+        yield from _TABLES[file.kind].cut(file)
     elif tail_bytes:
         middle = file.num_bytes - tail_bytes
         middle = _word_end(file, middle) if at_words else middle
@@ -131,9 +125,15 @@ def _rows(file: SourceFile) -> Iterator[Piece]:
         yield Piece(file, begin, end, None, True, True, end - begin)
 
 
-def _row_groups(file: SourceFile) -> Iterator[Piece]:
+@contextmanager
+def _opened_parquet(file: SourceFile) -> Iterator[Any]:
     parquet = optional("pyarrow.parquet", f"{file.path} (Parquet)")
     with readable(file), parquet.ParquetFile(file.path) as opened:
+        yield opened
+
+
+def _row_groups(file: SourceFile) -> Iterator[Piece]:
+    with _opened_parquet(file) as opened:
         groups = [opened.metadata.row_group(n) for n in range(opened.metadata.num_row_groups)]
     for number, group in enumerate(groups):
         slices = min(_MOST_SLICES, max(1, group.total_byte_size // PIECE_BYTES), group.num_rows)
@@ -198,15 +198,7 @@ def records(piece: Piece, columns: Sequence[str]) -> Iterator[Record | Bad | Non
     Raises:
         DataError, OSError: the file cannot be read.
     """
-    kind = piece.file.kind
-    if kind == "jsonl":
-        yield from _jsonl(piece)
-    elif kind == "csv":
-        yield from _csv(piece)
-    else:
-        read = _parquet if kind == "parquet" else _arrow
-        for batch in read(piece, columns):
-            yield from batch.to_pylist()
+    return _TABLES[piece.file.kind].read(piece, columns)
 
 
 def first_record(file: SourceFile) -> Record | None:
@@ -218,7 +210,7 @@ def first_record(file: SourceFile) -> Record | None:
     return None
 
 
-def _jsonl(piece: Piece) -> Iterator[Record | Bad | None]:
+def _jsonl(piece: Piece, columns: Sequence[str]) -> Iterator[Record | Bad | None]:
     with open_regular(piece.file.path, follow_link=True) as file:
         for line, length in _lines_starting_in(file, piece):
             try:
@@ -265,7 +257,7 @@ def _parse_line(line: bytes, length: int) -> Record | None:
     return record
 
 
-def _csv(piece: Piece) -> Iterator[Record | Bad | None]:
+def _csv(piece: Piece, columns: Sequence[str]) -> Iterator[Record | Bad | None]:
     """Yield the rows of a range that begins and ends with a row, named by the first of the file."""
     csv.field_size_limit(sys.maxsize)
     delimiter = "\t" if piece.file.name.lower().endswith(".tsv") else ","
@@ -296,23 +288,40 @@ def _parsed(raw: bytes, delimiter: str, piece: Piece) -> Iterator[list[str]]:
         raise DataError(f"{piece.file.path} is not CSV in UTF-8: {error}") from error
 
 
-def _parquet(piece: Piece, columns: Sequence[str]) -> Iterator[Any]:
-    parquet = optional("pyarrow.parquet", f"{piece.file.path} (Parquet)")
-    with readable(piece.file), parquet.ParquetFile(piece.file.path) as opened:
+def _parquet(piece: Piece, columns: Sequence[str]) -> Iterator[Record]:
+    with _opened_parquet(piece.file) as opened:
         chosen = [name for name in opened.schema_arrow.names if name in columns] or None
         row = 0
         for batch in opened.iter_batches(row_groups=[piece.group], columns=chosen):
             begin, end = max(piece.start - row, 0), min(piece.stop - row, batch.num_rows)
             if begin < end:
-                yield batch.slice(begin, end - begin)
+                yield from batch.slice(begin, end - begin).to_pylist()
             row += batch.num_rows
 
 
-def _arrow(piece: Piece, columns: Sequence[str]) -> Iterator[Any]:
+def _arrow(piece: Piece, columns: Sequence[str]) -> Iterator[Record]:
     for number, batch in enumerate(arrow_batches(piece.file)):
         if piece.start <= number < piece.stop:
             chosen = [name for name in batch.schema.names if name in columns]
-            yield batch.select(chosen) if chosen else batch
+            yield from (batch.select(chosen) if chosen else batch).to_pylist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """How a kind of tables is cut into pieces, and how a piece is read."""
+
+    cut: Callable[[SourceFile], Iterator[Piece]]
+    read: Callable[[Piece, Sequence[str]], Iterator[Record | Bad | None]]
+
+
+_TABLES: dict[FileKind, _Table] = {
+    "jsonl": _Table(
+        lambda file: _ranges(file, 0, file.num_bytes, None, piece_bytes=_TABLE_BYTES), _jsonl
+    ),
+    "csv": _Table(_rows, _csv),
+    "parquet": _Table(_row_groups, _parquet),
+    "arrow": _Table(_record_batches, _arrow),
+}
 
 
 def excerpt(line: bytes) -> str:

@@ -290,7 +290,9 @@ class TokenWriter:
             "fingerprint": fingerprint,
         }
         self._content = new_hash()
-        self._dtype = _smallest_dtype(vocab_size)
+        if not 0 < vocab_size <= 1 << 32:
+            raise DataError(f"vocab_size = {vocab_size} must be from 1 to {1 << 32}")
+        self._dtype = np.min_scalar_type(vocab_size - 1).name
         self._temporary = self.path.with_name(self.path.name + ".tmp")
         self._document_begins = 0
 
@@ -373,13 +375,6 @@ class TokenWriter:
         if len(page) > HEADER_BYTES:
             raise DataError(f"{self.path}: the header's texts are longer than {HEADER_BYTES} bytes")
         return page.ljust(HEADER_BYTES)
-
-
-def _smallest_dtype(vocab_size: int) -> str:
-    for name, width in DTYPES.items():
-        if 0 < vocab_size <= 1 << 8 * width:
-            return name
-    raise DataError(f"vocab_size = {vocab_size} must be from 1 to {1 << 32}")
 
 
 _MOST_CACHE_BYTES = 1 << 16

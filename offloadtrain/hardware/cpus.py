@@ -56,9 +56,12 @@ def plan(
         quota: CPU quota of all local ranks together, in CPUs; None: no limit.
     """
     usable = os.sched_getaffinity(0) if allowed is None else set(allowed)
-    nodes = [_node(gpu, usable, sysfs) for gpu in rank_gpus]
+    cpus_of = numa_nodes(sysfs)
+    nearest = [gpu_node(gpu, sysfs) for gpu in rank_gpus]
+    # A node counts if this process may use its CPUs.
+    nodes = [n if n is not None and usable & set(cpus_of.get(n, ())) else None for n in nearest]
     node = nodes[local_rank]
-    near = usable if node is None else usable & _node_cpus(node, sysfs)
+    near = usable if node is None else usable & set(cpus_of[node])
     cores = physical_cores(near, sysfs)
     sharers = [rank for rank, other in enumerate(nodes) if other == node]
     share = _share(cores, sharers.index(local_rank), len(sharers))
@@ -110,18 +113,18 @@ def _core_of(cpu: int, sysfs: Path) -> object:
     return package.read_text().strip(), core.read_text().strip()
 
 
-def _node(gpu: str | None, allowed: Collection[int], sysfs: Path) -> int | None:
-    """Return the GPU's NUMA node, if there are several and this process may use its CPUs."""
-    file = sysfs / f"bus/pci/devices/{(gpu or '').lower()}/numa_node"
-    if not gpu or not file.exists():
-        return None
-    node = int(file.read_text())
-    return node if node >= 0 and _node_cpus(node, sysfs) & set(allowed) else None
+def gpu_node(address: str | None, sysfs: Path) -> int | None:
+    """Return the NUMA node of a GPU by PCI address; None: not reported, as on most machines with
+    one node."""
+    file = sysfs / f"bus/pci/devices/{(address or '').lower()}/numa_node"
+    node = int(file.read_text()) if address and file.exists() else -1
+    return node if node >= 0 else None
 
 
-def _node_cpus(node: int, sysfs: Path) -> set[int]:
-    file = sysfs / f"devices/system/node/node{node}/cpulist"
-    return set(parse_cpulist(file.read_text())) if file.exists() else set()
+def numa_nodes(sysfs: Path) -> dict[int, list[int]]:
+    """Return node → its CPUs; empty if the system has no nodes."""
+    files = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
+    return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in files}
 
 
 def parse_cpulist(text: str) -> list[int]:

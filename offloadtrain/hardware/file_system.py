@@ -19,7 +19,9 @@ def kind_of(folder: Path, mounts: Path = _MOUNTS) -> str:
     resolved, best, kind = folder.resolve(), Path(), ""
     for line in mounts.read_text().splitlines():
         before, _, after = line.partition(" - ")
-        point = Path(_unescaped(before.split()[4]))
+        # The kernel writes blanks and backslashes in octal.
+        octal = before.split()[4].encode("latin-1", "backslashreplace")
+        point = Path(octal.decode("unicode_escape"))
         # Later lines are mounted over earlier ones.
         if resolved.is_relative_to(point) and len(point.parts) >= len(best.parts):
             best, kind = point, after.split()[0]
@@ -30,8 +32,3 @@ def free_bytes(folder: Path) -> int:
     """Return the bytes that this user may write there."""
     disk = os.statvfs(folder)
     return disk.f_bavail * disk.f_frsize
-
-
-def _unescaped(point: str) -> str:
-    """The kernel writes blanks and backslashes in octal."""
-    return point.encode("latin-1", "backslashreplace").decode("unicode_escape")

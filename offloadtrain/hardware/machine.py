@@ -190,8 +190,7 @@ def loads(text: str, origin: str) -> Machine:
     try:
         kinds = toml.field_kinds(Machine)
         job = toml.parse(text, origin, list(kinds))
-        toml.report_unknown(job, job.tables, list(kinds))
-        values = toml.read_fields(job, kinds, job.tables)
+        values = toml.read_table(job, kinds, job.tables)
         job.problems += [f"{key} is missing" for key in toml.missing_fields(Machine, job.tables)]
         job.problems += _problems(values)
         job.raise_problems()

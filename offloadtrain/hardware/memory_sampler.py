@@ -53,11 +53,16 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of the host; the attributes are those of `MemoryPoint`."""
+    """Bytes of the host; the attributes are those of `MemoryPoint`.
+
+    Attributes:
+        until_s: when it is read again, on the monotonic clock.
+    """
 
     available: int | None = None
     swap: int | None = None
     page_cache: int | None = None
+    until_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -117,10 +122,9 @@ class MemorySampler:
         self._window = Window()
         self._step = 0
         self._host_peak = 0
-        self._curve: list[tuple[float, int]] | None = None
-        self._began_s = 0.0
+        self._followed: tuple[float, list[tuple[float, int]]] | None = None
+        """When the step that is followed began, and its curve of (ms, bytes)."""
         self._host = HostMemory()
-        self._host_until_s = 0.0
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
         self._thread.start()
@@ -129,16 +133,16 @@ class MemorySampler:
         """Set the step in progress; `follow`: sample it closely."""
         self._step = step
         if follow:
-            self._began_s, self._curve = time.perf_counter(), []
+            self._followed = time.perf_counter(), []
             self._wake.set()  # the thread may sleep for longer than the step takes
 
     def end_step(self) -> tuple[int, schema.StepMemory | None]:
         """Return the peak of resident memory in the step, and its curve if it was followed."""
         peak, self._host_peak = self._host_peak, 0
-        curve, self._curve = self._curve, None
-        if not curve:
+        followed, self._followed = self._followed, None
+        if followed is None or not followed[1]:
             return peak, None
-        times, sizes = zip(*thinned(curve), strict=True)
+        times, sizes = zip(*thinned(followed[1]), strict=True)
         tier = "host" if self._read_device is None else "device"
         return peak, schema.StepMemory(step=self._step, tier=tier, at_ms=times, kib=sizes)
 
@@ -156,7 +160,7 @@ class MemorySampler:
                 self._emit(self._window.record())
                 next_record_s += RECORD_S
             # wait for the next sample; a step that is followed ends the wait
-            self._wake.wait(self._interval_s if self._curve is None else WITHIN_STEP_S)
+            self._wake.wait(self._interval_s if self._followed is None else WITHIN_STEP_S)
             self._wake.clear()
         if not self._window.is_empty:  # nothing may have been sampled since the record before
             self._emit(self._window.record())
@@ -164,16 +168,15 @@ class MemorySampler:
 
     def _sample(self) -> None:
         device = self._read_device() if self._read_device else None
-        if time.monotonic() >= self._host_until_s:
-            self._host, self._host_until_s = read_host(), time.monotonic() + HOST_S
+        if time.monotonic() >= self._host.until_s:
+            self._host = read_host()
             self._each_second()
         point = point_of(self._clock(), self._step, device, self._pinned(), self._host)
         self._window.add(point, device.peak if device else None)
         self._host_peak = max(self._host_peak, point.rss or 0)
-        curve = self._curve
-        if curve is not None:
+        if (followed := self._followed) is not None:
             size = device.allocated if device else point.rss or 0
-            curve.append((1e3 * (time.perf_counter() - self._began_s), size))
+            followed[1].append((1e3 * (time.perf_counter() - followed[0]), size))
         if self._ring is not None:
             try:
                 self._ring.write(point)
@@ -211,11 +214,15 @@ def point_of(
 
 def read_host() -> HostMemory:
     """Read the host's memory; takes half a millisecond."""
-    stated = _meminfo()
+    stated, available = _meminfo(), None
+    with suppress(OSError, ValueError, OffloadTrainError):
+        available = max(host_memory.available_bytes(), 0)
+    swaps = {"SwapTotal", "SwapFree"} <= stated.keys()
     return HostMemory(
-        available=_available(),
-        swap=_difference(stated, "SwapTotal", "SwapFree"),
+        available=available,
+        swap=stated["SwapTotal"] - stated["SwapFree"] if swaps else None,
         page_cache=stated.get("Cached"),
+        until_s=time.monotonic() + HOST_S,
     )
 
 
@@ -233,24 +240,12 @@ def thinned(curve: list[tuple[float, int]]) -> list[tuple[float, int]]:
     return [(round(part[-1][0], 1), max(size for _, size in part) >> 10) for part in parts]
 
 
-def _available() -> int | None:
-    with suppress(OSError, ValueError, OffloadTrainError):
-        return max(host_memory.available_bytes(), 0)
-    return None
-
-
 def _meminfo() -> dict[str, int]:
     """Return the sizes in /proc/meminfo, in bytes; empty where there is none."""
     with suppress(OSError, ValueError):
         lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
         return {name.rstrip(":"): int(size) << 10 for name, size, *_ in lines}
     return {}
-
-
-def _difference(stated: dict[str, int], total: str, part: str) -> int | None:
-    if total not in stated or part not in stated:
-        return None
-    return stated[total] - stated[part]
 
 
 def _short(sizes: list[int]) -> tuple[int, ...]:

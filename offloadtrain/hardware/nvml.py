@@ -20,6 +20,9 @@ _PCIE_COUNTERS = (197, 198)
 _NVLINK_COUNTERS = ((138, 0xFFFFFFFF), (139, 0xFFFFFFFF))
 """NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and …_RX, in KiB, of all links together."""
 
+LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""PCIe generation → 10^9 bytes per second of one lane, one way, after line coding."""
+
 _SM_CLOCK = 1
 """NVML_CLOCK_SM."""
 
@@ -204,6 +207,13 @@ class Nvml:
             clock_mhz=self.ask("nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
             clock_max_mhz=self.ask("nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
         )
+
+
+def link_gbps(generation: int | None, width: int | None) -> float | None:
+    """Return the bandwidth of a PCIe link; None if not reported."""
+    if generation is None or width is None or generation not in LANE_GBPS:
+        return None
+    return LANE_GBPS[generation] * width
 
 
 def _nvml_state(error: Exception) -> str:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine import EngineError, OffloadOptimizer
-from offloadtrain.engine import offload as _offload
 from offloadtrain.integrations import checkpoint_files
 from offloadtrain.integrations.framework_support import (
     Options,
     merged,
+    offload_for,
     precision_of,
     state_dict_of,
 )
@@ -59,10 +59,9 @@ def offload(
         "precision": precision_of(accelerator.mixed_precision, model),
         "grad_accum_steps": accelerator.gradient_accumulation_steps,
     }
-    named = merged(config or {}, {}, "")
-    chosen = merged({**named, **options}, settings, "the accelerator")
+    named = merged(config or {}, {}, "") | options
     check(accelerator)
-    optimizer = _offload(model, rule, **chosen)
+    optimizer, _ = offload_for("the accelerator", model, rule, named, settings)
     drive(accelerator, model, optimizer)
     return optimizer
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -113,7 +111,10 @@ class CausalLm:
         was_training = self.module.training
         self.module.eval()
         try:
-            with uncompiled(), _seeded(sampling.seed, tokens_BT.device):
+            # `generate` of transformers draws from torch's global generators.
+            is_cuda = tokens_BT.device.type == "cuda"
+            with uncompiled(), torch.random.fork_rng([tokens_BT.device] if is_cuda else []):
+                torch.manual_seed(sampling.seed)
                 generated = self.module.generate(
                     input_ids=tokens_BT,
                     attention_mask=torch.ones_like(tokens_BT),
@@ -124,14 +125,6 @@ class CausalLm:
         finally:
             self.module.train(was_training)
         return cast(Tensor, generated)
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """`generate` of transformers draws from torch's global generators."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
 
 
 def transformers_package(what: str) -> Any:

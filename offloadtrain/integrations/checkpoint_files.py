@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError, broken
 from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.optim import AdamW
 
@@ -46,11 +46,6 @@ def save_state(
     path = _path(optimizer, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(optimizer.state_dict() if state is None else state, path)
-
-
-def has_state(folder: str | os.PathLike[str]) -> bool:
-    """Tell whether `save_state` has written there, on any number of ranks."""
-    return any(Path(folder).glob(_RANK_FILE.format("*", "*")))
 
 
 def load_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> None:
@@ -88,15 +83,20 @@ def _path(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> Path:
 def reason_against_torch(optimizer: OffloadOptimizer) -> str | None:
     """Return why torch's AdamW cannot take the state over; None if it can."""
     rules = {type(rule) for rule in optimizer._rules}
-    if optimizer.ranks.size > 1:
-        return f"the state is in shards on {optimizer.ranks.size} ranks"
-    if optimizer.config.state.format != "fp32":
-        return f"state = {optimizer.config.state.format!r} is not a format of torch's"
-    if rules != {AdamW}:
-        return f"the update rule is {', '.join(sorted(rule.__name__ for rule in rules))}, not AdamW"
-    if optimizer.config.skip_unused:
-        return "skip_unused counts the steps of each expert"
-    return None
+    names, config = ", ".join(sorted(rule.__name__ for rule in rules)), optimizer.config
+    reasons = broken(
+        (
+            optimizer.ranks.size > 1,
+            f"the state is in shards on {optimizer.ranks.size} ranks",
+        ),
+        (
+            config.state.format != "fp32",
+            f"state = {config.state.format!r} is not a format of torch's",
+        ),
+        (rules != {AdamW}, f"the update rule is {names}, not AdamW"),
+        (config.skip_unused, "skip_unused counts the steps of each expert"),
+    )
+    return reasons[0] if reasons else None
 
 
 def save_for_trainer(
@@ -112,7 +112,9 @@ def save_for_trainer(
     state = optimizer.state_dict()
     if reason_against_torch(optimizer) is None:
         masters, moments = _divided(state["state"])
-        groups = [_as_torchs(group, fused) for group in state["param_groups"]]
+        # With all keys that a group of torch's has.
+        plain = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], fused=fused or None)
+        groups = [plain.param_groups[0] | group for group in state["param_groups"]]
         shared = {
             "state": moments,
             "param_groups": groups,
@@ -133,7 +135,7 @@ def load_for_trainer(optimizer: OffloadOptimizer, folder: str) -> bool:
     Raises:
         CheckpointError: the folder has the state of another number of ranks.
     """
-    if not has_state(folder):
+    if not any(Path(folder).glob(_RANK_FILE.format("*", "*"))):  # of any number of ranks
         return False
     path, moments = Path(folder) / _TRAINER_FILE, {}
     if path.exists():  # earlier releases have written the whole state into the file of the rank
@@ -160,9 +162,3 @@ def _divided(
         for key, entry in entries.items()
     }
     return masters, moments
-
-
-def _as_torchs(group: dict[str, Any], fused: bool) -> dict[str, Any]:
-    """Return a parameter group with all keys that torch's has."""
-    plain = torch.optim.AdamW([nn.Parameter(torch.zeros(()))], fused=fused or None)
-    return plain.param_groups[0] | group

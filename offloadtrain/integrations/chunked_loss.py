@@ -48,10 +48,9 @@ def chunk_loss(model: Any, *, label_smoothing: float = 0.0, z_loss: float = 0.0)
     if is_chunked(model):
         raise ModelError(f"the loss of {type(base).__name__} is computed in parts already")
     head = _usual_head(base)
-    pending = _Pending(head, label_smoothing, z_loss)
-    pending.head_forward = head.forward
+    pending = _Pending(head, head.forward, base.loss_function, label_smoothing, z_loss)
     setattr(head, "forward", pending.on_head)  # noqa: B010  (mypy refuses to assign to a method)
-    pending.loss_function, base.loss_function = base.loss_function, pending.on_loss
+    base.loss_function = pending.on_loss
     base.forward = _with_labels(base.forward, pending)
 
 
@@ -94,10 +93,10 @@ class _Pending:
     """
 
     head: nn.Linear
+    head_forward: Callable[..., Any]
+    loss_function: Callable[..., Any]
     label_smoothing: float
     z_loss: float
-    head_forward: Callable[..., Any] = lambda: None
-    loss_function: Callable[..., Any] = lambda: None
     targets: Tensor | None = None
     total: Tensor | None = None
 
@@ -147,47 +146,47 @@ def _usual_head(model: Any) -> nn.Linear:
     Raises:
         ModelError: there is none.
     """
-    name = type(model).__name__
-    named = {attribute: child for attribute, child in model.named_children()}
     head_name = head_attribute(type(model))
-    if isinstance(head_name, Unusual):
-        raise ModelError(f"the loss of {name} cannot be computed in parts: {head_name.why}")
-    head = named.get(head_name)
+    head = getattr(model, head_name, None)
     if type(head) is not nn.Linear:
-        raise ModelError(
-            f"the loss of {name} cannot be computed in parts: its head '{head_name}' is a "
-            f"{type(head).__name__}, not a plain nn.Linear"
-        )
+        why = f"its head '{head_name}' is a {type(head).__name__}, not a plain nn.Linear"
+        raise _unusual(type(model), why)
     module = inspect.getmodule(model.loss_function)
     if module is None or getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
-        raise ModelError(f"the loss of {name} cannot be computed in parts: it has one of its own")
+        raise _unusual(type(model), "it has one of its own")
     return head
 
 
-@dataclass(frozen=True, slots=True)
-class Unusual:
-    """A forward that does more with its logits; `why` is a sentence's end."""
-
-    why: str
+def _unusual(kind: type, why: str) -> ModelError:
+    return ModelError(f"the loss of {kind.__name__} cannot be computed in parts: {why}")
 
 
-def head_attribute(kind: type) -> str | Unusual:
-    """Read from the source of a model's forward which attribute makes the logits of the loss."""
+def head_attribute(kind: type) -> str:
+    """Read from the source of a model's forward which attribute makes the logits of the loss.
+
+    Raises:
+        ModelError: its forward does more with its logits.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))  # type: ignore[attr-defined]
-    losses = [node for node in ast.walk(tree) if _is_call_of_self(node, "loss_function")]
+    losses: list[Any] = [node for node in ast.walk(tree) if _is_call_of_self(node, "loss_function")]
     if len(losses) != 1:
-        return Unusual(f"its forward calls self.loss_function {len(losses)} times, not once")
-    argument = _argument(losses[0], "logits")
+        why = f"its forward calls self.loss_function {len(losses)} times, not once"
+        raise _unusual(kind, why)
+    named = [keyword.value for keyword in losses[0].keywords if keyword.arg == "logits"]
+    argument = next(iter((*named, *losses[0].args)), None)
     if not isinstance(argument, ast.Name):
-        return Unusual("its loss function does not get the logits as they are")
+        raise _unusual(kind, "its loss function does not get the logits as they are")
     made = [value for name, value in _assigned(tree) if name == argument.id]
     if len(made) != 1 or not _is_call_of_self(made[0]) or len(made[0].args) != 1:
-        return Unusual(f"its forward scales, caps or changes '{argument.id}' behind the head")
-    extra = _uses(tree, argument.id) - 1 - _returned(tree, argument.id)
-    if extra > 0:
-        return Unusual(f"its forward uses '{argument.id}' for more than the loss")
-    attribute = made[0].func.attr
-    return str(attribute)
+        why = f"its forward scales, caps or changes '{argument.id}' behind the head"
+        raise _unusual(kind, why)
+    uses = sum(
+        isinstance(node, ast.Name) and node.id == argument.id and isinstance(node.ctx, ast.Load)
+        for node in ast.walk(tree)
+    )
+    if uses - 1 - _returned(tree, argument.id) > 0:
+        raise _unusual(kind, f"its forward uses '{argument.id}' for more than the loss")
+    return str(made[0].func.attr)
 
 
 def _is_call_of_self(node: Any, attribute: str | None = None) -> bool:
@@ -201,11 +200,6 @@ def _is_call_of_self(node: Any, attribute: str | None = None) -> bool:
     )
 
 
-def _argument(call: Any, name: str) -> ast.expr | None:
-    value = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
-    return value if value is not None or not call.args else call.args[0]
-
-
 def _assigned(tree: ast.AST) -> Iterator[tuple[str, Any]]:
     """Yield each name that is assigned to, with the value."""
     for node in ast.walk(tree):
@@ -216,13 +210,6 @@ def _assigned(tree: ast.AST) -> Iterator[tuple[str, Any]]:
                         yield part.id, node.value
         elif isinstance(node, ast.AugAssign | ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id, node.value
-
-
-def _uses(tree: ast.AST, name: str) -> int:
-    return sum(
-        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
-        for node in ast.walk(tree)
-    )
 
 
 def _returned(tree: ast.AST, name: str) -> int:

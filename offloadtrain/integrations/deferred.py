@@ -199,6 +199,8 @@ class DeferredWeights:
             ModelError: shapes differ, or the checkpoint is another model's.
             CannotDeferError: a conversion needs values.
         """
+        from transformers.utils.loading_report import LoadStateDictInfo
+
         if self._model is not None:
             raise CannotDeferError("the model loads another one while it is made")
         self._model, self._files = model, SafetensorsFiles(files)
@@ -221,7 +223,14 @@ class DeferredWeights:
         model._weight_conversions = [
             conversion for conversion in conversions if conversion.was_used()
         ]
-        return _record(set(expected) - set(self._recipes), unexpected)
+        return LoadStateDictInfo(
+            missing_keys=set(expected) - set(self._recipes),
+            unexpected_keys=unexpected,
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
 
     def _shapes_of(self, recipe: _Recipe) -> dict[str, Tensor]:
         try:
@@ -355,19 +364,6 @@ def _check_share(
             f"{_some(missing)} and has {_some(list(names))}. Pass the class that it was saved "
             "from as auto_class"
         )
-
-
-def _record(missing: set[str], unexpected: set[str]) -> Any:
-    from transformers.utils.loading_report import LoadStateDictInfo
-
-    return LoadStateDictInfo(
-        missing_keys=missing,
-        unexpected_keys=unexpected,
-        mismatched_keys=set(),
-        error_msgs=[],
-        conversion_errors={},
-        skipped_pp_keys=set(),
-    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig, OptionGroup
-from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.engine import OffloadOptimizer, offload
+from offloadtrain.optim import AnyRule
 
 Options = Mapping[str, Any] | OffloadConfig
 """Of `offload`, by name, or in one object."""
@@ -69,9 +70,28 @@ def precision_of(mixed: str, model: nn.Module) -> str:
     return "fp16" if torch.float16 in dtypes else "fp32"
 
 
-def dtypes_of(model: nn.Module) -> Dtypes:
-    """Call it before the model is offloaded, for `state_dict_of`."""
-    return {param: param.dtype for param in model.parameters()}
+def offload_for(
+    source: str,
+    model: nn.Module,
+    rule: AnyRule | None,
+    options: Options,
+    settings: Mapping[str, Any],
+    **more: Any,
+) -> tuple[OffloadOptimizer, Dtypes]:
+    """Offload a model with the user's options and the framework's settings; see `merged`.
+
+    Args:
+        more: further arguments of `offloadtrain.offload`.
+
+    Returns:
+        The optimizer, and the dtypes of the parameters before, for `state_dict_of`.
+
+    Raises:
+        ValueError: an option contradicts a setting.
+        whatever `offloadtrain.offload` raises.
+    """
+    chosen, dtypes = merged(options, settings, source), {p: p.dtype for p in model.parameters()}
+    return offload(model, rule, **chosen, **more), dtypes
 
 
 def state_dict_of(

@@ -22,15 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.engine import OffloadOptimizer, optimizer_of
-from offloadtrain.engine import offload as _offload
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.integrations import accelerate, checkpoint_files
 from offloadtrain.integrations.chunked_loss import chunk_loss, is_chunked
 from offloadtrain.integrations.framework_support import (
     Dtypes,
     Options,
-    dtypes_of,
-    merged,
+    offload_for,
     precision_of,
     state_dict_of,
     synchronize_readers,
@@ -112,10 +110,14 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             for optimizer in (self._driven, earlier if _is_driven(earlier) else None):
                 if optimizer is not None:
                     optimizer.close()
-            self._original_dtypes = dtypes_of(model)
-            settings = options_of(self.args, model)
-            options = merged(self.offload, settings, "TrainingArguments")
-            self.optimizer = _offload(model, self._rule(), params=self._groups(model), **options)
+            self.optimizer, self._original_dtypes = offload_for(
+                "TrainingArguments",
+                model,
+                self._rule(),
+                self.offload,
+                options_of(self.args, model),
+                params=self._groups(model),
+            )
         elif self._driven is None:
             self._check_user_optimizer(self.optimizer)
         if self._driven is None or self._driven is not self.optimizer:

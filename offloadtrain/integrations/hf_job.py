@@ -165,7 +165,17 @@ def build(
     if mesh is not None and mesh.tensor is not None:
         lm, weights = whole_model(hf, seed=seed, terms=terms)
         divide_matrices(lm.module, mesh.tensor, weights)
-        optimizer = _offload_part(lm.module, weights, rule, groups, config, device, mesh)
+        optimizer = offload(
+            lm.module,
+            rule,
+            params=groups(lm.module),
+            device=device,
+            config=config,
+            mesh=mesh,
+            param_init_fn=None if weights is None else weights.fill,
+        )
+        if weights is not None:
+            weights.close()
         if terms is not None:
             chunk_loss(lm.module, **asdict(terms))
         return lm, optimizer
@@ -187,9 +197,8 @@ def build(
                 _config(hf.folder), dtype=torch.float32
             )
             model = model if hf.lora is None else _with_adapters(model, hf.lora)
-            param_groups = groups(model)
             optimizer = offload(
-                model, rule, params=param_groups, device=device, config=config, mesh=mesh
+                model, rule, params=groups(model), device=device, config=config, mesh=mesh
             )
     if terms is not None:
         chunk_loss(model, **asdict(terms))
@@ -214,8 +223,9 @@ def whole_model(
         if hf.init == "weights":
             model, weights = deferred_model(hf.folder, AUTO_CLASS)
         else:
-            config = _config(hf.folder)
-            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(
+                _config(hf.folder), dtype=torch.float32
+            )
     return CausalLm.of(model.train(), chunked=terms is not None), weights
 
 
@@ -238,23 +248,6 @@ def divide_matrices(model: Any, mesh: DeviceMesh, weights: DeferredWeights | Non
     divide(model, mesh)
     if weights is not None:
         weights.follow()
-
-
-def _offload_part(
-    model: Any,
-    weights: DeferredWeights | None,
-    rule: AnyRule,
-    groups: Groups,
-    config: OffloadConfig,
-    device: torch.device,
-    mesh: Mesh,
-) -> OffloadOptimizer:
-    options: dict[str, Any] = {"params": groups(model), "device": device, "config": config}
-    if weights is None:
-        return offload(model, rule, mesh=mesh, **options)
-    optimizer = offload(model, rule, mesh=mesh, param_init_fn=weights.fill, **options)
-    weights.close()
-    return optimizer
 
 
 def check_can(hf: HfModel, *, chunked: bool, isolated: bool) -> None:

@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 
 from offloadtrain.engine import OffloadOptimizer
-from offloadtrain.engine import offload as _offload
 from offloadtrain.integrations import checkpoint_files
 from offloadtrain.integrations.framework_support import (
     Dtypes,
-    dtypes_of,
-    merged,
+    offload_for,
     precision_of,
     state_dict_of,
     synchronize_readers,
@@ -80,6 +78,17 @@ def _synchronizing(event: str) -> Any:
     return hook
 
 
+def _through_hooks(method: str) -> Any:
+    """Return a step of the strategy that calls the module's as its forward, whose hooks are the
+    engine's."""
+
+    def step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        module = strategy.lightning_module
+        return strategy._forward_redirection(module, module, method, *args, **kwargs)
+
+    return step
+
+
 class _FirstCallback:
     """Waits for the newest weights before the other callbacks, which may read them."""
 
@@ -122,10 +131,11 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
         settings = {"device": self.root_device, "precision": precision_of(mixed, module)}
         if module.automatic_optimization:
             settings["grad_accum_steps"] = module.trainer.accumulate_grad_batches
-        self._original_dtypes = dtypes_of(module)
-        options = merged(self._options, settings, "the Trainer")
-        self._engine = self._casts.engine = _offload(module, rule, params=params, **options)
-        return self._engine
+        engine, self._original_dtypes = offload_for(
+            "the Trainer", module, rule, self._options, settings, params=params
+        )
+        self._engine = self._casts.engine = engine
+        return engine
 
     def setup(self, trainer: Any) -> None:
         """Offload in place of a move to the device; a test or a prediction alone moves the model.
@@ -157,22 +167,10 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
             self.model_to_device()
         self.setup_precision_plugin()
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through_hooks("predict_step", *args, **kwargs)
-
-    def _through_hooks(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the step as the module's forward, whose hooks are the engine's."""
-        module = self.lightning_module
-        return self._forward_redirection(module, module, method, *args, **kwargs)
+    training_step = _through_hooks("training_step")
+    validation_step = _through_hooks("validation_step")
+    test_step = _through_hooks("test_step")
+    predict_step = _through_hooks("predict_step")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import OffloadTrainError, broken
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.integrations.export import Named
 
@@ -77,38 +77,37 @@ def class_name(shape: ModelShape) -> str:
     Raises:
         NoClassError: naming what no class has.
     """
-    if not shape.is_causal:
-        raise NoClassError(
-            'no class of transformers is an encoder as model.objective = "mlm" trains: theirs '
-            "normalise behind each branch or have other parts. offloadtrain convert RUN OUT "
-            "--to torch writes the weights of a run under adamw or adam by their own names"
-        )
     parts = f"{shape.positions} positions with {shape.norm} and {shape.mlp}"
     name = _CLASSES.get((shape.positions, shape.norm, shape.mlp))
-    if shape.num_experts:
-        return _class_with_experts(shape, name, parts)
-    if name is None:
-        raise NoClassError(f"no class of transformers has {parts}")
-    if name == "StableLm" and shape.bias:
-        raise NoClassError(f"no class of transformers has {parts} and biases in all linear layers")
-    if name == "GPT2" and shape.kv_heads != shape.num_heads:
-        raise NoClassError(
+    is_mixtral = name == "Llama" and shape.experts_per_token > 1 and not shape.bias
+    reasons = broken(
+        (
+            not shape.is_causal,
+            'no class of transformers is an encoder as model.objective = "mlm" trains: theirs '
+            "normalise behind each branch or have other parts. offloadtrain convert RUN OUT "
+            "--to torch writes the weights of a run under adamw or adam by their own names",
+        ),
+        (
+            shape.num_experts and not is_mixtral,
+            f"no class of transformers has {parts}{' and biases' if shape.bias else ''} and "
+            f"experts with experts_per_token = {shape.experts_per_token}: Mixtral has rotary "
+            "positions, rmsnorm and swiglu without biases, and divides the probabilities of a "
+            "token's experts by their sum, which trains no router of one expert",
+        ),
+        (name is None, f"no class of transformers has {parts}"),
+        (
+            name == "StableLm" and shape.bias,
+            f"no class of transformers has {parts} and biases in all linear layers",
+        ),
+        (
+            name == "GPT2" and shape.kv_heads != shape.num_heads,
             f"no class of transformers has {parts} and grouped heads (num_kv_heads = "
-            f"{shape.num_kv_heads})"
-        )
-    return name
-
-
-def _class_with_experts(shape: ModelShape, name: str | None, parts: str) -> str:
-    if name == "Llama" and shape.experts_per_token > 1 and not shape.bias:
-        return "Mixtral"
-    biases = " and biases" if shape.bias else ""
-    raise NoClassError(
-        f"no class of transformers has {parts}{biases} and experts with experts_per_token = "
-        f"{shape.experts_per_token}: Mixtral has rotary positions, rmsnorm and swiglu without "
-        "biases, and divides the probabilities of a token's experts by their sum, which trains no "
-        "router of one expert"
+            f"{shape.num_kv_heads})",
+        ),
     )
+    if name is None or reasons:
+        raise NoClassError(reasons[0])
+    return "Mixtral" if shape.num_experts else name
 
 
 def empty_model(shape: ModelShape, *, end_of_document: int | None) -> Any:

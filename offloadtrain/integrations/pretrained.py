@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
@@ -89,14 +88,21 @@ def from_pretrained(
         ModelError: a checkpoint that is quantized, pickled, damaged, of another shape, or another
             model's.
     """
-    keywords = _checked(model_kwargs or {}) | {"trust_remote_code": trust_remote_code}
+    extra = dict(model_kwargs or {})
+    if wrong := [key for key in _OURS if key in extra]:
+        raise ValueError(f"model_kwargs has {wrong[0]}: {_OURS[wrong[0]]}")
+    from transformers.utils import cached_file
+
+    keywords = extra | {"trust_remote_code": trust_remote_code}
     name, adapters = str(name_or_folder), None if lora is None else lora_config(lora)
     load = _load_of(name, auto_class, keywords)
     if adapters is None or not reads_base(adapters):
         model, weights = _deferred(name, load, DeferredWeights())
     else:
         model, weights = load(), None
-    _sources[model] = _folder_of(name, keywords)
+    # The folder that the configuration was read from: of a name, that in the Hub's cache.
+    of_cache = {key: value for key, value in keywords.items() if key in _OF_CONFIG[1:]}
+    _sources[model] = Path(cached_file(name, "config.json", **of_cache)).parent
     if adapters is not None:
         model = attach(model, adapters)
     if callable(groups := options.get("params")):
@@ -114,13 +120,6 @@ def deferred_model(
     """Return a model whose weights are read as they are asked for, by `fill` of what comes with it;
     None: it was loaded whole."""
     return _deferred(str(folder), _load_of(str(folder), auto_class, {}), DeferredWeights())
-
-
-def _load_of(
-    name: str, auto_class: str | type | None, keywords: Mapping[str, Any]
-) -> Callable[..., Any]:
-    loader = _loader(name, auto_class, keywords)
-    return partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
 
 
 def _deferred(
@@ -171,7 +170,8 @@ def save_pretrained(
         ValueError: another dtype.
         ModelError: a model that is not of transformers, or adapters that cannot be merged.
     """
-    optimizer, model = _resolve(source)
+    optimizer = source if isinstance(source, OffloadOptimizer) else optimizer_of(source)
+    model: Any = source.model if isinstance(source, OffloadOptimizer) else source
     base = base_model(model)
     if not hasattr(base, "save_pretrained"):
         raise ModelError(
@@ -184,8 +184,13 @@ def save_pretrained(
             "stages together, or train as a job ([ranks] pipeline) and use offloadtrain export"
         )
     only_adapters = is_peft(model) and not merge
-    as_dtype = _dtype_of(dtype or ("fp32" if only_adapters else "bf16"))
-    weights, buffers = _weights(optimizer, model), dict(base.named_buffers())
+    dtype = dtype or ("fp32" if only_adapters else "bf16")
+    if dtype not in PRECISIONS:
+        raise ValueError(f"dtype = {dtype!r} is not one of {', '.join(map(repr, PRECISIONS))}")
+    as_dtype, buffers = PRECISIONS[dtype], dict(base.named_buffers())
+    weights: Named = ((name, param.detach().cpu()) for name, param in model.named_parameters())
+    weights = weights if optimizer is None else optimizer.master_weights()
+    origin = _sources.get(base) or Path(getattr(base, "name_or_path", "") or os.devnull)
 
     def write() -> None:
         with new_folder(Path(folder)) as temporary:
@@ -198,15 +203,9 @@ def save_pretrained(
                 write_weights(base, temporary, weights, buffers, as_dtype, max_shard_size)
             if not only_adapters:
                 write_configuration(base, temporary, as_dtype)
-            write_tokenizer(_source_of(base), temporary, tokenizer)
+            write_tokenizer(origin if origin.is_dir() else None, temporary, tokenizer)
 
     _on_first_rank(ALONE if optimizer is None else optimizer.ranks, write, weights)
-
-
-def _dtype_of(name: str) -> torch.dtype:
-    if name not in PRECISIONS:
-        raise ValueError(f"dtype = {name!r} is not one of {', '.join(map(repr, PRECISIONS))}")
-    return PRECISIONS[name]
 
 
 def _on_first_rank(ranks: Ranks, write: Callable[[], None], weights: Named) -> None:
@@ -231,28 +230,10 @@ def _on_first_rank(ranks: Ranks, write: Callable[[], None], weights: Named) -> N
         raise RankError(f"rank 0 could not save: {failure}")
 
 
-def _resolve(source: OffloadOptimizer | nn.Module) -> tuple[OffloadOptimizer | None, Any]:
-    if isinstance(source, OffloadOptimizer):
-        return source, source.model
-    return optimizer_of(source), source
-
-
-def _weights(optimizer: OffloadOptimizer | None, model: nn.Module) -> Named:
-    if optimizer is not None:
-        return optimizer.master_weights()
-    return ((name, param.detach().cpu()) for name, param in model.named_parameters())
-
-
-def _checked(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises ValueError for an argument that `offload` decides."""
-    for name, instead in _OURS.items():
-        if name in keywords:
-            raise ValueError(f"model_kwargs has {name}: {instead}")
-    return dict(keywords)
-
-
-def _loader(name: str, auto_class: str | type | None, keywords: Mapping[str, Any]) -> Any:
-    """Return the class whose `from_pretrained` makes the model.
+def _load_of(
+    name: str, auto_class: str | type | None, keywords: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return what loads the model: `from_pretrained` of its class, with these keywords.
 
     Raises:
         ModelError: the checkpoint is one that cannot be trained or read.
@@ -270,8 +251,9 @@ def _loader(name: str, auto_class: str | type | None, keywords: Mapping[str, Any
             "ot.offload the result"
         )
     if isinstance(auto_class, str):
-        return getattr(transformers, auto_class)
-    return auto_class or _named_class(config, name)
+        auto_class = getattr(transformers, auto_class)
+    loader: Any = auto_class or _named_class(config, name)
+    return partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
 
 
 def _check_files(name: str, subfolder: str = "") -> None:
@@ -283,8 +265,7 @@ def _check_files(name: str, subfolder: str = "") -> None:
     folder = Path(name) / subfolder
     if not Path(name).is_dir():
         # A name on the Hub is NAME or OWNER/NAME.
-        is_path = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
-        if is_path:
+        if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
             raise ModelError(
                 f"'{name}': there is no such folder, and no name on the Hub is like it"
             )
@@ -295,19 +276,11 @@ def _check_files(name: str, subfolder: str = "") -> None:
             "PeftModel.from_pretrained(base, folder, is_trainable=True), and ot.offload the result"
         )
     if not (folder / "config.json").exists():
-        raise ModelError(f"'{folder}' has no config.json{_below(folder)}")
-    _check_weights(folder)
-
-
-def _below(folder: Path) -> str:
-    """Name the folders in it that have one: a repository may hold several models."""
-    folders = sorted(path.parent.name for path in folder.glob("*/config.json"))
-    if not folders:
-        return ": it is no folder of a model of transformers"
-    return f"; these folders in it have: {', '.join(folders)}"
-
-
-def _check_weights(folder: Path) -> None:
+        # A repository may hold several models.
+        inner = sorted(path.parent.name for path in folder.glob("*/config.json"))
+        where = f"; these folders in it have: {', '.join(inner)}" if inner else ""
+        where = where or ": it is no folder of a model of transformers"
+        raise ModelError(f"'{folder}' has no config.json{where}")
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index*.json")):
         return
     if pickled := sorted(path.name for path in folder.glob("*.bin")):
@@ -317,15 +290,11 @@ def _check_weights(folder: Path) -> None:
             "transformers.AutoModel.from_pretrained(folder).save_pretrained(new_folder), with the "
             "model's own class instead of AutoModel"
         )
-    quantized = any(folder.glob("*.gguf"))
-    raise ModelError(
-        f"'{folder}' has no *.safetensors"
-        + (
-            ", only GGUF: load it with transformers (gguf_file=…), which widens it, then ot.offload"
-            if quantized
-            else ": its weights were not downloaded"
-        )
-    )
+    why = ": its weights were not downloaded"
+    if any(folder.glob("*.gguf")):
+        why = ", only GGUF: load it with transformers (gguf_file=…), which widens it, then "
+        why += "ot.offload"
+    raise ModelError(f"'{folder}' has no *.safetensors{why}")
 
 
 def _named_class(config: Any, name: str) -> Any:
@@ -342,16 +311,3 @@ def _named_class(config: Any, name: str) -> Any:
         f"the configuration of '{name}' names no class of transformers: pass auto_class, such as "
         "'AutoModelForCausalLM'"
     )
-
-
-def _folder_of(name: str, keywords: Mapping[str, Any]) -> Path:
-    """Return the folder that a configuration was read from: of a name, that in the Hub's cache."""
-    from transformers.utils import cached_file
-
-    of_cache = {key: value for key, value in keywords.items() if key in _OF_CONFIG[1:]}
-    return Path(cached_file(name, "config.json", **of_cache)).parent
-
-
-def _source_of(model: Any) -> Path | None:
-    folder = _sources.get(model) or Path(getattr(model, "name_or_path", "") or os.devnull)
-    return folder if folder.is_dir() else None

@@ -11,6 +11,7 @@ import torch
 from offloadtrain.cli.doctor import checks, examine, measure
 from offloadtrain.cli.doctor.checks import Check, DriveRates, Status
 from offloadtrain.hardware.machine import Machine
+from offloadtrain.hardware.nvml import link_gbps
 from tests.small_buffers import small_doctor
 
 GIB = 1 << 30
@@ -290,8 +291,8 @@ def test_speeds() -> None:
 
 
 def test_what_a_link_allows() -> None:
-    assert checks.link_gbps(4, 16) == pytest.approx(31.5, rel=0.01)
-    assert checks.link_gbps(None, 16) is None and checks.link_gbps(9, 16) is None
+    assert link_gbps(4, 16) == pytest.approx(31.5, rel=0.01)
+    assert link_gbps(None, 16) is None and link_gbps(9, 16) is None
 
 
 def test_a_curve_through_two_points() -> None:

@@ -6,7 +6,9 @@ key is pressed; the visible panel then receives it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -15,38 +17,63 @@ from textual.app import SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter
 from textual.message import Message
+from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen, Screen
+from textual.theme import Theme
 from textual.widgets import Input
 
+from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.events import schema
-from offloadtrain_tui import settings
+from offloadtrain_tui import exports, labels, requests, settings
 from offloadtrain_tui.attention import Watched, desktop
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
-from offloadtrain_tui.dialogs import Raw
-from offloadtrain_tui.display import PANELS
+from offloadtrain_tui.dialogs import Ask, Confirm, Raw
+from offloadtrain_tui.display import PANELS, Display
 from offloadtrain_tui.filter import Sanitized, is_unicode
 from offloadtrain_tui.keys import COMMANDS, KEYS, with_keys
 from offloadtrain_tui.panels.events import EventsPanel
 from offloadtrain_tui.panels.runs import RunsPanel
+from offloadtrain_tui.plots import KINDS
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.listing import Listing, RunRow
 from offloadtrain_tui.reading.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.run_actions import RunActions
-from offloadtrain_tui.themes import COLOR_BLIND
 from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
+
+COLOR_BLIND = Theme(
+    name="color-blind-safe",
+    # The palette of Okabe and Ito (2008), distinguishable with any color vision.
+    primary="#56B4E9",
+    secondary="#CC79A7",
+    accent="#E69F00",
+    success="#009E73",
+    warning="#F0E442",
+    error="#D55E00",
+    foreground="#E8E8E8",
+    background="#101418",
+    surface="#181C20",
+    panel="#20262C",
+    dark=True,
+)
+
+_CHARTS = ", ".join(KINDS)
+_FORMS: dict[str, Callable[[str, ViewState], str | bytes]] = {
+    ".csv": exports.as_csv,
+    ".svg": exports.as_svg,
+    ".png": exports.as_png,
+}
 
 RUNS_EVERY_S = 3.0
 QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
 
 
-class Monitor(RunActions):
+class Monitor(Display):
     """Displays runs; it writes only requests, when the user makes them."""
 
     class News(Message):
@@ -125,7 +152,7 @@ class Monitor(RunActions):
         if self._watch_machine:
             self._machine.start()
         replay = isinstance(self.clock, ReplayClock)
-        self._quiet = self.set_interval(0.25 if replay else QUIET_S, self._tick)
+        self._quiet = self.set_interval(0.25 if replay else QUIET_S, self.settle)
         self.set_interval(RUNS_EVERY_S, self._look_for_runs)
         if self.is_web:
             self.set_interval(RUNS_EVERY_S, end_without_server)
@@ -140,8 +167,7 @@ class Monitor(RunActions):
     # ---- news
 
     def on_monitor_news(self) -> None:
-        self._snapshots = self.reader.take()
-        self._show()
+        self.settle()
         self._quiet.reset()  # clocks and ages have been drawn: the next tick is put off
 
     def on_monitor_sampled(self, message: Monitor.Sampled) -> None:
@@ -168,9 +194,6 @@ class Monitor(RunActions):
 
     def settle(self) -> None:
         """Draw the current state."""
-        self._tick()
-
-    def _tick(self) -> None:
         self._snapshots = self.reader.take()
         self._show()
 
@@ -237,19 +260,16 @@ class Monitor(RunActions):
     # ---- keys
 
     def action_move(self, by: int) -> None:
-        if isinstance(self.clock, ReplayClock):
-            self._replay_to(self.shown.moved(by))
-        else:
-            self.change(self.shown.moved(by))
+        self._go_to(self.shown.moved(by))
 
     def action_jump(self, direction: int) -> None:
-        if isinstance(self.clock, ReplayClock):
-            self._replay_to(self.shown.jumped(direction))
-        else:
-            self.change(self.shown.jumped(direction))
+        self._go_to(self.shown.jumped(direction))
 
-    def _replay_to(self, shown: ViewState) -> None:
-        assert isinstance(self.clock, ReplayClock)
+    def _go_to(self, shown: ViewState) -> None:
+        """Show another moment; a replay goes on from there."""
+        if not isinstance(self.clock, ReplayClock):
+            self.change(shown)
+            return
         moment = shown.moment_s
         self.clock.move(self.clock.end_s if shown.cursor is None or moment is None else moment)
         self._show()
@@ -284,11 +304,7 @@ class Monitor(RunActions):
 
     def on_chart_picked(self, message: Chart.Picked) -> None:
         """Move the cursor of the whole screen to the clicked position."""
-        shown = replace(self.shown, cursor=message.position)
-        if isinstance(self.clock, ReplayClock):
-            self._replay_to(shown)
-        else:
-            self.change(shown)
+        self._go_to(replace(self.shown, cursor=message.position))
 
     def on_events_panel_chosen(self, message: EventsPanel.Chosen) -> None:
         if message.jump:
@@ -310,6 +326,137 @@ class Monitor(RunActions):
             self.shown = replace(self.shown, cursor=None)
             self.action_panel("overview")
         self._show()
+
+    # ---- requests to a run, which the user confirms
+
+    def action_checkpoint(self) -> None:
+        self._request("save a checkpoint after this step?", {"checkpoint": "save"})
+
+    def action_stop(self) -> None:
+        choices = {"stop": "stop after this step, with a checkpoint", "abort": "abort, without"}
+        self._request("end the run?", choices)
+
+    def action_note(self) -> None:
+        def send(text: str | None) -> None:
+            if text:
+                self._send("note", text)
+
+        if self._may_ask():
+            self.push_screen(Ask("a note for the run's log"), send)
+
+    def action_acknowledge(self) -> None:
+        alerts = self.shown.view.active_alerts()
+        if alerts and self._may_ask():
+            self._send("acknowledge", alerts[-1].code)
+
+    def _request(self, question: str, choices: dict[str, str]) -> None:
+        def send(answer: str | None) -> None:
+            if answer:
+                self._send(answer)
+
+        if self._may_ask():
+            name = self.shown.snapshot.name
+            self.push_screen(Confirm(f"{name}: {question}", choices), send)
+
+    def _may_ask(self) -> bool:
+        snapshot = self.shown.snapshot
+        if self.shown.readonly:
+            self.tell("--readonly: requests are disabled", "warning")
+        elif snapshot.folder is None or snapshot.state not in runs.ALIVE:
+            self.tell(f"the run is not running ({snapshot.state})", "warning")
+        else:
+            return True
+        return False
+
+    def _send(self, action: str, message: str = "") -> None:
+        folder = self.shown.snapshot.folder
+        if folder is None:
+            return
+        try:
+            requests.write(folder, action, message)
+        except requests.RequestError as error:
+            self.tell(str(error), "error")
+        else:
+            self.tell(f"{action}: requested; the answer appears as an event")
+
+    def on_runs_panel_pinned(self, message: RunsPanel.Pinned) -> None:
+        """Pin a run, or unpin it; the list shows it when it is read again."""
+        row = message.row
+        if self.shown.readonly:
+            self.tell("--readonly: nothing is written", "warning")
+            return
+        pinned = not row.labels.pinned
+        try:
+            labels.write(row.folder, replace(row.labels, pinned=pinned))
+        except OSError as error:
+            self.tell(f"{row.folder}/labels.json cannot be written: {error.strerror}", "error")
+        else:
+            self.tell(f"{row.folder.name}: {'pinned' if pinned else 'no longer pinned'}")
+
+    # ---- exports
+
+    def action_export(self) -> None:
+        """Export the sampled steps as a Chrome trace, with the trace command."""
+        folder = self.shown.snapshot.folder
+        if folder is None or self.shown.readonly:
+            why = "--readonly: nothing is written" if folder else "only run folders are exported"
+            self.tell(why, "warning")
+            return
+
+        def export() -> None:
+            command = [sys.executable, "-m", "offloadtrain", "trace", str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            failed = done.returncode != 0
+            text = done.stderr if failed else f"{done.stdout.strip()}: for ui.perfetto.dev"
+            level: SeverityLevel = "error" if failed else "information"
+            self.call_from_thread(self.tell, text.strip(), level)
+
+        self.run_worker(export, thread=True, group="export", exit_on_error=False)
+
+    def action_chart_file(self) -> None:
+        """Write a chart as a file whose name says which, and how."""
+
+        def write(answer: str | None) -> None:
+            if answer:
+                self._write_chart(Path(answer).expanduser())
+
+        if self.shown.readonly:
+            self.tell("--readonly: nothing is written", "warning")
+        else:
+            self.push_screen(
+                Ask(f"chart, as .csv, .svg or .png, such as loss.csv: {_CHARTS}"), write
+            )
+
+    def _write_chart(self, path: Path) -> None:
+        if path.stem not in KINDS or path.suffix not in _FORMS:
+            known = ", ".join(_FORMS)
+            self.tell(f"{path.name}: give a chart's name and {known}: {_CHARTS}", "warning")
+            return
+        if path.exists():
+            self.tell(f"{path} exists: it is left as it is", "warning")
+            return
+        try:
+            replace_file(path, _FORMS[path.suffix](path.stem, self.shown))
+        except ImportError:
+            self.tell("a .png needs Pillow: pip install 'offloadtrain[plots]'", "error")
+        except OSError as error:
+            self.tell(f"{path} cannot be written: {error.strerror}", "error")
+        else:
+            self.tell(f"saved {path.absolute()}")
+
+    def action_copy(self) -> None:
+        """Copy a chart's numbers to the terminal's clipboard, by OSC 52."""
+
+        def copy(answer: str | None) -> None:
+            if answer in KINDS:
+                self.copy_to_clipboard(exports.as_csv(answer, self.shown))
+                self.tell(f"{answer}: copied as CSV, if the terminal allows it")
+            elif answer:
+                self.tell(f"{answer}: give a chart's name: {_CHARTS}", "warning")
+
+        self.push_screen(Ask(f"copy the numbers of a chart: {_CHARTS}"), copy)
+
+    # ---- the command palette
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         yield from super().get_system_commands(screen)

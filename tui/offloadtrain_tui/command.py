@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +13,9 @@ from cyclopts import Parameter
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
 from offloadtrain.config.errors import ConfigError
-from offloadtrain_tui.clock import LiveClock, ReplayClock
+from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.log_reader import NEWS_OVER_SSH_S, NEWS_S, Reader
+from offloadtrain_tui.reading.log_reader import NEWS_OVER_SSH_S, NEWS_S, RunReader
 
 if TYPE_CHECKING:
     from offloadtrain_tui.app import Monitor
@@ -94,15 +93,17 @@ def tui(
     if allow_requests and not web:
         return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
     if web:
-        options = {
-            "--speed": speed,
-            "--screen": screen,
-            "--theme": theme,
-            "--runs-dir": runs_dir.resolve(),
-        }
+        options: dict[str, object] = {"--speed": speed, "--screen": screen, "--theme": theme}
+        options["--runs-dir"] = runs_dir.resolve()
         flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
-        return _in_browser(run_paths if run else [], host, port, options, flags)
-    clock = _replay_clock(run_paths[0], speed) if replay else LiveClock()
+        from offloadtrain_tui.web import serve
+
+        chosen = [str(path.path) for path in run_paths] if run else []
+        return serve(host, port, chosen, options, flags)
+    clock: Clock = LiveClock()
+    if replay:
+        history = RunReader(run_paths[0]).read_to_end(clock.now_s()).first.history
+        clock = ReplayClock(history.first_time_s, history.last_time_s, speed=speed)
     news_s = NEWS_OVER_SSH_S if os.environ.get("SSH_CONNECTION") else NEWS_S
     app = Monitor(
         run_paths,
@@ -143,20 +144,6 @@ def _set_theme(app: Monitor, theme: str) -> str:
     return ""
 
 
-def _in_browser(
-    run_paths: Sequence[runs.RunPath],
-    host: str,
-    port: int,
-    options: Mapping[str, object],
-    flags: Mapping[str, bool],
-) -> int:
-    from offloadtrain_tui.web import serve
-
-    return serve(
-        host, port, [str(path.folder or path.logs[0]) for path in run_paths], options, flags
-    )
-
-
 def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int:
     """Print one frame, or write it as a picture."""
     from offloadtrain_tui.frame import frame
@@ -185,12 +172,6 @@ def _in_terminal(app: Monitor, screen: str) -> int:
     app.first_panel = screen
     app.run()
     return app.return_code or 0
-
-
-def _replay_clock(run: runs.RunPath, speed: float) -> ReplayClock:
-    snapshot = Reader([run], LiveClock(), lambda: None).read_once()[0]
-    history = snapshot.first.history
-    return ReplayClock(history.first_time_s, history.last_time_s, speed=speed)
 
 
 def _parsed(size: str) -> tuple[int, int]:

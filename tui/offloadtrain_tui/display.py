@@ -114,17 +114,14 @@ class Display(App[None]):
 
     def action_step(self) -> None:
         def go(answer: str | None) -> None:
-            if answer and answer.strip().isdigit():
-                self._go_to_step(int(answer))
+            view = self.shown.newest
+            numbers = view.history.steps.values[: view.length]
+            if numbers and answer and answer.strip().isdigit():
+                step = int(answer)
+                nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
+                self.change(replace(self.shown, cursor=nearest))
 
         self.push_screen(Ask("go to step"), go)
-
-    def _go_to_step(self, step: int) -> None:
-        view = self.shown.newest
-        numbers = view.history.steps.values[: view.length]
-        if numbers:
-            nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
-            self.change(replace(self.shown, cursor=nearest))
 
     def action_zoom(self, by: int) -> None:
         self.change(self.shown.zoomed(by))

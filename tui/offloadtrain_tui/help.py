@@ -59,12 +59,10 @@ class Help(ModalScreen[None]):
 def page() -> Text:
     """Return the page; 24 lines, so that a small terminal shows most of it at once."""
     text = Text()
-    text.append("Keys\n", "bold")
-    for key, what in KEYS:
-        text.append(f"{key:>14}", "bold").append(f"  {what}\n")
-    text.append("Words\n", "bold")
-    for word, what in WORDS:
-        text.append(f"{word:>14}", "bold").append(f"  {what}\n")
+    for title, lines in (("Keys", KEYS), ("Words", WORDS)):
+        text.append(f"{title}\n", "bold")
+        for key, what in lines:
+            text.append(f"{key:>14}", "bold").append(f"  {what}\n")
     text.append("Marks", "bold")
     text.append("    " + "   ".join(f"{sign} {what}" for sign, what in MARKS))
     return text

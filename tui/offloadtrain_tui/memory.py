@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui.reading.live_memory import Live
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import milliseconds
+from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.area import Area
 from offloadtrain_tui.widgets.bars import Part, Tier
@@ -113,12 +113,42 @@ def local(shown: ViewState) -> schema.System | None:
     return machine if shown.snapshot.lives_here and uuids <= there else None
 
 
+@dataclass(frozen=True, slots=True)
+class ShownGpus:
+    """The GPUs of a screen: this machine's while the run lives here, otherwise the logged ones.
+
+    Attributes:
+        source: "live" or "as logged".
+        state: why there are none, as the machine says; "" if there are some.
+    """
+
+    gpus: tuple[schema.GpuSample, ...]
+    source: str
+    state: str
+
+
+def shown_gpus(shown: ViewState) -> ShownGpus:
+    """Return the GPUs of a screen; none of a run on CPUs."""
+    local_system = local(shown)
+    system = local_system or shown.view.system
+    gpus = system.gpus if system and not is_on_cpu(shown.view) else ()
+    state = clean(system.gpu_state) if system and not gpus else ""
+    return ShownGpus(gpus, "as logged" if local_system is None else "live", state)
+
+
 def devices(shown: ViewState) -> list[Tier]:
     """Return a bar for the GPU of each rank; without a run, for each GPU of this machine. A run on
     CPUs has none: its tensors are in the bar of the host."""
     start, local_system = shown.view.start, local(shown)
     if start is None:
-        return [_of_machine(gpu) for gpu in local_system.gpus] if local_system else []
+        return [
+            Tier(
+                *(f"GPU {gpu.index}", (), gpu.memory_total_bytes or 0),
+                other=gpu.memory_used_bytes or 0,
+                note=_load(gpu),
+            )
+            for gpu in (local_system.gpus if local_system else ())
+        ]
     if is_on_cpu(shown.view):
         return []
     return [_of_rank(view, local_system, shown) for view in shown.views]
@@ -129,14 +159,10 @@ def bars(shown: ViewState) -> tuple[Tier, ...]:
     return (*devices(shown), host(shown))
 
 
-def _of_machine(gpu: schema.GpuSample) -> Tier:
-    used, total = gpu.memory_used_bytes or 0, gpu.memory_total_bytes or 0
-    return Tier(f"GPU {gpu.index}", (), total, other=used, note=_load(gpu))
-
-
 def _of_rank(view: View, local_system: schema.System | None, shown: ViewState) -> Tier:
     live = view.live
     gpu, age = _gpu(view, local_system), ""
+    why_none = view.system.gpu_state if view.system else ""
     if local_system is None and gpu is not None:
         age = _age(view.system_time_s, shown)
     parts = _device_parts(view.memory, live)
@@ -148,7 +174,7 @@ def _of_rank(view: View, local_system: schema.System | None, shown: ViewState) -
         total,
         cache,
         other_bytes,
-        note="  ".join(filter(None, (_load(gpu) if gpu else _why_no_gpu(view), age))),
+        note="  ".join(filter(None, (_load(gpu) if gpu else why_none, age))),
         peak=_peak([view], "device"),
         planned=sum(size for (tier, _), size in planned(view).items() if tier == "device"),
     )
@@ -260,9 +286,17 @@ def _gpu(view: View, local_system: schema.System | None) -> schema.GpuSample | N
     return named[0] if named else gpus[0] if len(gpus) == 1 else None
 
 
-def _why_no_gpu(view: View) -> str:
-    system = view.system
-    return system.gpu_state if system else ""
+def load_of(gpu: schema.GpuSample) -> tuple[str, str, str]:
+    """Return load, power and temperature for a table; "-" if they are not known."""
+    return (
+        rounded(gpu.utilization_percent, " %"),
+        rounded(gpu.power_w, " W"),
+        rounded(gpu.temperature_c, " °C"),
+    )
+
+
+def rounded(value: float | None, unit: str) -> str:
+    return "-" if value is None else f"{value:.0f}{unit}"
 
 
 def _load(gpu: schema.GpuSample) -> str:
@@ -305,45 +339,39 @@ _Stretch = tuple[tuple[Part, ...], int, int]
 
 def device_history(view: View, tier: Tier) -> Area:
     """Return a GPU's memory over time: owners, peak of moving tensors, others, and the limit."""
-    stretches: list[_Stretch | None] = []
-    for live in view.history.live.stretches(view.time_s, _COLUMNS):
-        if live is None:
-            stretches.append(None)
-            continue
+
+    def stretch_of(live: Live) -> _Stretch:
         peak = live.at_peak("allocated", "reserved")
         parts = _device_parts(View.at(view.history, live.time_s).memory or view.memory, peak)
-        stretches.append((parts, *_cache_and_other_bytes(parts, peak, None, tier.total)))
-    return _area(tier.title, stretches, view, tier)
+        return (parts, *_cache_and_other_bytes(parts, peak, None, tier.total))
+
+    return _area(stretch_of, view, tier)
 
 
 def host_history(views: Sequence[View], tier: Tier) -> Area:
     """Return the host's memory over time; times are those of the first rank's records."""
     there = _neighbours(views)
-    stretches: list[_Stretch | None] = []
-    for live in there[0].history.live.stretches(there[0].time_s, _COLUMNS):
-        if live is None:
-            stretches.append(None)
-            continue
+
+    def stretch_of(live: Live) -> _Stretch:
         then = [View.at(view.history, live.time_s) for view in there]
         rss_bytes = [(view.live or live).most("rss") or 0 for view in then[1:]]
         parts = _host_parts(then, sum(rss_bytes, live.most("rss") or 0))
-        available = live.now("available")
-        used = sum(part.nbytes for part in parts)
-        other_bytes = 0 if available is None else max(tier.total - available - used, 0)
-        stretches.append((parts, 0, other_bytes))
-    return _area(tier.title, stretches, there[0], tier)
+        available, used = live.now("available"), sum(part.nbytes for part in parts)
+        return parts, 0, 0 if available is None else max(tier.total - available - used, 0)
+
+    return _area(stretch_of, there[0], tier)
 
 
-def _area(title: str, stretches: Sequence[_Stretch | None], view: View, tier: Tier) -> Area:
+def _area(stretch_of: Callable[[Live], _Stretch], view: View, tier: Tier) -> Area:
     """Return bands in the order of the bar: its largest owners, the rest of them, cache, others."""
     names = [part.owner for part in tier.parts]
-    columns = [
-        None if stretch is None else (*_bands(stretch[0], names), *stretch[1:])
-        for stretch in stretches
-    ]
+    columns: list[tuple[int, ...] | None] = []
+    for live in view.history.live.stretches(view.time_s, _COLUMNS):
+        stretch = None if live is None else stretch_of(live)
+        columns.append(None if stretch is None else (*_bands(stretch[0], names), *stretch[1:]))
     extent = view.history.live.extent_s(view.time_s)
     ago = f"{units.format_duration(extent[1] - extent[0])} ago" if extent else ""
-    return Area(title, tuple(columns), tier.total, tier.planned, (ago, "now"))
+    return Area(tier.title, tuple(columns), tier.total, tier.planned, (ago, "now"))
 
 
 def _bands(parts: Sequence[Part], names: Sequence[str]) -> tuple[int, ...]:

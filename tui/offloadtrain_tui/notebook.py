@@ -110,8 +110,7 @@ class Watch:
 
     def _draw(self, most: int) -> subprocess.Popen[str]:
         width, height = self._size
-        path = self._run.folder or self._run.logs[0]
-        arguments = (path, self._screen, width, height, self._every_s, most)
+        arguments = (self._run.path, self._screen, width, height, self._every_s, most)
         # Nobody reads the stderr of an endless series; `svg` has reported errors before.
         return subprocess.Popen(
             [sys.executable, "-m", "offloadtrain_tui.pictures", *map(str, arguments)],

@@ -46,7 +46,7 @@ def _bytes(value: float | None) -> str:
     return "-" if value is None else units.format_bytes(value)
 
 
-def _single_curve(field: str, color: str = "primary") -> tuple[tuple[str, str, str, bool], ...]:
+def single_curve(field: str, color: str = "primary") -> tuple[tuple[str, str, str, bool], ...]:
     return ((field, "", color, False),)
 
 
@@ -58,14 +58,14 @@ KINDS: dict[str, Kind] = {
         smoothed=True,
         least_range=0.02,
     ),
-    "grad_norm": Kind("gradient norm", _single_curve("grad_norm", "accent"), log=True),
-    "lr": Kind("learning rate", _single_curve("lr", "secondary"), log=True),
-    "loss_scale": Kind("loss scale", _single_curve("loss_scale", "warning"), log=True),
+    "grad_norm": Kind("gradient norm", single_curve("grad_norm", "accent"), log=True),
+    "lr": Kind("learning rate", single_curve("lr", "secondary"), log=True),
+    "loss_scale": Kind("loss scale", single_curve("loss_scale", "warning"), log=True),
     "tokens_per_s": Kind(
-        "tokens/s", _single_curve("tokens_per_s", "success"), smoothed=True, least_range=STEADY
+        "tokens/s", single_curve("tokens_per_s", "success"), smoothed=True, least_range=STEADY
     ),
-    "mfu": Kind("MFU", _single_curve("mfu", "success"), form=_percent, least_range=STEADY),
-    "step_ms": Kind("step", _single_curve("step_ms"), form=milliseconds, least_range=STEADY),
+    "mfu": Kind("MFU", single_curve("mfu", "success"), form=_percent, least_range=STEADY),
+    "step_ms": Kind("step", single_curve("step_ms"), form=milliseconds, least_range=STEADY),
     "phases": Kind(
         "forward, backward, optimizer",
         (
@@ -89,13 +89,13 @@ KINDS: dict[str, Kind] = {
     ),
     "host_ms": Kind(
         "CPU Adam and norms",
-        _single_curve("host_ms", "accent"),
+        single_curve("host_ms", "accent"),
         form=milliseconds,
         least_range=STEADY,
     ),
     "exposed": Kind(
         "waits, share of a step",
-        _single_curve("exposed_share", "error"),
+        single_curve("exposed_share", "error"),
         form=_percent,
         from_zero=True,
     ),

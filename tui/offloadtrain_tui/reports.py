@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,18 +14,17 @@ from cyclopts import Parameter
 
 from offloadtrain.boundary.sanitize import sanitize_json
 from offloadtrain.config import units
-from offloadtrain.events import log_lines
+from offloadtrain.events import log_lines, schema
 from offloadtrain_tui import requests
 from offloadtrain_tui.moments import Moment, set_up_line
 from offloadtrain_tui.reading import runs
-from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.listing import RunRow, list_runs
 from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.step_columns import LANES
 from offloadtrain_tui.reading.tail import Tail
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.text import clean, local_time, milliseconds, short
 from offloadtrain_tui.verdict import against_plan, bound_by, newest_loss, time_left_s
 
 _LIVE_EVERY_S, _FOLLOW_EVERY_S = 1.0, 0.2
@@ -68,7 +66,10 @@ def status(
     while True:
         snapshot = reader.read_to_end(time.time())
         if not watch or printed != (printed := _watched(snapshot)):
-            print(_printed(snapshot, json_=json_, one_line=live or watch), flush=True)
+            text = line(snapshot) if live or watch else report(snapshot)
+            if json_:
+                text = sanitize_json(json.dumps(facts(snapshot), default=str))
+            print(text, flush=True)
         if not (live or watch) or snapshot.state not in runs.ALIVE:
             _tell_problem(snapshot)
             is_run = snapshot.has_records or snapshot.set_up is not None
@@ -180,12 +181,6 @@ def _watched(snapshot: Snapshot) -> tuple[object, ...]:
     return snapshot.state, view.step, view.val_loss, codes
 
 
-def _printed(snapshot: Snapshot, *, json_: bool, one_line: bool) -> str:
-    if json_:
-        return sanitize_json(json.dumps(facts(snapshot), default=str))
-    return line(snapshot) if one_line else report(snapshot)
-
-
 def facts(snapshot: Snapshot) -> dict[str, Any]:
     """Return a snapshot as plain data, with units in the names."""
     view = snapshot.first
@@ -237,28 +232,27 @@ def line(snapshot: Snapshot) -> str:
 def report(snapshot: Snapshot) -> str:
     """Return a snapshot as a few lines."""
     view = snapshot.first
-    lines = [clean(snapshot.name), line(snapshot)]
-    if summary := ", ".join(filter(None, (against_plan(view), bound_by(view)))):
-        lines.append(summary)
-    if snapshot.out_of_memory:
-        lines.append(_death(view))
-    if snapshot.set_up is not None:
-        return "\n".join(lines)  # the rest is of its start before
-    if view.val_loss is not None:
-        lines.append(f"validation loss {view.val_loss:.4f}")
-    for tier in ("device", "host"):
-        rows = [row for row in view.memory if row.tier == tier]
-        total = units.format_bytes(sum(row.num_bytes for row in rows))
-        largest = ", ".join(
-            f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in rows[:4]
-        )
-        lines.append(f"{tier}: {total} ({largest})" if rows else f"{tier}: not known yet")
-    lines += [
-        f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in view.active_alerts()
+    lines = [
+        clean(snapshot.name),
+        line(snapshot),
+        ", ".join(filter(None, (against_plan(view), bound_by(view)))),
+        _death(view) if snapshot.out_of_memory else "",
     ]
-    if (end := view.end) is not None and end.message:
-        lines.append(f"ended: {clean(end.message)}")
-    return "\n".join(lines)
+    if snapshot.set_up is None:  # else the rest is of its start before
+        lines.append("" if view.val_loss is None else f"validation loss {view.val_loss:.4f}")
+        lines += [_memory_line(view, tier) for tier in ("device", "host")]
+        alerts = view.active_alerts()
+        lines += [f"alert: {clean(alert.code)}: {clean(alert.message)}" for alert in alerts]
+        end = view.end.message if view.end else ""
+        lines.append(f"ended: {clean(end)}" if end else "")
+    return "\n".join(filter(None, lines))
+
+
+def _memory_line(view: View, tier: str) -> str:
+    rows = [row for row in view.memory if row.tier == tier]
+    total = units.format_bytes(sum(row.num_bytes for row in rows))
+    sizes = (f"{clean(row.owner)} {units.format_bytes(row.num_bytes)}" for row in rows[:4])
+    return f"{tier}: {total} ({', '.join(sizes)})" if rows else f"{tier}: not known yet"
 
 
 def _death(view: View) -> str:
@@ -275,10 +269,7 @@ def _death(view: View) -> str:
 
 def moment_line(moment: Moment) -> str:
     """Return an event as one line."""
-    try:
-        time_text = datetime.fromtimestamp(moment.time_s).strftime("%Y-%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):
-        time_text = "?"
+    time_text = local_time(moment.time_s, "%Y-%m-%d %H:%M:%S")
     step = "" if moment.step is None else f"step {moment.step}"
     return f"{time_text}  {step:<12}  {moment.kind:<12}  {moment.text}"
 
@@ -372,8 +363,8 @@ def _answer(run: RunPath, request_id: str, wait_s: float) -> int:
     until = time.monotonic() + wait_s
     while time.monotonic() < until:
         snapshot = reader.read_to_end(time.time())
-        history: History = snapshot.first.history
-        answers = [answer for answer in history.controls.values if answer.id == request_id]
+        controls = snapshot.first.history.of(schema.Control).values
+        answers = [answer for answer in controls if answer.id == request_id]
         for answer in answers[shown:]:
             text = f": {clean(answer.message)}" if answer.message else ""
             print(f"{answer.action} {answer.state}{text}")

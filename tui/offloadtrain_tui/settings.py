@@ -70,11 +70,10 @@ def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Setti
     job = toml.parse(text, str(file), list(kinds))
     toml.report_unknown(job, job.tables, list(kinds))
     keys = toml.section(job, "keys") or {}
-    toml.report_unknown(job, keys, list(actions), "keys")
     values = toml.read_fields(
         job, {name: kind for name, kind in kinds.items() if name != "keys"}, job.tables
     )
-    values["keys"] = toml.read_fields(job, dict.fromkeys(keys, str), keys, "keys")
+    values["keys"] = toml.read_table(job, dict.fromkeys(actions, str), keys, "keys")
     if (theme := values.get("theme")) and theme not in themes:
         job.problems.append(f"theme = {toml.shown(theme)} must be one of {', '.join(themes)}")
     if (mean := values.get("mean", 0)) < 0:

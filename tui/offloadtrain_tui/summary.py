@@ -38,27 +38,26 @@ TREND_STEPS = 20
 
 def headline(shown: ViewState, colors: ColorOf, width: int = 120) -> Text:
     """Return name, state, progress and end, in so many columns."""
-    view, state = shown.view, shown.state
-    text = Text(no_wrap=True, overflow="ellipsis")
+    view, state, problem = shown.view, shown.state, shown.snapshot.problem
     name, room = clean(shown.snapshot.name), max(width - _WIDTH_WITHOUT_NAME, 12)
-    text.append(f" {name if len(name) <= room else f'{name[: room - 1]}…'} ", "bold")
-    text.append(f"{SIGNS.get(state, '')} {state}", colors.get(state, ""))
-    if shown.snapshot.out_of_memory:
-        text.append(", probably out of memory")
-    if problem := shown.snapshot.problem:
-        text.append(f"  {clean(problem, 100)}", "bold")
-    total = view.total_steps
+    total, progress = view.total_steps, f"  step {view.step}" if view.step else ""
     if total and view.step > total:
-        text.append(f"  step {view.step}, train.steps = {total}")  # resumed with fewer
+        progress = f"  step {view.step}, train.steps = {total}"  # resumed with fewer
     elif total:
         bar = f" {_bar(view.step / total)} " if width >= WIDE_HEADLINE else " "
-        text.append(f"  step {view.step}/{total}{bar}{100 * view.step / total:.1f}%")
-    elif view.step:
-        text.append(f"  step {view.step}")
-    text.append(_end(shown, state))
-    if not shown.snapshot.is_complete and state != "opening":
-        text.append("  reading…", "dim")
-    return text
+        progress = f"  step {view.step}/{total}{bar}{100 * view.step / total:.1f}%"
+    is_reading = not shown.snapshot.is_complete and state != "opening"
+    return Text.assemble(
+        (f" {name if len(name) <= room else f'{name[: room - 1]}…'} ", "bold"),
+        (f"{SIGNS.get(state, '')} {state}", colors.get(state, "")),
+        ", probably out of memory" if shown.snapshot.out_of_memory else "",
+        (f"  {clean(problem, 100)}" if problem else "", "bold"),
+        progress,
+        _end(shown, state),
+        ("  reading…" if is_reading else "", "dim"),
+        no_wrap=True,
+        overflow="ellipsis",
+    )
 
 
 def _bar(share: float, cells: int = 20) -> str:
@@ -83,28 +82,29 @@ def _end(shown: ViewState, state: str) -> str:
 
 def numbers(shown: ViewState, width: int = 120) -> Text:
     """Return the figures of the newest step, the most asked for first."""
-    view = shown.view
-    text = Text(no_wrap=True, overflow="ellipsis")
-    if view.is_before_first_step or (shown.is_live and shown.snapshot.set_up):
-        text.append(f" {before_first_step(shown)}", "bold")
-        return text
-    text.append(f" loss {newest_loss(view)}{trend(view)}", "bold")
-    is_narrow = width < WIDE_HEADLINE  # what bounds the step must fit
-    text.append(f"{'' if is_narrow else ' '} {short(view.last('tokens_per_s'))} tok/s")
-    if planned := against_plan(view):
-        text.append(f", {planned.replace('% of', '%') if is_narrow else planned}")
-    if bound := bound_by(view):
-        text.append(f"  {bound.replace('bound by', 'bound:') if is_narrow else bound}", "bold")
-    text.append(f"  step {milliseconds(view.last('step_ms'))}")
-    if (mfu := view.last("mfu")) is not None:
-        text.append(f"  MFU {100 * mfu:.1f}%")
-    if view.val_loss is not None:
-        text.append(f"  val {short(view.val_loss)}")
-    for label, field in (("norm", "grad_norm"), ("lr", "lr"), ("scale", "loss_scale")):
-        if (value := view.last(field)) is not None:
-            text.append(f"  {label} {short(value)}")
-    text.append(f"  {short(view.last('tokens'))} tokens", "dim")
-    return text
+    view, is_narrow = shown.view, width < WIDE_HEADLINE  # what bounds the step must fit
+    parts: list[str | tuple[str, str]] = [(f" {before_first_step(shown)}", "bold")]
+    if not (view.is_before_first_step or (shown.is_live and shown.snapshot.set_up)):
+        planned, bound, mfu = against_plan(view), bound_by(view), view.last("mfu")
+        planned = planned.replace("% of", "%") if is_narrow else planned
+        bound = bound.replace("bound by", "bound:") if is_narrow else bound
+        known = {
+            "val": view.val_loss,
+            "norm": view.last("grad_norm"),
+            "lr": view.last("lr"),
+            "scale": view.last("loss_scale"),
+        }
+        parts = [
+            (f" loss {newest_loss(view)}{trend(view)}", "bold"),
+            f"{'' if is_narrow else ' '} {short(view.last('tokens_per_s'))} tok/s",
+            f", {planned}" if planned else "",
+            (f"  {bound}" if bound else "", "bold"),
+            f"  step {milliseconds(view.last('step_ms'))}",
+            "" if mfu is None else f"  MFU {100 * mfu:.1f}%",
+            *(f"  {label} {short(x)}" for label, x in known.items() if x is not None),
+            (f"  {short(view.last('tokens'))} tokens", "dim"),
+        ]
+    return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
 def before_first_step(shown: ViewState) -> str:
@@ -124,7 +124,7 @@ def before_first_step(shown: ViewState) -> str:
     seconds = planned.get("seconds") if isinstance(planned, dict) else None
     usual = f" of {units.format_duration(seconds)} as planned" if isinstance(seconds, float) else ""
     resumed = f", resumed after step {start.start_step}" if start.start_step else ""
-    set_up: schema.SetUp | None = view.history.set_ups.at(view.time_s, None)
+    set_up = view.newest(schema.SetUp)
     before = f"; {set_up_words(set_up)}" if set_up else ""
     return f"first step: {spent}{usual}{resumed}{before}"
 

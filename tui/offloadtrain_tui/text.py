@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 
 from offloadtrain.boundary.sanitize import one_line
 
@@ -10,6 +11,15 @@ from offloadtrain.boundary.sanitize import one_line
 def clean(text: str, limit: int = 2000) -> str:
     """Return untrusted text as one short line without anything unprintable."""
     return one_line(text[:limit]) + ("…" if len(text) > limit else "")
+
+
+def local_time(time_s: float, form: str) -> str:
+    """Format a Unix time by `strftime`; "?" for one that no calendar has: a log may contain
+    anything."""
+    try:
+        return datetime.fromtimestamp(time_s).strftime(form)
+    except (OverflowError, OSError, ValueError):
+        return "?"
 
 
 def short(value: float | None) -> str:

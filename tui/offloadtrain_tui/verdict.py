@@ -90,7 +90,7 @@ def time_left_s(view: View) -> float | None:
 
 def _pauses(view: View) -> tuple[Pause, Pause]:
     """Return the evaluations and the pauses for checkpoints, as they were last."""
-    evaluation: schema.Eval | None = view.history.evals.at(view.time_s, None)
+    evaluation = view.newest(schema.Eval)
     evaluation_s = evaluation.duration_ms / 1e3 if evaluation else 0.0
     eval_every, save_every = (
         view.setting("train", "eval_every"),

@@ -138,15 +138,16 @@ def marks(view: View, window: Window | None = None) -> list[tuple[int, str, str]
     placed = [(position, "✗", "error") for position in _thinned(history.skipped, lo, hi)]
     begin_s = times[window.lo] if window.lo else -math.inf
     end_s = times[window.hi] if window.hi < view.length else view.time_s
-    for timed, sign, color in (
-        (history.checkpoints, "▾", "success"),
-        (history.starts, "▸", "secondary"),
-        (history.alerts, "!", "warning"),
+    for kind, sign, color in (
+        (schema.Checkpoint, "▾", "success"),
+        (schema.RunStarted, "▸", "secondary"),
+        (schema.Alert, "!", "warning"),
     ):
-        lo, hi = bisect_left(timed.times, begin_s), bisect_right(timed.times, end_s)
+        at_s = history.of(kind).times
+        lo, hi = bisect_left(at_s, begin_s), bisect_right(at_s, end_s)
         if sign == "▾" and hi - lo > MOST_GOOD_MARKS:
             continue
-        for time_s in _thinned(timed.times, lo, hi):
+        for time_s in _thinned(at_s, lo, hi):
             position = max(bisect_right(times, time_s, hi=view.length) - 1, 0)
             placed.append((position, sign, color))
     return placed

@@ -291,42 +291,31 @@ def allocate(numel: int, states: Sequence[str]) -> Buffers:
 
 
 def our_cases(buffers: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
-    """Return cases: every format in every backend, then those of the preferred backend only."""
-    b, cases = buffers, dict[Label, Case]()
-    for backend in backends:
-        name = f"{backend.name} {backend.isa}".removesuffix(" -")
-        for format, state in b.states.items():
-            if format == "int8" and backend.name != "native":
-                continue
-            traffic = float(FORMATS[format].traffic_per_param(ADAM_MOMENTS, 2, 2))
-            working = b.working if format == "fp32" else None
-            step = partial(kernels.update, state, b.grad, SCALARS, working=working, layout=b.layout)
-            cases[Label(ONE_PASS, name, format, traffic)] = _under(backend, step)
-    return cases | _rule_cases(buffers, backends[0]) | _other_cases(buffers, backends[0])
-
-
-def _rule_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
-    """Return every other rule in every format that keeps its moments, over Adam's memory."""
-    name = f"{backend.name} {backend.isa}".removesuffix(" -")
-    cases: dict[Label, Case] = {}
-    for rule, scalars in RULES.items():
+    """Return cases: Adam in every format in every backend; then those of the preferred backend:
+    every other rule, in the formats that keep its moments, over Adam's memory; then the parts."""
+    b, cases, preferred = buffers, dict[Label, Case](), backends[0]
+    adam = [(backend, "", SCALARS) for backend in backends]
+    other_rules = [(preferred, f", {rule}", scalars) for rule, scalars in RULES.items()]
+    for backend, rule, scalars in (*adam, *other_rules):
         for format, state in b.states.items():
             declared = FORMATS[format]
-            if not declared.keeps_moments(scalars.moments):
-                continue
-            if format == "int8" and backend.name != "native":
+            is_slow = format == "int8" and backend.name != "native"
+            if is_slow or not declared.keeps_moments(scalars.moments):
                 continue
             step = partial(
                 kernels.update,
-                _of_rule(state, scalars),
-                b.grad,
-                scalars,
+                *(_of_rule(state, scalars), b.grad, scalars),
                 working=b.working if format == "fp32" else None,
                 layout=b.layout,
             )
             traffic = float(declared.traffic_per_param(scalars.moments, 2, 2))
-            cases[Label(f"{ONE_PASS}, {rule}", name, format, traffic)] = _under(backend, step)
-    return cases
+            label = Label(f"{ONE_PASS}{rule}", _named(backend), format, traffic)
+            cases[label] = _under(backend, step)
+    return cases | _other_cases(b, preferred)
+
+
+def _named(backend: Backend) -> str:
+    return f"{backend.name} {backend.isa}".removesuffix(" -")
 
 
 def _of_rule(state: State, scalars: Scalars) -> State:
@@ -339,7 +328,6 @@ def _of_rule(state: State, scalars: Scalars) -> State:
 
 
 def _other_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
-    name = f"{backend.name} {backend.isa}".removesuffix(" -")
     adam = partial(kernels.update, b.fp32, scalars=SCALARS, working=b.working)
     cases: dict[tuple[str, str, float], Case] = {
         ("one pass, double-buffered", "fp32", 28.0): partial(adam, b.grad, out=b.out),
@@ -354,7 +342,8 @@ def _other_cases(b: Buffers, backend: Backend) -> dict[Label, Case]:
         ),
     }
     return {
-        Label(case, name, s, size): _under(backend, run) for (case, s, size), run in cases.items()
+        Label(case, _named(backend), s, size): _under(backend, run)
+        for (case, s, size), run in cases.items()
     }
 
 

@@ -17,7 +17,7 @@ from math import isqrt
 import torch
 from torch import nn
 
-from offloadtrain.cli.bench.rounds import Case, Seconds, measure, ratio
+from offloadtrain.cli.bench.rounds import Case, measure, ratio
 from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.arena import Arena, Ledger
@@ -69,19 +69,19 @@ def run(folder: str, num_bytes: int, rounds: int, say: Callable[[str], None]) ->
             update.prepare()
 
         seconds = measure(cases, rounds, begin)
-    return [_row(case, one_way * (1 if case in (READ, WRITE) else 2), seconds) for case in cases]
-
-
-def _row(case: str, num_bytes: int, seconds: Seconds) -> DiskRow:
-    median = statistics.median(seconds[case])
-    bound = ratio(seconds[BOTH], seconds[case]) if case == _ENGINE else None
-    return DiskRow(
-        case=case,
-        num_bytes=num_bytes,
-        seconds=median,
-        gb_per_s=num_bytes / median / 1e9,
-        x_bound=bound,
-    )
+    rows = []
+    for case, times in seconds.items():
+        median, moved = statistics.median(times), one_way * (1 if case in (READ, WRITE) else 2)
+        rows.append(
+            DiskRow(
+                case=case,
+                num_bytes=moved,
+                seconds=median,
+                gb_per_s=moved / median / 1e9,
+                x_bound=ratio(seconds[BOTH], times) if case == _ENGINE else None,
+            )
+        )
+    return rows
 
 
 @contextmanager
@@ -131,23 +131,19 @@ def table(rows: Sequence[DiskRow]) -> str:
         lines.append(
             f"{row.case:24} {size:8.2f} {row.seconds:8.2f} {row.gb_per_s:8.2f} {share:>14}"
         )
-    return "\n".join([*lines, "", verdict(rows), machine_keys(rows)])
-
-
-def machine_keys(rows: Sequence[DiskRow]) -> str:
-    """Return the rates of this drive for a machine file; `doctor` measures fewer bytes."""
     rates = {row.case: row.gb_per_s for row in rows}
-    return (
-        f"for a machine file: disk_read_gbps = {rates[READ]:.2f}, disk_write_gbps = "
-        f"{rates[WRITE]:.2f}, disk_both_gbps = {rates[BOTH]:.2f}"
-    )
-
-
-def verdict(rows: Sequence[DiskRow]) -> str:
-    """Compare the engine's update with the goal."""
     x_bound = next(row.x_bound for row in rows if row.x_bound is not None)
     word = "reached" if x_bound >= GOAL else "missed"
-    return f"goal: the engine's update at {GOAL} of the bound or more: {x_bound:.2f}, {word}"
+    return "\n".join(
+        (
+            *lines,
+            "",
+            f"goal: the engine's update at {GOAL} of the bound or more: {x_bound:.2f}, {word}",
+            # `doctor` measures fewer bytes.
+            f"for a machine file: disk_read_gbps = {rates[READ]:.2f}, disk_write_gbps = "
+            f"{rates[WRITE]:.2f}, disk_both_gbps = {rates[BOTH]:.2f}",
+        )
+    )
 
 
 @contextmanager

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.cli.bench.rounds import SETTLE_S, ratio
+from offloadtrain.cli.bench.rounds import measure, ratio
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.engine import offload
 from offloadtrain.model.transformer import Transformer
@@ -61,42 +61,32 @@ def run(rounds: int, on_round: Callable[[str], None]) -> list[ResidentRow]:
     device = resolve_device("auto")
     dtype = PRECISIONS[resolve_precision("auto", device)[0]]
     model = Transformer(SIZES["demo"], seed=0)
-    cases: dict[str, Step] = {"resident": resident_step(copy.deepcopy(model), device, dtype)}
+    steps: dict[str, Step] = {"resident": resident_step(copy.deepcopy(model), device, dtype)}
     exposed: dict[str, list[float]] = {}
     for name, options in OPTIONS.items():
-        cases[name] = offloaded_step(copy.deepcopy(model), device, dtype, options, exposed, name)
+        steps[name] = offloaded_step(copy.deepcopy(model), device, dtype, options, exposed, name)
     tokens = torch.randint(0, 256, (BATCH, LENGTH + 1), device=device)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(WARM_STEPS + rounds):
-        on_round(f"demo, round {number + 1}/{WARM_STEPS + rounds}")
-        for name, step in cases.items():
-            spent = _timed(step, tokens, device)
-            if number >= WARM_STEPS:
-                seconds[name].append(spent)
-    return [_row(name, seconds, exposed) for name in cases]
 
+    def run_to_end(step: Step) -> None:
+        step(tokens[:, :-1], tokens[:, 1:])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
-def _row(
-    name: str, seconds: dict[str, list[float]], exposed: dict[str, list[float]]
-) -> ResidentRow:
-    x_resident = ratio(seconds[name], seconds["resident"])
-    assert x_resident is not None
-    waited = exposed.get(name, [])[WARM_STEPS:]
-    return ResidentRow(
-        case=name,
-        step_ms=statistics.median(seconds[name]) * 1e3,
-        x_resident=x_resident,
-        exposed_ms=statistics.median(waited) if waited else None,
+    seconds = measure(
+        {name: partial(run_to_end, step) for name, step in steps.items()},
+        rounds,
+        lambda number: on_round(f"demo, round {number + 1}/{WARM_STEPS + rounds}"),
+        warm=WARM_STEPS,
     )
-
-
-def _timed(step: Step, tokens: Tensor, device: torch.device) -> float:
-    time.sleep(SETTLE_S)
-    begun = time.perf_counter()
-    step(tokens[:, :-1], tokens[:, 1:])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
+    return [
+        ResidentRow(
+            case=name,
+            step_ms=statistics.median(times) * 1e3,
+            x_resident=ratio(times, seconds["resident"]) or 0.0,
+            exposed_ms=statistics.median(exposed[name][WARM_STEPS:]) if name in exposed else None,
+        )
+        for name, times in seconds.items()
+    ]
 
 
 def resident_step(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Step:

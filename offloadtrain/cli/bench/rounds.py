@@ -26,16 +26,23 @@ def measure(
     rounds: int,
     on_round: Callable[[int], None],
     clock: Callable[[], float] = time.perf_counter,
+    *,
+    warm: int = 1,
 ) -> Seconds:
-    """Return seconds by case and round; an uncounted first round compiles and touches pages."""
+    """Return seconds by case and round; uncounted first rounds compile and touch pages.
+
+    Args:
+        on_round: called with the number of each round, those not counted included.
+        warm: rounds that are not counted.
+    """
     seconds: Seconds = {name: [] for name in cases}
-    for number in range(rounds + 1):
+    for number in range(rounds + warm):
         on_round(number)
         for name, run in cases.items():
             time.sleep(SETTLE_S)
             start = clock()
             run()
-            if number:
+            if number >= warm:
                 seconds[name].append(clock() - start)
     return seconds
 

@@ -100,12 +100,8 @@ class PacedLayer(nn.Module):
         self.weight = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _paced(x, self.weight)
-
-
-def _paced(x: Tensor, weight: Tensor) -> Tensor:
-    out: Tensor = _Paced.apply(x, weight)  # type: ignore[no-untyped-call]
-    return out
+        out: Tensor = _Paced.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
 
 
 def measure(mode: Mode, *, streamed: bool, layers: int, steps: int) -> StepRow:

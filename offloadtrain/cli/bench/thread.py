@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.cli.bench.rounds import torch_threads
+from offloadtrain.cli.bench.rounds import measure, torch_threads
 from offloadtrain.engine import offload
 from offloadtrain.optim import AdamW
 from offloadtrain.runtime.lanes import Operation, Range, on_lanes
@@ -91,27 +91,24 @@ def run(steps: int, on_round: Callable[[str], None]) -> list[ThreadRow]:
 
 def _measure(layers: int, steps: int, on_round: Callable[[str], None]) -> list[ThreadRow]:
     """All placements and plain torch in turn, a step each per round."""
-    plain = _plain(layers)
     cases = {name: _offloaded(layers, options) for name, options in OPTIONS.items()}
-    plain_s: list[float] = []
-    beyond_s: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(WARM_STEPS + steps):
-        on_round(f"{layers} layers, round {number + 1}/{WARM_STEPS + steps}")
-        spent = _timed(plain)
-        beyond = {name: _timed(step) - spent for name, step in cases.items()}
-        if number >= WARM_STEPS:
-            plain_s.append(spent)
-            for name, seconds in beyond.items():
-                beyond_s[name].append(seconds)
-    per_layer = 1e3 / layers
+    seconds = measure(
+        {"plain": _plain(layers), **cases},
+        steps,
+        lambda number: on_round(f"{layers} layers, round {number + 1}/{WARM_STEPS + steps}"),
+        time.thread_time,
+        warm=WARM_STEPS,
+    )
+    plain_s, per_layer = seconds.pop("plain"), 1e3 / layers
     return [
         ThreadRow(
             case=name,
             layers=layers,
             plain_ms=statistics.median(plain_s) * per_layer,
-            engine_ms=statistics.median(seconds) * per_layer,
+            engine_ms=statistics.median(a - b for a, b in zip(times, plain_s, strict=True))
+            * per_layer,
         )
-        for name, seconds in beyond_s.items()
+        for name, times in seconds.items()
     ]
 
 
@@ -143,12 +140,6 @@ def _offloaded(layers: int, options: dict[str, Any]) -> Callable[[], object]:
 
 def _model(layers: int) -> nn.Module:
     return nn.Sequential(*(Layer() for _ in range(layers)))
-
-
-def _timed(step: Callable[[], object]) -> float:
-    begun = time.thread_time()
-    step()
-    return time.thread_time() - begun
 
 
 def table(rows: Sequence[ThreadRow]) -> str:

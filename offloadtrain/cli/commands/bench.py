@@ -7,10 +7,9 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
-
+from offloadtrain.cli.options import Flag, Json
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.units import parse_bytes
 
@@ -23,7 +22,7 @@ def adam(
     threads: str = "1,2",
     rounds: int = 11,
     states: str = ",".join(STATES),
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare CPU Adam and the other rules with the memory limit, torch and DeepSpeed if installed.
 
@@ -70,8 +69,8 @@ def step(
     layers: int = 12,
     steps: int = 10,
     rounds: int = 5,
-    thread: Annotated[bool, Parameter(negative=())] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    thread: Flag = False,
+    as_json: Json = False,
 ) -> None:
     """Compare a step with its schedule, and with the same model in plain torch.
 
@@ -123,7 +122,7 @@ def scale(
     layers: int = 8,
     steps: int = 10,
     rounds: int = 3,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Json = False,
 ) -> None:
     """Measure how a step scales with ranks at constant work per rank.
 
@@ -162,7 +161,7 @@ def disk(
     folder: str = ".",
     size: str = "1GiB",
     rounds: int = 5,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare an update of state on the disk with what the drive reads and writes at once.
 

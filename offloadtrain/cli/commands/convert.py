@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
 from offloadtrain.cli.exit_codes import ends_as_interrupted
+from offloadtrain.cli.options import Overrides
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 
 
@@ -21,10 +22,7 @@ def convert(
     *,
     to: Literal["run", "torch", "dcp"] = "run",
     job: str | None = None,
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", consume_multiple=True, negative=(), show_default=False),
-    ] = (),
+    overrides: Overrides = (),
     optimizer: Path | None = None,
     run_dir: Annotated[Path | None, Parameter(name=("--run-dir", "--run"))] = None,
 ) -> None:

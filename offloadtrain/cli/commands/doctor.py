@@ -11,23 +11,21 @@ from datetime import date
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from offloadtrain.cli.exit_codes import FAILED
+from offloadtrain.cli.options import Flag, Json
 from offloadtrain.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from offloadtrain.cli.doctor.checks import Check
     from offloadtrain.cli.doctor.examine import Report
 
 
 def doctor(
     *,
     save: Path | None = None,
-    quick: Annotated[bool, Parameter(negative=())] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    quick: Flag = False,
+    as_json: Json = False,
     folder: Path = Path(),
 ) -> int:
     """Check and benchmark this machine: PASS, WARN or FAIL per line, with the remedy.
@@ -53,9 +51,11 @@ def doctor(
 
     from offloadtrain.cli.doctor.examine import examine
 
-    report = examine(folder, quick=quick, tell=_quiet if as_json else print, say=_say)
+    # With --json all checks are printed at the end.
+    report = examine(folder, quick=quick, tell=lambda check: as_json or print(check), say=_say)
     if as_json:
-        print(_as_json(report))
+        machine = None if report.machine is None else asdict(report.machine)
+        print(json.dumps({"checks": [asdict(c) for c in report.checks], "machine": machine}))
     if save is not None:
         _save(save, report, quick)
     return FAILED if report.failed else 0
@@ -112,15 +112,6 @@ def _replace(path: Path, text: str) -> None:
     finally:
         fresh.unlink(missing_ok=True)
     sync_folder(path.parent)
-
-
-def _as_json(report: Report) -> str:
-    machine = None if report.machine is None else asdict(report.machine)
-    return json.dumps({"checks": [c.as_json() for c in report.checks], "machine": machine})
-
-
-def _quiet(check: Check) -> None:
-    """Print nothing with --json, which prints all checks at the end."""
 
 
 def _say(what: str) -> None:

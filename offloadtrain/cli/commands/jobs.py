@@ -6,11 +6,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from cyclopts import Parameter
+from typing import Any, Literal
 
 from offloadtrain.boundary.output import tell
+from offloadtrain.cli.options import Flag, Json
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.config.toml import nearest
@@ -23,7 +22,7 @@ class JobExistsError(OffloadTrainError):
     """The target of the copy exists already."""
 
 
-def list_jobs(*, as_json: Annotated[bool, Parameter(name="--json", negative=())] = False) -> None:
+def list_jobs(*, as_json: Json = False) -> None:
     """List the shipped jobs with their sizes.
 
     Parameters
@@ -117,7 +116,7 @@ def prepare(
     chat_template: str = "",
     bad_lines: Literal["error", "skip"] = "error",
     jobs: int = 0,
-    quiet: Annotated[bool, Parameter(negative=())] = False,
+    quiet: Flag = False,
 ) -> None:
     """Turn text or records into token files, OUT/train.bin and OUT/val.bin, and print their names.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT
+from offloadtrain.cli.options import Flag, Json, Overrides
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.units import parse_bytes
 
@@ -54,23 +55,20 @@ def plan(
     job: str = "",
     /,
     *,
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", consume_multiple=True, negative=()),
-    ] = (),
+    overrides: Overrides = (),
     machine: str = "",
     gpus: int = 1,
     gpu_memory: Annotated[str, Parameter(name=("--gpu-memory", "--gpu"))] = "",
     host_memory: Annotated[str, Parameter(name=("--host-memory", "--host"))] = "",
     hf: str = "",
     fine_tune: str = "",
-    largest: Annotated[bool, Parameter(negative=())] = False,
-    compare: Annotated[bool, Parameter(negative=())] = False,
-    search: Annotated[bool, Parameter(negative=())] = False,
+    largest: Flag = False,
+    compare: Flag = False,
+    search: Flag = False,
     sweep: str = "",
     plot: str = "",
-    why: Annotated[bool, Parameter(negative=())] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    why: Flag = False,
+    as_json: Json = False,
 ) -> int:
     """Print the memory of a job by owner, the time of a step, and whether the job fits.
 

@@ -13,6 +13,7 @@ from cyclopts.validators import Number
 
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.cli.exit_codes import DONE, FAILED, ends_as_interrupted
+from offloadtrain.cli.options import Count, CountOrNone, Flag, Json
 from offloadtrain.config.errors import ConfigError, OffloadTrainError
 
 MOST_PRINTED = 20
@@ -40,8 +41,8 @@ def checkpoints(
     run: Path,
     /,
     *,
-    verify: Annotated[bool, Parameter(negative=())] = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    verify: Flag = False,
+    as_json: Json = False,
 ) -> int:
     """List the checkpoints of a run, the newest first: name, state, size, ranks.
 
@@ -100,7 +101,7 @@ def export(
     /,
     *,
     dtype: Literal["bf16", "fp32", "fp16"] | None = None,
-    merge: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    merge: Flag = False,
 ) -> None:
     """Write a run's weights as a folder for transformers and print its name.
 
@@ -137,9 +138,9 @@ def generate(
     *,
     prompt: str,
     chat: bool = False,
-    max_tokens: Annotated[int, Parameter(validator=Number(gte=1))] = 200,
+    max_tokens: Count = 200,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.8,
-    top_k: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    top_k: CountOrNone = 0,
     top_p: Annotated[float, Parameter(validator=Number(gt=0, lte=1))] = 1.0,
     seed: int = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
@@ -189,11 +190,11 @@ def evaluate(
     /,
     *,
     data: Path,
-    seq_len: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
-    micro_batch: Annotated[int, Parameter(validator=Number(gte=1))] = 8,
-    max_tokens: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
+    seq_len: CountOrNone = 0,
+    micro_batch: Count = 8,
+    max_tokens: CountOrNone = 0,
     device: Literal["auto", "cpu", "cuda"] = "auto",
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Json = False,
 ) -> None:
     """Print loss and perplexity of a model over a token file.
 

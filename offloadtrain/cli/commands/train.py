@@ -7,12 +7,11 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, HUNG, STOPPED, of_error
+from offloadtrain.cli.options import Flag, Overrides
 from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.runtime import launcher_link
@@ -28,15 +27,12 @@ def train(
     job: str,
     /,
     *,
-    overrides: Annotated[
-        tuple[str, ...],
-        Parameter(name="--set", consume_multiple=True, negative=(), show_default=False),
-    ] = (),
+    overrides: Overrides = (),
     run_dir: Path | None = None,
     resume: str = "never",
     nproc: str = "1",
     max_restarts: int = 0,
-    dry_run: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    dry_run: Flag = False,
 ) -> int:
     """Train a job and print the run folder.
 
@@ -78,8 +74,9 @@ def train(
     if rank_info.size > 1:
         # Else torch prints forty lines of C++ for each other rank that has ended.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    say = say_on_stderr if rank_info.rank == 0 and (nproc == "1" or dry_run) else _another_rank_says
-    config = jobs.load(path, overrides, say)
+    # Of ranks started with the same arguments, rank 0 says how overrides changed other keys.
+    says = rank_info.rank == 0 and (nproc == "1" or dry_run)
+    config = jobs.load(path, overrides, say_on_stderr if says else lambda line: None)
     if rank_info.size > 1:
         rank_info = replace(rank_info, roles=roles(config, rank_info.size))
     if dry_run:
@@ -121,10 +118,6 @@ def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
     alone = rank_info.size == 1 and "torch" not in sys.modules
     look = wait_policy.look if alone else None
     return wait_policy.choose(config.device.threads, os.environ, look, cgroup.cpu_quota())
-
-
-def _another_rank_says(line: str) -> None:
-    """Print nothing: rank 0, started with the same arguments, prints the line."""
 
 
 def _preview(config: Config, ranks: int) -> int:

@@ -29,9 +29,6 @@ _LAST_OF_DEFAULT = (7, 5)
 
 _ARCH = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
-LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""PCIe generation → 10^9 bytes per second of one lane, one way, before protocol."""
-
 LEAST_OF_LINK, LEAST_OF_DRAM = 0.6, 0.5
 FP32_TRAFFIC_BYTES = 28
 """Bytes per parameter of fp32 Adam: gradient, master weight and moments read; all but the first
@@ -47,6 +44,9 @@ class Status(StrEnum):
     PASS = "PASS"
     WARN = "WARN"
     FAIL = "FAIL"
+
+
+PASS, WARN, FAIL = Status
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +81,24 @@ class DriveRates:
     disk_both_gbps: float = 0.0
 
 
+def _judged(name: str, finding: str, *problems: tuple[object, Status, str]) -> Check:
+    """Return the check of a finding: its first problem, or PASS.
+
+    Args:
+        problems: (true if there is this problem, what it means, the remedy).
+    """
+    first = next((problem for problem in problems if problem[0]), (True, PASS, ""))
+    return Check(name, first[1], finding, first[2])
+
+
 def check_versions(versions: Mapping[str, str]) -> Check:
     """Check package → version; torch must be included."""
     finding = ", ".join(
         f"{name} {version or 'not installed'}" for name, version in versions.items()
     )
-    if _numbers(versions["torch"])[:2] < LEAST_TORCH:
-        least = ".".join(map(str, LEAST_TORCH))
-        return Check("versions", Status.FAIL, finding, f"Install torch {least} or newer.")
-    return Check("versions", Status.PASS, finding)
+    least = ".".join(map(str, LEAST_TORCH))
+    is_old = _numbers(versions["torch"])[:2] < LEAST_TORCH
+    return _judged("versions", finding, (is_old, FAIL, f"Install torch {least} or newer."))
 
 
 def check_gpu(
@@ -105,20 +114,26 @@ def check_gpu(
         hidden: GPUs are hidden by CUDA_VISIBLE_DEVICES.
     """
     if names:
-        return Check("gpu", Status.PASS, "; ".join(names))
-    there = ", ".join(nvml_names)
-    if nvml_names and hidden:
-        advice = "Training will use the CPU. Unset CUDA_VISIBLE_DEVICES to train on a GPU."
-        return Check("gpu", Status.WARN, "hidden by CUDA_VISIBLE_DEVICES", advice)
+        return Check("gpu", PASS, "; ".join(names))
     if not nvml_names:
         needed = "driver and a CUDA build of torch" if cuda is None else "driver"
         advice = f"Training will use the CPU. A GPU needs NVIDIA's {needed}."
-        return Check("gpu", Status.WARN, f"torch sees no CUDA GPU ({reason})", advice)
-    if cuda is None:
-        advice = "Install a CUDA build of torch: the installed one is for CPUs only."
-        return Check("gpu", Status.FAIL, f"{there}, but this torch is built without CUDA", advice)
+        return Check("gpu", WARN, f"torch sees no CUDA GPU ({reason})", advice)
+    if hidden:
+        advice = "Training will use the CPU. Unset CUDA_VISIBLE_DEVICES to train on a GPU."
+        return Check("gpu", WARN, "hidden by CUDA_VISIBLE_DEVICES", advice)
+    why = "this torch is built without CUDA" if cuda is None else f"torch cannot use it: {reason}"
     advice = f"Install a driver for CUDA {cuda} or newer, or a torch build for an older CUDA."
-    return Check("gpu", Status.FAIL, f"{there}, but torch cannot use it: {reason}", advice)
+    return _judged(
+        "gpu",
+        f"{', '.join(nvml_names)}, but {why}",
+        (
+            cuda is None,
+            FAIL,
+            "Install a CUDA build of torch: the installed one is for CPUs only.",
+        ),
+        (True, FAIL, advice),
+    )
 
 
 def check_arch(
@@ -127,16 +142,19 @@ def check_arch(
     """Check whether this torch build has kernels for a card; torch itself only warns."""
     card = f"sm_{capability[0]}{capability[1]}"
     if any(_runs_on(arch, capability) for arch in arch_list):
-        return Check("torch kernels", Status.PASS, f"{name}: torch {torch_version} has {card}")
+        return Check("torch kernels", PASS, f"{name}: torch {torch_version} has {card}")
     listed = ", ".join(arch_list) or "none"
-    finding = f"{name} is {card}; torch {torch_version} has kernels for {listed}"
-    if capability >= _LAST_OF_DEFAULT:
-        return Check("torch kernels", Status.FAIL, finding, f"Install a torch build with {card}.")
-    advice = (
-        f"Install a torch build with {card} kernels, such as the CUDA 12.6 build of torch 2.9: "
-        "builds of torch 2.11 and newer for later CUDA versions have none."
+    return _judged(
+        "torch kernels",
+        f"{name} is {card}; torch {torch_version} has kernels for {listed}",
+        (capability >= _LAST_OF_DEFAULT, FAIL, f"Install a torch build with {card}."),
+        (
+            True,
+            FAIL,
+            f"Install a torch build with {card} kernels, such as the CUDA 12.6 build of torch 2.9: "
+            "builds of torch 2.11 and newer for later CUDA versions have none.",
+        ),
     )
-    return Check("torch kernels", Status.FAIL, finding, advice)
 
 
 def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
@@ -153,38 +171,32 @@ def _runs_on(arch: str, capability: tuple[int, int]) -> bool:
 
 def check_bf16(name: str, supported: bool, fallback: str) -> Check:
     """Check bf16; `supported`: by the hardware, since emulation is many times slower."""
-    if supported:
-        return Check("bf16", Status.PASS, f"{name} computes in bf16")
+    has = "computes in bf16" if supported else "has no bf16 arithmetic, only emulation"
     advice = f'offload.precision = "auto" selects {fallback}.'
-    return Check("bf16", Status.WARN, f"{name} has no bf16 arithmetic, only emulation", advice)
+    return _judged("bf16", f"{name} {has}", (not supported, WARN, advice))
 
 
 def check_cpu_bf16(pays: bool, why: str) -> Check:
     """Check bf16 on a CPU; `why`: the measurement, which training uses too."""
-    if pays:
-        return Check("bf16", Status.PASS, why)
-    return Check("bf16", Status.WARN, why, 'offload.precision = "auto" selects fp32.')
+    return _judged("bf16", why, (not pays, WARN, 'offload.precision = "auto" selects fp32.'))
 
 
 def check_driver(driver: str, cuda: str | None) -> Check:
     """Check NVIDIA's driver against the CUDA version of this torch build."""
     if not driver:
-        return Check("driver", Status.WARN, "no NVIDIA driver answers")
+        return Check("driver", WARN, "no NVIDIA driver answers")
     least = _LEAST_DRIVER.get(_numbers(cuda or "")[0], 0)
     if _numbers(driver)[0] < least:
         finding = f"{driver}; CUDA {cuda}, which torch is built for, needs {least}"
-        return Check(
-            "driver", Status.FAIL, finding, "Update the driver, or install an older build."
-        )
-    return Check("driver", Status.PASS, f"{driver}, torch is built for CUDA {cuda or '-'}")
+        return Check("driver", FAIL, finding, "Update the driver, or install an older build.")
+    return Check("driver", PASS, f"{driver}, torch is built for CUDA {cuda or '-'}")
 
 
 def check_nvml(state: str, gpus: int) -> Check:
     """Check NVML; `state`: "" if every GPU could be queried, otherwise why not."""
-    if not state:
-        return Check("NVML", Status.PASS, f"answers for {gpus} GPU{'s' if gpus > 1 else ''}")
-    missing = "pynvml is not installed" in state
-    return Check("NVML", Status.WARN, state, "Install nvidia-ml-py." if missing else "")
+    advice = "Install nvidia-ml-py." if "pynvml is not installed" in state else ""
+    finding = state or f"answers for {gpus} GPU{'s' if gpus > 1 else ''}"
+    return _judged("NVML", finding, (state, WARN, advice))
 
 
 def check_pcie(
@@ -199,52 +211,51 @@ def check_pcie(
         busy: a copy has just run. An idle link slows down to save power.
     """
     if generation[0] is None or width[0] is None:
-        return Check("PCIe", Status.PASS, f"GPU {index}: NVML does not report it")
+        return Check("PCIe", PASS, f"GPU {index}: NVML does not report it")
     most = (generation[1] or generation[0], width[1] or width[0])
-    finding = f"GPU {index}: gen {generation[0]} x{width[0]} of gen {most[0]} x{most[1]}"
-    if width[0] < most[1]:
-        advice = "Use a slot with all lanes, and reseat the card and its riser."
-        return Check("PCIe", Status.WARN, finding, advice)
-    if generation[0] >= most[0]:
-        return Check("PCIe", Status.PASS, finding)
-    if not busy:
-        return Check("PCIe", Status.PASS, f"{finding} (an idle link slows down)")
-    advice = "The link is slow under load: check the firmware's PCIe generation and the riser."
-    return Check("PCIe", Status.WARN, finding, advice)
+    is_narrow, is_slow = width[0] < most[1], generation[0] < most[0]
+    idle = " (an idle link slows down)" if is_slow and not (busy or is_narrow) else ""
+    return _judged(
+        "PCIe",
+        f"GPU {index}: gen {generation[0]} x{width[0]} of gen {most[0]} x{most[1]}{idle}",
+        (is_narrow, WARN, "Use a slot with all lanes, and reseat the card and its riser."),
+        (
+            is_slow and busy,
+            WARN,
+            "The link is slow under load: check the firmware's PCIe generation and the riser.",
+        ),
+    )
 
 
 def check_gpu_memory(index: int, used: int | None, total: int | None) -> Check:
     """Check GPU memory before this process uses any."""
     if used is None or not total:
-        return Check("gpu memory", Status.PASS, f"GPU {index}: NVML does not report it")
+        return Check("gpu memory", PASS, f"GPU {index}: NVML does not report it")
     finding = f"GPU {index}: {format_bytes(total - used)} of {format_bytes(total)} free"
-    if used > total // 10:
-        return Check("gpu memory", Status.WARN, finding, "Other processes use it: see nvidia-smi.")
-    return Check("gpu memory", Status.PASS, finding)
+    advice = "Other processes use it: see nvidia-smi."
+    return _judged("gpu memory", finding, (used > total // 10, WARN, advice))
 
 
 def check_memlock(limit: int | None, needed: int) -> Check:
     """Check `ulimit -l`; None: unlimited. `needed`: bytes a run may page-lock, 0 without a GPU."""
     finding = "unlimited" if limit is None else format_bytes(limit)
     if not needed:
-        return Check("ulimit -l", Status.PASS, f"{finding}; without a GPU nothing is page-locked")
+        return Check("ulimit -l", PASS, f"{finding}; without a GPU nothing is page-locked")
     if limit is None or limit >= needed:
-        return Check("ulimit -l", Status.PASS, finding)
+        return Check("ulimit -l", PASS, finding)
     advice = (
         "NVIDIA's driver usually pins outside this limit. If pinning is refused: ulimit -l "
         "unlimited (docker run --ulimit memlock=-1)."
     )
-    return Check(
-        "ulimit -l", Status.WARN, f"{finding}, a run may lock {format_bytes(needed)}", advice
-    )
+    return Check("ulimit -l", WARN, f"{finding}, a run may lock {format_bytes(needed)}", advice)
 
 
 def check_pinning(num_bytes: int, locked: bool) -> Check:
     """Check whether the driver could page-lock memory."""
-    if locked:
-        return Check("pinning", Status.PASS, f"{format_bytes(num_bytes)} page-locked at once")
+    size = format_bytes(num_bytes)
+    finding = f"{size} page-locked at once" if locked else f"the driver refused {size}"
     advice = "Transfers will be slow and will not overlap: check ulimit -l and the memory limit."
-    return Check("pinning", Status.WARN, f"the driver refused {format_bytes(num_bytes)}", advice)
+    return _judged("pinning", finding, (not locked, WARN, advice))
 
 
 def check_host_memory(total: int, available: int) -> Check:
@@ -253,31 +264,32 @@ def check_host_memory(total: int, available: int) -> Check:
         f"{format_count(available / size)} in {state}" for state, size in STATE_BYTES.items()
     )
     finding = f"{format_bytes(available)} of {format_bytes(total)} available: parameters {rooms}"
-    if available < total // 2:
-        return Check("host memory", Status.WARN, finding, "Free some: other processes use half.")
-    return Check("host memory", Status.PASS, finding)
+    advice = "Free some: other processes use half."
+    return _judged("host memory", finding, (available < total // 2, WARN, advice))
 
 
 def check_cgroup(limit: int | None, total: int) -> Check:
     """Check cgroups; `limit`: the least of this process's, None: none; `total`: installed
     memory."""
     if limit is None or limit >= total:
-        return Check("cgroup memory", Status.PASS, f"no limit below {format_bytes(total)}")
+        return Check("cgroup memory", PASS, f"no limit below {format_bytes(total)}")
     finding = f"limit {format_bytes(limit)} of {format_bytes(total)}"
     advice = "Page-locked memory counts too: raise the container's limit to use the rest."
-    return Check("cgroup memory", Status.WARN, finding, advice)
+    return Check("cgroup memory", WARN, finding, advice)
 
 
 def check_cores(physical: int, logical: int, usable: int, threads: int, where: str) -> Check:
     """Check cores; `usable`: logical CPUs, by affinity and quota; `where`: the reason for
     `threads`."""
-    finding = (
-        f"{physical} physical, {logical} logical, {usable} usable; {threads} for Adam ({where})"
+    return _judged(
+        "cores",
+        f"{physical} physical, {logical} logical, {usable} usable; {threads} for Adam ({where})",
+        (
+            usable < physical,
+            WARN,
+            "CPU Adam could use all cores: widen the affinity, or the container's CPU quota.",
+        ),
     )
-    if usable < physical:
-        advice = "CPU Adam could use all cores: widen the affinity, or the container's CPU quota."
-        return Check("cores", Status.WARN, finding, advice)
-    return Check("cores", Status.PASS, finding)
 
 
 def check_numa(
@@ -294,31 +306,39 @@ def check_numa(
         gpus: node of each GPU, None: not reported.
     """
     if len(nodes) < 2:
-        return Check("NUMA", Status.PASS, "one node")
+        return Check("NUMA", PASS, "one node")
     if not gpus:
-        return Check("NUMA", Status.PASS, f"{len(nodes)} nodes, no GPU")
+        return Check("NUMA", PASS, f"{len(nodes)} nodes, no GPU")
     locations = ", ".join(f"GPU {i} {'?' if n is None else n}" for i, n in enumerate(gpus))
-    finding = f"{len(nodes)} nodes; {locations}"
-    if None in gpus:
-        advice = "The system does not report the node of a GPU: threads are not bound near it."
-        return Check("NUMA", Status.WARN, finding, advice)
-    for node in sorted({node for node in gpus if node is not None}):
-        if not set(nodes.get(node, ())) & set(cpus) or node not in memories:
-            finding += f"; this process may not use cores and memory of node {node}"
-            advice = f"Start it on that node: numactl --cpunodebind={node} --membind={node}."
-            return Check("NUMA", Status.WARN, finding, advice)
-    return Check("NUMA", Status.PASS, finding)
+    known = sorted({node for node in gpus if node is not None})
+    far = [n for n in known if not set(nodes.get(n, ())) & set(cpus) or n not in memories]
+    node, finding = next(iter(far), None), f"{len(nodes)} nodes; {locations}"
+    if None not in gpus and far:
+        finding += f"; this process may not use cores and memory of node {node}"
+    return _judged(
+        "NUMA",
+        finding,
+        (
+            None in gpus,
+            WARN,
+            "The system does not report the node of a GPU: threads are not bound near it.",
+        ),
+        (far, WARN, f"Start it on that node: numactl --cpunodebind={node} --membind={node}."),
+    )
 
 
 def check_kernels(name: str, isa: str, why: str) -> Check:
     """Check the active CPU kernels."""
-    finding = f"{name} {isa}".removesuffix(" -") + f": {why}"
-    if name != "native":
-        return Check("CPU kernels", Status.WARN, finding, "Reinstall with a C++17 compiler.")
-    if isa == "baseline":
-        advice = "This CPU has no AVX2 or NEON: its Adam is several times slower."
-        return Check("CPU kernels", Status.WARN, finding, advice)
-    return Check("CPU kernels", Status.PASS, finding)
+    return _judged(
+        "CPU kernels",
+        f"{name} {isa}".removesuffix(" -") + f": {why}",
+        (name != "native", WARN, "Reinstall with a C++17 compiler."),
+        (
+            isa == "baseline",
+            WARN,
+            "This CPU has no AVX2 or NEON: its Adam is several times slower.",
+        ),
+    )
 
 
 def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
@@ -327,29 +347,41 @@ def check_disk(folder: str, free: int, drive: DriveRates | str | None) -> Check:
     Args:
         drive: its rates, the error of a failed write, or None: not measured.
     """
-    finding = f"{folder}: {format_bytes(free)} free"
-    if isinstance(drive, DriveRates):
-        finding += f", written at {drive.disk_gbps:.2g} GB/s"
+    finding, write_gbps = f"{folder}: {format_bytes(free)} free", SLOW_DISK_GBPS
+    if isinstance(drive, str):
+        finding = f"{folder}: {drive}"
+    elif drive is not None:
+        write_gbps = drive.disk_gbps
+        finding += f", written at {write_gbps:.2g} GB/s"
         if drive.disk_read_gbps:
             finding += (
                 f"; state on it: read at {drive.disk_read_gbps:.2g}, written at "
                 f"{drive.disk_write_gbps:.2g}, both at once at {drive.disk_both_gbps:.2g} GB/s"
             )
-    if free < LEAST_FREE_BYTES:
-        return Check(
-            "disk", Status.FAIL, finding, "It is full: free some, or give another --folder."
-        )
-    if isinstance(drive, str):
-        advice = "Give a writable --folder, and set runs_dir to it."
-        return Check("disk", Status.FAIL, f"{folder}: {drive}", advice)
-    if free < LITTLE_FREE_BYTES:
-        advice = "A checkpoint takes 12 bytes per parameter (fp32), twice while it is replaced."
-        return Check("disk", Status.WARN, finding, advice)
-    if drive is not None and drive.disk_gbps < SLOW_DISK_GBPS:
-        seconds = 12 / max(drive.disk_gbps, 1e-3)
-        advice = f"A checkpoint of 1B parameters (12 GB) takes {seconds:.0f} s."
-        return Check("disk", Status.WARN, finding, advice)
-    return Check("disk", Status.PASS, finding)
+    return _judged(
+        "disk",
+        finding,
+        (
+            free < LEAST_FREE_BYTES,
+            FAIL,
+            "It is full: free some, or give another --folder.",
+        ),
+        (
+            isinstance(drive, str),
+            FAIL,
+            "Give a writable --folder, and set runs_dir to it.",
+        ),
+        (
+            free < LITTLE_FREE_BYTES,
+            WARN,
+            "A checkpoint takes 12 bytes per parameter (fp32), twice while it is replaced.",
+        ),
+        (
+            write_gbps < SLOW_DISK_GBPS,
+            WARN,
+            f"A checkpoint of 1B parameters (12 GB) takes {12 / max(write_gbps, 1e-3):.0f} s.",
+        ),
+    )
 
 
 def check_speeds(machine: Machine, link_gbps: float | None, *, bf16: bool) -> list[Check]:
@@ -361,29 +393,21 @@ def check_speeds(machine: Machine, link_gbps: float | None, *, bf16: bool) -> li
     """
     return [
         check_bandwidth(machine.h2d_gbps, machine.d2h_gbps, machine.on_cpu, link_gbps),
-        Check("DRAM", Status.PASS, f"{machine.dram_gbps:.3g} GB/s, all kernel threads"),
+        Check("DRAM", PASS, f"{machine.dram_gbps:.3g} GB/s, all kernel threads"),
         check_adam(machine),
         check_compute(machine, bf16),
     ]
-
-
-def link_gbps(generation: int | None, width: int | None) -> float | None:
-    """Return the bandwidth of a PCIe link; None if not reported."""
-    if generation is None or width is None or generation not in LANE_GBPS:
-        return None
-    return LANE_GBPS[generation] * width
 
 
 def check_bandwidth(h2d: float, d2h: float, on_cpu: bool, link: float | None) -> Check:
     """Check the bandwidth of page-locked copies; on a CPU the bandwidth of copies in memory."""
     finding = f"{h2d:.3g} GB/s to the device, {d2h:.3g} back"
     if on_cpu:
-        return Check("H2D, D2H", Status.PASS, f"{finding} (copies in host memory: no GPU)")
+        return Check("H2D, D2H", PASS, f"{finding} (copies in host memory: no GPU)")
     if link is not None and min(h2d, d2h) < LEAST_OF_LINK * link:
         advice = "Look for other traffic, another NUMA node, a switch, or an IOMMU in between."
-        finding += f", and the link allows {link:.3g}"
-        return Check("H2D, D2H", Status.WARN, finding, advice)
-    return Check("H2D, D2H", Status.PASS, f"{finding}, page-locked")
+        return Check("H2D, D2H", WARN, f"{finding}, and the link allows {link:.3g}", advice)
+    return Check("H2D, D2H", PASS, f"{finding}, page-locked")
 
 
 def check_adam(machine: Machine) -> Check:
@@ -391,24 +415,32 @@ def check_adam(machine: Machine) -> Check:
     rates = {kernel: getattr(machine, f"{kernel}_gparams") for kernel in KERNELS}
     times = [f"{kernel} {1 / rate:.3g}" for kernel, rate in rates.items() if rate]
     if not times:
-        return Check("Adam", Status.PASS, "not measured with --quick")
+        return Check("Adam", PASS, "not measured with --quick")
     reached = machine.fp32_gparams * FP32_TRAFFIC_BYTES / machine.dram_gbps
-    finding = ", ".join(times) + f" ns/param; fp32 at {reached:.0%} of the DRAM limit"
-    if reached < LEAST_OF_DRAM:
-        advice = "The cores or the kernels are the limit, not the memory: see CPU kernels, cores."
-        return Check("Adam", Status.WARN, finding, advice)
-    return Check("Adam", Status.PASS, finding)
+    return _judged(
+        "Adam",
+        ", ".join(times) + f" ns/param; fp32 at {reached:.0%} of the DRAM limit",
+        (
+            reached < LEAST_OF_DRAM,
+            WARN,
+            "The cores or the kernels are the limit, not the memory: see CPU kernels, cores.",
+        ),
+    )
 
 
 def check_compute(machine: Machine, bf16: bool) -> Check:
     """Check matrix multiplications per precision; `bf16`: training selects it by default."""
     rates = ", ".join(f"{p} {getattr(machine, f'{p}_tflops'):.3g}" for p in machine.precisions)
-    finding = f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}"
-    finding += f"; device memory {machine.hbm_gbps:.3g} GB/s"
-    if bf16 and machine.bf16_tflops <= machine.fp32_tflops:
-        advice = 'Training would take bf16, which is slower here: set offload.precision = "fp32".'
-        return Check("compute", Status.WARN, finding, advice)
-    return Check("compute", Status.PASS, finding)
+    return _judged(
+        "compute",
+        f"{rates} Tflop/s, half of it at width {machine.half_width:.0f}; device memory "
+        f"{machine.hbm_gbps:.3g} GB/s",
+        (
+            bf16 and machine.bf16_tflops <= machine.fp32_tflops,
+            WARN,
+            'Training would take bf16, which is slower here: set offload.precision = "fp32".',
+        ),
+    )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,11 +17,10 @@ from offloadtrain.cli.doctor.checks import Check, DriveRates, Status
 from offloadtrain.cli.doctor.measure import drive_rates, measure
 from offloadtrain.config.errors import DiskError
 from offloadtrain.hardware import cgroup
-from offloadtrain.hardware.cpus import SYSFS, parse_cpulist
+from offloadtrain.hardware.cpus import SYSFS, gpu_node, numa_nodes, parse_cpulist
 from offloadtrain.hardware.file_system import free_bytes
-from offloadtrain.hardware.host_memory import stated_bytes
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.hardware.nvml import Nvml
+from offloadtrain.hardware.nvml import Nvml, link_gbps
 from offloadtrain.hardware.telemetry import installed_version, probe
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.device import resolve_precision
@@ -48,7 +47,7 @@ class Report:
 
 
 def examine(
-    folder: Path, *, quick: bool, tell: Callable[[Check], None], say: Callable[[str], None]
+    folder: Path, *, quick: bool, tell: Callable[[Check], object], say: Callable[[str], None]
 ) -> Report:
     """Check facts, then measure.
 
@@ -73,38 +72,38 @@ class _Visit:
         self.probe = probe(nvml)
         self.gpus, self.reason = torch_gpus()
         self.limit = memory_limit()
+        self.host_memory = self.probe.host_memory_bytes or total_memory_bytes()
+        self.has_bf16 = bool(self.gpus and self.gpus[0].bf16)
         self.drive: DriveRates | str | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 0) if self.gpus else torch.device("cpu")
-
-    @property
-    def host_memory_bytes(self) -> int:
-        total = stated_bytes() or total_memory_bytes()
-        limits = [total, self.probe.host_memory_bytes, self.limit]
-        return min(size for size in limits if size)
 
     def run(self, report: Report) -> Iterator[Check]:
         """Check facts and measure; `report`: has the checks so far, and gets the measurements."""
-        yield from self._facts()
+        yield from self._device()
+        yield from self._host()
         broken = {check.name for check in report.checks if check.status is Status.FAIL}
         if not broken & NEEDED:
-            report.machine = self._measure()
+            report.machine = measure(
+                torch.device("cuda", 0) if self.gpus else torch.device("cpu"),
+                bf16=self.has_bf16,
+                host_memory=self.host_memory,
+                cores=min(self.probe.cores_physical, self.probe.cores_usable),
+                drive=self.drive if isinstance(self.drive, DriveRates) else None,
+                quick=self.quick,
+                say=self.say,
+            )
         yield from self._speeds(report.machine)
 
-    def _facts(self) -> Iterator[Check]:
-        """Run the checks that need no measurement, and the disk's."""
-        yield from self._software()
-        yield from self._gpus()
-        yield self._bf16()
-        yield from self._memory()
-        yield from self._cores()
-        yield self._disk()
-
-    def _software(self) -> Iterator[Check]:
+    def _device(self) -> Iterator[Check]:
+        """Check software, GPUs and their precision."""
         probe = self.probe
-        yield checks.check_versions(_versions())
+        yield checks.check_versions(
+            {
+                "offloadtrain": installed_version("offloadtrain"),
+                "Python": platform.python_version(),
+                "torch": torch.__version__,
+                "numba": installed_version("numba"),
+            }
+        )
         yield checks.check_gpu(
             [gpu.description for gpu in self.gpus],
             [gpu.name for gpu in probe.gpus] or ["a GPU"] * torch.cuda.device_count(),
@@ -114,8 +113,6 @@ class _Visit:
         )
         yield checks.check_driver(probe.driver, torch.version.cuda)
         yield checks.check_nvml(probe.gpu_state, len(probe.gpus))
-
-    def _gpus(self) -> Iterator[Check]:
         listed = torch.cuda.get_arch_list()
         for name, capability in dict.fromkeys((gpu.name, gpu.capability) for gpu in self.gpus):
             yield checks.check_arch(name, capability, listed, torch.__version__)
@@ -123,96 +120,51 @@ class _Visit:
             yield checks.check_gpu_memory(
                 sample.index, sample.memory_used_bytes, sample.memory_total_bytes
             )
-
-    def _bf16(self) -> Check:
         if self.gpus:
-            gpu = self.gpus[0]
-            return checks.check_bf16(gpu.name, gpu.bf16, "fp16")
-        return checks.check_cpu_bf16(*self._choice)
+            yield checks.check_bf16(self.gpus[0].name, self.has_bf16, "fp16")
+        else:
+            precision, why = resolve_precision("auto", torch.device("cpu"))
+            self.has_bf16 = precision == "bf16"
+            yield checks.check_cpu_bf16(self.has_bf16, why)
 
-    @property
-    def _has_bf16(self) -> bool:
-        if self.gpus:
-            return self.gpus[0].bf16
-        return self._choice[0]
-
-    @property
-    def _choice(self) -> tuple[bool, str]:
-        """True if training on the CPU uses bf16, and why."""
-        precision, why = resolve_precision("auto", torch.device("cpu"))
-        return precision == "bf16", why
-
-    def _memory(self) -> Iterator[Check]:
-        available = min(self.probe.host_available_bytes, self.host_memory_bytes)
-        yield checks.check_host_memory(self.host_memory_bytes, available)
+    def _host(self) -> Iterator[Check]:
+        """Check memory, cores and the folder for checkpoints, whose drive is measured."""
+        probe, backend = self.probe, kernels.backend()
+        available = min(probe.host_available_bytes, self.host_memory)
+        yield checks.check_host_memory(self.host_memory, available)
         yield checks.check_cgroup(self.limit, total_memory_bytes())
-        needed = available if self.gpus else 0
-        yield checks.check_memlock(memlock_limit(), needed)
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = None if soft == resource.RLIM_INFINITY else soft
+        yield checks.check_memlock(limit, available if self.gpus else 0)
         if self.gpus:
             num_bytes = min(PIN_BYTES, available // 8)
             yield checks.check_pinning(num_bytes, can_pin(num_bytes))
-
-    def _cores(self) -> Iterator[Check]:
-        probe, backend = self.probe, kernels.backend()
-        yield checks.check_cores(
-            probe.cores_physical,
-            probe.cores_logical,
-            probe.cores_usable,
-            backend.threads,
-            backend.where,
-        )
-        yield checks.check_numa(
-            numa_nodes(SYSFS),
-            os.sched_getaffinity(0),
-            allowed_memories(),
-            [gpu.node for gpu in self.gpus],
-        )
+        cores = (probe.cores_physical, probe.cores_logical, probe.cores_usable)
+        yield checks.check_cores(*cores, backend.threads, backend.where)
+        nodes = [gpu.node for gpu in self.gpus]
+        usable = os.sched_getaffinity(0)
+        yield checks.check_numa(numa_nodes(SYSFS), usable, allowed_memories(), nodes)
         yield checks.check_kernels(backend.name, backend.isa, backend.why)
-
-    def _disk(self) -> Check:
         free = free_bytes(self.folder)
         if not self.quick and free >= checks.LEAST_FREE_BYTES:
             self.say("the disk")
             self.drive = _drive(self.folder)
-        return checks.check_disk(str(self.folder.resolve()), free, self.drive)
-
-    def _measure(self) -> Machine:
-        """Measure for seconds; with `quick` less than one each."""
-        probe = self.probe
-        return measure(
-            self.device,
-            bf16=self._has_bf16,
-            host_memory=self.host_memory_bytes,
-            cores=min(probe.cores_physical, probe.cores_usable),
-            drive=self.drive if isinstance(self.drive, DriveRates) else None,
-            quick=self.quick,
-            say=self.say,
-        )
+        yield checks.check_disk(str(self.folder.resolve()), free, self.drive)
 
     def _speeds(self, machine: Machine | None) -> Iterator[Check]:
         """Run the checks of warm links and of speeds; `machine`: None if nothing was measured."""
         links = self.nvml.describe()
-        copied = machine is not None and len(links) == len(self.gpus)
         for gpu in links:
             yield checks.check_pcie(
                 gpu.index,
                 (gpu.pcie_generation, gpu.pcie_generation_max),
                 (gpu.pcie_width, gpu.pcie_width_max),
-                busy=copied,
+                busy=machine is not None and len(links) == len(self.gpus),
             )
-        most = [checks.link_gbps(g.pcie_generation_max, g.pcie_width_max) for g in links[:1]]
+        most = [link_gbps(g.pcie_generation_max, g.pcie_width_max) for g in links[:1]]
         if machine is not None:
             link = most[0] if most and self.gpus else None
-            yield from checks.check_speeds(machine, link, bf16=self._has_bf16)
-
-
-def _versions() -> Mapping[str, str]:
-    return {
-        "offloadtrain": installed_version("offloadtrain"),
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "numba": installed_version("numba"),
-    }
+            yield from checks.check_speeds(machine, link, bf16=self.has_bf16)
 
 
 def _drive(folder: Path) -> DriveRates | str:
@@ -278,32 +230,12 @@ def _first_line(message: object) -> str:
     return str(message).strip().partition("\n")[0]
 
 
-def gpu_node(address: str | None, sysfs: Path) -> int | None:
-    """Return the NUMA node of a GPU by PCI address; None: not reported, as on most machines with
-    one node."""
-    file = sysfs / f"bus/pci/devices/{address}/numa_node"
-    node = int(file.read_text()) if address and file.exists() else -1
-    return node if node >= 0 else None
-
-
-def numa_nodes(sysfs: Path) -> dict[int, list[int]]:
-    """Return node → its CPUs; empty if the system has no nodes."""
-    files = sysfs.glob("devices/system/node/node[0-9]*/cpulist")
-    return {int(f.parent.name.removeprefix("node")): parse_cpulist(f.read_text()) for f in files}
-
-
 def allowed_memories(status: Path = Path("/proc/self/status")) -> list[int]:
     """Return the nodes whose memory this process may use."""
     for line in status.read_text().splitlines():
         if line.startswith("Mems_allowed_list:"):
             return parse_cpulist(line.partition(":")[2])
     return []
-
-
-def memlock_limit() -> int | None:
-    """Return the bytes this process may lock; None: unlimited."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def total_memory_bytes() -> int:

@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from offloadtrain.cli.bench.adam import SCALARS, Buffers, allocate
+from offloadtrain.cli.bench.adam import SCALARS, allocate
 from offloadtrain.cli.bench.disk import BOTH, READ, WRITE, drive_cases
 from offloadtrain.cli.bench.rounds import Case
 from offloadtrain.cli.bench.rounds import measure as measure_rounds
@@ -192,12 +192,23 @@ def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
         numel = LEAST_PARAMS
     native = backend == "native"
     # only the native kernels run int8 at a useful speed.
-    states = STATES[:1] if quick else STATES if native else STATES[:2]
-    buffers = allocate(numel, states)
-    cases = {} if quick else _adam_cases(buffers) | _gradient_cases(buffers)
-    limit, nbytes = _stream(buffers, native)
-    measured = measure_rounds({"limit": limit, **cases}, QUICK_ROUNDS if quick else ROUNDS, _silent)
+    b = allocate(numel, STATES[:1] if quick else STATES if native else STATES[:2])
+    accumulate = partial(kernels.accumulate, b.wide, b.grad, False)
+    # What runs at the memory limit. In place like Adam: a copy would also read the overwritten
+    # memory, which is not counted.
+    traffic = partial(kernels.traffic, b.fp32, b.grad, b.working)
+    cases: dict[str, Case] = {"limit": traffic if native else accumulate}
+    if not quick:
+        step = partial(kernels.update, scalars=SCALARS, layout=b.layout)
+        cases |= {
+            name: partial(step, state, b.grad, working=b.working if name == "fp32" else None)
+            for name, state in b.states.items()
+        }
+        cases["norm"] = partial(kernels.sum_squares_many, b.grad, b.layout, b.squares)
+        cases["accumulate"] = accumulate
+    measured = measure_rounds(cases, QUICK_ROUNDS if quick else ROUNDS, _silent)
     medians = {name: statistics.median(times) for name, times in measured.items()}
+    nbytes = FP32_TRAFFIC_BYTES if native else ACCUMULATE_BYTES
     dram = nbytes * numel / medians.pop("limit") / 1e9
     return dram, {f"{kernel}_gparams": numel / took / 1e9 for kernel, took in medians.items()}
 
@@ -207,31 +218,6 @@ def fitting(numel: int, available: int) -> int:
     while numel > LEAST_PARAMS and numel * BYTES_PER_PARAM > available // 4:
         numel //= 2
     return numel
-
-
-def _adam_cases(buffers: Buffers) -> dict[str, Case]:
-    step = partial(kernels.update, scalars=SCALARS, layout=buffers.layout)
-    return {
-        name: partial(
-            step, state, buffers.grad, working=buffers.working if name == "fp32" else None
-        )
-        for name, state in buffers.states.items()
-    }
-
-
-def _gradient_cases(buffers: Buffers) -> dict[str, Case]:
-    squares = partial(kernels.sum_squares_many, buffers.grad, buffers.layout, buffers.squares)
-    added = partial(kernels.accumulate, buffers.wide, buffers.grad, False)
-    return {"norm": squares, "accumulate": added}
-
-
-def _stream(buffers: Buffers, native: bool) -> tuple[Case, int]:
-    """Return a loop that runs at the memory limit, and its bytes per parameter."""
-    if native:
-        run = partial(kernels.traffic, buffers.fp32, buffers.grad, buffers.working)
-        return run, FP32_TRAFFIC_BYTES
-    # In place like Adam: a copy would also read the overwritten memory, which is not counted.
-    return partial(kernels.accumulate, buffers.wide, buffers.grad, False), ACCUMULATE_BYTES
 
 
 def drive_rates(folder: Path) -> DriveRates:
@@ -300,14 +286,10 @@ def _bus(device: torch.device) -> dict[str, float]:
         "host_link_gbps": copies.h2d_gbps,
         "gpu_link_gbps": min(copies.h2d_gbps, copies.d2h_gbps),
     }
-    if device.type != "cuda":
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    if count < 2:
         return rates
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    return rates if len(devices) < 2 else rates | _links(devices)
-
-
-def _links(devices: Sequence[torch.device]) -> dict[str, float]:
-    nbytes = COPY_BYTES["cpu"]
+    nbytes, devices = COPY_BYTES["cpu"], [torch.device("cuda", i) for i in range(count)]
     there = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices]
     here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in devices]
 
@@ -315,12 +297,10 @@ def _links(devices: Sequence[torch.device]) -> dict[str, float]:
         for source, target in zip(here, there, strict=True):
             target.copy_(source, non_blocking=True)
 
-    def across() -> None:
-        there[1].copy_(there[0], non_blocking=True)
-
-    return {
-        "host_link_gbps": nbytes * len(devices) / _seconds(devices[0], up, 0.0) / 1e9,
-        "gpu_link_gbps": nbytes / _seconds(devices[0], across, 0.0) / 1e9,
+    across = partial(there[1].copy_, there[0], non_blocking=True)
+    return rates | {
+        "host_link_gbps": nbytes * count / _seconds(device, up, 0.0) / 1e9,
+        "gpu_link_gbps": nbytes / _seconds(device, across, 0.0) / 1e9,
     }
 
 

@@ -255,7 +255,7 @@ def _orders(job: Config, stages: int, schedules: Sequence[Schedule]) -> Iterator
                 tensor=job.ranks.tensor,
                 expert=job.ranks.expert,
             )
-            if not any(contradictions(candidate, job.model, is_own=job.hf is None, samples=False)):
+            if not any(_contradictions(job, candidate)):
                 yield candidate
 
 
@@ -299,7 +299,15 @@ def _least(plan: Plan) -> float:
 
 def undivided(job: Config) -> str:
     """Say why there are no stages, if the model allows none."""
-    problems = contradictions(
-        RanksConfig(pipeline=2), job.model, is_own=job.hf is None, samples=False
+    return next(_contradictions(job, RanksConfig(pipeline=2)), "")
+
+
+def _contradictions(job: Config, ranks: RanksConfig) -> Iterator[str]:
+    """Yield what this division of the job's model cannot do; no text is generated at the end."""
+    return contradictions(
+        *(ranks, job.model, job.offload),
+        is_own=job.hf is None,
+        samples=False,
+        adapters=False,
+        rule=job.optim.name,
     )
-    return next(problems, "")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
 from textual.containers import Container
 
+from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.styles import rich_color, shade
 
@@ -13,10 +17,37 @@ class Panel(Container):
 
     DEFAULT_CSS = "Panel { height: 1fr; }"
 
+    shown: ViewState | None = None
+    """What was displayed last."""
+
     def show(self, shown: ViewState) -> None:
         """Display the state; called only while the panel is visible."""
+        self.shown = shown
+        self.display_state(shown)
+
+    def show_again(self) -> None:
+        """Display the last state once more, after a setting of the panel has changed."""
+        if self.shown is not None:
+            self.show(self.shown)
+
+    def display_state(self, shown: ViewState) -> None:
         raise NotImplementedError
 
     def ink(self, color: str) -> str:
         """Return Rich's name of a theme's color, for text in a table."""
         return rich_color(shade(self.app.theme_variables, color))
+
+
+class RankPanel(Panel):
+    """A screen of one rank at a time; `v` shows the next."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("v", "next_rank", "next rank", show=False)]
+
+    _rank = 0
+
+    def action_next_rank(self) -> None:
+        self._rank += 1
+        self.show_again()
+
+    def view_of_rank(self, shown: ViewState) -> View:
+        return shown.views[self._rank % len(shown.views)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import ClassVar
 
 from rich.text import Text
@@ -13,6 +12,7 @@ from textual.widgets import DataTable, Input
 
 from offloadtrain_tui.moments import Moment
 from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.text import local_time
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.table import Cell, fill
 
@@ -43,11 +43,9 @@ class EventsPanel(Panel):
         yield DataTable(id="events-rows", cursor_type="row", zebra_stripes=True)
 
     def on_mount(self) -> None:
-        self._shown: ViewState | None = None
         self._moments: list[Moment] = []
 
-    def show(self, shown: ViewState) -> None:
-        self._shown = shown
+    def display_state(self, shown: ViewState) -> None:
         words = self.query_one(Input).value.lower().split()
         moments = [moment for view in shown.views for moment in view.moments]
         moments.sort(key=lambda moment: -moment.time_s)
@@ -67,8 +65,7 @@ class EventsPanel(Panel):
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
-        if self._shown is not None:
-            self.show(self._shown)
+        self.show_again()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
@@ -90,9 +87,6 @@ def matches(moment: Moment, words: list[str]) -> bool:
 
 
 def _cells(moment: Moment, color: str) -> tuple[Cell, ...]:
-    try:
-        time = datetime.fromtimestamp(moment.time_s).strftime("%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):  # a log may contain anything
-        time = "?"
+    time = local_time(moment.time_s, "%m-%d %H:%M:%S")
     step = "" if moment.step is None else str(moment.step)
     return time, step, str(moment.rank), moment.kind, Text(moment.text, color)

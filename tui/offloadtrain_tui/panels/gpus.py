@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
-
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Grid, VerticalScroll
 from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import memory
-from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.panels.base import RankPanel
+from offloadtrain_tui.plots import Kind, single_curve
 from offloadtrain_tui.reading.series import Window
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, short
@@ -28,26 +24,15 @@ _LEAST_WINDOW = 16
 NARROW = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A chart: (field, label, color, mirrored) of each curve, and its unit."""
-
-    title: str
-    fields: tuple[tuple[str, str, str, bool], ...]
-    unit: str
-    scale: float = 1.0
-    least_range: float = 0.2
-    from_zero: bool = False
-
-    def form(self, value: float | None) -> str:
-        return "-" if value is None else short(value * self.scale)
+def _gigabytes(value: float | None) -> str:
+    return "-" if value is None else short(value * 1e-9)
 
 
 KINDS = {
-    "busy": Kind("busy", (("utilization_percent", "", "success", False),), "%", from_zero=True),
-    "power": Kind("power", (("power_w", "", "warning", False),), " W"),
-    "heat": Kind("temperature", (("temperature_c", "", "error", False),), " °C"),
-    "clock": Kind("clock", (("clock_mhz", "", "secondary", False),), " MHz"),
+    "busy": Kind("busy", single_curve("utilization_percent", "success"), "%", from_zero=True),
+    "power": Kind("power", single_curve("power_w", "warning"), " W"),
+    "heat": Kind("temperature", single_curve("temperature_c", "error"), " °C"),
+    "clock": Kind("clock", single_curve("clock_mhz", "secondary"), " MHz"),
     "pcie": Kind(
         "PCIe",
         (
@@ -55,7 +40,7 @@ KINDS = {
             ("pcie_tx_bytes_per_s", "out", "warning", True),
         ),
         " GB/s",
-        1e-9,
+        form=_gigabytes,
     ),
     "nvlink": Kind(
         "NVLink",
@@ -64,20 +49,18 @@ KINDS = {
             ("nvlink_tx_bytes_per_s", "out", "warning", True),
         ),
         " GB/s",
-        1e-9,
+        form=_gigabytes,
     ),
 }
+_LEAST_RANGE = 0.2
+"""Least range of an axis, as a share of the value."""
 _ALWAYS = ("busy", "power", "heat", "pcie")
 
 
-class Gpus(Panel):
+class Gpus(RankPanel):
     """A row per GPU, and charts of one; `v` shows the next."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("v", "next_gpu", "next GPU", show=False)]
     can_focus = True
-
-    _rank = 0
-    _shown: ViewState | None = None
 
     def compose(self) -> ComposeResult:
         yield Static(id="gpus-text", markup=False)
@@ -87,28 +70,21 @@ class Gpus(Panel):
             for name, kind in KINDS.items():
                 yield Chart(Plot(kind.title), id=f"gpus-{name}", pickable=False)
 
-    def action_next_gpu(self) -> None:
-        self._rank += 1
-        if self._shown is not None:
-            self.show(self._shown)
-
-    def show(self, shown: ViewState) -> None:
-        self._shown = shown
-        local_system = memory.local(shown)
-        # This machine's while the run lives here, otherwise the logged ones.
-        system = local_system or shown.view.system
-        gpus = system.gpus if system and not memory.is_on_cpu(shown.view) else ()
-        view = shown.views[self._rank % len(shown.views)]
-        tell(self.query_one("#gpus-text", Static), _about(shown, local_system, gpus, view))
+    def display_state(self, shown: ViewState) -> None:
+        there, view = memory.shown_gpus(shown), self.view_of_rank(shown)
+        tell(self.query_one("#gpus-text", Static), _about(shown, there, view))
         # A narrow terminal has no room for the links.
         count = len(COLUMNS) - (self.app.size.width < NARROW)
-        rows = tuple(_row(gpu)[:count] for gpu in gpus)
-        self.query_one("#gpus-rows", Rows).show(Table(COLUMNS[:count] if gpus else (), rows))
-        there = bool(view.history.gpu.times) and not memory.is_on_cpu(shown.view)
-        self.query_one("#gpus-charts", Grid).display = there
+        rows = tuple(_row(gpu)[:count] for gpu in there.gpus)
+        self.query_one("#gpus-rows", Rows).show(Table(COLUMNS[:count] if rows else (), rows))
+        is_logged = bool(view.history.gpu.times) and not memory.is_on_cpu(shown.view)
+        self.query_one("#gpus-charts", Grid).display = is_logged
+        length = view.history.gpu.count(view.time_s)
         for name, kind in KINDS.items():
+            series = [view.history.gpu.series[field] for field, *_ in kind.fields]
+            is_known = any(column.last(length) is not None for column in series)
             chart = self.query_one(f"#gpus-{name}", Chart)
-            chart.display = there and (name in _ALWAYS or _is_known(view, kind))
+            chart.display = is_logged and (name in _ALWAYS or is_known)
             if chart.display:
                 chart.show(plot(kind, view, ZOOMS[shown.zoom]))
 
@@ -124,37 +100,24 @@ def plot(kind: Kind, view: View, zoom: int = 1) -> Plot:
         for field, label, color, mirrored in kind.fields
     )
     spent_s = history.times[length - 1] - history.times[window.lo] if length else 0.0
-    form: Callable[[float | None], str] = kind.form
     return Plot(
         title=kind.title,
         curves=curves,
         window=window,
         unit=kind.unit,
         axis=(f"{units.format_duration(spent_s)} before" if spent_s else "", "last sample"),
-        form=form,
-        least_range=kind.least_range,
+        form=kind.form,
+        least_range=_LEAST_RANGE,
         from_zero=kind.from_zero,
     )
 
 
-def _is_known(view: View, kind: Kind) -> bool:
-    history = view.history.gpu
-    length = history.count(view.time_s)
-    return any(history.series[field].last(length) is not None for field, *_ in kind.fields)
-
-
-def _about(
-    shown: ViewState,
-    local_system: schema.System | None,
-    gpus: tuple[schema.GpuSample, ...],
-    view: View,
-) -> str:
+def _about(shown: ViewState, there: memory.ShownGpus, view: View) -> str:
     if memory.is_on_cpu(shown.view):
         return " this run uses no GPU"
-    if not gpus:
-        system = local_system or shown.view.system
-        return f" no GPU to show: {clean(system.gpu_state) if system else ''}".rstrip(": ")
-    title = f" GPUs, {'live' if local_system is not None else 'as logged'}"
+    if not there.gpus:
+        return f" no GPU to show: {there.state}".rstrip(": ")
+    title = f" GPUs, {there.source}"
     if not view.history.gpu.times:
         return f"{title}; over time: only with a run that has logged it"
     more = " (v: the next)" if len(shown.views) > 1 else ""
@@ -166,10 +129,8 @@ def _row(gpu: schema.GpuSample) -> tuple[str, ...]:
     return (
         str(gpu.index),
         clean(gpu.name, 24),
-        _of(gpu.utilization_percent, " %"),
-        _of(gpu.power_w, " W"),
-        _of(gpu.temperature_c, " °C"),
-        _of(gpu.clock_mhz, f"{most} MHz"),
+        *memory.load_of(gpu),
+        memory.rounded(gpu.clock_mhz, f"{most} MHz"),
         _used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes),
         "  ".join(filter(None, (_pcie(gpu), _nvlink(gpu), clean(gpu.throttle)))),
     )
@@ -179,10 +140,6 @@ def _used_of_total(used: int | None, total: int | None) -> str:
     if used is None or not total:
         return "-" if used is None else units.format_bytes(used)
     return f"{used / 2**30:.1f}/{total / 2**30:.1f} GiB"
-
-
-def _of(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:.0f}{unit}"
 
 
 def _pcie(gpu: schema.GpuSample) -> str:

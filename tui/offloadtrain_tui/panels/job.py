@@ -27,7 +27,7 @@ class JobPanel(Panel):
         with VerticalScroll(id="job-scroll"):
             yield Static(id="job-text")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         start = shown.view.start
         other_jobs = [(other.name, other.first.start) for other in shown.other_runs]
         jobs = (start, *other_jobs)
@@ -63,13 +63,13 @@ def _apart(start: schema.RunStarted, name: str, other: schema.RunStarted | None)
 
 
 def _about(start: schema.RunStarted | None) -> Text:
-    text = Text()
     if start is None:
-        text.append(" the log has no job yet", "dim")
-        return text
-    text.append(f" {clean(start.name)}", "bold")
-    text.append(f"  {short(start.num_params)} parameters  pid {start.pid}")
-    text.append(f"  {start.world_size} rank{'s' if start.world_size != 1 else ''}\n")
+        return Text.assemble((" the log has no job yet", "dim"))
+    text = Text.assemble(
+        (f" {clean(start.name)}", "bold"),
+        f"  {short(start.num_params)} parameters  pid {start.pid}",
+        f"  {start.world_size} rank{'s' if start.world_size != 1 else ''}\n",
+    )
     for title, values in (
         ("job", start.config),
         ("plan", start.plan),
@@ -78,8 +78,7 @@ def _about(start: schema.RunStarted | None) -> Text:
     ):
         text.append(f"\n {title}\n", "bold")
         for key, value in flat(values):
-            text.append(f"   {clean(key, 60):<36} ")
-            text.append(f"{value}\n")
+            text.append(f"   {clean(key, 60):<36} {value}\n")
     return text
 
 

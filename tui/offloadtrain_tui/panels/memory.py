@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.widgets import DataTable, Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
 from offloadtrain_tui import memory
-from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.panels.base import RankPanel
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.area import Area, AreaChart
@@ -24,14 +21,9 @@ COLUMNS = ("now", "peak", "planned", "peak/plan")
 PROCESSES = ("GPU", "pid", "user", "memory", "command")
 
 
-class MemoryPanel(Panel):
+class MemoryPanel(RankPanel):
     """Bars, tables of owners and processes, and histories of a GPU and of the host; `v` shows the
     owners of the next rank."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("v", "next_rank", "next rank", show=False)]
-
-    _rank = 0
-    _shown: ViewState | None = None
 
     def compose(self) -> ComposeResult:
         yield MemoryBars(legend=4, id="memory-bars")
@@ -44,17 +36,11 @@ class MemoryPanel(Panel):
                 yield AreaChart(Area("GPU"), id="memory-gpu")
                 yield AreaChart(Area("HOST"), id="memory-host")
 
-    def action_next_rank(self) -> None:
-        self._rank += 1
-        if self._shown is not None:
-            self.show(self._shown)
-
-    def show(self, shown: ViewState) -> None:
-        self._shown = shown
+    def display_state(self, shown: ViewState) -> None:
         tiers = memory.bars(shown)
         self.query_one(MemoryBars).show(tiers)
         on_device = "CPU" if memory.is_on_cpu(shown.view) else "GPU"
-        view = shown.views[self._rank % len(shown.views)]
+        view = self.view_of_rank(shown)
         rows = [_cells(row, on_device) for row in memory.rows(view)]
         owner = f"owner on rank {view.history.rank} (v)" if len(shown.views) > 1 else "owner"
         fill(self.query_one("#memory-rows", DataTable), ("where", owner, *COLUMNS), rows)
@@ -64,16 +50,14 @@ class MemoryPanel(Panel):
             on_gpu.show(memory.device_history(shown.view, tiers[0]))
         host = memory.host_history(shown.views, tiers[-1])
         self.query_one("#memory-host", AreaChart).show(host)
-        self._show_processes(shown)
-
-    def _show_processes(self, shown: ViewState) -> None:
-        local_system, text = memory.local(shown), self.query_one("#memory-processes-text", Static)
+        local_system = memory.local(shown)
         gpus = local_system.gpus if local_system else ()
-        rows = [_process(gpu, process) for gpu in gpus for process in gpu.processes]
+        processes = [_process(gpu, process) for gpu in gpus for process in gpu.processes]
         table = self.query_one("#memory-processes", DataTable)
-        table.display = bool(rows)
-        fill(table, PROCESSES, rows)
-        tell(text, _about_processes(shown, local_system))
+        table.display = bool(processes)
+        fill(table, PROCESSES, processes)
+        text = _about_processes(shown, local_system)
+        tell(self.query_one("#memory-processes-text", Static), text)
 
 
 def _about_processes(shown: ViewState, local_system: schema.System | None) -> str:

@@ -26,7 +26,7 @@ class Overview(Panel):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"overview-{name}")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         view = shown.view
         self.query_one(MemoryBars).show(memory.bars(shown))
         spans = view.spans

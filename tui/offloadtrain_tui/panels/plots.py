@@ -25,7 +25,7 @@ class PlotsPanel(Panel):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"plots-{name}")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         for name in CHARTS:
             chart = self.query_one(f"#plots-{name}", Chart)
             field = KINDS[name].fields[0][0]

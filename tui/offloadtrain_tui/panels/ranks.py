@@ -49,19 +49,16 @@ class Ranks(Panel):
         with VerticalScroll(id="ranks-machine"):
             yield Rows(id="ranks-gpus")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         views = shown.views
         tell(self.query_one("#ranks-text", Static), slow_stage(views) or skew(views))
         self.query_one("#ranks-rows", Rows).show(rank_table(views))
-        local_system = memory.local(shown)
-        system = local_system or shown.view.system
-        gpus = system.gpus if system and not memory.is_on_cpu(shown.view) else ()
-        state = clean(system.gpu_state) if system and not gpus else ""
-        state = "this run uses none" if memory.is_on_cpu(shown.view) else state
-        where = "live" if local_system is not None else "as logged"
-        text = f" GPUs, {where}" if gpus else f" no GPU to show: {state or 'none was sampled'}"
+        there = memory.shown_gpus(shown)
+        state = "this run uses none" if memory.is_on_cpu(shown.view) else there.state
+        none = f" no GPU to show: {state or 'none was sampled'}"
+        text = f" GPUs, {there.source}" if there.gpus else none
         tell(self.query_one("#ranks-gpu-text", Static), text)
-        self.query_one("#ranks-gpus", Rows).show(Table(GPUS, tuple(map(_gpu, gpus))))
+        self.query_one("#ranks-gpus", Rows).show(Table(GPUS, tuple(map(_gpu, there.gpus))))
 
 
 def rank_table(views: Sequence[View]) -> Table:
@@ -78,24 +75,20 @@ def rank_table(views: Sequence[View]) -> Table:
     return Table(heads, tuple(rows))
 
 
+def of_plan(view: View, key: str, most: int) -> str:
+    """Return what the plan of a rank calls its share of a divided model; "" if it has all.
+
+    Args:
+        key: "stage": for example, "stage 1 of 2 (embedding, layers 0 to 1)"; "part": "part 1 of 2"
+            of every matrix, or "experts 0 to 3", or both; "group": "group 1 of 2", the ranks that
+            share a copy of the state.
+    """
+    share = view.start.plan.get(key) if view.start else None
+    return clean(share, most) if isinstance(share, str) else ""
+
+
 def stage_of(view: View) -> str:
-    """Return, for example, "stage 1 of 2 (embedding, layers 0 to 1)"; "" without a pipeline."""
-    stage = view.start.plan.get("stage") if view.start else None
-    return clean(stage, 60) if isinstance(stage, str) else ""
-
-
-def part_of(view: View) -> str:
-    """Return, for example, "part 1 of 2", the rank's part of every matrix, or "experts 0 to 3", or
-    both; "" if the rank has all parts."""
-    part = view.start.plan.get("part") if view.start else None
-    return clean(part, 40) if isinstance(part, str) else ""
-
-
-def group_of(view: View) -> str:
-    """Return, for example, "group 1 of 2", the rank's group that shares a copy of the state; "" if
-    all ranks share one."""
-    group = view.start.plan.get("group") if view.start else None
-    return clean(group, 30) if isinstance(group, str) else ""
+    return of_plan(view, "stage", 60)
 
 
 def bubble(view: View) -> float | None:
@@ -130,8 +123,8 @@ def _bubble(view: View) -> str:
 
 _COLUMNS: tuple[tuple[tuple[str, ...], Callable[[View], tuple[str, ...]]], ...] = (
     (("bubble", "stage"), lambda view: (_bubble(view), stage_of(view))),
-    (("group",), lambda view: (group_of(view),)),
-    (("holds",), lambda view: (part_of(view),)),
+    (("group",), lambda view: (of_plan(view, "group", 30),)),
+    (("holds",), lambda view: (of_plan(view, "part", 40),)),
 )
 """Columns that a division of the ranks adds: their heads, and the cells of a rank. The last cell of
 every rank is "" without that division."""
@@ -187,7 +180,5 @@ def _gpu(gpu: schema.GpuSample) -> tuple[str, ...]:
         str(gpu.index),
         clean(gpu.name),
         f"{used_text} of {units.format_bytes(total)}" if total else used_text,
-        "-" if gpu.utilization_percent is None else f"{gpu.utilization_percent:.0f} %",
-        "-" if gpu.power_w is None else f"{gpu.power_w:.0f} W",
-        "-" if gpu.temperature_c is None else f"{gpu.temperature_c:.0f} °C",
+        *memory.load_of(gpu),
     )

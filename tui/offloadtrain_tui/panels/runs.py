@@ -54,16 +54,13 @@ class RunsPanel(Panel):
 
     def on_mount(self) -> None:
         self._rows: list[RunRow] = []
-        self._shown: ViewState | None = None
 
     def list_runs(self, rows: list[RunRow]) -> None:
         """Display the listed runs at once."""
         self._rows = rows
-        if self._shown is not None:
-            self.show(self._shown)
+        self.show_again()
 
-    def show(self, shown: ViewState) -> None:
-        self._shown = shown
+    def display_state(self, shown: ViewState) -> None:
         drawn = {other.folder for other in shown.other_runs}
         cells = [
             _cells(row, shown, row.folder in drawn, self.ink(STATE_COLORS[row.state]))

@@ -34,7 +34,7 @@ class TimelinePanel(Panel):
         yield Timeline(Lanes(0), waits=12, id="timeline-lanes")
         yield AreaChart(Area(""), id="timeline-memory")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         widget = self.query_one(Timeline)
         spans = shown.view.spans
         self._view = shown.view

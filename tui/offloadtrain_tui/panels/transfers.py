@@ -9,20 +9,17 @@ from textual.widgets import Static
 
 from offloadtrain.config import units
 from offloadtrain.events import schema
+from offloadtrain.hardware.nvml import link_gbps
 from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
-from offloadtrain_tui.reading.step_columns import LANES
+from offloadtrain_tui.reading.step_columns import LANES, MAIN_LANES
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
 from offloadtrain_tui.widgets.tell import tell
 from offloadtrain_tui.words import lane_word
-
-RARE = ("load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load")
-"""Lanes shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
-device, checkpoints, state and weights on the disk."""
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 
@@ -36,7 +33,7 @@ class Transfers(Panel):
             for name in CHARTS:
                 yield Chart(Plot(KINDS[name].title), id=f"transfers-{name}")
 
-    def show(self, shown: ViewState) -> None:
+    def display_state(self, shown: ViewState) -> None:
         tell(self.query_one("#transfers-text", Static), _summary(shown))
         for name in CHARTS:
             self.query_one(f"#transfers-{name}", Chart).show(plot(name, shown))
@@ -48,7 +45,7 @@ def _summary(shown: ViewState) -> Text:
     step_ms = view.last("step_ms") or 0.0
     for lane in LANES:
         busy_ms = view.busy_ms(lane)
-        if lane in RARE and not busy_ms:
+        if lane not in MAIN_LANES and not busy_ms:
             continue
         share = f"{100 * busy_ms / step_ms:3.0f} % of step" if step_ms else ""
         text.append(
@@ -111,20 +108,9 @@ def _links(shown: ViewState) -> str:
     """Describe each link by NVML."""
     if memory.is_on_cpu(shown.view):
         return " links: this run uses no GPU"
-    system = memory.local(shown) or shown.view.system
-    if system is None or not system.gpus:
-        return f" links: {system.gpu_state if system and system.gpu_state else 'no GPU'}"
-    return "\n".join(f" GPU {gpu.index} {link(gpu)}" for gpu in system.gpus)
-
-
-_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""10^9 bytes per second of one lane, by PCIe generation, after line coding."""
-
-
-def link_gbps(gpu: schema.GpuSample) -> float | None:
-    """Return the peak bandwidth of this GPU's link: an idle link is slower."""
-    lane = _LANE_GBPS.get(gpu.pcie_generation_max or 0)
-    return lane * gpu.pcie_width_max if lane and gpu.pcie_width_max else None
+    there = memory.shown_gpus(shown)
+    lines = (f" GPU {gpu.index} {link(gpu)}" for gpu in there.gpus)
+    return "\n".join(lines) or f" links: {there.state or 'no GPU'}"
 
 
 def link(gpu: schema.GpuSample) -> str:
@@ -134,7 +120,8 @@ def link(gpu: schema.GpuSample) -> str:
     description = f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}"
     if gpu.pcie_generation_max is not None:
         description += f" of {gpu.pcie_generation_max} x{gpu.pcie_width_max}"
-    most, rates = link_gbps(gpu), []
+    # The peak of the link: an idle one is slower.
+    most, rates = link_gbps(gpu.pcie_generation_max, gpu.pcie_width_max), []
     for rate, label in ((gpu.pcie_rx_bytes_per_s, "up"), (gpu.pcie_tx_bytes_per_s, "down")):
         if rate is not None:
             share = f" ({100 * rate / 1e9 / most:.0f} % of it)" if most else ""

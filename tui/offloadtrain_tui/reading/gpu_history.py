@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_right
 from typing import Any
 
 from offloadtrain_tui.reading.series import Series
+from offloadtrain_tui.reading.timed import Times
 
 FIELDS = (
     "utilization_percent", "power_w", "temperature_c", "clock_mhz", "pcie_rx_bytes_per_s",
@@ -15,11 +14,11 @@ FIELDS = (
 )  # fmt: skip
 
 
-class GpuHistory:
+class GpuHistory(Times):
     """Columns that only grow; one thread adds, another reads."""
 
     def __init__(self) -> None:
-        self.times = array("d")
+        super().__init__()
         self.series = {name: Series() for name in FIELDS}
 
     def add(self, time_s: float, gpus: list[Any], uuid: object) -> None:
@@ -31,11 +30,7 @@ class GpuHistory:
             return
         for name, series in self.series.items():
             series.append(_number(samples[0].get(name)))
-        self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
-
-    def count(self, time_s: float) -> int:
-        """Return the number of samples until a time."""
-        return bisect_right(self.times, time_s)
+        self.stamp(time_s)
 
 
 def _number(value: Any) -> float | None:

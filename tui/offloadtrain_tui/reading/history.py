@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import orjson
 
@@ -23,6 +23,12 @@ from offloadtrain_tui.text import clean
 
 _BULK = (schema.Step, schema.System, schema.LiveMemory)
 """Kinds read without their classes, since there are hundreds of thousands."""
+_EVENTS = (
+    *(schema.RunStarted, schema.SetUp, schema.RunEnded, schema.Memory, schema.StepMemory),
+    *(schema.Eval, schema.Checkpoint, schema.Alert, schema.Control),
+)
+"""Kinds whose records are kept as they are."""
+E = TypeVar("E", bound=schema.Event)
 _SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":\d+,"r":\d+,"step":(\d{1,15}),')
 """Prefix of a span's line; spans are parsed only for display."""
 
@@ -35,26 +41,22 @@ class History(StepColumns):
         self.rank = rank
         self.skipped: list[int] = []
         """Positions of steps that were skipped, or whose loss was not finite."""
-        self.starts = Timed()
-        self.set_ups = Timed()
-        self.ends = Timed()
-        self.memory = Timed()
+        self._events: dict[type, Timed[Any]] = {kind: Timed() for kind in _EVENTS}
+        self.moments = Timed[Moment]()
         self.live = LiveMemory()
-        self.curves = Timed()
         self.systems = TimedLines()
         """Samples of the machine, which are read only for display."""
         self.gpu = GpuHistory()
-        self.evals = Timed()
-        self.checkpoints = Timed()
-        self.alerts = Timed()
-        self.controls = Timed()
-        self.moments = Timed()
-        self.sampled = Timed()
+        self.sampled = Timed[int]()
         """Step numbers whose lanes were sampled."""
         self.timelines = Timelines()
         self._shown_system: tuple[int, schema.System | None] = (0, None)
         self.last_time_s = 0.0
         self.unreadable = 0
+
+    def of(self, kind: type[E]) -> Timed[E]:
+        """Return the records of one of the kinds that are kept whole."""
+        return self._events[kind]
 
     def feed_lines(self, lines: Iterable[bytes]) -> None:
         """Add lines of the log; unreadable ones are counted."""
@@ -90,17 +92,17 @@ class History(StepColumns):
         if isinstance(record.event, schema.LaneSpan):
             stored = line or log_lines.to_line(record.event, record.rank, record.time_s).strip()
             self._span(record.event.step, record.time_s, stored)
-        fold = _FOLDS.get(type(record.event))
-        if fold is not None:
-            fold(self, record.event, record.time_s)
-        moment = moment_of(record, line)
-        if moment is not None:
+        if type(record.event) in self._events:
+            self._events[type(record.event)].add(record.time_s, record.event)
+        if isinstance(record.event, schema.Eval):
+            self.val_loss.measure(max(self.step_count - 1, 0), record.event.val_loss)
+        if (moment := moment_of(record, line)) is not None:
             self.moments.add(record.time_s, moment)
 
     @property
     def first_time_s(self) -> float:
-        known = [timed.times[0] for timed in (self.starts, self.steps, self.moments) if timed.times]
-        return min(known, default=0.0)
+        columns = (self.of(schema.RunStarted), self.steps, self.moments)
+        return min((column.times[0] for column in columns if column.times), default=0.0)
 
     # ---- one kind each
 
@@ -136,10 +138,9 @@ class History(StepColumns):
             return False
         self.last_time_s = max(self.last_time_s, time_s)
         self.systems.add(time_s, line)
-        start: schema.RunStarted | None = self.starts.values[-1] if self.starts.values else None
-        self.gpu.add(
-            time_s, values.get("gpus", []), str(start.plan.get("gpu_uuid", "")) if start else ""
-        )
+        start = self.of(schema.RunStarted).at(math.inf)
+        uuid = str(start.plan.get("gpu_uuid", "")) if start else ""
+        self.gpu.add(time_s, values.get("gpus", []), uuid)
         return True
 
     def _span(self, step: int, time_s: float, line: bytes) -> None:
@@ -158,31 +159,6 @@ class History(StepColumns):
             sample = record.event if record and isinstance(record.event, schema.System) else None
             self._shown_system = (count, sample)
         return sample
-
-
-def _evaluated(history: History, event: schema.Eval, time_s: float) -> None:
-    history.evals.add(time_s, event)
-    history.val_loss.measure(max(history.step_count - 1, 0), event.val_loss)
-
-
-def _append_to(name: str) -> Callable[[History, Any, float], None]:
-    def keep(history: History, event: Any, time_s: float) -> None:
-        getattr(history, name).add(time_s, event)
-
-    return keep
-
-
-_FOLDS: dict[type, Callable[[History, Any, float], None]] = {
-    schema.RunStarted: _append_to("starts"),
-    schema.SetUp: _append_to("set_ups"),
-    schema.RunEnded: _append_to("ends"),
-    schema.Memory: _append_to("memory"),
-    schema.StepMemory: _append_to("curves"),
-    schema.Eval: _evaluated,
-    schema.Checkpoint: _append_to("checkpoints"),
-    schema.Alert: _append_to("alerts"),
-    schema.Control: _append_to("controls"),
-}
 
 
 def fold(lines: Iterable[bytes], rank: int = 0) -> History:

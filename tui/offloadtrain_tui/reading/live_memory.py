@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offloadtrain.events.memory_ring import QUANTITIES, MemoryPoint
+from offloadtrain_tui.reading.timed import Times
 
 MOST = 8192
 _SILENT = 5.0
@@ -49,11 +50,11 @@ class Live:
         return Live(self.time_s, {**self.sizes, **peaks})
 
 
-class _Columns:
+class _Columns(Times):
     """Columns of the records; rows are only added."""
 
     def __init__(self) -> None:
-        self.times = array("d")
+        super().__init__()
         self.of: dict[str, tuple[array[float], ...]] = {
             name: (array("d"), array("d"), array("d")) for name in QUANTITIES
         }
@@ -62,7 +63,7 @@ class _Columns:
         for name in QUANTITIES:
             for column, size in zip(self.of[name], sizes.get(name, _MISSING), strict=True):
                 column.append(size)
-        self.times.append(time_s)  # the last: another thread counts the times
+        self.stamp(time_s)
 
     def over(self, lo: int, hi: int) -> Live:
         """Return rows [lo, hi) as one; there is at least one."""
@@ -86,9 +87,8 @@ class LiveMemory:
         if not isinstance(time_s, float | int) or not math.isfinite(time_s):
             return False
         sizes = {name: _sizes(values.get(f"{name}_kib")) for name in QUANTITIES}
-        times = self._columns.times
-        self._columns.add(max(float(time_s), times[-1]) if times else float(time_s), sizes)
-        if len(times) > MOST:
+        self._columns.add(float(time_s), sizes)
+        if len(self._columns.times) > MOST:
             # Each pair of records becomes one.
             merged = _Columns()
             for lo in range(0, len(self._columns.times), 2):
@@ -104,7 +104,7 @@ class LiveMemory:
     def at(self, time_s: float) -> Live | None:
         """Return the newest record at a time, with the newest sample if that is later still."""
         columns, point = self._columns, self._point
-        count = bisect_right(columns.times, time_s)
+        count = columns.count(time_s)
         newest = columns.over(count - 1, count) if count else None
         if point is None or time_s != math.inf or (newest and point.time_s <= newest.time_s):
             return newest
@@ -118,7 +118,7 @@ class LiveMemory:
         A part without records is as the one before; None: for too long, as while a run is stopped.
         """
         columns = self._columns
-        rows = bisect_right(columns.times, time_s)
+        rows = columns.count(time_s)
         if not rows:
             return
         first_s, last_s = columns.times[0], columns.times[rows - 1]
@@ -133,8 +133,7 @@ class LiveMemory:
 
     def extent_s(self, time_s: float) -> tuple[float, float] | None:
         """Return the times of the first record and of the newest until a time."""
-        times = self._columns.times
-        rows = bisect_right(times, time_s)
+        times, rows = self._columns.times, self._columns.count(time_s)
         return (times[0], times[rows - 1]) if rows else None
 
 

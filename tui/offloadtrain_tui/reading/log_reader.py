@@ -272,10 +272,6 @@ class Reader:
         """Bytes of all logs that have been read so far; any thread may ask."""
         return sum(reader.read_bytes for reader in self.readers)
 
-    def read_once(self) -> list[Snapshot]:
-        """Read everything on this thread."""
-        return [reader.read_to_end(self._clock.now_s()) for reader in self.readers]
-
     def _run(self) -> None:
         published_s = 0.0
         while not self._ended.is_set():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from array import array
-from bisect import bisect_right
+
+from offloadtrain_tui.reading.timed import Times
 
 BLOCK = 256
 """Lines of a block; JSON of one kind shrinks to a tenth or less."""
@@ -46,21 +46,16 @@ class PackedLines:
         return lines[place]
 
 
-class TimedLines:
+class TimedLines(Times):
     """Packed lines with the time from which each is valid."""
 
     def __init__(self) -> None:
-        self.times = array("d")
+        super().__init__()
         self._lines = PackedLines()
 
     def add(self, time_s: float, line: bytes) -> None:
-        self._lines.append(line)  # first: another thread counts the times
-        # A clock set back must not make the newest line unreachable.
-        self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
-
-    def count(self, time_s: float) -> int:
-        """Return the number of lines valid at a time."""
-        return bisect_right(self.times, time_s)
+        self._lines.append(line)
+        self.stamp(time_s)
 
     def __getitem__(self, index: int) -> bytes:
         return self._lines[index]

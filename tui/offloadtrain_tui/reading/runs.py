@@ -43,8 +43,12 @@ class RunPath:
     logs: tuple[Path, ...]
 
     @property
+    def path(self) -> Path:
+        return self.folder or self.logs[0]
+
+    @property
     def name(self) -> str:
-        return (self.folder or self.logs[0]).name
+        return self.path.name
 
 
 def find(arguments: list[Path], runs_dir: Path = Path("runs")) -> list[RunPath]:

@@ -12,6 +12,7 @@ import math
 import struct
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any
@@ -20,10 +21,14 @@ from offloadtrain.events.schema import Json
 from offloadtrain_tui.reading.series import Measured, Series, Smoothed
 from offloadtrain_tui.reading.timed import Timed
 
+MAIN_LANES = ("compute", "d2h", "host", "h2d")
+"""Lanes that every run has."""
 LANES = (
-    *("compute", "d2h", "host", "h2d", "load", "comm", "ortho", "update"),
-    *("write", "disk_read", "disk_write", "disk_load"),
+    *MAIN_LANES,
+    *("load", "comm", "ortho", "update", "write", "disk_read", "disk_write", "disk_load"),
 )
+"""With those shown while they work: streamed blocks, ranks, rules on whole matrices, state on the
+device, checkpoints, state and weights on the disk."""
 STEP_FIELDS = (
     "loss", "lr", "grad_norm", "loss_scale", "tokens", "tokens_per_s", "step_ms", "data_ms",
     "forward_ms", "backward_ms", "optimizer_ms", "exposed_ms", "d2h_bytes", "h2d_bytes", "mfu",
@@ -40,7 +45,7 @@ class StepColumns:
     """The steps of a log, a column for each quantity."""
 
     def __init__(self) -> None:
-        self.steps = Timed()
+        self.steps = Timed[int]()
         """Step numbers; position i is position i in every series."""
         self.series: dict[str, Series] = {name: Series() for name in (*STEP_FIELDS, *DERIVED)}
         self.val_loss = self.series["val_loss"] = Measured()
@@ -116,21 +121,14 @@ def _step_values(values: Json) -> tuple[Any, ...]:
 
 def _floats(values: Sequence[Any]) -> array[float]:
     """Convert values to numbers, NaN for missing ones."""
-    try:
-        return _packed(values)
-    except (struct.error, OverflowError):
-        pass  # some are missing, or no numbers
+    packed = array("d")
+    with suppress(struct.error, OverflowError):  # some are missing, or no numbers
+        packed.frombytes(struct.pack(f"{len(values)}d", *values))  # a third of array()'s time
+        return packed
     if values.count(None) == len(values):
         return array("d", [math.nan]) * len(values)
     numbers = map(number_of, values)
     return array("d", [math.nan if value is None else value for value in numbers])
-
-
-def _packed(values: Sequence[float]) -> array[float]:
-    """Convert numbers; in a third of the time that array() takes."""
-    packed = array("d")
-    packed.frombytes(struct.pack(f"{len(values)}d", *values))
-    return packed
 
 
 def _ratios(over: Sequence[float], under: Sequence[float], factor: float = 1.0) -> list[float]:

@@ -13,13 +13,6 @@ _NO_LOG = 1 << 26
 """A file with a line of so many bytes is no log: it is read no further."""
 
 
-def _refusal(path: Path, error: OSError) -> str:
-    """Return why a file is no log for this user; "" for what may pass."""
-    if isinstance(error, PermissionError):
-        return f"{path}: no permission"
-    return str(error) if isinstance(error, UnsafeFileError) else ""
-
-
 class Tail:
     """Reads lines appended since the last call; an incomplete last line waits for its end.
 
@@ -94,8 +87,10 @@ class Tail:
         self.close()
         try:
             self._fd = open_descriptor(self.path)
-        except OSError as error:
-            self.refused = _refusal(self.path, error)
+        except OSError as error:  # others than these may pass
+            self.refused = str(error) if isinstance(error, UnsafeFileError) else ""
+            if isinstance(error, PermissionError):
+                self.refused = f"{self.path}: no permission"
             return False
         self.refused = ""
         self._inode, self._offset, self._torn, self._endless = inode, 0, b"", 0

@@ -1,30 +1,44 @@
-"""A list that knows from when each of its values is valid."""
+"""Growing columns that know from when each of their values is valid."""
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import MutableSequence
+from typing import Generic, TypeVar
 
-_T = TypeVar("_T")
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Timed:
-    """Values with the time from which each is valid."""
+class Times:
+    """The times from which the entries of a column are valid. One thread adds, another reads."""
 
-    times: list[float] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.times: MutableSequence[float] = array("d")
 
-    def add(self, time_s: float, value: Any) -> None:
-        self.values.append(value)  # first: another thread counts the times
-        # A clock set back must not make the newest value unreachable.
+    def stamp(self, time_s: float) -> None:
+        """Add the time of an entry, after the entry: another thread counts the times. A clock set
+        back must not make the newest entry unreachable."""
         self.times.append(max(time_s, self.times[-1]) if self.times else time_s)
 
     def count(self, time_s: float) -> int:
-        """Return the number of values valid at a time."""
+        """Return the number of entries valid at a time."""
         return bisect_right(self.times, time_s)
 
-    def at(self, time_s: float, default: _T) -> _T | Any:
+
+class Timed(Times, Generic[T]):
+    """Values with the time from which each is valid."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.values: list[T] = []
+
+    def add(self, time_s: float, value: T) -> None:
+        self.values.append(value)
+        self.stamp(time_s)
+
+    def at(self, time_s: float) -> T | None:
+        """Return the newest value at a time."""
         count = self.count(time_s)
-        return self.values[count - 1] if count else default
+        return self.values[count - 1] if count else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from offloadtrain.events import schema
 from offloadtrain_tui.moments import Moment
-from offloadtrain_tui.reading.history import History
+from offloadtrain_tui.reading.history import E, History
 from offloadtrain_tui.reading.live_memory import Live
 from offloadtrain_tui.reading.timelines import SAMPLED_STEPS, Spans
 
@@ -28,14 +28,17 @@ class View:
             return cls(history, float("inf"), len(history.steps.times))
         return cls(history, time_s, history.steps.count(time_s))
 
+    def newest(self, kind: type[E]) -> E | None:
+        """Return the newest record of a kind."""
+        return self.history.of(kind).at(self.time_s)
+
     @property
     def step(self) -> int:
         """Number of the last step; before the first one of a start, the one it goes on from."""
         start = self.start
         if self.is_before_first_step:
             return start.start_step if start else 0
-        number: int = self.history.steps.values[self.length - 1]
-        return number
+        return self.history.steps.values[self.length - 1]
 
     @property
     def is_before_first_step(self) -> bool:
@@ -47,8 +50,9 @@ class View:
     @property
     def started_s(self) -> float | None:
         """Time of the newest start."""
-        count = self.history.starts.count(self.time_s)
-        return self.history.starts.times[count - 1] if count else None
+        starts = self.history.of(schema.RunStarted)
+        count = starts.count(self.time_s)
+        return starts.times[count - 1] if count else None
 
     @property
     def step_time_s(self) -> float | None:
@@ -56,22 +60,20 @@ class View:
 
     @property
     def start(self) -> schema.RunStarted | None:
-        started: schema.RunStarted | None = self.history.starts.at(self.time_s, None)
-        return started
+        return self.newest(schema.RunStarted)
 
     @property
     def end(self) -> schema.RunEnded | None:
         """The end of the newest start, if it has ended."""
-        ends, starts = self.history.ends, self.history.starts
-        ended, started = ends.count(self.time_s), starts.count(self.time_s)
-        if not ended or (started and ends.times[ended - 1] < starts.times[started - 1]):
+        ends, started_s = self.history.of(schema.RunEnded), self.started_s
+        count = ends.count(self.time_s)
+        if not count or (started_s is not None and ends.times[count - 1] < started_s):
             return None
-        end: schema.RunEnded = ends.values[ended - 1]
-        return end
+        return ends.values[count - 1]
 
     @property
     def memory(self) -> tuple[schema.MemoryRow, ...]:
-        memory: schema.Memory | None = self.history.memory.at(self.time_s, None)
+        memory = self.newest(schema.Memory)
         return memory.rows if memory else ()
 
     @property
@@ -92,12 +94,11 @@ class View:
     @property
     def curve(self) -> schema.StepMemory | None:
         """Memory within the newest sampled step."""
-        curve: schema.StepMemory | None = self.history.curves.at(self.time_s, None)
-        return curve
+        return self.newest(schema.StepMemory)
 
     @property
     def val_loss(self) -> float | None:
-        newest: schema.Eval | None = self.history.evals.at(self.time_s, None)
+        newest = self.newest(schema.Eval)
         return newest.val_loss if newest else None
 
     @property
@@ -137,16 +138,16 @@ class View:
         """Active alerts of this start: raised, not cleared, not acknowledged, the newest last."""
         if self.end is not None:
             return []
-        alerts, since_s = self.history.alerts, self.started_s
+        alerts, since_s = self.history.of(schema.Alert), self.started_s
         active: dict[str, tuple[float, schema.Alert]] = {}
         first = 0 if since_s is None else bisect_left(alerts.times, since_s)
         for index in range(first, alerts.count(self.time_s)):
-            alert: schema.Alert = alerts.values[index]
+            alert = alerts.values[index]
             active.pop(alert.code, None)
             if alert.state == "raised":
                 active[alert.code] = (alerts.times[index], alert)
         # Code of an alert → time of its last acknowledgement.
-        controls = self.history.controls
+        controls = self.history.of(schema.Control)
         pairs = zip(controls.times, controls.values[: controls.count(self.time_s)], strict=False)
         acknowledged_s = {
             control.message: time_s

@@ -138,18 +138,17 @@ class MemoryBars(Drawn[tuple[Tier, ...]]):
         ]
 
     def _figures(self, tier: Tier) -> list[Segment]:
-        segments = []
-        if tier.total:
-            scarce = tier.free < 0.05 * tier.total
-            text = f"  free {units.format_bytes(tier.free)}"
-            segments.append(Segment(text, self.style("warning" if scarce else "success")))
-        if tier.peak:
-            text = f" {PEAK} peak {units.format_bytes(tier.peak)}"
-            segments.append(Segment(text, self.style("foreground")))
-        if tier.planned:
-            text = f"  plan {units.format_bytes(tier.planned)}"
-            segments.append(Segment(text, self.style("foreground", dim=True)))
-        return segments
+        free = self.style("warning" if tier.free < 0.05 * tier.total else "success")
+        plain, dim = self.style("foreground"), self.style("foreground", dim=True)
+        return [
+            Segment(f"{label} {units.format_bytes(size)}", style)
+            for is_known, label, size, style in (
+                (tier.total, "  free", tier.free, free),
+                (tier.peak, f" {PEAK} peak", tier.peak, plain),
+                (tier.planned, "  plan", tier.planned, dim),
+            )
+            if is_known
+        ]
 
     def _in_one_line(self, tier: Tier, width: int) -> list[Segment]:
         gib = 1 << 30

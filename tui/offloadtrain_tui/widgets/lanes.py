@@ -9,7 +9,7 @@ from rich.segment import Segment
 from textual.strip import Strip
 
 from offloadtrain.events import schema
-from offloadtrain_tui.reading.step_columns import LANES
+from offloadtrain_tui.reading.step_columns import LANES, MAIN_LANES
 from offloadtrain_tui.reading.timelines import Spans
 from offloadtrain_tui.text import clean, milliseconds
 from offloadtrain_tui.widgets.drawn import Drawn
@@ -18,7 +18,6 @@ from offloadtrain_tui.words import lane_word, percent
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 """By the share of a cell's time that the lane worked."""
-_ALWAYS = ("compute", "d2h", "host", "h2d")
 _NAME_WIDTH = 10
 NO_SPANS = Spans()
 _BUSY_WIDTH = 15
@@ -65,7 +64,7 @@ class Lanes:
         return {
             name: spans_by_lane.get(name, [])
             for name in names
-            if name in _ALWAYS or name in spans_by_lane
+            if name in MAIN_LANES or name in spans_by_lane
         }
 
 

@@ -128,8 +128,8 @@ class Plan:
     @cached_property
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
-        others = (placed.host() for placed in self.placements[1:])
-        return added([self.copied.host(), *others]) | {PROCESS: self.process_bytes}
+        further = (placed.host() for placed in self.placements[1:])
+        return added([self.copied.host(), *further]) | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:

@@ -133,7 +133,7 @@ def test_documents_apart_take_what_is_planned(shape: str, policy: str) -> None:
     keys: dict[str, Any] = {"offload__precision": "fp32", "offload__activation": policy}
     config = sized(shape, "tokens", data__packing="isolated", **keys)
     plain = sized(shape, "tokens", **keys)
-    planned = [activations(place(one), on_cpu=True).total for one in (config, plain)]
+    planned = [activations(place(each), on_cpu=True).total for each in (config, plain)]
     more = most_allocated(config) - most_allocated(plain)
     assert more == pytest.approx(planned[0] - planned[1], rel=0.15)
 
@@ -179,10 +179,10 @@ def test_a_microbatch_that_no_device_holds_is_not_traced_whole(
         larger = replace(config, train=replace(config.train, micro_batch=samples))
         return ShapeTrace(on_cpu=True)(larger).activations.total
 
-    whole = bytes_of(768)
+    full = bytes_of(768)
     monkeypatch.setattr(tracer, "_MOST_TOKENS", 256 * config.data.seq_len)
-    assert bytes_of(768) == pytest.approx(whole, rel=0.01)
-    assert bytes_of(10**18) == pytest.approx(whole / 768 * 10**18, rel=0.05)
+    assert bytes_of(768) == pytest.approx(full, rel=0.01)
+    assert bytes_of(10**18) == pytest.approx(full / 768 * 10**18, rel=0.05)
 
 
 def drawn_microbatch(norm: str, seed: int) -> Microbatch:

@@ -211,9 +211,9 @@ def test_model_parallelism_narrows_the_matrices() -> None:
 def test_gpu_memory_by_hand(size: str, widest: int) -> None:
     """Weights, layer inputs, two buckets, and logits or one layer: whichever is larger."""
     shape = SIZES[size]
-    kept = 2 * 1024 * shape.d_model * shape.num_layers
-    found = gpu_bytes(Run(shape=shape, micro_batch=1), SOFTWARE)
-    assert found == pytest.approx(2 * num_params(shape) + kept + widest + 2e9)
+    inputs = 2 * 1024 * shape.d_model * shape.num_layers
+    planned = gpu_bytes(Run(shape=shape, micro_batch=1), SOFTWARE)
+    assert planned == pytest.approx(2 * num_params(shape) + inputs + widest + 2e9)
 
 
 def test_ddp_memory_by_hand() -> None:
@@ -251,27 +251,27 @@ def test_the_delayed_update_hides_adam_and_nothing_else() -> None:
     delayed = step_times(replace(run, dpu=True), DGX2, SOFTWARE)
     assert delayed == replace(plain, optimizer=0.0)
     slow = step_times(replace(run, dpu=True), DGX2, Software(adam_share=0.01))
-    whole = step_times(run, DGX2, Software(adam_share=0.01)).optimizer
-    assert slow.optimizer == pytest.approx(whole - plain.forward - plain.backward)
+    full = step_times(run, DGX2, Software(adam_share=0.01)).optimizer
+    assert slow.optimizer == pytest.approx(full - plain.forward - plain.backward)
 
 
 def test_ranks_of_a_host_share_its_links_and_cores() -> None:
     params = num_params(TEN_B)
-    one, full = (
+    alone, full = (
         step_times(Run(shape=TEN_B, micro_batch=10, gpus=gpus), DGX2, SOFTWARE) for gpus in (1, 16)
     )
     assert full.h2d == pytest.approx(2 * params / 16 / (48e9 / 16))
-    assert full.optimizer == pytest.approx(1.4 * one.optimizer)
+    assert full.optimizer == pytest.approx(1.4 * alone.optimizer)
     assert full.communication == pytest.approx(2 * 2 * params * 15 / 16 / 150e9)
 
 
 def test_hosts_divide_adam_and_talk_over_one_ring() -> None:
     params = num_params(TEN_B)
-    one, eight = (
+    single_host, eight = (
         step_times(Run(shape=TEN_B, micro_batch=10, gpus=gpus), DGX2, SOFTWARE)
         for gpus in (16, 128)
     )
-    assert eight.optimizer == pytest.approx(one.optimizer / 8)
+    assert eight.optimizer == pytest.approx(single_host.optimizer / 8)
     assert eight.communication == pytest.approx(2 * 2 * params * 127 / 128 / 12.5e9)
 
 
@@ -305,13 +305,13 @@ def test_tensor_parallel_between_hosts_takes_the_slow_link() -> None:
 def test_split_inputs_are_gathered_again_and_take_a_share() -> None:
     run = Run(shape=TEN_B, micro_batch=3, gpus=8, mp=8, offload=False)
     split, host = replace(run, inputs="split"), replace(run, inputs="host")
-    kept = 2 * 3 * 1024 * 4096 * 50
+    inputs = 2 * 3 * 1024 * 4096 * 50
     sizes = [gpu_bytes(each, SOFTWARE) for each in (run, split, host)]
-    assert sizes[0] - sizes[1] == pytest.approx(kept * 7 / 8)
-    assert sizes[1] - sizes[2] == pytest.approx(kept / 8)
+    assert sizes[0] - sizes[1] == pytest.approx(inputs * 7 / 8)
+    assert sizes[1] - sizes[2] == pytest.approx(inputs / 8)
     times = [step_times(each, DGX2, SOFTWARE).communication for each in (run, split, host)]
-    assert times[1] - times[0] == pytest.approx(kept * 7 / 8 / 150e9)
-    assert times[2] - times[1] == pytest.approx(2 * kept / 8 / (48e9 / 8))
+    assert times[1] - times[0] == pytest.approx(inputs * 7 / 8 / 150e9)
+    assert times[2] - times[1] == pytest.approx(2 * inputs / 8 / (48e9 / 8))
 
 
 @pytest.mark.parametrize(("params", "layers", "batch"), [(100, 125, 32), (170, 212, 12)])
@@ -340,9 +340,9 @@ def test_zero_2_overtakes_offload_between_32_and_64_gpus() -> None:
 
 def test_the_largest_micro_batch_fits_and_twice_as_much_does_not() -> None:
     run = Run(shape=TEN_B, micro_batch=1, gpus=64, offload=False)
-    found = with_largest_micro_batch(run, DGX2, SOFTWARE, 32)
-    assert not too_large_for(found, DGX2, SOFTWARE)
-    twice = replace(found, micro_batch=2 * found.micro_batch)
+    largest = with_largest_micro_batch(run, DGX2, SOFTWARE, 32)
+    assert not too_large_for(largest, DGX2, SOFTWARE)
+    twice = replace(largest, micro_batch=2 * largest.micro_batch)
     assert too_large_for(twice, DGX2, SOFTWARE) == "GPU"
     assert with_largest_micro_batch(run, DGX2, SOFTWARE, 3).micro_batch == 2
     none = with_largest_micro_batch(replace(run, gpus=1), DGX2, SOFTWARE, 32)
@@ -429,27 +429,27 @@ PIPE = Pipeline(shape=TEN_B, micro_batch=2, micro_batches=8, stages=4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_pipeline_memory_by_hand(schedule: pipelines.Schedule) -> None:
     """Recompute: inputs of the stashed microbatches and one stage's whole activations."""
-    found = pipelines.row(schedule, PIPE, DGX2)
+    first = pipelines.row(schedule, PIPE, DGX2)
     per_stage = num_params(TEN_B) / 4
     stashed = 8 if schedule == "gpipe" else 4
-    kept, whole = 2 * 2 * 1024 * 4096, 2 * 1024 * 4096 * 74 * 50 / 4
-    assert found.weights_bytes == (4 if schedule == "2bw" else 2) * per_stage
+    inputs, full = 2 * 2 * 1024 * 4096, 2 * 1024 * 4096 * 74 * 50 / 4
+    assert first.weights_bytes == (4 if schedule == "2bw" else 2) * per_stage
     last = pipelines.row(schedule, PIPE, DGX2, 3)
     assert last.weights_bytes == 2 * per_stage
     kept_last = 8 if schedule == "gpipe" else 1
-    assert last.activation_bytes == pytest.approx(kept_last * kept + whole)
-    assert found.state_bytes == 14 * per_stage
-    assert found.activation_bytes == pytest.approx(stashed * kept + whole)
+    assert last.activation_bytes == pytest.approx(kept_last * inputs + full)
+    assert first.state_bytes == 14 * per_stage
+    assert first.activation_bytes == pytest.approx(stashed * inputs + full)
     plain = pipelines.row(schedule, replace(PIPE, recompute=False), DGX2)
-    assert plain.activation_bytes == pytest.approx(stashed * (kept + whole))
-    assert found.stale == (schedule == "2bw")
+    assert plain.activation_bytes == pytest.approx(stashed * (inputs + full))
+    assert first.stale == (schedule == "2bw")
 
 
 def test_pipeline_time_by_hand() -> None:
     """Three of eleven turns are bubble; a boundary's input and its gradient cross a link."""
     rows = {schedule: pipelines.row(schedule, PIPE, DGX2) for schedule in SCHEDULES}
-    whole = compute_seconds(TEN_B, 2, DGX2, MEGATRON, recompute=True)
-    stage = (whole.forward + whole.backward) / 4 + 2 * (2 * 2 * 1024 * 4096) / 150e9
+    full = compute_seconds(TEN_B, 2, DGX2, MEGATRON, recompute=True)
+    stage = (full.forward + full.backward) / 4 + 2 * (2 * 2 * 1024 * 4096) / 150e9
     assert rows["gpipe"].step_s == rows["flush"].step_s == pytest.approx(11 * stage)
     assert rows["gpipe"].bubble == pytest.approx(3 / 11)
     assert rows["2bw"].step_s == pytest.approx(8 * stage)

@@ -165,7 +165,7 @@ def trace_on_meta(
     out to differ.
 
     Args:
-        model: on the meta device, with as many of its alike layers as `traced_layers` says.
+        model: on the meta device, without the layers that `uniform_runs` skips.
         container: the name of their list.
         layers: their number in the full model.
     """
@@ -179,10 +179,10 @@ def trace_on_meta(
             return None
         moments = more
     parts = [part.name or "root" for part in partition(model)]
-    inside = [name for name in parts if name.startswith(f"{container}.")]
-    first = parts.index(inside[0]) if runs else 0
-    outside = [name for name in parts if not runs or name not in inside]
-    return _as_step(moments, [*outside[:first], *(names if runs else ()), *outside[first:]])
+    if runs:  # the traced layers stand for all
+        inside = [at for at, name in enumerate(parts) if name.startswith(f"{container}.")]
+        parts[inside[0] : inside[-1] + 1] = names
+    return _as_step(moments, parts)
 
 
 def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Run]) -> list[Moment]:

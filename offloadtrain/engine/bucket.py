@@ -289,9 +289,9 @@ def _in_order(sizes: Sequence[int], ranks: int) -> tuple[list[int], int]:
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """Return the tensor's own strides if it is dense (any memory format), else contiguous ones."""
-    return tuple(
-        torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
-    )
+    if tensor.is_contiguous():
+        return tensor.stride()
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 Delivered = Sequence[tuple[Slot, Tensor]]

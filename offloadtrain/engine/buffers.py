@@ -218,7 +218,7 @@ class AddressMap(Generic[Entry]):
 
     def add(self, flat: Tensor, entry: Entry) -> None:
         """Add a buffer; `flat`: dense."""
-        if isinstance(flat, FakeTensor):
+        if _has_no_memory(flat):
             self._fake[flat.untyped_storage()._cdata] = entry
             return
         start = flat.data_ptr()
@@ -229,8 +229,8 @@ class AddressMap(Generic[Entry]):
 
     def find(self, tensor: Tensor) -> Entry | None:
         """Return the entry of the buffer that holds the tensor's first byte, if any."""
-        # A fake tensor's storage has no memory: the object itself stands for it.
-        if isinstance(tensor, FakeTensor):
+        # A storage without memory has no address: the object itself stands for it.
+        if _has_no_memory(tensor):
             return self._fake.get(tensor.untyped_storage()._cdata)
         try:
             address = tensor.data_ptr()
@@ -239,3 +239,7 @@ class AddressMap(Generic[Entry]):
             return None
         at = bisect_right(self._starts, address) - 1
         return self._entries[at] if address < self._ends[at] else None
+
+
+def _has_no_memory(tensor: Tensor) -> bool:
+    return tensor.is_meta or isinstance(tensor, FakeTensor)

@@ -95,6 +95,21 @@ class Placement:
         tokens = self.config.train.micro_batch * self.config.data.seq_len
         return tokens * self.config.model.d_model * self.weight_bytes
 
+    @property
+    def least_activation_bytes(self) -> int:
+        """Bytes that activations of our transformer take at least, which takes no trace to know:
+        the inputs of layers that stay on the device, and logits with their gradient."""
+        config, stage = self.config, self.config.stage
+        if self.trace is not None or config.hf is not None:
+            return 0
+        nbytes = 0
+        if config.offload.activations.mode in ("keep", "recompute") and self.spec.input_parts == 1:
+            nbytes = self.repeated * self.hidden_bytes * self.in_flight
+        if not config.train.chunked_loss and (stage is None or stage.is_last):
+            tokens = config.train.micro_batch * config.data.seq_len
+            nbytes += 2 * tokens * config.model.vocab_size * self.weight_bytes
+        return nbytes
+
     def host(self) -> dict[str, int]:
         """Return owner → bytes of one rank's host memory, as in its Ledger after a step."""
         owners = buffer_table.host_owners(self.spec)

@@ -87,6 +87,12 @@ class Plan:
         return added(placed.device() for placed in self.placements)
 
     @property
+    def _least_device(self) -> dict[str, int]:
+        """The same with what activations take at least."""
+        least = max(placed.least_activation_bytes for placed in self.placements)
+        return self.engine_device | {"activations": least}
+
+    @property
     def frozen_bytes(self) -> int:
         """As of `Placement`."""
         return sum(placed.frozen_bytes for placed in self.placements)
@@ -122,8 +128,8 @@ class Plan:
     @cached_property
     def host(self) -> dict[str, int]:
         """Owner → bytes of one rank in host memory, in a step."""
-        others = (placed.host() for placed in self.placements[1:])
-        return added([self.copied.host(), *others]) | {PROCESS: self.process_bytes}
+        further = (placed.host() for placed in self.placements[1:])
+        return added([self.copied.host(), *further]) | {PROCESS: self.process_bytes}
 
     @cached_property
     def needed(self) -> dict[str, int]:
@@ -274,8 +280,8 @@ class Plan:
         """Whether what is on a device fits there; a CPU has the host's memory alone."""
         if self.machine.on_cpu:
             return True
-        room = self.device_room  # the engine's memory is known at once; activations take a trace
-        return sum(self.engine_device.values()) <= room and sum(self.device.values()) <= room
+        room = self.device_room  # what is known at once comes first; activations take a trace
+        return sum(self._least_device.values()) <= room and sum(self.device.values()) <= room
 
     @property
     def has_room(self) -> bool:
@@ -314,8 +320,8 @@ class Plan:
 
     @cached_property
     def fits(self) -> bool:
-        # The engine's memory is known at once; activations take a trace.
-        return not self._problems(self.needed, self.engine_device) and not self.problems
+        # What is known at once comes first; activations take a trace.
+        return not self._problems(self.needed, self._least_device) and not self.problems
 
 
 def make(

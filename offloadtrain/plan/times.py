@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.costs.costs import Costs
-from offloadtrain.plan.costs.device_time import (
-    Seconds,
-)
+from offloadtrain.plan.costs.device_time import Seconds
 from offloadtrain.plan.costs.disk import MICRO_STEPS, DiskLoad
 from offloadtrain.plan.placement import Placement
 from offloadtrain.step.layout.step_spec import StepSpec
@@ -94,7 +92,7 @@ def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
     )
 
 
-_LAYERS, _FEW_LAYERS = 30, (16, 24)
+_LAYERS, _FEW_LAYERS = 14, (8, 12)
 """More layers than the first, if they are alike, are simulated as these two; each further one takes
 as long as the one adds to the other. The largest models would take seconds."""
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from offloadtrain.cli.exit_codes import ends_as_interrupted
 from offloadtrain.config import loss_parts
 from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
+from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.model.transformer import LossTerms, Transformer
+from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.plan.placement import place
 from offloadtrain.plan.tracing import tracer
 from offloadtrain.plan.tracing.step import trace_step
-from offloadtrain.plan.tracing.tracer import ShapeTrace, activations, traced_microbatch
+from offloadtrain.plan.tracing.tracer import (
+    Microbatch,
+    ShapeTrace,
+    activations,
+    traced_microbatch,
+)
 from offloadtrain.train.build import offload_job
 from tests.plan.test_memory import GPT, job
 from tests.plan.tracing.measured import most_allocated as most_allocated_in
@@ -123,7 +133,7 @@ def test_documents_apart_take_what_is_planned(shape: str, policy: str) -> None:
     keys: dict[str, Any] = {"offload__precision": "fp32", "offload__activation": policy}
     config = sized(shape, "tokens", data__packing="isolated", **keys)
     plain = sized(shape, "tokens", **keys)
-    planned = [activations(place(one), on_cpu=True).total for one in (config, plain)]
+    planned = [activations(place(each), on_cpu=True).total for each in (config, plain)]
     more = most_allocated(config) - most_allocated(plain)
     assert more == pytest.approx(planned[0] - planned[1], rel=0.15)
 
@@ -169,22 +179,86 @@ def test_a_microbatch_that_no_device_holds_is_not_traced_whole(
         larger = replace(config, train=replace(config.train, micro_batch=samples))
         return ShapeTrace(on_cpu=True)(larger).activations.total
 
-    whole = bytes_of(768)
+    full = bytes_of(768)
     monkeypatch.setattr(tracer, "_MOST_TOKENS", 256 * config.data.seq_len)
-    assert bytes_of(768) == pytest.approx(whole, rel=0.01)
-    assert bytes_of(10**18) == pytest.approx(whole / 768 * 10**18, rel=0.05)
+    assert bytes_of(768) == pytest.approx(full, rel=0.01)
+    assert bytes_of(10**18) == pytest.approx(full / 768 * 10**18, rel=0.05)
 
 
-def test_a_trace_that_is_interrupted_leaves_no_mode_behind() -> None:
-    """An exception of a signal may come while torch exchanges its modes: one of them is entered
-    again. Products of experts would be uninitialised memory afterwards."""
-    torch.manual_seed(0)
+def drawn_microbatch(norm: str, seed: int) -> Microbatch:
+    draw = Random(seed)
+    heads, policy = draw.choice((2, 4)), draw.choice(("keep", "recompute", "offload"))
+    again = draw.randint(0, 16) if policy != "keep" else None
+    shape = ModelShape(
+        vocab_size=draw.randint(64, 2000),
+        num_layers=draw.randint(6, 16),
+        d_model=16 * heads * draw.randint(1, 4),
+        num_heads=heads,
+        num_kv_heads=draw.choice((heads, 1)),
+        mlp=draw.choice(("gelu", "swiglu")),
+        norm="layernorm" if norm == "layernorm" else "rmsnorm",
+        tie_embeddings=draw.choice((True, False)),
+        dropout=draw.choice((0.0, 0.1)),
+    )
+    if again is not None:
+        again = min(again, shape.num_layers)
+    options = OffloadConfig(precision="bf16", activation=policy, recompute_blocks=again)
+    terms, isolated = draw.choice((None, LossTerms())), draw.choice((True, False))
+    sizes = draw.randint(1, 9), draw.randint(8, 300)
+    return Microbatch(shape, None, *sizes, terms, isolated, options, on_cpu=False)
+
+
+def traced_over_fakes(batch: Microbatch) -> TracedStep:
+    return trace_step(batch.model(batch.shape), batch.loss, batch.options, on_cpu=False)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 4])
+def test_the_meta_device_gives_what_fake_tensors_give(seed: int) -> None:
+    """Of a few layers of our transformer, and of all its layers over fake tensors."""
+    batch = drawn_microbatch("rmsnorm", seed)
+    assert traced_microbatch(batch) == traced_over_fakes(batch)
+
+
+def test_a_layernorm_keeps_statistics_in_fp32_on_a_gpu() -> None:
+    """Fake tensors are the CPU's, whose statistics are in the dtype of the input."""
+    batch = drawn_microbatch("layernorm", seed=1)
+    options = batch.options.replace(activation="keep", recompute_blocks=None)
+    batch = replace(batch, options=options)
+    saved = [
+        traced.activations.saved for traced in (traced_microbatch(batch), traced_over_fakes(batch))
+    ]
+    rows, numbers = batch.samples * batch.seq_len, 2 * 2 * batch.shape.num_layers
+    assert saved[0] - saved[1] == numbers * rows * 2
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.cover(2, 2)
+def test_activations_take_no_less_than_their_bound(
+    shape: str, size: str, policy: str, chunked: bool
+) -> None:
+    keys = {"offload__precision": "bf16", "train__chunked_loss": chunked}
+    placed = place(sized(shape, size, offload__activation=policy, **keys))
+    least = placed.least_activation_bytes
+    assert bool(least) == (policy != "offload" or not chunked)
+    assert least <= activations(placed, on_cpu=False).total
+
+
+def test_a_signal_during_a_trace_is_handled_after_it() -> None:
+    """A handler that raises inside torch's exchange of modes would leave a mode behind, or take one
+    too many away."""
+    ran: list[str] = []
+
+    def stopped(model: nn.Module) -> Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        loss: Tensor = model(torch.empty(2, 8, device="cpu")).sum()
+        ran.append("forward")
+        return loss
+
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def interrupted(model: nn.Module) -> Tensor:
-        _push_mode(_get_current_dispatch_mode_stack()[-1])
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trace_step(model, interrupted, OffloadConfig(precision="fp32"), on_cpu=True)
+    with ends_as_interrupted(), pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        trace_step(model, stopped, OffloadConfig(precision="fp32"), on_cpu=True)
+    assert ran == ["forward"]
     assert _get_current_dispatch_mode_stack() == []

@@ -43,13 +43,13 @@ def planned(config: Config, machine: Machine = RTX4090) -> Plan:
 def test_the_fewest_that_fit_run_again(activation: str, gpu_memory: str) -> None:
     config = job(f"offload.activation={activation}", "offload.recompute_blocks=auto")
     machine = replace(RTX4090, gpu_memory=gpu_memory)
-    found = planned(config, machine)
-    count, layers = found.job.offload.activations.recompute_blocks, config.model.num_layers
+    plan = planned(config, machine)
+    count, layers = plan.job.offload.activations.recompute_blocks, config.model.num_layers
     assert isinstance(count, int)
     used = [sum(planned(with_count(config, n), machine).device.values()) for n in range(layers + 1)]
-    fitting = [n for n in range(layers + 1) if used[n] <= FULL * found.device_room]
+    fitting = [n for n in range(layers + 1) if used[n] <= FULL * plan.device_room]
     assert count == min(fitting, default=layers)
-    assert found.fits == bool(fitting)
+    assert plan.fits == bool(fitting)
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_each_layer_that_is_kept_makes_the_step_faster_and_takes_as_much_more() 
     rates = [plan.prediction.tokens_per_s for plan in plans[1:]]
     assert rates == sorted(rates) and rates[-1] > 1.25 * rates[0]
     bytes_of = [sum(plan.device.values()) for plan in plans[2:]]
-    more = {two - one for one, two in pairwise(bytes_of)}
+    more = {two - fewer for fewer, two in pairwise(bytes_of)}
     assert len(more) == 1 and more.pop() > 0
     keep = planned(job("offload.activation=keep"))
     assert plans[-1].device == keep.device
@@ -88,13 +88,13 @@ def test_the_step_of_some_recomputed_is_between(update: str) -> None:
 def test_where_state_is_open_too_the_fastest_of_three_is_taken() -> None:
     config = load("offloadtrain/cli/jobs/gpt_13b_32gb.toml", [*AUTO, "offload.state_on=auto"])
     machine = find("h100")[1]
-    found = make(config, "", machine)
+    plan = make(config, "", machine)
     alone = replace(config, offload=config.offload.replace(state_on="host"))
     full = with_count(config, None)
     for other in (alone, full):
         seconds = make(other, "", machine).prediction.seconds
-        assert found.prediction.seconds <= seconds * 1.001
-    assert found.has_room
+        assert plan.prediction.seconds <= seconds * 1.001
+    assert plan.has_room
 
 
 @pytest.mark.slow
@@ -102,22 +102,27 @@ def test_a_job_that_keeps_too_much_is_told_the_number() -> None:
     config = job("offload.activation=keep")
     assert not planned(config).fits
     changes = nearest(config, "", RTX4090, 1)
-    [found] = [one for one in changes if one.keys.get("offload.activation") == "recompute"]
-    count = found.keys["offload.recompute_blocks"]
-    assert found.plan.job.offload.activations.recompute_blocks == count < config.model.num_layers
-    assert f"offload.recompute_blocks={count}" in found.text and found.plan.has_room
+    [recomputing] = [
+        change for change in changes if change.keys.get("offload.activation") == "recompute"
+    ]
+    count = recomputing.keys["offload.recompute_blocks"]
+    assert (
+        recomputing.plan.job.offload.activations.recompute_blocks == count < config.model.num_layers
+    )
+    assert f"offload.recompute_blocks={count}" in recomputing.text and recomputing.plan.has_room
 
 
 @pytest.mark.slow
 def test_a_job_that_recomputes_too_much_is_told_to_leave_it_open() -> None:
     config = planned(job("offload.activation=recompute")).job
     now = planned(config).prediction.tokens_per_s
-    found = {
-        one.text: one.plan.prediction.tokens_per_s for one in single_changes(config, "", RTX4090, 1)
+    rates = {
+        change.text: change.plan.prediction.tokens_per_s
+        for change in single_changes(config, "", RTX4090, 1)
     }
-    assert found["offload.recompute_blocks=auto"] > 1.1 * now
-    kept = single_changes(job("offload.activation=keep", "train.micro_batch=1"), "", RTX4090, 1)
-    assert not any("offload.recompute_blocks" in one.keys for one in kept)
+    assert rates["offload.recompute_blocks=auto"] > 1.1 * now
+    of_keep = single_changes(job("offload.activation=keep", "train.micro_batch=1"), "", RTX4090, 1)
+    assert not any("offload.recompute_blocks" in change.keys for change in of_keep)
 
 
 def test_it_is_settled_before_the_engine_sees_it() -> None:
@@ -144,10 +149,10 @@ def test_where_nothing_runs_again_no_input_is_divided(open_: tuple[str, ...]) ->
 
 @pytest.mark.slow
 def test_the_report_has_the_number() -> None:
-    found = planned(job(*AUTO))
-    count = found.job.offload.activations.recompute_blocks
-    assert f"the forward of {count} of 24 blocks runs again" in report.text(found)
-    assert report.as_json(found)["recomputed_blocks"] == count
+    plan = planned(job(*AUTO))
+    count = plan.job.offload.activations.recompute_blocks
+    assert f"the forward of {count} of 24 blocks runs again" in report.text(plan)
+    assert report.as_json(plan)["recomputed_blocks"] == count
     every = planned(job("offload.activation=recompute"))
     assert "runs again" not in report.text(every)
     assert report.as_json(every)["recomputed_blocks"] == 24

@@ -31,8 +31,8 @@ WORK = Work(
 )
 
 
-def gib(held: Any) -> float:
-    return float(sum(held.values()))
+def gib(owners: Any) -> float:
+    return float(sum(owners.values()))
 
 
 def test_fsdp2_by_hand() -> None:
@@ -68,37 +68,39 @@ def test_deepspeed_is_the_model_of_the_papers() -> None:
 def test_the_predictors_hold_on_published_cells() -> None:
     """The bounds of ZeRO-Offload's figures; torchao's two cells are of an assumed host."""
     for peer, cells, median, worst in ((DEEPSPEED, 30, 0.15, 0.25), (TORCHAO, 2, 0.2, 0.2)):
-        found = compare.accuracy(peer)
-        assert found is not None and found.cells == cells == len(checked(peer))
-        assert found.median <= median and abs(found.worst) <= worst
-        said = f"| {peer} | {cells} | {100 * found.median:.0f} % | {100 * found.worst:+.0f} % |"
-        assert said in PAGE
+        accuracy = compare.accuracy(peer)
+        assert accuracy is not None and accuracy.cells == cells == len(checked(peer))
+        assert accuracy.median <= median and abs(accuracy.worst) <= worst
+        line = (
+            f"| {peer} | {cells} | {100 * accuracy.median:.0f} % | {100 * accuracy.worst:+.0f} % |"
+        )
+        assert line in PAGE
     assert compare.accuracy(FSDP2) is None and checked(FSDP2) == []
 
 
 @pytest.mark.slow
 def test_rows_are_of_the_same_step(capsys: Captured) -> None:
     """A smaller card: smaller microbatches, never other tokens; what cannot be is said."""
-    asked = ["plan", "llama_1b", "--machine", "rtx4090", "--compare", "--json"]
-    assert main([*asked, "--gpu", "10GiB", "--set", "train.micro_batch=4"]) in (0, 4)
-    ours, *others = json.loads(capsys.readouterr().out)["compare"]
-    assert ours["system"] == compare.OURS and [row["system"] for row in others] == list(PEERS)
-    for row in (ours, *others):
+    arguments = ["plan", "llama_1b", "--machine", "rtx4090", "--compare", "--json"]
+    assert main([*arguments, "--gpu", "10GiB", "--set", "train.micro_batch=4"]) in (0, 4)
+    ours, *peers = json.loads(capsys.readouterr().out)["compare"]
+    assert ours["system"] == compare.OURS and [row["system"] for row in peers] == list(PEERS)
+    for row in (ours, *peers):
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(262_144)
         assert row["fits"] == (not row["problem"])
-    assert any(row["fits"] and row["micro_batch"] < 4 for row in others)
-    assert main([*asked, "--gpus", "2"]) == 0
+    assert any(row["fits"] and row["micro_batch"] < 4 for row in peers)
+    assert main([*arguments, "--gpus", "2"]) == 0
     torchao = json.loads(capsys.readouterr().out)["compare"][-1]
     assert torchao["problem"] == "it trains on 1 GPU."
 
 
 @pytest.mark.parametrize(
-    "asked", ["--machine cpu2", "--machine rtx4090 --set optim.name=lion", "--sweep gpus=1,2"]
+    "override", ["--machine cpu2", "--machine rtx4090 --set optim.name=lion", "--sweep gpus=1,2"]
 )
-def test_what_cannot_be_compared_is_refused(asked: str, capsys: Captured) -> None:
-    assert main(["plan", "llama_1b", "--compare", *asked.split()]) == 2
-    said = capsys.readouterr().err
-    assert "--compare is for" in said or "--compare compares one plan" in said
+def test_what_cannot_be_compared_is_refused(override: str, capsys: Captured) -> None:
+    assert main(["plan", "llama_1b", "--compare", *override.split()]) == 2
+    message = capsys.readouterr().err
+    assert "--compare is for" in message or "--compare compares one plan" in message
 
 
 @pytest.mark.slow

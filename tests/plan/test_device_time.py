@@ -55,21 +55,21 @@ def block(
 def test_a_block_without_memory_traffic_is_its_flops(causal: bool) -> None:
     """24 d^2 of products, and attention's 4 d T, of which a causal kernel skips half."""
     free = replace(IDEAL, hbm_gbps=1e9)
-    found = block(GPT, free, Kernels(causal=causal))
+    seconds = block(GPT, free, Kernels(causal=causal))
     rate, attention = 1e12 * free.bf16_tflops, 4 * 512 * 1024 * (0.5 if causal else 1)
-    assert found.forward == pytest.approx(4096 * (24 * 512**2 + attention) / rate, rel=1e-4)
+    assert seconds.forward == pytest.approx(4096 * (24 * 512**2 + attention) / rate, rel=1e-4)
     backward = 4096 * (48 * 512**2 + 2.5 * attention) / rate
-    assert found.backward == pytest.approx(backward, rel=1e-4)
+    assert seconds.backward == pytest.approx(backward, rel=1e-4)
 
 
 def test_a_block_that_computes_in_no_time_is_its_bytes() -> None:
     """GPT: 10 d and 14 d of norms and sums, 8 d and 12 d of GELU, 2 bytes each; 12 d^2 of weights,
     that forward moves once and backward twice."""
     fast = replace(IDEAL, bf16_tflops=1e9)
-    found = block(GPT, fast, Kernels())
+    seconds = block(GPT, fast, Kernels())
     each, weights = (2 * n / (1e9 * fast.hbm_gbps) for n in (4096 * 512, 12 * 512**2))
-    assert found.forward == pytest.approx(18 * each + weights, rel=1e-4)
-    assert found.backward == pytest.approx(26 * each + 2 * weights, rel=1e-4)
+    assert seconds.forward == pytest.approx(18 * each + weights, rel=1e-4)
+    assert seconds.backward == pytest.approx(26 * each + 2 * weights, rel=1e-4)
 
 
 def test_autocast_moves_what_its_operations_read_and_write() -> None:
@@ -143,13 +143,15 @@ def test_fused_products_take_the_larger_of_compute_and_memory() -> None:
     """No width slows them; products that compute in no time read and write 2 bytes per side, and
     the weight."""
     wide, logits = replace(IDEAL, half_width=300.0), 4 * 1000
-    found = head_seconds(GPT, 4096, wide, "bf16", Kernels(level="fused"))
+    seconds = head_seconds(GPT, 4096, wide, "bf16", Kernels(level="fused"))
     computed, bandwidth = 2 * 512 * 1000 / (1e12 * wide.bf16_tflops), 1e9 * wide.hbm_gbps
-    assert found.forward == pytest.approx(4096 * (computed + logits / bandwidth))
+    assert seconds.forward == pytest.approx(4096 * (computed + logits / bandwidth))
     fast = replace(wide, bf16_tflops=1e9)
-    found = head_seconds(GPT, 4096, fast, "bf16", Kernels(level="fused"))
+    seconds = head_seconds(GPT, 4096, fast, "bf16", Kernels(level="fused"))
     weight = 2 * 512 * 1000
-    assert found.forward == pytest.approx((4096 * (2 * (512 + 1000) + logits) + weight) / bandwidth)
+    assert seconds.forward == pytest.approx(
+        (4096 * (2 * (512 + 1000) + logits) + weight) / bandwidth
+    )
 
 
 @pytest.mark.parametrize("attention", ["flash", "scores"])
@@ -167,12 +169,12 @@ def test_products_of_compiled_programs_are_those_of_eager_ones(attention: Attent
 
 def test_the_head_by_hand() -> None:
     """Products of the vocabulary and their weight, and 14 and 20 bytes per logit."""
-    found = head_seconds(GPT, 4096, IDEAL, "bf16", Kernels())
+    seconds = head_seconds(GPT, 4096, IDEAL, "bf16", Kernels())
     product = 2 * 512 * 1000 / (1e12 * IDEAL.bf16_tflops)
     moved = 1000 / (1e9 * IDEAL.hbm_gbps)
     weight = 2 * 512 * moved
-    assert found.forward == pytest.approx(4096 * (product + 14 * moved) + weight)
-    assert found.backward == pytest.approx(4096 * (2 * product + 20 * moved) + 2 * weight)
+    assert seconds.forward == pytest.approx(4096 * (product + 14 * moved) + weight)
+    assert seconds.backward == pytest.approx(4096 * (2 * product + 20 * moved) + 2 * weight)
 
 
 def test_norms_in_fp32_move_what_their_operations_read_and_write() -> None:
@@ -205,8 +207,8 @@ def test_an_odd_vocabulary_costs_what_was_measured() -> None:
 
     def per_token(shape: ModelShape, padded: bool) -> float:
         kernels = Kernels(level="compiled", padded_head=padded)
-        found = head_seconds(shape, 8192, card, "bf16", kernels)
-        return (found.forward + found.backward) / 8192
+        seconds = head_seconds(shape, 8192, card, "bf16", kernels)
+        return (seconds.forward + seconds.backward) / 8192
 
     added = per_token(odd, padded=False) - per_token(odd, padded=True)
     assert added == pytest.approx(1 / 112046 - 1 / 127345, rel=0.10)
@@ -263,9 +265,9 @@ def test_more_takes_longer_and_better_never_does(
 
 
 def test_the_fit_reproduces_its_cells() -> None:
-    found = calibration.residuals(CELLS, fitted())
-    assert calibration.median(found) <= 0.05
-    assert abs(calibration.worst(found).error) <= 0.25
+    residuals = calibration.residuals(CELLS, fitted())
+    assert calibration.median(residuals) <= 0.05
+    assert abs(calibration.worst(residuals).error) <= 0.25
 
 
 OFF = {
@@ -283,29 +285,29 @@ def checks(half: str) -> list[calibration.Residual]:
     return calibration.residuals(cells, calibration.SHIPPED)
 
 
-def fitted_to(found: list[calibration.Residual]) -> set[tuple[str, float]]:
+def fitted_to(residuals: list[calibration.Residual]) -> set[tuple[str, float]]:
     """The throughputs among these that the rates are fitted to."""
     known = {(cell.card, cell.published) for cell in CELLS}
-    return known & {(each.cell.card, each.cell.published) for each in found}
+    return known & {(each.cell.card, each.cell.published) for each in residuals}
 
 
 def test_throughputs_that_nothing_was_fitted_to() -> None:
     """Long sequences, cards without cells, and other programs."""
-    found = checks("")
-    assert not fitted_to(found)
-    assert calibration.median(found) <= 0.07
-    assert abs(calibration.worst(found).error) <= 0.25
-    others = [each for each in found if not each.cell.cell.startswith("MPT")]
-    assert calibration.median(others) <= 0.06 and abs(calibration.worst(others).error) <= 0.20
-    unseen = [each for each in found if each.cell.card not in fitted().values]
+    residuals = checks("")
+    assert not fitted_to(residuals)
+    assert calibration.median(residuals) <= 0.07
+    assert abs(calibration.worst(residuals).error) <= 0.25
+    not_mpt = [each for each in residuals if not each.cell.cell.startswith("MPT")]
+    assert calibration.median(not_mpt) <= 0.06 and abs(calibration.worst(not_mpt).error) <= 0.20
+    unseen = [each for each in residuals if each.cell.card not in fitted().values]
     assert calibration.median(unseen) <= 0.08 and abs(calibration.worst(unseen).error) <= 0.15
 
 
 def test_the_memory_of_the_b200_is_fitted_to_its_own_throughputs() -> None:
     """With the rule for other cards, 0.85 of the data sheet, they would be planned too fast."""
     cells = calibration.load(calibration.B200)
-    found = calibration.residuals(cells, calibration.SHIPPED)
-    assert len(found) == 3 and abs(calibration.worst(found).error) <= 0.08
+    residuals = calibration.residuals(cells, calibration.SHIPPED)
+    assert len(residuals) == 3 and abs(calibration.worst(residuals).error) <= 0.08
     ruled = [replace(each, machine=replace(each.machine, hbm_gbps=0.85 * 8000)) for each in cells]
     assert min(each.error for each in calibration.residuals(ruled, calibration.SHIPPED)) > 0.08
 
@@ -313,12 +315,12 @@ def test_the_memory_of_the_b200_is_fitted_to_its_own_throughputs() -> None:
 @pytest.mark.parametrize(("half", "count", "median"), [("study", 65, 0.08), ("held out", 68, 0.12)])
 def test_throughputs_divided_at_random(half: str, count: int, median: float) -> None:
     """What the first halves showed was mended; the others judge it. Four are off, with a reason."""
-    found = checks(half)
-    assert len(found) == count and calibration.median(found) <= median
-    off = {(each.cell.cell, each.cell.card) for each in found if abs(each.error) > 0.35}
+    residuals = checks(half)
+    assert len(residuals) == count and calibration.median(residuals) <= median
+    off = {(each.cell.cell, each.cell.card) for each in residuals if abs(each.error) > 0.35}
     assert {name for name, _ in off} <= (set(OFF) if half == "held out" else set())
     assert {card for name, card in off if name.startswith("Languini")} <= {"v100"}
-    assert not fitted_to(found)
+    assert not fitted_to(residuals)
 
 
 def test_the_second_batch_is_divided_by_a_hash() -> None:
@@ -332,8 +334,8 @@ def test_the_second_batch_is_divided_by_a_hash() -> None:
 
 def test_every_exception_is_one() -> None:
     """No reason is kept for a cell that is planned well."""
-    found = checks("study") + checks("held out")
-    assert {each.cell.cell for each in found if abs(each.error) > 0.35} == set(OFF)
+    residuals = checks("study") + checks("held out")
+    assert {each.cell.cell for each in residuals if abs(each.error) > 0.35} == set(OFF)
 
 
 def test_keys_of_published_programs_that_go_without_saying() -> None:
@@ -375,9 +377,9 @@ def test_each_microbatch_of_several_adds_its_gradient() -> None:
 @pytest.mark.slow
 def test_cards_left_out_are_found_from_the_others() -> None:
     cards = {cell.card for cell in CELLS}
-    found = [each for card in cards for each in calibration.left_out(CELLS, card)]
-    assert len(found) == len(CELLS) and calibration.median(found) <= 0.10
-    assert abs(calibration.worst(found).error) <= 0.35
+    residuals = [each for card in cards for each in calibration.left_out(CELLS, card)]
+    assert len(residuals) == len(CELLS) and calibration.median(residuals) <= 0.10
+    assert abs(calibration.worst(residuals).error) <= 0.35
 
 
 def test_no_card_has_more_parameters_than_a_third_of_its_cells() -> None:
@@ -392,16 +394,18 @@ def test_no_card_has_more_parameters_than_a_third_of_its_cells() -> None:
     [("a100", "a100_80gb"), ("h100", "h100"), ("rtx4090", "rtx4090"), ("v100", "dgx2")],
 )
 def test_shipped_rates_are_the_fitted_ones(card: str, machine: str) -> None:
-    found = find(machine)[1]
-    assert found.fp16_tflops == pytest.approx(fitted().values[card] * found.peak_tflops, rel=0.01)
+    shipped_machine = find(machine)[1]
+    assert shipped_machine.fp16_tflops == pytest.approx(
+        fitted().values[card] * shipped_machine.peak_tflops, rel=0.01
+    )
 
 
 @pytest.mark.cover(0, 1)
 @pytest.mark.parametrize("name", [name for name in shipped() if find(name)[1].gpu])
 def test_the_width_of_every_card_follows_the_rule(name: str) -> None:
-    found = find(name)[1]
-    balance = 1e3 * found.fp16_tflops / found.hbm_gbps
-    assert found.half_width == pytest.approx(fitted().values["width"] * balance, rel=0.01)
+    card = find(name)[1]
+    balance = 1e3 * card.fp16_tflops / card.hbm_gbps
+    assert card.half_width == pytest.approx(fitted().values["width"] * balance, rel=0.01)
 
 
 @pytest.mark.slow
@@ -431,9 +435,9 @@ def test_the_plan_of_a_job_gives_the_published_rate(
     config = replace(job, model=cell.shape)
     plan = make(config, "test", A100, 8)
     assert plan.fits
-    found = plan.prediction
-    hidden = found.busy_s[Lane.COMM] - found.exposed_s[Lane.COMM]
-    waited = found.tokens_per_s * found.seconds / (found.seconds + hidden)
+    prediction = plan.prediction
+    hidden = prediction.busy_s[Lane.COMM] - prediction.exposed_s[Lane.COMM]
+    waited = prediction.tokens_per_s * prediction.seconds / (prediction.seconds + hidden)
     assert waited / 8 == pytest.approx(cell.published, rel=0.05)
 
 
@@ -442,7 +446,7 @@ def test_a_fit_finds_the_parameters_that_made_its_cells() -> None:
     """Cells as planned with made-up parameters give them back."""
     made = calibration.Fit({"a100": 0.6, "h100": 0.8, "rtx4090": 0.9, "v100": 0.7, "width": 1.5})
     cells = tuple(replace(cell, published=calibration.planned(cell, made)) for cell in CELLS)
-    found = calibration.fit(cells)
-    assert found.values == {
+    fit = calibration.fit(cells)
+    assert fit.values == {
         name: pytest.approx(value, rel=0.02) for name, value in made.values.items()
     }

@@ -68,10 +68,10 @@ def test_every_owner_to_the_byte(accum: int, mode: str, working: str, state: str
     keys |= UPDATES[mode]
     config = job(GPT, **keys, **DISK)
     plan = make(config, "cpu2", find("cpu2")[1])
-    found = booked(config)
-    assert found["disk"] == plan.disk
-    assert found["host"] == plan.placed.host()
-    assert "exp_avg" not in found["host"] and found["host"]["state slots"]
+    owners = booked(config)
+    assert owners["disk"] == plan.disk
+    assert owners["host"] == plan.placed.host()
+    assert "exp_avg" not in owners["host"] and owners["host"]["state slots"]
 
 
 @pytest.mark.slow
@@ -129,11 +129,13 @@ def test_a_thousandth_of_32b_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """In a thousandth of the planned memory of the host, and of the disk."""
     large = make(example_32b(), "nvme", nvme())
     monkeypatch.setattr(spec, "STAGING_BYTES", spec.STAGING_BYTES // SCALE)
-    found, host = booked(thousandth(example_32b(), tmp_path), steps=2), large.placed.host()
-    for owners in (host, found["host"]):
+    measured, host = booked(thousandth(example_32b(), tmp_path), steps=2), large.placed.host()
+    for owners in (host, measured["host"]):
         del owners["padding"]  # what separates neighbours has a size of its own
-    assert sum(found["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
-    assert sum(found["disk"].values()) == pytest.approx(sum(large.disk.values()) / SCALE, rel=0.05)
+    assert sum(measured["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
+    assert sum(measured["disk"].values()) == pytest.approx(
+        sum(large.disk.values()) / SCALE, rel=0.05
+    )
 
 
 def thousandth(config: Config, folder: Path) -> Config:
@@ -166,11 +168,13 @@ def test_a_thousandth_of_it_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         device=replace(small.device, kind="cpu"),
         train=replace(small.train, grad_accum_steps=1, micro_batch=1),
     )
-    found, host = booked(small, steps=2), large.placed.host()
-    for owners in (host, found["host"]):
+    measured, host = booked(small, steps=2), large.placed.host()
+    for owners in (host, measured["host"]):
         del owners["padding"]  # what separates neighbours has a size of its own
-    assert sum(found["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
-    assert sum(found["disk"].values()) == pytest.approx(sum(large.disk.values()) / SCALE, rel=0.05)
+    assert sum(measured["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
+    assert sum(measured["disk"].values()) == pytest.approx(
+        sum(large.disk.values()) / SCALE, rel=0.05
+    )
 
 
 def test_seconds_are_bytes_over_the_drives_rates() -> None:
@@ -213,8 +217,8 @@ def test_a_drive_that_was_not_measured_is_assumed_and_said() -> None:
     plan = planned(nvme(disk_read_gbps=0.0, disk_write_gbps=0.0, disk_tbw=0.0))
     assert plan.prediction.disk.assumed
     assert plan.prediction.disk.read_rate == ASSUMED_GBPS * 1e9
-    told = text(plan)
-    assert "assumed: `offloadtrain doctor --save`" in told and "its rating is unknown" in told
+    report = text(plan)
+    assert "assumed: `offloadtrain doctor --save`" in report and "its rating is unknown" in report
     assert "assumed" not in text(planned(nvme()))
 
 
@@ -245,10 +249,10 @@ def test_wear_is_what_all_ranks_of_a_host_write() -> None:
 def test_where_nothing_fits_a_plan_names_the_drive() -> None:
     """Unless it has all on it already."""
     keys = {"state_on": "host", "working": "host", "grad_on": "host", "scratch_dir": None}
-    for given, named in ((keys, True), ({}, False)):
-        config = example_32b(**given)
+    for more_keys, named in ((keys, True), ({}, False)):
+        config = example_32b(**more_keys)
         small = nvme(host_memory="24 GB", gpu_memory="4 GiB")
         plan = make(config, "nvme", small)
         assert not plan.fits
-        told = text(plan, nearest(config, "nvme", small, 1))
-        assert ("Or a drive: --set offload.state_on=disk" in told) == named
+        report = text(plan, nearest(config, "nvme", small, 1))
+        assert ("Or a drive: --set offload.state_on=disk" in report) == named

@@ -33,14 +33,17 @@ def test_times_add_up_and_bytes_fit(machine: str) -> None:
     for working, state in product(("device", "host"), ("fp32", "int8")):
         small, large = (planned(model, machine, working, state) for model in (SMALL, LARGE))
         for plan in (small, large):
-            found = plan.prediction
-            assert isfinite(found.seconds) and max(found.busy_s.values()) <= found.seconds * 1.0001
-            assert min(*found.busy_s.values(), *found.exposed_s.values()) >= 0
-            computed = found.busy_s["compute"] + found.exposed
-            assert computed == pytest.approx(found.seconds, rel=0.02)
-            assert found.mfu is None or 0 < found.mfu < 0.9
-            held = sum(plan.device.values()), max(plan.host_peaks.values())
+            prediction = plan.prediction
+            assert (
+                isfinite(prediction.seconds)
+                and max(prediction.busy_s.values()) <= prediction.seconds * 1.0001
+            )
+            assert min(*prediction.busy_s.values(), *prediction.exposed_s.values()) >= 0
+            computed = prediction.busy_s["compute"] + prediction.exposed
+            assert computed == pytest.approx(prediction.seconds, rel=0.02)
+            assert prediction.mfu is None or 0 < prediction.mfu < 0.9
+            needed = sum(plan.device.values()), max(plan.host_peaks.values())
             room = plan.device_room, plan.host_room
-            within = held[1] <= room[1] and (plan.machine.on_cpu or held[0] <= room[0])
+            within = needed[1] <= room[1] and (plan.machine.on_cpu or needed[0] <= room[0])
             assert plan.fits == within
         assert large.prediction.tokens_per_s < small.prediction.tokens_per_s

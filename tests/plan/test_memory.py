@@ -45,8 +45,8 @@ NO_LIMIT = 1 << 50
 
 def job(shape: dict[str, Any] | None = None, **keys: Any) -> Config:
     """A job with other values for dotted keys, written with two underscores; None: as it is."""
-    given = {key: value for key, value in keys.items() if value is not None}
-    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in given.items()]
+    values = {key: value for key, value in keys.items() if value is not None}
+    texts = [f"{key.replace('__', '.')}={str(value).lower()}" for key, value in values.items()]
     config = jobs.loads(JOB, overrides=texts)
     if shape is None:
         return config
@@ -65,12 +65,12 @@ def booked(config: Config, steps: int = 2) -> dict[str, dict[str, int]]:
             tokens = torch.randint(config.model.vocab_size, size)
             optimizer.backward(model(tokens, tokens))
         optimizer.step()
-    found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
+    owners: dict[str, dict[str, int]] = {"host": {}, "device": {}}
     for row in optimizer.ledger.rows():
         if row.peak_bytes:
-            found.setdefault(row.tier, {})[row.owner] = row.peak_bytes
+            owners.setdefault(row.tier, {})[row.owner] = row.peak_bytes
     optimizer.close()
-    return found
+    return owners
 
 
 def planned(config: Config, ranks: int = 1) -> dict[str, dict[str, int]]:
@@ -161,13 +161,13 @@ def test_limits_decide_over_streaming_and_second_copies() -> None:
             **limits,
         )
         try:
-            found = planned(config)
+            placed = planned(config)
         except PlanError:
             with pytest.raises(ot.OffloadTrainError):
                 booked(config)
             continue
-        assert found == booked(config)
-    assert found["host"].get("other copy of the state")
+        assert placed == booked(config)
+    assert placed["host"].get("other copy of the state")
 
 
 def test_a_bucket_larger_than_staging(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +184,10 @@ def test_nothing_offloaded(accum: int, activation: str) -> None:
     """16 bytes per parameter on the device (ZeRO, table 1), block inputs at most on the host."""
     keys = {"offload__state_on": "device", "train__grad_accum_steps": accum}
     config = job(GPT, offload__activation=activation, **keys)
-    found = booked(config)
-    assert found == planned(config)
-    assert set(found["host"]) <= {"block inputs", "norms", "padding"}
-    state = sum(found["device"][owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
+    owners = booked(config)
+    assert owners == planned(config)
+    assert set(owners["host"]) <= {"block inputs", "norms", "padding"}
+    state = sum(owners["device"][owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
     assert state == 12 * sum(bucket.numel for bucket in place(config).spec.buckets)
 
 
@@ -229,7 +229,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
 def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
     shape: dict[str, Any],
     options: dict[str, Any],
-    kept: list[str],
+    keep_fp32: list[str],
     decay: str,
     rule: str,
     accum: int,
@@ -241,7 +241,7 @@ def test_a_spec_is_the_same_from_the_module_and_from_its_shape(
     keys = {f"offload__{key}": value for key, value in options.items()}
     keys |= {"train__grad_accum_steps": accum * ranks, "device__kind": "auto"}
     config = job(shape, optim__decay=decay, optim__name=rule, **keys)
-    config = replace(config, offload=config.offload.replace(keep_fp32=tuple(kept)))
+    config = replace(config, offload=config.offload.replace(keep_fp32=tuple(keep_fp32)))
     plan = make(config, "h100", find("h100")[1], ranks)
     ledger = laid_out(plan)
     booked = sum(row.bytes for row in ledger.rows())

@@ -44,19 +44,19 @@ def test_an_estimate_refuses_only_what_it_cannot_be_wrong_about() -> None:
     """What autograd keeps is estimated: where twice the room might do, a run is warned, and tried;
     the engine's own bytes are known, and refused at once."""
     plan = make(small(), "v100", V100)
-    held, guessed = sum(plan.placed.device().values()), plan.activations.total
+    engine_bytes, guessed = sum(plan.placed.device().values()), plan.activations.total
     reserved = V100.gpu_reserved_bytes
 
     def problems(room: int) -> tuple[list[str], list[str]]:
         less = make(small(), "v100", replace(V100, gpu_memory=f"{reserved + room}"))
         return less.problems, less.certain_problems
 
-    assert problems(held + guessed) == ([], [])
-    maybe, certain = problems(held + guessed // 2 + 1)
+    assert problems(engine_bytes + guessed) == ([], [])
+    maybe, certain = problems(engine_bytes + guessed // 2 + 1)
     assert maybe and not certain
-    maybe, certain = problems(held + guessed // 2 - 1)
+    maybe, certain = problems(engine_bytes + guessed // 2 - 1)
     assert maybe == certain != []
-    assert problems(held - 1)[1]
+    assert problems(engine_bytes - 1)[1]
 
 
 def small(**keys: Any) -> Config:
@@ -120,20 +120,20 @@ def test_what_fits_fits_in_more(
 
 def test_ranks_divide_the_host_bytes_and_the_bus() -> None:
     config = small(train__micro_batch=16)
-    one, four = planned(config, DGX2), planned(config, DGX2, 4)
+    alone, four = planned(config, DGX2), planned(config, DGX2, 4)
     state = ("master weights", "exp_avg", "exp_avg_sq", "gradients")
     for owner in state:
-        assert four.host[owner] == pytest.approx(one.host[owner] / 4, rel=0.01)
-    assert four.prediction.d2h_bytes == pytest.approx(one.prediction.d2h_bytes / 4, rel=0.01)
+        assert four.host[owner] == pytest.approx(alone.host[owner] / 4, rel=0.01)
+    assert four.prediction.d2h_bytes == pytest.approx(alone.prediction.d2h_bytes / 4, rel=0.01)
     assert four.prediction.comm_bytes == pytest.approx(2 * 3 * four.prediction.d2h_bytes, rel=1e-6)
     assert four.local_ranks == 4 and planned(config, DGX2, 16).hosts == 1
 
 
 def test_bytes_on_the_bus_per_parameter() -> None:
     """4.0 with one microbatch; the goal that a README may state."""
-    found = planned(shipped_job("gpt_13b_v100", train__global_batch_tokens=4096))
-    params = sum(bucket.params for bucket in found.placed.spec.buckets)
-    moved = found.prediction.d2h_bytes + found.prediction.h2d_bytes
+    plan = planned(shipped_job("gpt_13b_v100", train__global_batch_tokens=4096))
+    params = sum(bucket.params for bucket in plan.placed.spec.buckets)
+    moved = plan.prediction.d2h_bytes + plan.prediction.h2d_bytes
     assert moved / params == pytest.approx(4.0, rel=1e-3)
 
 
@@ -172,12 +172,12 @@ def test_what_the_device_does_and_waits_for_is_the_step(
     if working == "device":
         config = replace(config, offload=config.offload.replace(zero_stage=stage))
     config = replace(config, model=replace(config.model, num_layers=layers))
-    found = planned(config, DGX2, ranks).prediction
-    assert found.seconds == pytest.approx(found.busy_s["compute"] + found.exposed)
-    assert found.seconds >= max(found.busy_s.values()) * (1 - 1e-9)
-    per_token = found.tflops * 1e12 * found.seconds / (2 * 512 * accum)
-    assert found.tokens_per_s * found.seconds == pytest.approx(2 * 512 * accum * ranks)
-    assert per_token > 0 and found.hardware_tflops >= found.tflops
+    prediction = planned(config, DGX2, ranks).prediction
+    assert prediction.seconds == pytest.approx(prediction.busy_s["compute"] + prediction.exposed)
+    assert prediction.seconds >= max(prediction.busy_s.values()) * (1 - 1e-9)
+    per_token = prediction.tflops * 1e12 * prediction.seconds / (2 * 512 * accum)
+    assert prediction.tokens_per_s * prediction.seconds == pytest.approx(2 * 512 * accum * ranks)
+    assert per_token > 0 and prediction.hardware_tflops >= prediction.tflops
 
 
 def test_many_microbatches_are_two_and_more_of_the_third() -> None:
@@ -187,11 +187,11 @@ def test_many_microbatches_are_two_and_more_of_the_third() -> None:
             train__grad_accum_steps=7, offload__working=working, offload__device_slots=slots
         )
         config = replace(config, model=replace(config.model, num_layers=5))
-        found = planned(config)
-        costs = Costs(found.copied, V100)
+        plan = planned(config)
+        costs = Costs(plan.copied, V100)
         assert costs.spec.config.grad_accum_steps == 7
-        whole = steady(costs.spec, costs.seconds)
-        assert found.prediction.seconds == pytest.approx(whole.seconds, rel=1e-3)
+        full = steady(costs.spec, costs.seconds)
+        assert plan.prediction.seconds == pytest.approx(full.seconds, rel=1e-3)
 
 
 def test_faster_links_are_never_slower() -> None:
@@ -208,9 +208,9 @@ def test_near_linear_over_nvlink(name: str) -> None:
     machine, layers = find(name)[1], {"model__num_layers": 10}
     alone = shipped_job("gpt_13b_32gb", train__global_batch_tokens=32768, **layers)
     eight = shipped_job("gpt_13b_32gb", train__global_batch_tokens=8 * 32768, **layers)
-    one = make(alone, name, machine).prediction.tokens_per_s
+    of_single = make(alone, name, machine).prediction.tokens_per_s
     many = make(eight, name, machine, 8).prediction.tokens_per_s
-    assert many / (8 * one) >= 0.95
+    assert many / (8 * of_single) >= 0.95
 
 
 # ---- what to change
@@ -220,11 +220,11 @@ def test_changes_make_it_fit_and_are_ranked() -> None:
     tight = replace(V100, gpu_memory="5 GiB", host_memory="14 GiB")
     config = small(train__micro_batch=8)
     assert not planned(config, tight).fits
-    found = nearest(config, "test", tight, 1)
-    assert found
-    rates = [change.plan.prediction.tokens_per_s for change in found]
+    changes = nearest(config, "test", tight, 1)
+    assert changes
+    rates = [change.plan.prediction.tokens_per_s for change in changes]
     assert rates == sorted(rates, reverse=True)
-    for change in found:
+    for change in changes:
         again = planned(applied(config, change.keys), tight)
         assert again.fits
         assert again.prediction.tokens_per_s == pytest.approx(change.plan.prediction.tokens_per_s)
@@ -243,13 +243,13 @@ def test_a_state_that_a_gpu_cannot_hold_is_offloaded() -> None:
     on_gpu, offloaded = planned(config), planned(small(train__micro_batch=1))
     assert on_gpu.fits and on_gpu.prediction.d2h_bytes == on_gpu.prediction.h2d_bytes == 0
     assert on_gpu.prediction.seconds < offloaded.prediction.seconds
-    held = sum(on_gpu.device.values()) - sum(offloaded.device.values())
-    held -= planning.UPDATE_BYTES
+    state_bytes = sum(on_gpu.device.values()) - sum(offloaded.device.values())
+    state_bytes -= planning.UPDATE_BYTES
     params = sum(bucket.params for bucket in on_gpu.placed.spec.buckets)
-    assert held == pytest.approx(14 * params, rel=0.01)
+    assert state_bytes == pytest.approx(14 * params, rel=0.01)
     tight = replace(V100, gpu_memory="4 GiB")
-    found = nearest(config, "test", tight, 1)
-    assert {"offload.state_on": "host"} in [change.keys for change in found]
+    changes = nearest(config, "test", tight, 1)
+    assert {"offload.state_on": "host"} in [change.keys for change in changes]
     assert "as planned" in check(on_gpu)
 
 
@@ -280,9 +280,9 @@ def test_smaller_pieces_and_shorter_sequences_make_it_fit() -> None:
     needed = sum(planned(applied(config, tighter)).device.values())
     reserved = V100.gpu_reserved_bytes
     tight = replace(V100, gpu_memory=f"{reserved + needed}", host_memory="64 GiB")
-    found = nearest(config, "test", tight, 1)
-    assert found and all(change.plan.fits for change in found)
-    assert tighter.items() <= found[0].keys.items()
+    changes = nearest(config, "test", tight, 1)
+    assert changes and all(change.plan.fits for change in changes)
+    assert tighter.items() <= changes[0].keys.items()
 
 
 @pytest.mark.parametrize("state_on", ["host", pytest.param("auto", marks=pytest.mark.slow)])
@@ -306,8 +306,8 @@ def test_block_inputs_that_have_room_are_not_moved_to_a_host_that_is_short(
         assert tried and "offload" not in tried
         with monkeypatch.context() as patched:
             patched.setattr(suggest, "_promising", suggest._candidates)
-            assert [one.keys for one in nearest(config, "test", short, 1)] == [
-                one.keys for one in few
+            assert [change.keys for change in nearest(config, "test", short, 1)] == [
+                change.keys for change in few
             ]
         assert "offload" in tried
     tight = replace(V100, gpu_memory="5 GiB", host_memory="14 GiB")
@@ -326,9 +326,9 @@ def test_automatic_takes_the_fastest_that_fits() -> None:
     config = small(train__micro_batch=8)
 
     def chosen(machine: Machine) -> dict[str, Any]:
-        found = automatic(config, "test", machine, 1)
-        assert found.plan.fits
-        return found.keys
+        change = automatic(config, "test", machine, 1)
+        assert change.plan.fits
+        return change.keys
 
     assert chosen(V100) == {}
     assert chosen(holding(offload__activation="recompute")) == {"offload.activation": "recompute"}
@@ -339,8 +339,10 @@ def test_automatic_takes_the_fastest_that_fits() -> None:
 def test_auto_in_a_job_is_settled() -> None:
     machine = holding(offload__activation="recompute")
     config = small(train__micro_batch=8, device__placement="auto")
-    found = suggest.settled(config, "test", machine, 1)
-    assert found.offload.activations.mode == "recompute" and found.offload.weights.tier == "device"
+    settled = suggest.settled(config, "test", machine, 1)
+    assert (
+        settled.offload.activations.mode == "recompute" and settled.offload.weights.tier == "device"
+    )
     assert suggest.settled(small(), "test", machine, 1) == small()
 
 
@@ -348,14 +350,14 @@ def test_auto_in_a_job_is_settled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "machine", "said"),
+    ("keys", "machine", "message"),
     [
         ({"offload__precision": "bf16"}, V100, "set offload.precision = fp16 or fp32"),
         ({"offload__state": "split16", "offload__precision": "auto"}, V100, "fp32 or int8"),
     ],
 )
-def test_what_a_machine_cannot(keys: dict[str, Any], machine: Machine, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_what_a_machine_cannot(keys: dict[str, Any], machine: Machine, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         planned(small(**keys), machine)
 
 
@@ -381,10 +383,10 @@ def test_second_copies_are_made_where_there_is_room_and_are_no_need() -> None:
     least = max(exact.host_peaks.values())
     for host in (least, 2 * least, 20 * least):
         machine = replace(V100, host_memory=str(host))
-        found = planned(small(offload__update="speculative"), machine)
-        assert found.fits and max(found.host_peaks.values()) <= host
-    assert found.host["other copy of the state"] == pytest.approx(
-        sum(found.host[owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
+        plan = planned(small(offload__update="speculative"), machine)
+        assert plan.fits and max(plan.host_peaks.values()) <= host
+    assert plan.host["other copy of the state"] == pytest.approx(
+        sum(plan.host[owner] for owner in ("master weights", "exp_avg", "exp_avg_sq"))
     )
 
 
@@ -400,7 +402,7 @@ def test_hosts_without_a_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "host_memory is missing"),
         ("host_memory = 5", "a string"),
@@ -411,8 +413,8 @@ def test_hosts_without_a_link() -> None:
         ("= 3", "not valid TOML"),
     ],
 )
-def test_a_machine_file_that_breaks_a_rule(text: str, said: str) -> None:
-    with pytest.raises(MachineError, match=said):
+def test_a_machine_file_that_breaks_a_rule(text: str, message: str) -> None:
+    with pytest.raises(MachineError, match=message):
         loads(text, "mine.toml")
 
 
@@ -441,8 +443,8 @@ def test_any_job_has_a_plan_or_one_clear_line() -> None:
         )
         config = replace(config, model=replace(config.model, num_layers=draw.choice([1, 2, 12])))
         try:
-            found = planned(config, DGX2, draw.choice([1, 2]))
-            assert found.prediction.seconds > 0
+            plan = planned(config, DGX2, draw.choice([1, 2]))
+            assert plan.prediction.seconds > 0
             made += 1
         except OffloadTrainError as error:
             assert "\n" not in str(error) and len(str(error)) > 40
@@ -466,21 +468,21 @@ def test_the_engine_lays_out_what_is_planned(name: str) -> None:
     """Every shipped 13B job, whole, on the meta device."""
     config = shipped_job(name)
     title, machine = find(config.device.machine or "cpu2")
-    found = make(config, title, machine)
-    assert found.fits
-    assert "free of races" in check(found)
+    plan = make(config, title, machine)
+    assert plan.fits
+    assert "free of races" in check(plan)
 
 
 @pytest.mark.parametrize("keys", [{"offload__zero_stage": 1}, {"offload__working": "host"}])
 def test_of_ranks_too(keys: dict[str, Any]) -> None:
     config = small(train__micro_batch=16, train__grad_accum_steps=2, **keys)
-    found = planned(config, DGX2, 8)
-    assert sum(row.bytes for row in laid_out(found).rows()) > 0
-    assert "as planned" in check(found)
+    plan = planned(config, DGX2, 8)
+    assert sum(row.bytes for row in laid_out(plan).rows()) > 0
+    assert "as planned" in check(plan)
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "said"),
+    ("name", "wrong", "message"),
     [
         (
             "blocks_of",
@@ -494,10 +496,10 @@ def test_of_ranks_too(keys: dict[str, Any]) -> None:
     ],
 )
 def test_a_plan_that_the_engine_contradicts(
-    monkeypatch: pytest.MonkeyPatch, name: str, wrong: object, said: str
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: object, message: str
 ) -> None:
     monkeypatch.setattr(placement, name, wrong)
-    with pytest.raises(DryRunError, match=f"the layout differs from the plan: .*{said}"):
+    with pytest.raises(DryRunError, match=f"the layout differs from the plan: .*{message}"):
         check(planned(small()))
 
 
@@ -532,9 +534,9 @@ def test_fewer_moments_are_fewer_bytes_and_less_time(measured: float) -> None:
         lambda plan: plan.prediction.busy_s["host"],
         lambda plan: plan.prediction.dram_bytes,
     ):
-        found = [measure(plan) for plan in plans]
-        assert found == sorted(found) and len(set(found)) == 3
-        assert measure(adagrad) == found[1]
+        amounts = [measure(plan) for plan in plans]
+        assert amounts == sorted(amounts) and len(set(amounts)) == 3
+        assert measure(adagrad) == amounts[1]
 
 
 @pytest.mark.parametrize(
@@ -556,20 +558,20 @@ def test_a_kernel_is_no_faster_than_measured(keys: dict[str, Any], kernel: str, 
 
 def test_a_lone_rank_has_the_memory_of_its_node() -> None:
     """Kernels are bound to their GPU's node; ranks on both nodes have all of it."""
-    whole, halved = DGX2, replace(DGX2, numa_nodes=2)
+    single_node, halved = DGX2, replace(DGX2, numa_nodes=2)
 
     def host_s(machine: Machine, ranks: int) -> float:
         return planned(small(offload__clip_norm=1.0), machine, ranks).prediction.busy_s["host"]
 
-    assert host_s(halved, 1) == pytest.approx(2 * host_s(whole, 1))
-    assert host_s(halved, 2) == host_s(whole, 2)
+    assert host_s(halved, 1) == pytest.approx(2 * host_s(single_node, 1))
+    assert host_s(halved, 2) == host_s(single_node, 2)
 
 
 def test_a_single_rank_measures_its_gradient_on_the_device() -> None:
     """Two bytes per parameter less of the host's memory, and no work of the host's."""
-    one, two = (planned(small(offload__clip_norm=1.0), DGX2, ranks) for ranks in (1, 2))
-    buckets = one.placed.spec.buckets
-    assert one.prediction.dram_bytes == 28 * sum(bucket.shard_numel for bucket in buckets)
+    alone, two = (planned(small(offload__clip_norm=1.0), DGX2, ranks) for ranks in (1, 2))
+    buckets = alone.placed.spec.buckets
+    assert alone.prediction.dram_bytes == 28 * sum(bucket.shard_numel for bucket in buckets)
     shards = sum(bucket.shard_numel for bucket in two.placed.spec.buckets)
     assert two.prediction.dram_bytes == (28 + 2) * shards
 
@@ -578,17 +580,19 @@ def test_a_single_rank_measures_its_gradient_on_the_device() -> None:
 @pytest.mark.parametrize("keys", [{}, {"offload__working": "host"}])
 def test_ranks_have_whole_matrices_as_planned(keys: dict[str, Any]) -> None:
     config = small(optim__name="muon", train__micro_batch=16, **keys)
-    found = planned(config, DGX2, 8)
-    assert "as planned" in check(found)
-    layer = next(block for block in found.placed.spec.blocks if block.repeated)
+    plan = planned(config, DGX2, 8)
+    assert "as planned" in check(plan)
+    layer = next(block for block in plan.placed.spec.blocks if block.repeated)
     (matrices,) = (bucket for bucket in layer.buckets if bucket.matrices)
-    assert [one for rank in range(8) for one in matrices.matrices_of(rank)] == [*matrices.matrices]
+    assert [matrix for rank in range(8) for matrix in matrices.matrices_of(rank)] == [
+        *matrices.matrices
+    ]
 
 
 def test_muon_costs_what_its_matrices_move_and_multiply() -> None:
     adamw, muon = planned(small()), planned(small(optim__name="muon"))
-    matrices = [one for b in muon.placed.spec.buckets for one in b.matrices]
-    moved = 2 * sum(one.numel for one in matrices)
+    matrices = [matrix for b in muon.placed.spec.buckets for matrix in b.matrices]
+    moved = 2 * sum(matrix.numel for matrix in matrices)
     padding = sum(b.numel for b in muon.placed.spec.buckets) - sum(
         b.numel for b in adamw.placed.spec.buckets
     )
@@ -602,7 +606,7 @@ def test_muon_costs_what_its_matrices_move_and_multiply() -> None:
     assert "ortho" not in adamw.prediction.busy_s
     assert muon.prediction.dram_bytes < adamw.prediction.dram_bytes
     assert muon.device["matrix workspace"] == max(
-        2 * (2 * one.numel + 2 * min(one.rows, one.columns) ** 2) for one in matrices
+        2 * (2 * matrix.numel + 2 * min(matrix.rows, matrix.columns) ** 2) for matrix in matrices
     )
 
 
@@ -651,9 +655,9 @@ def test_a_dry_run_of_13b_takes_little_memory() -> None:
     assert "free of races" in done.stderr
 
 
-@pytest.mark.parametrize(("stay", "kept"), [(0, 0), (5, 2)])
+@pytest.mark.parametrize(("stay", "resident"), [(0, 0), (5, 2)])
 def test_of_very_many_blocks_some_are_proved(
-    monkeypatch: pytest.MonkeyPatch, stay: int, kept: int
+    monkeypatch: pytest.MonkeyPatch, stay: int, resident: int
 ) -> None:
     """A job of 5,000 layers took minutes. The layout is checked of all of them."""
     monkeypatch.setattr(dry_run, "MOST_PIECES", 4)
@@ -661,9 +665,9 @@ def test_of_very_many_blocks_some_are_proved(
     keys = {"offload__working": "host", "offload__resident_blocks": stay}
     plan = make(job({"num_layers": 10}, **keys), "cpu2", find("cpu2")[1])
     some = dry_run.some_of(plan.copied.spec)
-    assert sum(block.repeated for block in some.blocks) == 4 and len(some.streamed) == 4 - kept
-    said = check(plan)
-    assert "laid out 10 blocks" in said and "of 4 of the blocks free of races" in said
+    assert sum(block.repeated for block in some.blocks) == 4 and len(some.streamed) == 4 - resident
+    message = check(plan)
+    assert "laid out 10 blocks" in message and "of 4 of the blocks free of races" in message
 
 
 @pytest.mark.parametrize("working", ["device", "host"])
@@ -692,19 +696,22 @@ def test_layers_that_are_alike_are_extrapolated_exactly(
         shape, **keys, device__kind="auto", offload__precision="fp16", train__grad_accum_steps=count
     )
     placed = make(config, "test", V100).placed
-    found = times.predict(placed, V100)
+    extrapolated = times.predict(placed, V100)
     monkeypatch.setattr(times, "_LAYERS", 40)
     exact = times.predict(placed, V100)
-    assert found.seconds == pytest.approx(exact.seconds, rel=1e-6)
-    assert found.busy_s == pytest.approx(exact.busy_s) and found.exposed_s.keys() <= {*exact.busy_s}
-    assert found.exposed == pytest.approx(exact.exposed, rel=1e-6)
+    assert extrapolated.seconds == pytest.approx(exact.seconds, rel=1e-6)
+    assert extrapolated.busy_s == pytest.approx(exact.busy_s) and extrapolated.exposed_s.keys() <= {
+        *exact.busy_s
+    }
+    assert extrapolated.exposed == pytest.approx(exact.exposed, rel=1e-6)
 
 
 def test_an_encoder_computes_all_scores_and_holds_the_same() -> None:
     """Flash attention of a decoder skips half of the scores."""
     job = small()
     decoder, encoder = (
-        planned(replace(job, model=replace(job.model, objective=one))) for one in ("causal", "mlm")
+        planned(replace(job, model=replace(job.model, objective=objective)))
+        for objective in ("causal", "mlm")
     )
     assert (encoder.device, encoder.host) == (decoder.device, decoder.host)
     busy = [plan.prediction.busy_s["compute"] for plan in (decoder, encoder)]
@@ -713,8 +720,8 @@ def test_an_encoder_computes_all_scores_and_holds_the_same() -> None:
 
 def test_another_policy_of_activations_leaves_its_size_out() -> None:
     """`offload_saved_above` is of one policy: with it no other could be proposed."""
-    asked = shipped_job("demo")
-    offload = asked.offload.replace(activation="offload_saved", offload_saved_above=1 << 12)
+    demo = shipped_job("demo")
+    offload = demo.offload.replace(activation="offload_saved", offload_saved_above=1 << 12)
     keys = {"offload.activation": "recompute"}
-    changed = suggest._consistent(replace(asked, offload=offload), keys)
+    changed = suggest._consistent(replace(demo, offload=offload), keys)
     assert list(changed.offload.problems()) == []

@@ -25,14 +25,14 @@ SHAPE = ("model.size=gpt2-124m", "model.d_model=768", "model.num_heads=12")
 def test_a_step_hides_what_it_can(
     write_s: float, step_s: float, stall_s: float, interval: int
 ) -> None:
-    found = save_cost(write_s, step_s)
-    assert (found.stall_s, found.interval) == (stall_s, interval)
-    assert found.stall_s <= SHARE * interval * step_s
+    cost = save_cost(write_s, step_s)
+    assert (cost.stall_s, cost.interval) == (stall_s, interval)
+    assert cost.stall_s <= SHARE * interval * step_s
 
 
 def test_no_update_waits_for_what_the_spill_holds() -> None:
-    found = save_cost(5.0, 2.0, 1.0)
-    assert (found.write_s, found.stall_s, found.interval) == (5.0, 2.0, 34)
+    cost = save_cost(5.0, 2.0, 1.0)
+    assert (cost.write_s, cost.stall_s, cost.interval) == (5.0, 2.0, 34)
     assert save_cost(5.0, 2.0, 4.0).stall_s == 0.0
 
 

@@ -70,17 +70,17 @@ def test_a_thousandth_of_13b(name: str) -> None:
     small = scaled(large.job)
     if name == "gpt_13b_streamed":  # its one microbatch
         small = replace(small, train=replace(small.train, grad_accum_steps=1))
-    found, plan = booked(small, steps=1), planned(small)
-    assert found == plan
-    for owners in (host, found["host"]):
+    measured, plan = booked(small, steps=1), planned(small)
+    assert measured == plan
+    for owners in (host, measured["host"]):
         del owners["padding"]  # what separates neighbours has a size of its own
-    assert sum(found["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
+    assert sum(measured["host"].values()) == pytest.approx(sum(host.values()) / SCALE, rel=0.05)
 
-    assert sum(found["device"].values()) == pytest.approx(sum(engine.values()) / SCALE, rel=0.05)
+    assert sum(measured["device"].values()) == pytest.approx(sum(engine.values()) / SCALE, rel=0.05)
 
-    held = sum(found["device"].values()) + most_allocated(small)
-    assert held <= large.device_room / SCALE
+    device_bytes = sum(measured["device"].values()) + most_allocated(small)
+    assert device_bytes <= large.device_room / SCALE
     if name != "gpt_13b_streamed":  # next to nothing beside the CPU's scratch for 16-bit products
         total = sum(plan["device"].values()) + activations(place(small), on_cpu=True).total
-        assert held == pytest.approx(total, rel=0.05)
-        assert held == pytest.approx(device / SCALE, rel=0.05)
+        assert device_bytes == pytest.approx(total, rel=0.05)
+        assert device_bytes == pytest.approx(device / SCALE, rel=0.05)

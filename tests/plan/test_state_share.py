@@ -45,14 +45,14 @@ def seconds_of(plan: Plan, share: float) -> float:
 
 @pytest.mark.slow
 def test_an_empty_device_is_filled_and_the_step_is_faster() -> None:
-    found = planned()
-    used, share = sum(found.device.values()), device_share(found.placed.spec)
-    assert 0.2 < share < 0.35 and found.job.offload.state.tier == {"device": share}
-    one_layer = max(bucket.numel for bucket in found.placed.spec.buckets) * 14
-    assert found.device_room * FULL - one_layer < used <= found.device_room * FULL
-    assert found.fits and found.prediction.seconds < 0.9 * seconds_of(found, 0.0)
-    assert "of the state on the device: 18 of 68 blocks" in report.text(found)
-    assert report.as_json(found)["state_on_device"] == share
+    plan = planned()
+    used, share = sum(plan.device.values()), device_share(plan.placed.spec)
+    assert 0.2 < share < 0.35 and plan.job.offload.state.tier == {"device": share}
+    one_layer = max(bucket.numel for bucket in plan.placed.spec.buckets) * 14
+    assert plan.device_room * FULL - one_layer < used <= plan.device_room * FULL
+    assert plan.fits and plan.prediction.seconds < 0.9 * seconds_of(plan, 0.0)
+    assert "of the state on the device: 18 of 68 blocks" in report.text(plan)
+    assert report.as_json(plan)["state_on_device"] == share
 
 
 @pytest.mark.slow
@@ -60,17 +60,17 @@ def test_no_more_is_kept_than_makes_the_step_faster() -> None:
     """With many tokens the forward hides most of Adam: the last share makes no difference."""
     tokens = "train.global_batch_tokens=16384", "train.micro_batch=16"
     machine = replace(H100, numa_nodes=1)  # with the memory of half the host it waits for more
-    found, filled = planned(machine, *tokens), make(job(*tokens), "h100", machine)
-    assert device_share(found.placed.spec) < 0.95 * device_share(filled.placed.spec)
-    assert found.prediction.seconds <= 1.003 * filled.prediction.seconds
+    plan, filled = planned(machine, *tokens), make(job(*tokens), "h100", machine)
+    assert device_share(plan.placed.spec) < 0.95 * device_share(filled.placed.spec)
+    assert plan.prediction.seconds <= 1.003 * filled.prediction.seconds
 
 
 @pytest.mark.slow
 def test_a_limit_bounds_it() -> None:
     limit = 40 << 30
-    found = planned(H100, f"offload.device_memory_limit={limit}")
-    held = sum(found.placed.device().values())
-    assert limit - (3 << 30) < held <= limit and found.placed.spec.has_state_on(Tier.DEVICE)
+    plan = planned(H100, f"offload.device_memory_limit={limit}")
+    device_bytes = sum(plan.placed.device().values())
+    assert limit - (3 << 30) < device_bytes <= limit and plan.placed.spec.has_state_on(Tier.DEVICE)
 
 
 @pytest.mark.slow
@@ -92,9 +92,9 @@ def test_where_there_is_no_room_or_no_gain_all_is_on_the_host(
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_engine_lays_out_what_was_planned_and_its_program_is_proved(ranks: int) -> None:
     """13B at its real size."""
-    found = planned(ranks=ranks)
-    assert 0 < device_share(found.placed.spec) <= 1
-    assert "free of races" in check(found)
+    plan = planned(ranks=ranks)
+    assert 0 < device_share(plan.placed.spec) <= 1
+    assert "free of races" in check(plan)
 
 
 @pytest.mark.slow
@@ -131,11 +131,11 @@ class Counted(TorchDispatchMode):
     nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        out = func(*args, **given)
+        options = kwargs or {}
+        out = func(*args, **options)
         moves = not func.is_view and not str(func).startswith(("aten.empty", "aten.alias"))
-        found = tree_leaves((args, given, out)) if moves else []
-        self.nbytes += sum(x.nbytes for x in found if isinstance(x, torch.Tensor))
+        tensors = tree_leaves((args, options, out)) if moves else []
+        self.nbytes += sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
         return out
 
 

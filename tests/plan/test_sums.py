@@ -40,15 +40,15 @@ def with_memory(gpu: str = "80 GiB", host: str = "2 TiB") -> Machine:
 
 
 def test_many_microbatches_are_summed_on_a_device_that_has_room() -> None:
-    found = planned(job("offload.sums_on=auto"))
+    plan = planned(job("offload.sums_on=auto"))
     on_host, on_device = (planned(job(f"offload.sums_on={tier}")) for tier in ("host", "device"))
-    assert (found.job.offload.gradients.sums_tier, found.job.offload.gradients.sums_dtype) == (
+    assert (plan.job.offload.gradients.sums_tier, plan.job.offload.gradients.sums_dtype) == (
         "device",
         "fp32",
     )
-    assert found.prediction == on_device.prediction
-    assert found.prediction.tokens_per_s > 1.03 * on_host.prediction.tokens_per_s
-    assert "microbatches are summed on the device" in report.text(found)
+    assert plan.prediction == on_device.prediction
+    assert plan.prediction.tokens_per_s > 1.03 * on_host.prediction.tokens_per_s
+    assert "microbatches are summed on the device" in report.text(plan)
 
 
 def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> None:
@@ -56,12 +56,12 @@ def test_they_stay_on_the_host_where_the_device_has_no_room_for_their_sums() -> 
     used = [sum(plan.device.values()) + H100.gpu_reserved_bytes for plan in (on_host, on_device)]
     machine = with_memory(gpu=f"{sum(used) // 2} B")
     assert planned(on_host.job, machine).fits and not planned(on_device.job, machine).fits
-    found = planned(job("offload.sums_on=auto", "offload.sums_down=working"), machine)
-    assert (found.job.offload.gradients.sums_tier, found.job.offload.gradients.sums_dtype) == (
+    decided = planned(job("offload.sums_on=auto", "offload.sums_down=working"), machine)
+    assert (decided.job.offload.gradients.sums_tier, decided.job.offload.gradients.sums_dtype) == (
         "host",
         "fp32",
     )
-    assert found.fits and "summed on the device" not in report.text(found)
+    assert decided.fits and "summed on the device" not in report.text(decided)
 
 
 def test_a_step_of_one_microbatch_keeps_the_host() -> None:
@@ -84,13 +84,13 @@ def test_where_only_sums_on_the_device_fit_they_are_there() -> None:
     machine = _host_between()
     assert not planned(job(), machine).fits
     open_job = job("offload.sums_on=auto", "offload.sums_down=working")
-    found = planned(open_job, machine)
-    assert found.fits
-    assert (found.job.offload.gradients.sums_tier, found.job.offload.gradients.sums_dtype) == (
+    plan = planned(open_job, machine)
+    assert plan.fits
+    assert (plan.job.offload.gradients.sums_tier, plan.job.offload.gradients.sums_dtype) == (
         "device",
         "working",
     )
-    assert settled(open_job, "", machine, 1) == replace(open_job, offload=found.job.offload)
+    assert settled(open_job, "", machine, 1) == replace(open_job, offload=plan.job.offload)
 
 
 def test_a_job_that_lacks_host_memory_for_its_sums_is_told_to_sum_on_the_device() -> None:

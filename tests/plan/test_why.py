@@ -23,40 +23,40 @@ JOB = "offloadtrain/cli/jobs/llama_1b.toml"
 @pytest.mark.slow
 def test_a_step_that_waits_for_adam_is_bound_by_the_hosts_memory() -> None:
     plan = planned("fp32", 4096, "host")
-    found = why(plan)
-    assert next(iter(found.gains)) == "the host's memory"
+    answer = why(plan)
+    assert next(iter(answer.gains)) == "the host's memory"
     wider = replace(plan.machine, dram_gbps=2 * plan.machine.dram_gbps)
     faster = plan.prediction.seconds / predict(plan.copied, wider).seconds - 1
-    assert found.gains["the host's memory"] == pytest.approx(faster)
-    told = text(found)
-    assert told.startswith("what bounds the step: the host's memory; twice as fast saves ")
-    assert "offload.state_on=auto\n" in told and "offload.update=delayed (one step of " in told
+    assert answer.gains["the host's memory"] == pytest.approx(faster)
+    lines = text(answer)
+    assert lines.startswith("what bounds the step: the host's memory; twice as fast saves ")
+    assert "offload.state_on=auto\n" in lines and "offload.update=delayed (one step of " in lines
 
 
 @pytest.mark.slow
 def test_the_gain_of_a_change_is_that_of_its_plan() -> None:
     plan = planned("fp32", 4096, "host")
-    found = {change.text: gain for change, gain in why(plan).changes}
+    gains = {change.text: gain for change, gain in why(plan).changes}
     job = replace(plan.job, offload=plan.job.offload.replace(state_on="auto"))
     changed = make(job, plan.name, plan.machine)
     gain = plan.prediction.seconds / changed.prediction.seconds - 1
-    assert found["offload.state_on=auto"] == pytest.approx(gain) and gain > 0.15
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert gains["offload.state_on=auto"] == pytest.approx(gain) and gain > 0.15
+    assert list(gains.values()) == sorted(gains.values(), reverse=True)
 
 
 @pytest.mark.slow
 def test_a_step_that_computes_is_bound_by_arithmetic() -> None:
-    found = why(planned("int8", 65536 // 2, "host"))
-    assert next(iter(found.gains)) == "the GPU's arithmetic"
-    assert "nothing that keeps the numbers of the run gains" in text(found)
-    assert as_json(found)["gains_of_twice"]["the links between ranks"] == 0.0
+    answer = why(planned("int8", 65536 // 2, "host"))
+    assert next(iter(answer.gains)) == "the GPU's arithmetic"
+    assert "nothing that keeps the numbers of the run gains" in text(answer)
+    assert as_json(answer)["gains_of_twice"]["the links between ranks"] == 0.0
 
 
 @pytest.mark.slow
 def test_the_command_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "demo", "--machine", "cpu2", "--why", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["why"]
-    assert set(said) == {"gains_of_twice", "changes"}
+    answer = json.loads(capsys.readouterr().out)["why"]
+    assert set(answer) == {"gains_of_twice", "changes"}
 
 
 @pytest.mark.slow
@@ -72,15 +72,15 @@ def test_compiled_layers_take_less_time_and_run_again_as_a_whole() -> None:
         return costs.computed[first].forward, costs.computed[first].backward
 
     eager, compiled = of(), of(compile_blocks=True)
-    kept, compiled_kept = of(activation="keep"), of(activation="keep", compile_blocks=True)
-    assert compiled_kept[0] < kept[0] and compiled_kept[1] < kept[1]
+    keeping, compiled_kept = of(activation="keep"), of(activation="keep", compile_blocks=True)
+    assert compiled_kept[0] < keeping[0] and compiled_kept[1] < keeping[1]
     assert compiled[1] - compiled_kept[1] == pytest.approx(compiled[0])
-    assert eager[1] - kept[1] < eager[0]  # without its last product
+    assert eager[1] - keeping[1] < eager[0]  # without its last product
 
 
 @pytest.mark.slow
 def test_changes_are_printed_as_overrides_take_them() -> None:
-    found = single_changes(load(JOB), "h100", find("h100")[1], 1)
-    assert "offload.compile_blocks=true" in [change.text for change in found]
-    for change in found:
+    changes = single_changes(load(JOB), "h100", find("h100")[1], 1)
+    assert "offload.compile_blocks=true" in [change.text for change in changes]
+    for change in changes:
         assert value_of(load(JOB, change.text.split()), next(iter(change.keys))) is not None

@@ -376,12 +376,12 @@ class _Block:
         return count
 
 
-def by_reading(blocks: Sequence[BlockSpec], found: Mapping[str, Seconds]) -> dict[str, Seconds]:
+def by_reading(blocks: Sequence[BlockSpec], times_of: Mapping[str, Seconds]) -> dict[str, Seconds]:
     """Return what each reading takes, by its owner. What the last block takes, the head's time with
     it, runs after the last reading: a tied head waits for its weights."""
     nothing, last = Seconds(0.0, 0.0), blocks[-1].name
     readings = readings_of(blocks)
-    times = {reading.owner: found.get(reading.owner, nothing) for reading in readings}
+    times = {reading.owner: times_of.get(reading.owner, nothing) for reading in readings}
     if (at := readings[-1]).again:
         times[at.owner], times[last] = times[last], nothing
     return times

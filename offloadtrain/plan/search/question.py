@@ -58,11 +58,11 @@ def job_of(model: str, shape: ModelShape, ranks: int = 1) -> Config:
     )
 
 
-def verdict(job: Config, size: str, found: Sequence[Change], asked: str) -> str:
+def verdict(job: Config, size: str, placements: Sequence[Change], size_text: str) -> str:
     """Answer in one line."""
-    model = f"{asked} ({size}, {format_count(job.num_params)} parameters)"
-    if not found:
+    model = f"{size_text} ({size}, {format_count(job.num_params)} parameters)"
+    if not placements:
         return f"No: {model} does not fit with {format_count(job.batch_tokens)} tokens per step."
-    best = found[0]
+    best = placements[0]
     rate = format_count(best.plan.prediction.tokens_per_s)
     return f"Yes: {model} trains at {rate} tokens/s: {best.text}"

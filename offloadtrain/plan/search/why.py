@@ -52,13 +52,13 @@ class Why:
         gains: part of the machine → how much faster the step were if it were twice as fast, 0.1 for
             a tenth; the largest first.
         changes: that keep the numbers of a run, with the gain of each alone, the largest first.
-        others: that change the numbers.
+        rounding: that change the numbers.
     """
 
     plan: Plan
     gains: Mapping[str, float]
     changes: Sequence[tuple[Change, float]]
-    others: Sequence[tuple[Change, float]]
+    rounding: Sequence[tuple[Change, float]]
 
 
 def why(plan: Plan, trace: Trace | None = None) -> Why:
@@ -81,14 +81,15 @@ def why(plan: Plan, trace: Trace | None = None) -> Why:
     return Why(plan, largest_first, keeping[:MOST], noted[:MOST])
 
 
-def text(found: Why) -> str:
+def text(answer: Why) -> str:
     """Return the answer as text."""
-    lines = [*_bounds(found), "what to change next, each alone (--set KEY=VALUE):"]
-    lines += [f"  {_percent(gain):>6}  {change.text}" for change, gain in found.changes]
-    if not found.changes:
+    lines = [*_bounds(answer), "what to change next, each alone (--set KEY=VALUE):"]
+    lines += [f"  {_percent(gain):>6}  {change.text}" for change, gain in answer.changes]
+    if not answer.changes:
         lines.append(f"  nothing that keeps the numbers of the run gains {_percent(SAME)}")
     lines += [
-        f"  {_percent(gain):>6}  {change.text} ({_note(change)})" for change, gain in found.others
+        f"  {_percent(gain):>6}  {change.text} ({_note(change)})"
+        for change, gain in answer.rounding
     ]
     return "\n".join(lines)
 
@@ -107,11 +108,11 @@ def _bounds(answer: Why) -> list[str]:
     ]
 
 
-def as_json(found: Why) -> dict[str, Any]:
+def as_json(answer: Why) -> dict[str, Any]:
     """Return the answer as plain values."""
-    every = (*found.changes, *found.others)
+    every = (*answer.changes, *answer.rounding)
     changes = [{"keys": change.keys, "gain": gain, "note": _note(change)} for change, gain in every]
-    return {"gains_of_twice": dict(found.gains), "changes": changes}
+    return {"gains_of_twice": dict(answer.gains), "changes": changes}
 
 
 def _twice(machine: Machine, rates: Sequence[str]) -> Machine:

@@ -95,6 +95,13 @@ def runs_of(model: nn.Module, recomputed: Collection[nn.Module] = ()) -> tuple[R
     return tuple(runs)
 
 
+def uniform_runs(container: str, layers: int, again: int) -> tuple[Run, ...]:
+    """Return the runs of a list whose layers all are alike. `again`: the first are recomputed."""
+    names = tuple(f"{container}.{number}" for number in range(layers))
+    runs = (Run(container, names, lo, 1, hi - lo) for lo, hi in ((0, again), (again, layers)))
+    return tuple(run for run in runs if run.units > TRACED)
+
+
 def _lists(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
     """Yield the name and the layers of each list whose children all are blocks."""
     blocks = {part.module for part in partition(model) if part.repeated}

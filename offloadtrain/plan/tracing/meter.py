@@ -37,6 +37,8 @@ from offloadtrain.runtime.grouped_products import GROUPED_PRODUCTS
 
 _ATEN = torch.ops.aten
 
+_META = torch.device("meta")
+
 _PRODUCTS = {_ATEN.mm: 0, _ATEN.addmm: 1, _ATEN.bmm: 0, _ATEN.baddbmm: 1, _ATEN._grouped_mm: 0}
 """Matrix products → place of their first operand."""
 
@@ -240,8 +242,10 @@ class Meter(TorchDispatchMode):
         weights: storages of the weights; the caller keeps them alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, knows_values: bool = True) -> None:
+        """`knows_values`: the batch may have some: [Note: Known values] in `values`."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._knows_values = knows_values
         self.segments = [Segment(Place())]
         self.weights: frozenset[int] = frozenset()
         self._live = 0
@@ -249,6 +253,11 @@ class Meter(TorchDispatchMode):
         self._by_place: Counter[Place] = Counter()
         self._added = False
         """The last operation was an addition in backward; see [Note: Sums in place]."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not wrapped for torch's compiler, which the wrapper would import."""
+        return False
 
     @property
     def place(self) -> Place:
@@ -284,7 +293,9 @@ class Meter(TorchDispatchMode):
         if self._added:
             self._look()
         compute = partial(_OWN.get(func, func), *args, **kwargs)
-        out = with_values(compute, func, args, kwargs)
+        out = with_values(compute, func, args, kwargs) if self._knows_values else compute()
+        if func is _ATEN.empty_like.default and kwargs.get("device") == _META:
+            return out  # the engine's description of a tensor
         # Most operations are these; each takes as long as all that follows.
         if func.is_view or func.namespace == "prim":
             return out
@@ -308,7 +319,7 @@ class Meter(TorchDispatchMode):
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._live_storages or not nbytes or tensor.device.type == "meta":
+        if key in self._live_storages or not nbytes:
             return
         self._live_storages[key] = _LiveStorage(
             nbytes, self.place, weakref.ref(storage, partial(self._free, key))

@@ -101,6 +101,12 @@ def operations_of_device(*, on_cpu: bool) -> Iterator[None]:
         dropout_p: float = 0.0,
         **options: Any,
     ) -> Tensor:
+        if query.is_meta:  # torch would compute all scores
+            causal, scale = options.get("is_causal", False), options.get("scale")
+            fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return cast(
+                Tensor, fused(query, key, value, 0.0, causal, attn_mask=attn_mask, scale=scale)[0]
+            )
         return attention(query, key, value, attn_mask, **options)
 
     with (

@@ -9,24 +9,29 @@ device in the trace: where they are has no influence on what torch allocates.
 
 Fake tensors are on the CPU, also where a GPU is planned for: [Note: Operations of a GPU] in
 `patches`. A model whose forward reads a tensor's value (`if mask.all()`) cannot be traced.
+
+The shipped transformer on a GPU is traced on the meta device, whose operations take a quarter of
+the time of those on fake tensors. Other models may mix devices or ask for values.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
@@ -49,6 +54,7 @@ from offloadtrain.plan.tracing.alike import (
     fake_model,
     moments_of,
     runs_of,
+    uniform_runs,
 )
 from offloadtrain.plan.tracing.meter import GRADIENTS, Meter, Place
 from offloadtrain.plan.tracing.patches import (
@@ -107,8 +113,6 @@ class InertLanes(SequentialLanes):
 Loss = Callable[[nn.Module], Tensor]
 """Runs the forward of a model and returns its scalar loss. Tensors that it makes are fake."""
 
-_CPU = torch.device("cpu")
-
 
 class TraceError(ModelError):
     """A module that cannot run over fake tensors."""
@@ -137,12 +141,48 @@ def trace_step(
         TraceError: its forward depends on values.
     """
     check_model(model, may_be_meta=True)
-    traced = partial(_moments, model, loss_of, config, packed)
     parts = partition(model)
-    again = config.activations.recomputed_of([part.module for part in parts if part.repeated])
-    with cpu_stands_for(on_cpu=on_cpu), operations_of_device(on_cpu=on_cpu):
+    layers = [part for part in parts if part.repeated]
+    again = config.activations.recomputed_of([part.module for part in layers])
+
+    def traced(runs: Sequence[Run] = ()) -> list[Moment]:
+        options = _of_some_layers(config, [part.name for part in layers], runs)
+        return _moments_of_fakes(model, loss_of, options, packed, runs)
+
+    with (
+        cpu_stands_for(on_cpu=on_cpu),
+        operations_of_device(on_cpu=on_cpu),
+        _signals_handled_afterwards(),
+    ):
         moments = _extended(traced, runs_of(model, again)) or traced()
     return _as_step(moments, [part.name or "root" for part in parts])
+
+
+def trace_on_meta(
+    model: nn.Module, loss_of: Loss, config: OffloadConfig, container: str, layers: int
+) -> TracedStep | None:
+    """Return the same of a model that is made for this trace, for a GPU; None if its layers turn
+    out to differ.
+
+    Args:
+        model: on the meta device, without the layers that `uniform_runs` skips.
+        container: the name of their list.
+        layers: their number in the full model.
+    """
+    names = [f"{container}.{number}" for number in range(layers)]
+    runs = uniform_runs(container, layers, len(config.activations.recomputed_of(names)))
+    meter = Meter(knows_values=False)
+    with operations_of_device(on_cpu=False), _signals_handled_afterwards():
+        moments = _metered(model, loss_of, _of_some_layers(config, names, runs), meter)
+    for run in runs:
+        if (more := extended(moments, run)) is None:
+            return None
+        moments = more
+    parts = [part.name or "root" for part in partition(model)]
+    if runs:  # the traced layers stand for all
+        inside = [at for at, name in enumerate(parts) if name.startswith(f"{container}.")]
+        parts[inside[0] : inside[-1] + 1] = names
+    return _as_step(moments, parts)
 
 
 def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Run]) -> list[Moment]:
@@ -159,45 +199,61 @@ def _extended(traced: Callable[[Sequence[Run]], list[Moment]], runs: Sequence[Ru
     return moments or []
 
 
-def _moments(
-    model: nn.Module,
-    loss_of: Loss,
-    config: OffloadConfig,
-    packed: bool,
-    runs: Sequence[Run] = (),
+def _moments_of_fakes(
+    model: nn.Module, loss_of: Loss, options: OffloadConfig, packed: bool, runs: Sequence[Run]
 ) -> list[Moment]:
     # Tensors that the module keeps as plain attributes may stay real.
     mode, meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
+    copied = fake_model(model, mode, runs)
     try:
-        return _metered(model, loss_of, config, packed, runs, mode, meter)
+        with mode, _without_addresses(), masks_as_in_training(packed=packed):
+            return _metered(copied, loss_of, options, meter)
     finally:
-        # A signal's exception inside torch's own exchange of modes leaves modes behind, and grouped
-        # products of this process would be uninitialised memory from then on.
-        while meter in _get_current_dispatch_mode_stack():
-            _pop_mode()
         # Some models cache tensors that depend on sizes only.
         if meter.holds_something:
             empty_caches_of(mode)
 
 
-def _metered(
-    model: nn.Module,
-    loss_of: Loss,
-    config: OffloadConfig,
-    packed: bool,
-    runs: Sequence[Run],
-    mode: FakeTensorMode,
-    meter: Meter,
-) -> list[Moment]:
-    copied = fake_model(model, mode, runs)
-    with mode, _without_addresses():
-        traced = _offloaded(copied, _of_some_layers(config, model, runs), meter)
-        storages = [param.untyped_storage() for param in copied.parameters()]
-        meter.weights = frozenset(storage._cdata for storage in storages)
-        with meter, masks_as_in_training(packed=packed), _no_values(type(model).__name__):
-            with few_stand_for_all(AlikePieces(meter)):
-                _run(traced, loss_of)
+def _metered(model: nn.Module, loss_of: Loss, options: OffloadConfig, meter: Meter) -> list[Moment]:
+    """Run a microbatch of a model without memory under its engine. Changes the model."""
+    traced = _offloaded(model, options, meter)
+    storages = [param.untyped_storage() for param in model.parameters()]
+    meter.weights = frozenset(storage._cdata for storage in storages)
+    with meter, _no_values(type(model).__name__), few_stand_for_all(AlikePieces(meter)):
+        loss = loss_of(model)
+        if loss.numel() != 1:
+            raise TraceError(
+                f"the loss has the shape {tuple(loss.shape)}: give a function that returns a scalar"
+            )
+        traced.engine.backward(loss)
     return moments_of(meter.segments, {block.name for block in traced.blocks if block.repeated})
+
+
+_DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def _signals_handled_afterwards() -> Iterator[None]:
+    """Let this process's own handlers of signals run after the trace.
+
+    A handler that raises inside torch's exchange of dispatch modes leaves a mode behind, or takes
+    one too many away: torch then raises an AttributeError, or products of experts of this process
+    are uninitialised memory.
+    """
+    pending: list[int] = []
+    replaced: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        replaced = {number: signal.getsignal(number) for number in _DEFERRED}
+        replaced = {number: handler for number, handler in replaced.items() if callable(handler)}
+    try:
+        for number in replaced:
+            signal.signal(number, lambda number, _: pending.append(number))
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(pending):
+            signal.raise_signal(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +276,8 @@ class _HostMemory(MetaArena):
     def map(self, requests: Sequence[BufferSpec]) -> list[Tensor]:
         sizes = (request.nbytes for request in requests if request.owner == self._owner)
         self._meter.segments[-1].input_sizes += sizes
-        return super().map(requests)
+        with _disable_current_modes():  # the host's memory does not count
+            return super().map(requests)
 
 
 def traced_options(config: OffloadConfig) -> OffloadConfig:
@@ -235,13 +292,14 @@ def traced_options(config: OffloadConfig) -> OffloadConfig:
     )
 
 
-def _of_some_layers(config: OffloadConfig, model: nn.Module, runs: Sequence[Run]) -> OffloadConfig:
-    """Return the options of a trace without the skipped layers of the runs."""
-    options, count = traced_options(config), config.activations.recompute_blocks
-    if count is None:
+def _of_some_layers(
+    config: OffloadConfig, layers: Sequence[str], runs: Sequence[Run]
+) -> OffloadConfig:
+    """Return the options of a trace without the skipped ones of these layers."""
+    options = traced_options(config)
+    if config.activations.recompute_blocks is None:
         return options
     left_out = {run.names[at] for run in runs for at in run.skipped}
-    layers = [part.name for part in partition(model) if part.repeated]
     again = [name for name in config.activations.recomputed_of(layers) if name not in left_out]
     return options.replace(recompute_blocks=len(again))
 
@@ -253,7 +311,7 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
         [rule],
         normalise_groups(model, None, rule),
         config,
-        device=_CPU,
+        device=next(model.parameters()).device,
         division=Division(),
         param_init_fn=None,
         lanes=InertLanes(meter),
@@ -278,15 +336,6 @@ def _offloaded(model: nn.Module, config: OffloadConfig, meter: Meter) -> _Offloa
 def _delivered(meter: Meter, param: Tensor) -> None:
     assert param.grad is not None
     meter.moved_to(param.grad, GRADIENTS)
-
-
-def _run(traced: _Offloaded, loss_of: Loss) -> None:
-    loss = loss_of(traced.model)
-    if loss.numel() != 1:
-        raise TraceError(
-            f"the loss has the shape {tuple(loss.shape)}: give a function that returns a scalar"
-        )
-    traced.engine.backward(loss)
 
 
 @contextmanager

@@ -16,11 +16,17 @@ from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import Stage
 from offloadtrain.model.experts import Experts
-from offloadtrain.model.transformer import LossTerms
+from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
 from offloadtrain.plan.layout import empty_transformer
 from offloadtrain.plan.placement import Placement, PlanError
-from offloadtrain.plan.tracing.step import TraceError, trace_step, traced_options
+from offloadtrain.plan.tracing.alike import uniform_runs
+from offloadtrain.plan.tracing.step import (
+    TraceError,
+    trace_on_meta,
+    trace_step,
+    traced_options,
+)
 from offloadtrain.runtime.dtypes import PRECISIONS
 
 JobLoss = Callable[[nn.Module, Config], Tensor]
@@ -156,7 +162,7 @@ def _mixed_cost(
 
 
 @dataclass(frozen=True, slots=True)
-class _Microbatch:
+class Microbatch:
     """What a trace of a shape depends on.
 
     Attributes:
@@ -177,18 +183,30 @@ class _Microbatch:
     options: OffloadConfig
     on_cpu: bool
 
+    def model(self, shape: ModelShape) -> Transformer:
+        """Return the transformer on the meta device; `shape`: perhaps of fewer layers."""
+        try:
+            model = empty_transformer(shape, self.stage).train()
+        except ValueError as error:
+            raise PlanError(f"activations are traced for our transformer: {error}") from None
+        model.chunked_loss = self.terms
+        for module in model.modules():
+            if isinstance(module, Experts) and shape.held_experts < shape.num_experts:
+                module.__class__ = _MeanLoad
+        return model
+
     def loss(self, model: nn.Module) -> Tensor:
         """Return the loss of a fake model; of a stage without the head the sum of its hidden
         states, whose gradients are those that the next stage sends."""
-        size = (self.samples, self.seq_len)
+        size, device = (self.samples, self.seq_len), next(model.parameters()).device
         # Each its own: what is saved of one memory is saved once.
         tokens_BT, targets_BT, positions_BT = (
-            torch.empty(size, dtype=torch.long, device="cpu") for _ in range(3)
+            torch.empty(size, dtype=torch.long, device=device) for _ in range(3)
         )
         inputs, targets = tokens_BT, targets_BT
         if self.stage is not None and not self.stage.is_first:
             dtype, width = PRECISIONS[self.options.precision], self.shape.d_model
-            inputs = torch.empty((*size, width), dtype=dtype, device="cpu", requires_grad=True)
+            inputs = torch.empty((*size, width), dtype=dtype, device=device, requires_grad=True)
         places = positions_BT if self.isolated else None
         if self.stage is not None and not self.stage.is_last:
             hidden_BTD: Tensor = model(inputs, positions_BT=places)
@@ -226,7 +244,7 @@ class ShapeTrace:
             options = options.replace(keep_fp32=())
         if self.divided_inputs:  # they leave autograd for memory of the engine
             options = options.replace(activation="offload")
-        batch = _Microbatch(
+        batch = Microbatch(
             shape,
             config.stage,
             train.micro_batch,
@@ -263,16 +281,16 @@ class _MeanLoad(Experts):
 
 
 @lru_cache(maxsize=512)
-def traced_microbatch(batch: _Microbatch) -> TracedStep:
-    try:
-        model = empty_transformer(batch.shape, batch.stage).train()
-    except ValueError as error:
-        raise PlanError(f"activations are traced for our transformer: {error}") from None
-    model.chunked_loss = batch.terms
-    for module in model.modules():
-        if isinstance(module, Experts) and batch.shape.held_experts < batch.shape.num_experts:
-            module.__class__ = _MeanLoad
-    return trace_step(model, batch.loss, batch.options, on_cpu=batch.on_cpu)
+def traced_microbatch(batch: Microbatch) -> TracedStep:
+    # Experts ask for the values of tensors, or whether they are on the meta device.
+    if not (batch.on_cpu or batch.shape.num_experts):
+        options, layers = batch.options, batch.shape.num_layers
+        again = len(options.activations.recomputed_of(range(layers)))
+        few = layers - sum(len(run.skipped) for run in uniform_runs("blocks", layers, again))
+        model = batch.model(replace(batch.shape, num_layers=few))
+        if traced := trace_on_meta(model, batch.loss, options, "blocks", layers):
+            return traced
+    return trace_step(batch.model(batch.shape), batch.loss, batch.options, on_cpu=batch.on_cpu)
 
 
 def activations(placed: Placement, *, on_cpu: bool) -> Activations:

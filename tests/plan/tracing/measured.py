@@ -10,11 +10,11 @@ from torch.profiler import ProfilerActivity, profile
 def most_allocated(step: Callable[[], None]) -> int:
     """Bytes that torch holds at most in a step, beyond what it holds between steps; runs two."""
     step()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
-    held = most = 0
-    for event in found.profiler.kineto_results.events():
+    allocated = most = 0
+    for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+            allocated += event.nbytes()
+            most = max(most, allocated)
     return most

@@ -55,16 +55,16 @@ def test_a_few_pieces_stand_for_all(
 
     def traced() -> TracedStep:
         def loss(model: nn.Module) -> Tensor:
-            found: Tensor = model(torch.empty(ROWS, WIDTH))
-            return found
+            loss_value: Tensor = model(torch.empty(ROWS, WIDTH))
+            return loss_value
 
         return tracing.trace_step(
             Head(in_parts=in_parts), loss, OffloadConfig(precision="bf16"), on_cpu=True
         )
 
-    def noted(*given: Any) -> Any:
-        ran.append(len(list(cut(*given))))
-        return cut(*given)
+    def noted(*args: Any) -> Any:
+        ran.append(len(list(cut(*args))))
+        return cut(*args)
 
     monkeypatch.setattr(module, name, noted)
     few = traced()
@@ -75,12 +75,12 @@ def test_a_few_pieces_stand_for_all(
 
 def test_pieces_that_are_left_out_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of nine run."""
-    asked: list[int] = []
-    kept = torch.nn.functional.cross_entropy
+    rows: list[int] = []
+    original = torch.nn.functional.cross_entropy
 
-    def noted(*given: Any, **options: Any) -> Tensor:
-        asked.append(len(given[0]))
-        return kept(*given, **options)
+    def noted(*args: Any, **options: Any) -> Tensor:
+        rows.append(len(args[0]))
+        return original(*args, **options)
 
     monkeypatch.setattr(loss_module, "F", SimpleNamespace(cross_entropy=noted))
     monkeypatch.setattr(loss_module, "_ROWS_BYTES_CPU", 4 * CLASSES * 11)
@@ -90,7 +90,7 @@ def test_pieces_that_are_left_out_do_not_run(monkeypatch: pytest.MonkeyPatch) ->
         OffloadConfig(precision="bf16"),
         on_cpu=True,
     )
-    assert asked == [11, 11, ROWS - 8 * 11]
+    assert rows == [11, 11, ROWS - 8 * 11]
 
 
 @pytest.mark.parametrize("pieces", [3, 4, 30])

@@ -30,8 +30,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.up(x))
-        found: Tensor = x + self.down(hidden * hidden if self.window else hidden)
-        return found
+        out: Tensor = x + self.down(hidden * hidden if self.window else hidden)
+        return out
 
 
 class ByIndex(Layer):
@@ -73,11 +73,11 @@ class Listed(nn.Module):
         self.kinds = ["wide" if at % 3 == 2 else "narrow" for at in range(LAYERS)]
 
     def forward(self, x: Tensor) -> Tensor:
-        found = x
+        out = x
         for layer, kind in zip(self.layers, self.kinds, strict=False):
             x = layer(x.repeat(2, 1) if kind == "wide" else x)[: len(x)]
-            found = found + x
-        return found
+            out = out + x
+        return out
 
 
 def made_of(make: Callable[[int], nn.Module]) -> list[nn.Module]:
@@ -101,8 +101,8 @@ SKIPPED = {"same": 9, "alternating": 2, "first ones differ": 6, "growing": 0}
 
 
 def sum_of(model: nn.Module) -> Tensor:
-    found: Tensor = model(torch.empty(4, 16)).sum()
-    return found
+    total: Tensor = model(torch.empty(4, 16)).sum()
+    return total
 
 
 def both(
@@ -146,13 +146,13 @@ def test_the_extended_trace_is_the_whole_one(
     believed: list[bool] = []
 
     def noting(moments: Sequence[Moment], run: Run) -> list[Moment] | None:
-        found = extend(moments, run)
-        believed.append(found is not None)
-        return found
+        moments_of_all = extend(moments, run)
+        believed.append(moments_of_all is not None)
+        return moments_of_all
 
     monkeypatch.setattr(tracing, "extended", noting)
-    short, whole = both(monkeypatch, MODELS[name](), sum_of, activation)
-    assert short == whole
+    short, full = both(monkeypatch, MODELS[name](), sum_of, activation)
+    assert short == full
     assert any(believed) == (name in EXTENDED)
 
 
@@ -165,8 +165,8 @@ def test_so_is_that_of_layers_of_which_some_run_again(
     model = MODELS["same"]()
     runs = runs_of(model, set(list(model)[:again]))  # type: ignore[arg-type]
     assert [len(run.skipped) for run in runs] == skipped
-    short, whole = both(monkeypatch, model, sum_of, activation, again=again)
-    assert short == whole
+    short, full = both(monkeypatch, model, sum_of, activation, again=again)
+    assert short == full
     assert (short.recomputed > 0) == (again > 0)
     # The first layer's input is data, without a gradient: it stays.
     moved = max(again - 1, 0) if activation == "offload" else 0
@@ -208,9 +208,9 @@ def test_the_extended_trace_of_transformers_is_the_whole_one(
 
     def loss(fake: nn.Module) -> Tensor:
         tokens = torch.empty(2, LENGTH, dtype=torch.long)
-        found: Tensor = fake(input_ids=tokens, labels=tokens).loss
-        return found
+        result: Tensor = fake(input_ids=tokens, labels=tokens).loss
+        return result
 
     assert any(run.skipped for run in runs_of(model))
-    short, whole = both(monkeypatch, model, loss, "recompute", "bf16")
-    assert short == whole
+    short, full = both(monkeypatch, model, loss, "recompute", "bf16")
+    assert short == full

@@ -22,19 +22,19 @@ def ran(*, on_cpu: bool, weight_dtype: torch.dtype = BF16) -> tuple[Work, int]:
         norm = nn.RMSNorm(WIDTH, dtype=weight_dtype)
         with Meter() as meter:
             out = norm(x)
-            held = sum(meter.segments[-1].at_peak.values())
+            peak_bytes = sum(meter.segments[-1].at_peak.values())
             torch.autograd.grad(out, [x, norm.weight], torch.empty_like(out))
     work = Work()
     for segment in meter.segments:
         work.add(segment.work)
     assert out.shape == x.shape and out.dtype == x.dtype
-    return work, held
+    return work, peak_bytes
 
 
 def test_rmsnorm_is_a_kernel_forward_and_one_backward() -> None:
-    work, held = ran(on_cpu=False)
+    work, peak_bytes = ran(on_cpu=False)
     rows, weight, statistics = 2 * ROWS * WIDTH, 2 * WIDTH, 4 * ROWS
-    assert held == rows + statistics
+    assert peak_bytes == rows + statistics
     forward = 2 * rows + weight + statistics
     assert work.launches == 2 and work.nbytes == forward + 3 * rows + 2 * weight + statistics
 

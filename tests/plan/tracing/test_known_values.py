@@ -75,7 +75,7 @@ def test_what_follows_from_the_batch_is_known() -> None:
 
 
 def test_without_values_it_is_told_what_to_give() -> None:
-    tokens, targets = (one.to("meta") for one in batch())
+    tokens, targets = (tensor.to("meta") for tensor in batch())
     with pytest.raises(TraceError, match="Give a batch whose whole numbers have values"):
         plan_model(Asks, (tokens, targets), machine="cpu2", **OPTIONS)
 

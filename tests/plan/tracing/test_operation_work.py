@@ -22,7 +22,7 @@ of_groups = pytest.mark.skipif(
 def work_of(run: Callable[[], Tensor], *weights: Tensor, backward: bool = False) -> Work:
     """What an operation does, or its backward alone."""
     meter = Meter()
-    meter.weights = frozenset(one.untyped_storage()._cdata for one in weights)
+    meter.weights = frozenset(weight.untyped_storage()._cdata for weight in weights)
     if not backward:
         with meter:
             run()
@@ -30,10 +30,10 @@ def work_of(run: Callable[[], Tensor], *weights: Tensor, backward: bool = False)
         out = run()
         with meter:
             out.sum().backward()
-    found = Work()
+    work = Work()
     for segment in meter.segments:
-        found.add(segment.work)
-    return found
+        work.add(segment.work)
+    return work
 
 
 def test_a_product_has_the_sides_of_its_weight_in_forward_and_backward() -> None:
@@ -49,9 +49,9 @@ def test_a_product_has_the_sides_of_its_weight_in_forward_and_backward() -> None
 def test_scores_are_products_of_the_smaller_sides_whose_bytes_count() -> None:
     with FakeTensorMode():
         q, k = torch.empty(6, 40, 8), torch.empty(6, 8, 40)
-        found = work_of(lambda: q @ k)
-    assert found.products == {sqrt(8 * 40): 2 * 6 * 40 * 8 * 40}
-    assert found.nbytes == 4 * 6 * (2 * 40 * 8 + 40 * 40)
+        work = work_of(lambda: q @ k)
+    assert work.products == {sqrt(8 * 40): 2 * 6 * 40 * 8 * 40}
+    assert work.nbytes == 4 * 6 * (2 * 40 * 8 + 40 * 40)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -88,17 +88,17 @@ def test_grouped_products_of_experts_count() -> None:
         tokens = torch.empty(64, 32, dtype=torch.bfloat16)
         experts = nn.Parameter(torch.empty(4, 32, 16, dtype=torch.bfloat16))
         ends = torch.empty(4, dtype=torch.int32)
-        found = work_of(lambda: F.grouped_mm(tokens, experts, offs=ends), experts)
-    assert found.products == {sqrt(32 * 16): 2 * 64 * 32 * 16}
+        work = work_of(lambda: F.grouped_mm(tokens, experts, offs=ends), experts)
+    assert work.products == {sqrt(32 * 16): 2 * 64 * 32 * 16}
 
 
 def test_bytes_are_those_that_an_operation_reads_and_writes() -> None:
     with FakeTensorMode():
         table, some = torch.empty(1000, 8), torch.empty(10, dtype=torch.long)
         assert work_of(lambda: F.embedding(some, table)).nbytes == 2 * 4 * 10 * 8
-        one, row = torch.empty(10, 8), torch.empty(1, 8).expand(10, 8)
-        assert work_of(lambda: one + row).nbytes == 4 * (10 * 8 + 8 + 10 * 8)
-        assert work_of(lambda: one.copy_(row)).nbytes == 4 * (8 + 10 * 8)
+        matrix, row = torch.empty(10, 8), torch.empty(1, 8).expand(10, 8)
+        assert work_of(lambda: matrix + row).nbytes == 4 * (10 * 8 + 8 + 10 * 8)
+        assert work_of(lambda: matrix.copy_(row)).nbytes == 4 * (8 + 10 * 8)
         assert work_of(lambda: torch.empty(100)).launches == 0
         few = torch.empty(3, dtype=torch.long)
         touched = work_of(lambda: table.index_add_(0, few, torch.empty(3, 8)))
@@ -115,11 +115,11 @@ def test_grouped_products_have_the_shape_and_dtype_that_torch_gives_them(
     a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     offs = None if len(a) == len(b) == 3 else torch.tensor([16, 32, 48], dtype=torch.int32)
-    given = (torch.ones(a, dtype=dtype), torch.ones(b, dtype=dtype).mT.contiguous().mT)
-    real = F.grouped_mm(*given, offs=offs)
+    operands = (torch.ones(a, dtype=dtype), torch.ones(b, dtype=dtype).mT.contiguous().mT)
+    real = F.grouped_mm(*operands, offs=offs)
     with FakeTensorMode(allow_non_fake_inputs=True), Meter():
-        fake = F.grouped_mm(*(torch.empty_like(one) for one in given), offs=offs)
-    described = [(one.shape, one.dtype, one.stride()) for one in (fake, real)]
+        fake = F.grouped_mm(*(torch.empty_like(tensor) for tensor in operands), offs=offs)
+    described = [(tensor.shape, tensor.dtype, tensor.stride()) for tensor in (fake, real)]
     assert described[0] == described[1]
 
 

@@ -35,11 +35,11 @@ of_groups = pytest.mark.skipif(
 
 
 def booked(optimizer: ot.OffloadOptimizer) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {"host": {}, "device": {}}
+    owners: dict[str, dict[str, int]] = {"host": {}, "device": {}}
     for row in optimizer.ledger.rows():
         if row.peak_bytes:
-            found[row.tier][row.owner] = row.peak_bytes
-    return found
+            owners[row.tier][row.owner] = row.peak_bytes
+    return owners
 
 
 def planned(plan: ModelPlan) -> dict[str, dict[str, int]]:
@@ -61,9 +61,9 @@ def compare_made(make_model: Callable[[], nn.Module], batch: Batch, **options: A
         optimizer.backward(model(**batch).loss)
         optimizer.step()
 
-    most, found = most_allocated(step), booked(optimizer)
+    most, owners = most_allocated(step), booked(optimizer)
     optimizer.close()
-    assert planned(plan) == found
+    assert planned(plan) == owners
     return plan.plan.activations.total / most
 
 
@@ -78,8 +78,8 @@ def test_fifteen_architectures_within_five_percent(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
 def test_policies_within_five_percent(name: str, policy: str) -> None:
     above = {"offload_saved_above": 1 << 12} if policy == "offload_saved" else {}
-    found = compare(name, **FP32, activation=policy, working="host", **above)
-    assert found == pytest.approx(1.0, abs=0.05)
+    ratio = compare(name, **FP32, activation=policy, working="host", **above)
+    assert ratio == pytest.approx(1.0, abs=0.05)
 
 
 @of_groups
@@ -97,8 +97,8 @@ def test_experts_in_fp32_within_five_percent(policy: str) -> None:
         model: nn.Module = transformers.Qwen3MoeForCausalLM(config).train()
         return model
 
-    found = compare_made(make_model, batch_of("qwen3"), **FP32, activation=policy)
-    assert found == pytest.approx(1.0, abs=0.05)
+    ratio = compare_made(make_model, batch_of("qwen3"), **FP32, activation=policy)
+    assert ratio == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,8 @@ def test_a_gpt_has_the_same_bytes_from_its_shape_and_from_its_module(
     forward = sum(block.forward.flops for block in step.blocks.values())
     assert forward == pytest.approx(flops_per_token(config.model, 16) / 3 * tokens.numel())
     again = [
-        one.hardware_tflops / one.tflops for one in (traced.plan.prediction, shaped.prediction)
+        prediction.hardware_tflops / prediction.tflops
+        for prediction in (traced.plan.prediction, shaped.prediction)
     ]
     # Of attention's backward the trace counts five products, the formula of a shape four.
     assert again[0] == pytest.approx(again[1], rel=2e-3)
@@ -173,15 +174,15 @@ def test_a_gpt_takes_the_same_time_from_its_shape_and_from_its_module(
     shaped = compute_seconds(make(config, name, machine).placed, machine)
     tokens = torch.empty(8, 512, dtype=torch.long, device="meta")
     options = config.offload
-    found = plan_model(
+    planned = plan_model(
         lambda: Transformer(config.model), (tokens, tokens), machine=name, config=options
     )
-    traced = compute_seconds(found.plan.placed, machine)
+    traced = compute_seconds(planned.plan.placed, machine)
     assert traced.forward + traced.backward == pytest.approx(
         shaped.forward + shaped.backward, rel=0.08
     )
     at_once = make(config, name, machine).activations.total
-    assert found.plan.activations.total == pytest.approx(at_once, rel=0.05)
+    assert planned.plan.activations.total == pytest.approx(at_once, rel=0.05)
 
 
 class Net(nn.Module):
@@ -196,23 +197,23 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.looks and x.sum() > 0:
             return x
-        found: Tensor = self.norm(self.layers(x))
-        return found
+        out: Tensor = self.norm(self.layers(x))
+        return out
 
 
 def test_the_model_stays_as_it_is() -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = plan_model(model, torch.ones(8, 32), machine="cpu2", loss=Tensor.sum)
+    result = plan_model(model, torch.ones(8, 32), machine="cpu2", loss=Tensor.sum)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert "It fits" in str(found) and found.fits and found.device_bytes > 0 < found.host_bytes
+    assert "It fits" in str(result) and result.fits and result.device_bytes > 0 < result.host_bytes
     optimizer = ot.offload(model, device="cpu")
-    assert planned(found)["host"] == booked(optimizer)["host"]  # the batch norm stays fp32
+    assert planned(result)["host"] == booked(optimizer)["host"]  # the batch norm stays fp32
     optimizer.close()
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "said"),
+    ("model", "batch", "message"),
     [
         (Net(looks=True), torch.ones(8, 32), "asks for the values of a tensor"),
         (Net(), torch.ones(8, 32), "give loss="),
@@ -220,8 +221,8 @@ def test_the_model_stays_as_it_is() -> None:
         (Net(), torch.ones(8, 31), "cannot be traced in .*; torch says: "),
     ],
 )
-def test_what_cannot_be_planned_is_said(model: nn.Module, batch: Any, said: str) -> None:
-    with pytest.raises(TraceError, match=said):
+def test_what_cannot_be_planned_is_said(model: nn.Module, batch: Any, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
         plan_model(model, batch, machine="cpu2")
 
 
@@ -231,9 +232,9 @@ def test_what_does_not_fit_says_what_does() -> None:
     options: dict[str, Any] = {"precision": "fp16", "loss": Tensor.sum}
     needed = plan_model(Net, batch, machine=machine, **options).device_bytes
     less = f"{machine.gpu_reserved_bytes + needed * 2 // 3}"
-    found = plan_model(Net, batch, machine=replace(machine, gpu_memory=less), **options)
-    assert not found.fits and "It does not fit" in str(found)
-    assert found.changes and all(change.plan.fits for change in found.changes)
+    planned = plan_model(Net, batch, machine=replace(machine, gpu_memory=less), **options)
+    assert not planned.fits and "It does not fit" in str(planned)
+    assert planned.changes and all(change.plan.fits for change in planned.changes)
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ class Trainer:
         """Return this rank's figures of a step for the others, and whether it was asked to stop or
         to save. `report`: of the last step that was decided."""
         comm_ms = 0.0 if report is None else report.busy_ms["comm"]
-        if self._requests is not None and self._requests.waiting():
+        if self._requests is not None:
             self._polled += self._requests.poll()
         asks = bool(self._polled)
         noted = not self._ranks.is_single and stop.requested is not None

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 from offloadtrain.boundary.safe_open import open_descriptor, read_json
 from offloadtrain.boundary.safe_write import own_folder, replace_file
 from offloadtrain.config.job import Config, as_tables
-from offloadtrain.events import codec, schema
+from offloadtrain.events import log_lines, schema
 
 Scalar: TypeAlias = int | float | bool
 Source: TypeAlias = schema.Step | schema.Eval | schema.Memory
@@ -114,7 +114,7 @@ class JsonLines(_RowFile):
 
     def log(self, row: Row) -> None:
         values = {"step": row.step, "time_s": row.time_s, **row.values}
-        self._file.write(codec.encode(values).decode() + "\n")
+        self._file.write(log_lines.encode(values).decode() + "\n")
 
 
 class Csv(_RowFile):

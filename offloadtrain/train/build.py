@@ -44,7 +44,7 @@ from offloadtrain.train.run_folder import ResumedSettings
 from offloadtrain.train.saved_state import seed_all
 
 if TYPE_CHECKING:
-    from offloadtrain.train.pipelined import PipelinedModel
+    from offloadtrain.parallel.pipeline.language_model import PipelinedModel
 
 _log = logging.getLogger(__name__)
 
@@ -206,9 +206,15 @@ def _offloaded(
         terms = LossTerms(train.label_smoothing, train.z_loss)
     if config.stage is not None:
         # torch's schedules take seconds to import, which other jobs do not need.
-        from offloadtrain.train import pipelined
+        stage: PipelinedModel
+        if config.hf is None:
+            from offloadtrain.parallel.pipeline.language_model import offload_own_stages
 
-        stage = pipelined.offload_stage(config, shape, terms, mesh, device)
+            stage = offload_own_stages(config, shape, terms, mesh, device)
+        else:
+            from offloadtrain.integrations.hf_stages import offload_stages
+
+            stage = offload_stages(config, shape.num_layers, terms, mesh, device)
         return stage, stage.pipeline.optimizer, stage
     if config.hf is not None:
         module, optimizer = hf_job.build(

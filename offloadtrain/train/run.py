@@ -32,7 +32,7 @@ from offloadtrain.train.log.console import Console, ProgressBar, run_summary
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
 from offloadtrain.train.signals import Guards
-from offloadtrain.train.unflushed_trainer import trainer_of
+from offloadtrain.train.trainer import trainer_of
 
 
 @contextmanager

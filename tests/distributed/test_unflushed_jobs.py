@@ -21,7 +21,6 @@ from offloadtrain.events import schema
 from offloadtrain.parallel.pipeline.split_step import SplitStep
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import trainer as trainers
-from offloadtrain.train import unflushed_trainer
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer

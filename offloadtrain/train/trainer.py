@@ -438,9 +438,8 @@ class UnflushedTrainer(Trainer):
         clock.lap("optimizer")
         row = self._row(math.nan, clock, self.optimizer.last_step, stop)
         # No rank waits for another one here: the rows are taken in when the step has ended.
-        self._pending = pending = _PendingStep(
-            clock, lr, divides, self._context.ranks.send_host(row)
-        )
+        receive = self._context.ranks.send_host(row)
+        self._pending = pending = _PendingStep(clock, lr, divides, receive)
         if not self._flush_is_due(stats):
             return False, stats
         stats = self._end(pending)

@@ -202,7 +202,8 @@ class Trainer:
         comm_ms = 0.0 if report is None else report.busy_ms["comm"]
         if self._requests is not None:
             self._polled += self._requests.poll()
-        asks, stops = bool(self._polled), stop.requested is not None
+        stops = not self._context.ranks.is_single and stop.requested is not None
+        asks = bool(self._polled)
         row = [loss, clock.total_ms, comm_ms, stops, asks, stop.wants_checkpoint]
         return [*row, self.saving.written]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offloadtrain.config.batch_split import shards
+from offloadtrain.config.batch_split import shards, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.model_shape import ModelShape
@@ -25,21 +25,23 @@ from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.parallel.mesh import Mesh
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.parallel.tensor.own_model import divided, initializer
-from offloadtrain.plan.placement import PlanError
+from offloadtrain.plan.costs.microbatch import Trace
+from offloadtrain.plan.placement import PlanError, resolved
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
+from offloadtrain.plan.tracing.tracer import ShapeTrace
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
-from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.run_folder import ResumedSettings
 from offloadtrain.train.saved_state import seed_all
 
@@ -313,6 +315,31 @@ def _planned(
             f"{config.name} does not fit: {' '.join(problems)}. What to change: offloadtrain plan"
         )
     return plan
+
+
+def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
+    """Return the trace that a plan of this job must have; None: that of its shape is enough.
+
+    With `offload.activation = "offload_saved"` each tensor that autograd saves goes to the host by
+    its own size, which the layout of the host's memory needs.
+    """
+    needed = job.offload.activations.mode == "offload_saved"
+    # Of other models than ours the shape estimates activations, too coarsely to fill a device.
+    needed = needed or (job.hf is not None and job.offload.activations.recompute_blocks == "auto")
+    return tracer_of(job, machine, ranks) if needed else None
+
+
+def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
+    """Return what traces a microbatch of one rank; nothing is traced yet.
+
+    Raises:
+        PlanError: the machine does not support device, precision or state format.
+        ConfigError: the ranks cannot share the batch.
+    """
+    of_rank = shared(resolved(job, machine), ranks)
+    if of_rank.hf is not None:
+        return HfTrace(of_rank, machine.on_cpu)
+    return ShapeTrace(machine.on_cpu)
 
 
 def _rates_of(rates: Machine, here: Machine) -> Machine:

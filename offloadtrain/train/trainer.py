@@ -67,7 +67,6 @@ from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
 
 if TYPE_CHECKING:
-    from offloadtrain.parallel.pipeline.language_model import PipelinedModel
     from offloadtrain.parallel.pipeline.steps import Pipeline
 
 MAX_SKIPS = 20
@@ -234,12 +233,13 @@ class Trainer:
 
     def _accumulate(self, clock: StepClock) -> None:
         """Forward and backward of every microbatch; `_loss` gets the step's, of this rank."""
+        if self._context.pipelined is not None:
+            losses, divides = self._run_pipeline(clock, self.progress.step + 1)
+            self._loss.launch(of_step(losses, divides=divides))
+            return
         count = self._context.local.train.grad_accum_steps
         total = torch.zeros((), device=self.optimizer.device)
         divisor = loss_divisor(self._context.batches, count, self._context.replicas.size)
-        if self._context.pipelined is not None:
-            self._run_pipeline(self._context.pipelined, clock, count, divisor)
-            return
         optimizer = self.optimizer
         assert isinstance(optimizer, OffloadOptimizer)
         for number in range(count):
@@ -255,17 +255,24 @@ class Trainer:
             optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
 
-    def _run_pipeline(
-        self, stage: PipelinedModel, clock: StepClock, count: int, divisor: float | None
-    ) -> None:
-        """Run this rank's stage; forwards and backwards alternate, and count as "backward"."""
-        HEARTBEAT.enter(f"forward and backward of step {self.progress.step + 1}")
-        device = self.optimizer.device
-        batches = [to_device(self._prefetch.next(), device) for _ in range(count)]
+    def _run_pipeline(self, clock: StepClock, number: int) -> tuple[Tensor, bool]:
+        """Run this rank's stages in step `number`; forwards and backwards alternate, and count as
+        "backward".
+
+        Returns:
+            the losses that the pipeline gives back, and whether the step's is the mean of its
+            microbatches'.
+        """
+        context = self._context
+        assert context.pipelined is not None
+        HEARTBEAT.enter(f"forward and backward of step {number}")
+        count = context.local.train.grad_accum_steps
+        divisor = loss_divisor(context.batches, count, context.replicas.size)
+        batches = [to_device(self._prefetch.next(), self.optimizer.device) for _ in range(count)]
         clock.lap("data")
-        losses = stage.run(batches, divisor)
-        self._loss.launch(of_step(losses, divides=divisor is None))
+        losses = context.pipelined.run(batches, divisor)
         clock.lap("backward")
+        return losses, divisor is None
 
     def _check_step(self, number: int, report: StepReport, loss: float, spike: str) -> None:
         """Report a step that was skipped; `spike`: what was wrong with its loss, if that was
@@ -423,7 +430,9 @@ class UnflushedTrainer(Trainer):
         if self._pending is None:
             self._log.before_step(self.optimizer)
         try:
-            losses, divides = self._run(clock)
+            number = self.progress.step + (1 if self._pending is None else 2)
+            # The losses are those of the step before.
+            losses, divides = self._run_pipeline(clock, number)
         except LossScaleError as error:
             # On every stage, before a microbatch of this step is sent: the one in flight can end.
             assert self._pending is not None
@@ -455,20 +464,6 @@ class UnflushedTrainer(Trainer):
         assert left is not None
         self._pending = None
         return self._ended(pending, left)
-
-    def _run(self, clock: StepClock) -> tuple[Tensor, bool]:
-        """Run the microbatches of a step; return the losses of the step before, and whether this
-        one's loss is the mean of its own."""
-        assert self._context.pipelined is not None
-        number = self.progress.step + (1 if self._pending is None else 2)
-        HEARTBEAT.enter(f"forward and backward of step {number}")
-        count, device = self._context.local.train.grad_accum_steps, self.optimizer.device
-        divisor = loss_divisor(self._context.batches, count, self._context.replicas.size)
-        batches = [to_device(self._prefetch.next(), device) for _ in range(count)]
-        clock.lap("data")
-        losses = self._context.pipelined.run(batches, divisor)
-        clock.lap("backward")
-        return losses, divisor is None
 
     def _ended(self, pending: _PendingStep, losses: Tensor) -> StepStats:
         """Count and log a step that was decided; `losses`: of its microbatches."""

@@ -120,7 +120,9 @@ class TensorWriter:
         writes = [
             self._pool.submit(self._write, part.region, flat[lo - start : hi - start], lo, hi)
             for part in parts
-            for flat, size in [(_bytes_of(part.tensor), part.tensor.itemsize)]
+            for size in [part.tensor.itemsize]
+            # (n,) uint8; of a tensor that is not contiguous, a copy.
+            for flat in [part.tensor.detach().contiguous().reshape(-1).view(torch.uint8)]
             for start in [part.region.offset + part.lo * size]
             for lo, hi in part.windows(size)
         ]
@@ -187,11 +189,6 @@ class TensorWriter:
         return window
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the values as (n,) uint8; of a tensor that is not contiguous, a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _require_finite(chunk: Chunk, data: memoryview) -> None:
     """Raises NotFiniteError if a weight in the chunk is not finite."""
     entry = chunk.entry
@@ -224,7 +221,10 @@ def require_space(
     needed = int(int(ranks.all_gather_host([num_bytes]).sum()) * 1.05) + (1 << 20)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = os.statvfs(there)
-    free = disk.f_bavail * disk.f_frsize + sum(map(_allocated_bytes, unfinished))
+    # Allocated bytes: a file that was made for a checkpoint may be larger than its blocks.
+    folders = (path for path in unfinished if path.is_dir() and not path.is_symlink())
+    removable = sum(512 * file.lstat().st_blocks for path in folders for file in path.iterdir())
+    free = disk.f_bavail * disk.f_frsize + removable
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "
@@ -232,14 +232,6 @@ def require_space(
             "disk."
         )
     return needed, free
-
-
-def _allocated_bytes(folder: Path) -> int:
-    """Return the allocated bytes, which may be less than the size of a truncated file; 0 for what
-    is no folder of files."""
-    if folder.is_symlink() or not folder.is_dir():
-        return 0
-    return sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
 
 
 Tensors = dict[str, torch.Tensor]
@@ -329,7 +321,9 @@ class Save:
         try:
             with _together(ranks, self._final):
                 if ranks.rank == 0:
-                    _make(self._unfinished)
+                    atomic_io.make_folder(folder)
+                    checkpoint.clean(folder)
+                    os.mkdir(self._unfinished, 0o700)
             with _together(ranks, self._final):
                 require_space(folder, size_of(self._regions), ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
@@ -467,12 +461,6 @@ def _together(ranks: Ranks, final: Path) -> Iterator[None]:
         if other is not None:
             where = "" if ranks.is_single else f"rank {rank}: "
             raise (NotFiniteError if not_finite else CheckpointError)(where + other) from failed
-
-
-def _make(unfinished: Path) -> None:
-    atomic_io.make_folder(unfinished.parent)
-    checkpoint.clean(unfinished.parent)
-    os.mkdir(unfinished, 0o700)
 
 
 def _failure(final: Path, error: OSError) -> str:

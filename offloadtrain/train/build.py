@@ -300,8 +300,20 @@ def _planned(
     """
     name, machine = here(on_gpu=device.type == "cuda")
     if config.device.machine:
-        name, rates = find(config.device.machine)
-        machine = _rates_of(rates, machine)
+        # This machine's memory, with the rates of another one where those are set.
+        name, other = find(config.device.machine)
+        rates: dict[str, Any] = {
+            rate: getattr(other, rate) or getattr(machine, rate)
+            for rate in ("bf16_tflops", "fp16_tflops", "fp32_tflops")
+        }
+        machine = replace(
+            other,
+            gpu=machine.gpu,
+            gpu_memory=machine.gpu_memory,
+            host_memory=machine.host_memory,
+            node_link_gbps=other.node_link_gbps or other.gpu_link_gbps,
+            **rates,
+        )
     machine = replace(machine, gpus=rank_info.local_size)
     trace = needed_trace(config, machine, ranks.size)
     local = settled(config, name, machine, ranks.size, trace)
@@ -340,22 +352,6 @@ def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
     if of_rank.hf is not None:
         return HfTrace(of_rank, machine.on_cpu)
     return ShapeTrace(machine.on_cpu)
-
-
-def _rates_of(rates: Machine, here: Machine) -> Machine:
-    """Return this machine's memory with other rates, which keep this machine's values if unset."""
-    open_rates = ("bf16_tflops", "fp16_tflops", "fp32_tflops")
-    chosen: dict[str, Any] = {
-        rate: getattr(rates, rate) or getattr(here, rate) for rate in open_rates
-    }
-    return replace(
-        rates,
-        gpu=here.gpu,
-        gpu_memory=here.gpu_memory,
-        host_memory=here.host_memory,
-        node_link_gbps=rates.node_link_gbps or rates.gpu_link_gbps,
-        **chosen,
-    )
 
 
 def open_on_ranks(
@@ -463,19 +459,15 @@ def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) ->
             f"data.tokenizer = {wanted}, but {train.path} was prepared with another one "
             f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
         )
-    if config.train.sample_tokens:
-        _check_decodes(config.train.sample_tokens, train)
-
-
-def _check_decodes(count: int, tokens: TokenFile) -> None:
+    if not config.train.sample_tokens:
+        return
     try:
-        identity = tokenizer(tokens.header.tokenizer).identity
-        if tokens.header.tokenizer_id not in ("", identity):
-            raise DataError(f"the tokenizer {tokens.header.tokenizer} is another one by now")
+        if identity not in ("", tokenizer(train.header.tokenizer).identity):
+            raise DataError(f"the tokenizer {train.header.tokenizer} is another one by now")
     except DataError as error:
         raise ConfigError(
-            f"train.sample_tokens = {count}, but the text cannot be decoded: {tokens.path}: "
-            f"{error}; set train.sample_tokens = 0"
+            f"train.sample_tokens = {config.train.sample_tokens}, but the text cannot be decoded: "
+            f"{train.path}: {error}; set train.sample_tokens = 0"
         ) from None
 
 
@@ -497,7 +489,20 @@ def set_up_torch(
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
-    _bound_process(config.device.process_memory_limit, device)
+    limit = config.device.process_memory_limit
+    if limit and device.type != "cuda":
+        raise ConfigError(
+            "device.process_memory_limit bounds the memory of a GPU, and this run computes on the "
+            "CPU: leave it out"
+        )
+    if limit:
+        total = torch.cuda.get_device_properties(device).total_memory
+        if parse_bytes(limit) > total:
+            raise ConfigError(
+                f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
+            )
+        # torch enforces it for every allocation.
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)
 
 
 def _threads(
@@ -523,20 +528,3 @@ def _share(rank_info: RankInfo) -> int:
     if quota is not None:
         usable = min(usable, int(quota))
     return max(1, usable // rank_info.local_size)
-
-
-def _bound_process(limit: str, device: torch.device) -> None:
-    """Let torch enforce the limit for every allocation."""
-    if not limit:
-        return
-    if device.type != "cuda":
-        raise ConfigError(
-            "device.process_memory_limit bounds the memory of a GPU, and this run computes on the "
-            "CPU: leave it out"
-        )
-    total = torch.cuda.get_device_properties(device).total_memory
-    if parse_bytes(limit) > total:
-        raise ConfigError(
-            f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
-        )
-    torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)

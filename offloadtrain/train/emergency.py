@@ -56,7 +56,7 @@ class Emergency:
 
     def step_ended(self) -> None:
         """A step is over and counted: it is what an emergency goes back to."""
-        self._tries, self._at = self._optimizer.tries, self._saving.state.here()
+        self._tries, self._at = self._optimizer.tries, self._saving.position()
         self._buffers = self._saving.untrained.versions_of_buffers()
 
     @contextmanager
@@ -122,7 +122,7 @@ class Emergency:
         if uncounted:  # decided, and not counted yet
             tokens, skipped = self._config.batch_tokens, step == progress.step
             progress.count(tokens=tokens, skipped=skipped, seconds=0.0)
-            self._at = self._saving.state.here()
+            self._at = self._saving.position()
         if progress.step == 0:
             raise DeviceFailedError("no step is done yet")
         self._bring_untrained(uncounted=uncounted)

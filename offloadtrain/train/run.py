@@ -25,7 +25,7 @@ from offloadtrain.hardware.host_memory import least_room
 from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.runtime.arena import Ledger, is_out_of_memory
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
-from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.distributed_run import DistributedRun
 from offloadtrain.train.log.console import Console, ProgressBar, run_summary
@@ -155,7 +155,12 @@ def run(
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
         set_ledger = stack.enter_context(named_memory_errors())
-        set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
+        set_up = stack.enter_context(ExitStack())
+        if ranks.rank == 0:
+            # See [Note: Nothing before it begins].
+            folder.announce()
+            shown = ShownSetUp(folder.path, partial(log.warn, "set-up-unseen"))
+            set_up.enter_context(shown)
         context = _build(config, opened, distributed, console)
         set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)
@@ -200,16 +205,6 @@ def _warn_of_folder(folder: RunFolder, problems: Sequence[str], log: RunLog) -> 
             f"the file system of {folder.path} keeps no locks (flock): nothing stops a second "
             "process from training in this folder",
         )
-
-
-def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:
-    """Make the folder, and show the progress of rank 0 in it until the stack is closed: see
-    [Note: Nothing before it begins]."""
-    shown = ExitStack()
-    if ranks.rank == 0:
-        folder.announce()
-        shown.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
-    return shown
 
 
 def _build(

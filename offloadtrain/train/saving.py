@@ -1,7 +1,7 @@
 """The checkpoints of a run, as the trainer sees them: room for them, saving, resuming.
 
-`Saving` writes and restores checkpoints, `RunState` collects what they hold besides tensors
-(checked by `saved_state.py`), and `Untrained` tracks frozen parameters and buffers.
+`Saving` writes and restores checkpoints, with the state outside of tensors (checked by
+`saved_state.py`); `Untrained` tracks frozen parameters and buffers.
 """
 
 from __future__ import annotations
@@ -57,6 +57,16 @@ class TrainingError(OffloadTrainError):
     """Training cannot continue: values are no longer finite."""
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The end of a step: the next one begins with these random states, at this place in the
+    data, and compares its loss with these."""
+
+    rng: RandomStates
+    data: Mapping[str, Any]
+    spikes: Mapping[str, Any]
+
+
 class Saving:
     """Saves the state after a step, prunes older checkpoints, and resumes from one."""
 
@@ -68,7 +78,9 @@ class Saving:
         self._run, self._log = run, log
         self._saved_step = -1
         self.spikes = Spikes(config.train, context.replicas)
-        self.state = RunState(config, context, self.spikes)
+        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
+        val_tokens = context.val_tokens
+        self._held_out = None if val_tokens is None else val_tokens.header.content
         self.untrained = Untrained(context.model.module, context.optimizer)
         self.saved_untrained: Versions = {}
         """Versions of untrained tensors in the newest checkpoint."""
@@ -142,12 +154,12 @@ class Saving:
 
     def _resume(self, source: checkpoint.Checkpoint) -> Progress:
         """Load the state of a checkpoint; its tensors are verified meanwhile."""
-        for code, message in self.state.changes(source):
+        for code, message in self._changes(source):
             self._log.warn(code, message)
         context = self._context
         delayed = restore(source, context.model.module, context.optimizer, context.ranks)
         context.optimizer.finish_load(**source.state["optimizer"], delayed=delayed)
-        self.state.load(source)
+        self._load(source)
         self._saved_step, self.saved_untrained = source.step, self.untrained.versions()
         return Progress(**source.state["progress"])
 
@@ -192,6 +204,89 @@ class Saving:
             except OSError as error:
                 self._log.warn("checkpoint-damaged", f"{path} cannot be renamed: {error.strerror}")
 
+    # ---- the state outside of tensors
+
+    def position(self) -> Position:
+        """Return the position of the run now; between steps it is the end of the last one."""
+        data, spikes = self._context.batches.state_dict(), self.spikes.state_dict()
+        return Position(random_states(), data, spikes)
+
+    def _state(self, progress: Progress, at: Position) -> Mapping[str, Any]:
+        """Return what a checkpoint at this position keeps. A collective."""
+        hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._context.optimizer.param_groups
+        ]
+        expert_steps = {}
+        if self._config.offload.skip_unused:
+            # A collective: ranks may hold different experts.
+            of_ranks = self._context.ranks.gather(self._context.optimizer.expert_steps)
+            expert_steps = merged_steps(of_ranks)
+        return {
+            "optimizer": {
+                "step": progress.step,
+                "scaler": self._context.optimizer.scaler_state(),
+                # Only where experts are skipped: earlier versions know no such key.
+                **({"expert_steps": expert_steps} if expert_steps else {}),
+            },
+            "progress": asdict(progress),
+            "data": at.data,
+            "spikes": at.spikes,
+            "held_out": self._held_out,
+            "tokenizer": self._context.train_tokens.header.tokenizer_id,
+            # The ranks that hold the parts of matrices draw the same.
+            "rng": self._context.ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
+            "param_groups": hyperparameters,
+            "precision": self._context.precision,
+            "threads": torch.get_num_threads(),
+            "config": as_tables(self._config),
+            "tokenizer_name": self._context.train_tokens.header.tokenizer,
+            "hf_config": self._hf_config,
+        }
+
+    def _load(self, source: Checkpoint) -> None:
+        """Go on as the checkpoint says, with its data, random numbers and losses."""
+        state, ranks = source.state, self._context.ranks
+        self._context.batches.load_state_dict(state["data"])
+        self.spikes.load_state_dict(state["spikes"])
+        replica = ranks.rank // self._config.ranks.tensor
+        if replica < len(state["rng"]):
+            restore_random_states(state["rng"][replica])
+        else:  # a new rank: numbers that no other rank draws
+            seed_all(self._config.train.seed + replica + source.step * ranks.size)
+
+    def _changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
+        """Yield (code, warning) for what has changed since the checkpoint.
+
+        Raises:
+            ConfigError: the changes make it another run.
+        """
+        if self._context.precision != source.state["precision"]:
+            raise ConfigError(
+                f"{source.path} was trained with offload.precision = "
+                f"{source.state['precision']!r}, but this run uses {self._context.precision!r}"
+            )
+        tokens = self._context.train_tokens.header
+        if tokens.tokenizer_id and source.state["tokenizer"] not in ("", tokens.tokenizer_id):
+            raise ConfigError(
+                f"{source.path} was trained on tokens of another tokenizer than the data's, "
+                f"{tokens.tokenizer}: its tokens would mean something else"
+            )
+        before, threads = source.state.get("threads"), torch.get_num_threads()
+        if before not in (None, threads):
+            yield (
+                "threads-changed",
+                f"torch had {before} threads when {source.path} was saved, and has {threads} now: "
+                "losses may now differ in their last digits",
+            )
+        changed = _changes_since(source, self._config)
+        if source.state.get("held_out", self._held_out) != self._held_out:
+            changed.append(
+                "the held-out tokens: validation losses are not comparable with earlier ones"
+            )
+        if changed:
+            yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
+
     # ---- save
 
     def begin(self, progress: Progress) -> None:
@@ -202,7 +297,7 @@ class Saving:
             TrainingError: weights of the checkpoint before it, which ends first, are not finite.
         """
         try:
-            self._begin(progress, self.state.here())
+            self._begin(progress, self.position())
         except CheckpointError as error:
             self._failed(progress.step, error)
         # Where writes are not asynchronous, or the model is small, all is written by now.
@@ -224,7 +319,7 @@ class Saving:
             # The lanes have stopped in the midst of a checkpoint, which is removed.
             self._writing.give_up()
             self._writing, self._saved_step = None, -1
-        self._begin(progress, at or self.state.here())
+        self._begin(progress, at or self.position())
         if self._writing is not None:
             self._commit(progress)
 
@@ -259,7 +354,7 @@ class Saving:
             progress.step,
             self._context.model.module,
             self._context.optimizer,
-            self.state.at(progress, at),
+            self._state(progress, at),
             ranks=self._context.ranks,
         )
         self._saved_step, self._begun_untrained = progress.step, self.untrained.versions()
@@ -317,111 +412,6 @@ class Saving:
 
 _STRUCTURAL = tuple(f"model.{key}" for key in (*field_kinds(ModelShape), "lora"))
 """Keys of a job that make it another model. The folder of `model.hf` may have moved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """The end of a step: the next one begins with these random states, at this place in the
-    data, and compares its loss with these."""
-
-    rng: RandomStates
-    data: Mapping[str, Any]
-    spikes: Mapping[str, Any]
-
-
-class RunState:
-    """The state of a run outside of its tensors: collected for a checkpoint, and loaded."""
-
-    def __init__(self, config: Config, context: TrainingContext, spikes: Spikes) -> None:
-        self._config, self._context, self._spikes = config, context, spikes
-        self._tokens = context.train_tokens.header
-        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
-
-    def here(self) -> Position:
-        """Return the position of the run now; between steps it is the end of the last one."""
-        data, spikes = self._context.batches.state_dict(), self._spikes.state_dict()
-        return Position(random_states(), data, spikes)
-
-    def at(self, progress: Progress, at: Position) -> Mapping[str, Any]:
-        """Return what a checkpoint at this position keeps. A collective."""
-        hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._context.optimizer.param_groups
-        ]
-        expert_steps = {}
-        if self._config.offload.skip_unused:
-            # A collective: ranks may hold different experts.
-            of_ranks = self._context.ranks.gather(self._context.optimizer.expert_steps)
-            expert_steps = merged_steps(of_ranks)
-        return {
-            "optimizer": {
-                "step": progress.step,
-                "scaler": self._context.optimizer.scaler_state(),
-                # Only where experts are skipped: earlier versions know no such key.
-                **({"expert_steps": expert_steps} if expert_steps else {}),
-            },
-            "progress": asdict(progress),
-            "data": at.data,
-            "spikes": at.spikes,
-            "held_out": self._validation_hash(),
-            "tokenizer": self._tokens.tokenizer_id,
-            # The ranks that hold the parts of matrices draw the same.
-            "rng": self._context.ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
-            "param_groups": hyperparameters,
-            "precision": self._context.precision,
-            "threads": torch.get_num_threads(),
-            "config": as_tables(self._config),
-            "tokenizer_name": self._tokens.tokenizer,
-            "hf_config": self._hf_config,
-        }
-
-    def _validation_hash(self) -> str | None:
-        """Return the hash of the validation tokens."""
-        tokens = self._context.val_tokens
-        return None if tokens is None else tokens.header.content
-
-    def load(self, source: Checkpoint) -> None:
-        """Go on as the checkpoint says, with its data, random numbers and losses."""
-        state, ranks = source.state, self._context.ranks
-        self._context.batches.load_state_dict(state["data"])
-        self._spikes.load_state_dict(state["spikes"])
-        replica = ranks.rank // self._config.ranks.tensor
-        if replica < len(state["rng"]):
-            restore_random_states(state["rng"][replica])
-        else:  # a new rank: numbers that no other rank draws
-            seed_all(self._config.train.seed + replica + source.step * ranks.size)
-
-    def changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
-        """Yield (code, warning) for what has changed since the checkpoint.
-
-        Raises:
-            ConfigError: the changes make it another run.
-        """
-        if self._context.precision != source.state["precision"]:
-            raise ConfigError(
-                f"{source.path} was trained with offload.precision = "
-                f"{source.state['precision']!r}, but this run uses {self._context.precision!r}"
-            )
-        tokenizer_id = self._tokens.tokenizer_id
-        if tokenizer_id and source.state["tokenizer"] not in ("", tokenizer_id):
-            raise ConfigError(
-                f"{source.path} was trained on tokens of another tokenizer than the data's, "
-                f"{self._tokens.tokenizer}: its tokens would mean something else"
-            )
-        before, threads = source.state.get("threads"), torch.get_num_threads()
-        if before not in (None, threads):
-            yield (
-                "threads-changed",
-                f"torch had {before} threads when {source.path} was saved, and has {threads} now: "
-                "losses may now differ in their last digits",
-            )
-        changed = _changes_since(source, self._config)
-        if source.state.get("held_out", self._validation_hash()) != self._validation_hash():
-            changed.append(
-                "the held-out tokens: validation losses are not comparable with earlier ones"
-            )
-        if changed:
-            yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
 
 
 def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:

@@ -156,7 +156,10 @@ def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bo
             write_adapters(model, temporary, _masters(saved), as_dtype)
         else:
             _write_whole(saved, model, temporary, as_dtype)
-        _write_words(saved, temporary)
+        source, words = tokenizer_files(saved.tokenizer)
+        if source is None and words is None and hf is not None and Path(hf.hf).is_dir():
+            source = Path(hf.hf)
+        write_tokenizer(source, temporary, words)
     return type(bare(model) if merge else model).__name__
 
 
@@ -202,24 +205,12 @@ def _masters(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
 def _empty_model(saved: SavedRun) -> Any:
     """Return the model of transformers, with its adapters, on the meta device."""
     if saved.job.hf is None:
-        end = _end_of_document(saved.tokenizer)
+        try:
+            end = tokenizer(saved.tokenizer).end_of_document
+        except DataError:  # its files are not here
+            end = None
         return empty_own_model(saved.job.model, end_of_document=end)
     return hf_job.empty_model(saved.hf_config(), saved.job.hf.lora)
-
-
-def _write_words(saved: SavedRun, folder: Path) -> None:
-    source, words = tokenizer_files(saved.tokenizer)
-    hf = saved.job.hf
-    if source is None and words is None and hf is not None and Path(hf.hf).is_dir():
-        source = Path(hf.hf)
-    write_tokenizer(source, folder, words)
-
-
-def _end_of_document(name: str) -> int | None:
-    try:
-        return tokenizer(name).end_of_document
-    except DataError:  # its files are not here
-        return None
 
 
 def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:

@@ -337,6 +337,24 @@ _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step times every operation: at most 1 step in 20
 
 
+class _StartClock:
+    """The time since a start began, and what its set-up was spent on."""
+
+    def __init__(self) -> None:
+        self._began_s, self._spent_before_s = time.monotonic(), dict(HEARTBEAT.spent_s)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def set_up(self) -> schema.SetUp:
+        """Return the durations of this start before its first step."""
+        before = self._spent_before_s
+        parts = {part: s - before.get(part, 0.0) for part, s in HEARTBEAT.spent_s.items()}
+        longest = {part: spent_s for part, spent_s in parts.items() if spent_s > 0}
+        return schema.SetUp(duration_s=self.seconds, parts_s=longest)
+
+
 class _Timelines:
     """Which steps have a timeline of their lanes in the log, and the one that is not logged yet."""
 
@@ -389,8 +407,7 @@ class RunLog:
         machine. `run_commands`: run those that the job names for alerts and the end."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
-        self._began_s = time.monotonic()
-        self._spent_before_s = dict(HEARTBEAT.spent_s)
+        self._start_clock = _StartClock()
         self._nvml = Nvml()
         self._writer = EventWriter(
             None,
@@ -459,14 +476,7 @@ class RunLog:
         if self._rank == 0:
             self._loggers.open(self._run.path, config, progress.step)
         self._writer.emit(start.record())
-        before = self._spent_before_s
-        parts = {part: s - before.get(part, 0.0) for part, s in HEARTBEAT.spent_s.items()}
-        self._writer.emit(
-            schema.SetUp(
-                duration_s=time.monotonic() - self._began_s,
-                parts_s={part: spent_s for part, spent_s in parts.items() if spent_s > 0},
-            )
-        )
+        self._writer.emit(self._start_clock.set_up())
         memory = RunMemory(
             optimizer,
             self._writer.emit,
@@ -518,7 +528,7 @@ class RunLog:
             step=self._progress.step,
             message=message,
             val_loss=self._progress.val_loss,
-            duration_s=time.monotonic() - self._began_s,
+            duration_s=self._start_clock.seconds,
         )
         self._writer.emit(end)
         self._writer.flush()  # first, so that a command finds the end in the log

@@ -343,8 +343,8 @@ def _remove(made: list[Path]) -> None:
         elif path.is_dir():
             with suppress(OSError):
                 path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
+        elif os.path.lexists(path):
+            path.unlink()
 
 
 def _lock(path: Path) -> int:

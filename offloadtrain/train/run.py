@@ -28,7 +28,7 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.distributed_run import DistributedRun
-from offloadtrain.train.log.console import Console, ProgressBar, run_summary
+from offloadtrain.train.log.console import Console, run_summary
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
 from offloadtrain.train.signals import Guards
@@ -210,14 +210,13 @@ def _warn_of_folder(folder: RunFolder, problems: Sequence[str], log: RunLog) -> 
 def _build(
     config: Config, opened: Opened, distributed: DistributedRun | None, console: Console
 ) -> TrainingContext:
-    """Build data, model and engine, with a progress bar."""
+    """Build data, model and engine; the console shows how far it is."""
     console.doing("preparing data and model")
-    labels = ("preparing the data", "verifying the tokens")
-    preparing, verifying = (ProgressBar(label, on_shown=console.spoken) for label in labels)
+    preparing = partial(HEARTBEAT.advance, "preparing the data")
+    verifying = partial(HEARTBEAT.advance, "verifying the tokens")
     ranks = ALONE if distributed is None else distributed.ranks
     rank_info, resumed = None if distributed is None else distributed.rank_info, opened.settings
-    with preparing, verifying:
-        context = assemble(config, preparing.show, ranks, rank_info, resumed, verifying.show)
+    context = assemble(config, preparing, ranks, rank_info, resumed, verifying)
     if distributed is not None:
         console.say(explain(config, context.local, ranks.size))
     return context

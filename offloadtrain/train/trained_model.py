@@ -19,7 +19,6 @@ from torch import Tensor
 
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
 from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data import tokenizer as tokenizers
@@ -164,27 +163,23 @@ def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bo
 
 
 def _write_whole(saved: SavedRun, model: Any, folder: Path, dtype: torch.dtype) -> None:
-    if saved.job.hf is None:
-        weights, bare_model = renamed(saved.job.model, saved.weights()), model
-    elif saved.job.hf.lora is None:
-        weights, bare_model = _masters(saved), model
+    hf, bare_model, buffers_of_run = saved.job.hf, model, {}
+    if hf is None:
+        weights = renamed(saved.job.model, saved.weights())
     else:
-        weights, bare_model = merged_weights(model, _masters(saved)), bare(model)
+        params = {name for name, _ in model.named_parameters()}
+        buffers_of_run = dict(saved.weights(wanted=lambda name: name not in params))
+        weights = _masters(saved)
+        if hf.lora is not None:
+            weights, bare_model = merged_weights(model, weights), bare(model)
     prefix = BASE_PREFIX if bare_model is not model else ""
-    params = {name for name, _ in model.named_parameters()}
-    saved_buffers = (
-        {} if saved.job.hf is None else dict(saved.weights(wanted=lambda n: n not in params))
-    )
     buffers = dict(bare_model.named_buffers())
-    buffers |= {name.removeprefix(prefix): buffer for name, buffer in saved_buffers.items()}
+    buffers |= {name.removeprefix(prefix): buffer for name, buffer in buffers_of_run.items()}
     write_weights(bare_model, folder, weights, buffers, dtype, "5GB")
     write_configuration(bare_model, folder, dtype)
-    if saved.job.hf is not None:
-        _copy_generation(saved.job.hf, folder)
-
-
-def _copy_generation(hf: HfModel, folder: Path) -> None:
-    """Replace the generation configuration, which config.json has made, by that of the model."""
+    if hf is None:
+        return
+    # config.json has made a generation configuration: that of the model replaces it.
     name = "generation_config.json"
     try:
         source = hf.folder / name

@@ -125,34 +125,33 @@ class Saving:
     # ---- resume
 
     def resume_newest(
-        self, source: checkpoint.Checkpoint | None, on_damaged: checkpoint.OnDamaged
+        self, on_damaged: checkpoint.OnDamaged, before: int | None = None
     ) -> Progress | None:
-        """Load the state of a checkpoint, or of the newest one before it whose tensors verify; None
-        if there is none. Every rank calls this.
+        """Load the state of the newest checkpoint whose tensors verify; None if there is none.
+        Every rank calls this.
+
+        Args:
+            before: only checkpoints of earlier steps than this.
 
         Raises:
             CheckpointError, ConfigError: it is of another model.
             DataError: it was trained on other tokens.
         """
-        while source is not None:
-            try:
-                return self._resume(source)
-            except DamagedCheckpointError as damage:
-                on_damaged(source.path, damage)
-                source = self._newest(on_damaged, before=source.step)
-        return None
+        loaded: list[Progress] = []
 
-    def _newest(
-        self, on_damaged: checkpoint.OnDamaged, before: int | None = None
-    ) -> checkpoint.Checkpoint | None:
-        return checkpoint.newest_good(
+        def load(source: Checkpoint) -> None:
+            require_run_state(source)
+            loaded.append(self._resume(source))
+
+        checkpoint.newest_good(
             *(self.folder, on_damaged, self._context.ranks),
             verified=False,
             before=before,
-            accept=require_run_state,
+            accept=load,
         )
+        return loaded[0] if loaded else None
 
-    def _resume(self, source: checkpoint.Checkpoint) -> Progress:
+    def _resume(self, source: Checkpoint) -> Progress:
         """Load the state of a checkpoint; its tensors are verified meanwhile."""
         for code, message in self._changes(source):
             self._log.warn(code, message)
@@ -177,8 +176,7 @@ class Saving:
             # One that was begun before the spike is the newest to go back to.
             self.finish(progress)
             data_state, problem = batches.state_dict(), "there is no checkpoint to go back to"
-            newest = self._newest(self._warn_of_damage)
-            earlier = self.resume_newest(newest, self._warn_of_damage)
+            earlier = self.resume_newest(self._warn_of_damage)
         if earlier is None:
             raise TrainingError(
                 f"{spike}, and {problem}. {ADVICE[self._context.precision]}, raise "

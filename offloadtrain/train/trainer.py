@@ -105,7 +105,7 @@ class Trainer:
     def resume(self, source: Checkpoint, on_damaged: OnDamaged) -> bool:
         """Continue from a checkpoint, or an earlier one if it is damaged; False: none is valid.
         Raises what `Saving.resume_newest` raises."""
-        progress = self.saving.resume_newest(source, on_damaged)
+        progress = self.saving.resume_newest(on_damaged, before=source.step + 1)
         self.progress = progress or self.progress
         return progress is not None
 

@@ -131,7 +131,7 @@ def newest_good(
     Args:
         verified: read and verify every tensor; False where that is done while they are loaded.
         before: only checkpoints of earlier steps than this.
-        accept: raises DamagedCheckpointError where the caller cannot use it.
+        accept: raises DamagedCheckpointError where the caller cannot use it; may load it.
 
     Raises:
         CheckpointError: the newest was written by a newer version of the format. It may be valid,

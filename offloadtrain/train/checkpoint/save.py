@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -319,12 +319,12 @@ class Save:
         self._frozen = {name: tensor for name, tensor in extra.items() if name in params}
         self._writer: TensorWriter | None = None
         try:
-            with _together(ranks, self._final):
+            with checkpoint.together(ranks, self._failure):
                 if ranks.rank == 0:
                     atomic_io.make_folder(folder)
                     checkpoint.clean(folder)
                     os.mkdir(self._unfinished, 0o700)
-            with _together(ranks, self._final):
+            with checkpoint.together(ranks, self._failure):
                 require_space(folder, size_of(self._regions), ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
             self._write_others({name: x for name, x in extra.items() if name not in params})
@@ -370,13 +370,13 @@ class Save:
         # This rank's part is on the disk, or has failed; the exchange below says so of all.
         self._optimizer.finish_writing()
         try:
-            with _together(self._ranks, self._final):
+            with checkpoint.together(self._ranks, self._failure):
                 entries = self._writer.entries()
             own_entries = [encoded_entry(entry) for entry in entries]
             of_ranks = self._ranks.gather(
                 (self._file, size_of(self._regions), own_entries, self._writer.direct)
             )
-            with _together(self._ranks, self._final):
+            with checkpoint.together(self._ranks, self._failure):
                 if self._ranks.rank == 0:
                     sizes = {file: size for file, size, _, _ in of_ranks}
                     all_entries = [
@@ -397,6 +397,12 @@ class Save:
         atomic_io.write_file(folder / MANIFEST, write_manifest(self.step, sizes, state, entries))
         atomic_io.sync_folder(folder)
         atomic_io.rename_folder(folder, self._final)
+
+    def _failure(self, error: OSError) -> str:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return f"{self._final} exists already; a checkpoint is never overwritten"
+        where = f"{self._final.name} could not be saved in {self._final.parent}"
+        return f"{where}: {error.strerror or error}. Older ones are intact."
 
     def give_up(self) -> None:
         """Remove what was written of it. Idempotent."""
@@ -443,28 +449,3 @@ def lay_out_state(
 def size_of(regions: Sequence[Region]) -> int:
     """Return the bytes of a file with these regions."""
     return regions[-1].end if regions else 0
-
-
-@contextmanager
-def _together(ranks: Ranks, final: Path) -> Iterator[None]:
-    """Make a failure of one rank fail on all ranks."""
-    failed: Exception | None = None
-    message = None
-    try:
-        yield
-    except CheckpointError as error:
-        failed, message = error, str(error)
-    except OSError as error:
-        failed, message = error, _failure(final, error)
-    of_ranks = ranks.gather((message, isinstance(failed, NotFiniteError)))
-    for rank, (other, not_finite) in enumerate(of_ranks):
-        if other is not None:
-            where = "" if ranks.is_single else f"rank {rank}: "
-            raise (NotFiniteError if not_finite else CheckpointError)(where + other) from failed
-
-
-def _failure(final: Path, error: OSError) -> str:
-    if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-        return f"{final} exists already; a checkpoint is never overwritten"
-    reason = error.strerror or str(error)
-    return f"{final.name} could not be saved in {final.parent}: {reason}. Older ones are intact."

@@ -145,12 +145,10 @@ def run(
     else:
         opened = distributed.open_run(config, run_dir, resume, console.say)
     ranks = ALONE if distributed is None else distributed.ranks
-    folder = opened.run
     with ExitStack() as stack:
-        stack.enter_context(folder)
-        log = stack.enter_context(
-            RunLog(folder, config, console, ranks.rank, run_commands=ranks.rank == 0)
-        )
+        folder = stack.enter_context(opened.run)
+        run_log = RunLog(folder, config, console, ranks.rank, run_commands=ranks.rank == 0)
+        log = stack.enter_context(run_log)
         stack.enter_context(guards.reporting(log.hung))
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
@@ -159,8 +157,7 @@ def run(
         if ranks.rank == 0:
             # See [Note: Nothing before it begins].
             folder.announce()
-            shown = ShownSetUp(folder.path, partial(log.warn, "set-up-unseen"))
-            set_up.enter_context(shown)
+            set_up.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
         context = _build(config, opened, distributed, console)
         set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)

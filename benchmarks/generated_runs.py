@@ -27,8 +27,7 @@ from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware.machine import find
 from offloadtrain.hardware.memory_sampler import Window, thinned
 from offloadtrain.plan.plan import Plan, make
-from offloadtrain.train.log.run_log import step_record
-from offloadtrain.train.log.run_start import plan_facts
+from offloadtrain.train.log.run_log import plan_facts, step_record
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 

@@ -61,6 +61,7 @@ def to_run(
         for note in (*foreign.notes, *_differences(source, foreign, model, config)):
             console.say(f"{source}: {note}")
         run = stack.enter_context(RunFolder.new(Path(config.runs_dir), config.name, run_dir))
+        run.announce()
         log = stack.enter_context(RunLog(run, config, Console(quiet=True)))
         set_ledger = stack.enter_context(named_memory_errors())
         context = assemble(config)

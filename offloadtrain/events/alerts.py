@@ -10,8 +10,10 @@ import math
 import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from offloadtrain.config.units import format_bytes, format_duration
 from offloadtrain.events.schema import Alert, GpuSample, Step, System
@@ -32,45 +34,13 @@ SLOW_RANK, NOT_SLOW_RANK, RANK_STEPS = 1.15, 1.08, 20
 
 
 @dataclass(slots=True)
-class _Switch:
-    """The state of one alert; it clears after `patience` good reports in a row."""
+class _Rule:
+    """The state of one alert: how often in a row its value was bad, or good."""
 
-    code: str
-    level: str = "warning"
-    patience: int = 1
     raised: bool = False
     message: str = ""
-    _good: int = 0
-
-    def report(self, problem: str, step: int | None = None) -> Iterable[Alert]:
-        """`problem`: "" if there is none."""
-        if problem:
-            self._good, self.message = 0, problem
-            if not self.raised:
-                self.raised = True
-                yield self._alert("raised", step)
-        elif self.raised:
-            self._good += 1
-            if self._good >= self.patience:
-                self.raised = False
-                yield self._alert("cleared", step)
-
-    def _alert(self, state: str, step: int | None) -> Alert:
-        return Alert(code=self.code, state=state, message=self.message, level=self.level, step=step)
-
-
-@dataclass(slots=True)
-class _Steps:
-    """The rules' memory of past steps."""
-
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=SPIKE_HISTORY))
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=100))
-    step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=50))
-    gbps: dict[str, deque[float]] = field(default_factory=dict)
-    ranks_ms: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=RANK_STEPS))
-    skipped: int = 0
-    last: Step | None = None
-    last_s: float | None = None
+    bad: int = 0
+    good: int = 0
 
 
 class Alerts:
@@ -86,192 +56,183 @@ class Alerts:
         self._spike_score = spike_score
         self.calibrated_gbps: dict[str, float] = {}
         """Lane ("h2d", "d2h") → measured bandwidth of a large copy alone on the bus."""
-        self._emit = emit
-        self._clock = clock
+        self._emit, self._clock = emit, clock
         self._lock = threading.Lock()
-        self._steps = _Steps()
+        self._rules: dict[str, _Rule] = {}
+        self._changes: list[Alert] = []
+        """Alerts to emit once the rules are evaluated."""
+        self._history: dict[str, deque[Any]] = {}
+        self._skipped = 0
+        self._last_step: int | None = None
+        self._last_step_s = 0.0
         self._swap_at_start: int | None = None
-        self._switches: dict[str, _Switch] = {}
-        self._bad_samples: dict[str, int] = {}
         self._checkpoint_bytes = 0
 
     def step(self, step: Step) -> None:
         """A step was tried."""
-        self._report(self._of_step(step))
+        with self._evaluating():
+            self._last_step, self._last_step_s = step.step, self._clock()
+            self._check_step(step)
 
     def system(self, sample: System, free_disk_bytes: int | None = None) -> None:
         """A sample of the machine, some seconds after the last one."""
-        self._report(self._of_system(sample, free_disk_bytes))
+        with self._evaluating():
+            self._check_machine(sample, free_disk_bytes)
 
     def standing(self, code: str, message: str) -> None:
         """Raise an alert that lasts for the whole run."""
-        self._report(self._switch(code).report(message))
-
-    def _report(self, rules: Iterable[Alert]) -> None:
-        """Evaluate rules, which are generators, under the lock; emit their alerts outside of it."""
-        with self._lock:
-            alerts = list(rules)
-        for alert in alerts:
-            self._emit(alert)
+        with self._evaluating():
+            self._report(code, message)
 
     def checkpoint(self, num_bytes: int) -> None:
         """Note the size of a saved checkpoint; the next will be as large."""
         self._checkpoint_bytes = num_bytes
 
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluate rules under the lock; emit their alerts outside of it."""
+        with self._lock:
+            yield
+            changes, self._changes = self._changes, []
+        for alert in changes:
+            self._emit(alert)
+
+    def _report(
+        self, code: str, problem: str, *, level: str = "warning", after: int = 1, patience: int = 1
+    ) -> None:
+        """Raise an alert after so many problems in a row; clear it after `patience` good reports.
+        `problem`: "" if there is none."""
+        rule = self._rules.setdefault(code, _Rule())
+        if not problem:
+            rule.bad, rule.good = 0, rule.good + 1
+            changes = rule.raised and rule.good >= patience
+        else:
+            rule.bad += 1
+            changes = rule.bad >= after and not rule.raised
+            if rule.bad >= after:
+                rule.good, rule.message = 0, problem
+        if changes:
+            rule.raised = not rule.raised
+            state = "raised" if rule.raised else "cleared"
+            self._changes.append(
+                Alert(
+                    code=code, state=state, message=rule.message, level=level, step=self._last_step
+                )
+            )
+
+    def _limit(self, code: str, raises: float, clears: float) -> float:
+        """Return the limit of a value now: `raises`, or `clears` while the alert is raised."""
+        rule = self._rules.get(code)
+        return clears if rule is not None and rule.raised else raises
+
+    def _recent(self, name: str, length: int) -> deque[Any]:
+        return self._history.setdefault(name, deque(maxlen=length))
+
     # ---- steps
 
-    def _of_step(self, step: Step) -> Iterable[Alert]:
-        steps, number = self._steps, step.step
-        steps.skipped = steps.skipped + 1 if step.skipped else 0
-        yield from self._switch("stall").report("", number)
-        yield from self._switch("not-finite", "error", 10).report(_not_finite(step), number)
-        yield from self._switch("skips", patience=1).report(_skips(steps.skipped), number)
-        yield from self._switch("loss-scale-floor", "error").report(_floor(step), number)
-        yield from self._switch("loss-spike", patience=20).report(self._spike(step), number)
-        steps.rates.append(step.tokens_per_s)
-        yield from self._throughput(number)
-        for lane, most in self.calibrated_gbps.items():
-            yield from self._bus(lane, most, step)
-        yield from self._skew(step)
-        steps.step_ms.append(step.step_ms)
-        steps.last, steps.last_s = step, self._clock()
-
-    def _spike(self, step: Step) -> str:
-        losses = self._steps.losses
-        problem = spike(step.loss, step.step, losses, self._spike_score)
+    def _check_step(self, step: Step) -> None:
+        number = step.step
+        self._report("stall", "", level="error")
+        problem = "" if math.isfinite(step.loss) else f"the loss of step {number} is {step.loss}"
+        self._report("not-finite", problem, level="error", patience=10)
+        self._skipped = self._skipped + 1 if step.skipped else 0
+        problem = f"{self._skipped} steps in a row were skipped: gradients are not finite"
+        self._report("skips", problem if self._skipped >= SKIPS_IN_A_ROW else "")
+        scale = math.inf if step.loss_scale is None else step.loss_scale
+        problem = f"the loss scale has fallen to {scale:g}: fp16 is too narrow for this run"
+        self._report("loss-scale-floor", problem if scale <= 1.0 else "", level="error")
+        losses = self._recent("losses", SPIKE_HISTORY)
+        problem = spike(step.loss, number, losses, self._spike_score)
+        self._report("loss-spike", problem, patience=20)
         if math.isfinite(step.loss):
             losses.append(step.loss)
-        return problem
+        self._check_throughput(step)
+        for lane, most in self.calibrated_gbps.items():
+            self._check_bus(lane, most, step)
+        self._check_skew(step)
+        self._recent("step_ms", 50).append(step.step_ms)
 
-    def _throughput(self, number: int) -> Iterable[Alert]:
-        rates = list(self._steps.rates)
+    def _check_throughput(self, step: Step) -> None:
+        rates = self._recent("rates", 100)
+        rates.append(step.tokens_per_s)
         if len(rates) < 60:
             return
-        usual, now = statistics.median(rates[:-10]), statistics.median(rates[-10:])
-        switch = self._switch("slower", patience=10)
-        limit = WELL_AGAIN if switch.raised else SLOWER_THAN
-        slow = now < limit * usual
+        usual = statistics.median(list(rates)[:-10])
+        now = statistics.median(list(rates)[-10:])
+        slow = now < self._limit("slower", SLOWER_THAN, WELL_AGAIN) * usual
         text = f"{now:.0f} tokens/s over ten steps, {usual:.0f} before; look for other load"
-        yield from switch.report(text if slow else "", number)
+        self._report("slower", text if slow else "", patience=10)
 
-    def _bus(self, lane: str, most: float, step: Step) -> Iterable[Alert]:
+    def _check_bus(self, lane: str, most: float, step: Step) -> None:
         moved = step.h2d_bytes if lane == "h2d" else step.d2h_bytes
-        busy_ms = step.busy_ms.get(lane, 0.0)
-        if lane == "h2d":
-            busy_ms += step.busy_ms.get("load", 0.0)
+        lanes = ("h2d", "load") if lane == "h2d" else (lane,)
+        busy_ms = sum(step.busy_ms.get(name, 0.0) for name in lanes)
         if moved < BUS_BYTES or busy_ms <= 0:
             return
-        rates = self._steps.gbps.setdefault(lane, deque(maxlen=BUS_STEPS))
+        rates = self._recent(lane, BUS_STEPS)
         rates.append(moved / busy_ms / 1e6)
         if len(rates) < BUS_STEPS:
             return
-        switch, now = self._switch(f"bus-{lane}"), statistics.median(rates)
-        slow = now < (GOOD_BUS if switch.raised else SLOW_BUS) * most
+        code, now = f"bus-{lane}", statistics.median(rates)
         text = (
             f"{lane} copies at {now:.1f} GB/s, but {most:.1f} GB/s were measured at the start: the "
             "bus is shared, or the memory is on another NUMA node"
         )
-        yield from switch.report(text if slow else "", step.step)
+        self._report(code, text if now < self._limit(code, SLOW_BUS, GOOD_BUS) * most else "")
 
-    def _skew(self, step: Step) -> Iterable[Alert]:
+    def _check_skew(self, step: Step) -> None:
         """Check for a slow rank that all others wait for at every step."""
-        recent = self._steps.ranks_ms
         if len(step.ranks_ms) < 2:
             return
+        recent = self._recent("ranks_ms", RANK_STEPS)
         recent.append(step.ranks_ms)
         if len(recent) < RANK_STEPS:
             return
         usual = [statistics.median(of_rank) for of_rank in zip(*recent, strict=True)]
         slowest = max(range(len(usual)), key=usual.__getitem__)
         other_ms = statistics.median(usual[:slowest] + usual[slowest + 1 :])
-        switch = self._switch("rank-skew", patience=10)
-        limit = NOT_SLOW_RANK if switch.raised else SLOW_RANK
+        slow = usual[slowest] > self._limit("rank-skew", SLOW_RANK, NOT_SLOW_RANK) * other_ms
         text = (
             f"rank {slowest} takes {usual[slowest]:.0f} ms per step and the others "
             f"{other_ms:.0f} ms, so they wait; look at its GPU's clocks, its link and its cores"
         )
-        yield from switch.report(text if usual[slowest] > limit * other_ms else "", step.step)
+        self._report("rank-skew", text if slow else "", patience=10)
 
     # ---- the machine
 
-    def _of_system(self, sample: System, free_disk_bytes: int | None) -> Iterable[Alert]:
-        last = self._steps.last
-        number = last.step if last else None
-        yield from self._switch("stall", "error").report(self._stall(), number)
-        yield from self._memory(sample, number)
-        yield from self._swap(sample, number)
-        yield from self._switch("disk", "error").report(self._disk(free_disk_bytes), number)
-        for gpu in sample.gpus:
-            yield from self._gpu(gpu, number)
-
-    def _stall(self) -> str:
-        steps = self._steps
-        if steps.last_s is None or not steps.step_ms:
-            return ""
-        usual_s = statistics.median(steps.step_ms) / 1e3
-        silent_s = self._clock() - steps.last_s
-        if silent_s < max(STALL_S, STALL_FACTOR * usual_s):
-            return ""
-        return f"no step for {format_duration(silent_s)}; a step takes {format_duration(usual_s)}"
-
-    def _memory(self, sample: System, number: int | None) -> Iterable[Alert]:
-        switch = self._switch("host-memory", "error")
-        limit = ENOUGH_MEMORY if switch.raised else LOW_MEMORY
+    def _check_machine(self, sample: System, free_disk_bytes: int | None) -> None:
+        if step_ms := self._history.get("step_ms"):
+            usual_s, silent_s = statistics.median(step_ms) / 1e3, self._clock() - self._last_step_s
+            text = (
+                f"no step for {format_duration(silent_s)}; a step takes {format_duration(usual_s)}"
+            )
+            stalls = silent_s >= max(STALL_S, STALL_FACTOR * usual_s)
+            self._report("stall", text if stalls else "", level="error")
         total, available = sample.host_total_bytes, sample.host_available_bytes
-        low = 0 < total and 0 < available < limit * total
+        low = 0 < available < self._limit("host-memory", LOW_MEMORY, ENOUGH_MEMORY) * total
         text = (
             f"{format_bytes(available)} of {format_bytes(total)} of host memory is available: the "
             "kernel may end the run; free memory, or use a narrower offload.state"
         )
-        yield from switch.report(text if low else "", number)
-
-    def _swap(self, sample: System, number: int | None) -> Iterable[Alert]:
+        self._report("host-memory", text if low else "", level="error")
         if self._swap_at_start is None:
             self._swap_at_start = sample.swap_used_bytes
         grown = sample.swap_used_bytes - self._swap_at_start
         text = f"{format_bytes(grown)} has been swapped out since the run began: steps will be slow"
-        yield from self._switch("swap").report(text if grown > SWAPPED_BYTES else "", number)
-
-    def _disk(self, free_bytes: int | None) -> str:
+        self._report("swap", text if grown > SWAPPED_BYTES else "")
         needed = CHECKPOINT_ROOM * self._checkpoint_bytes
-        if free_bytes is None or free_bytes >= needed:
-            return ""
-        return (
-            f"{format_bytes(free_bytes)} is free on the disk, but the next checkpoint needs "
+        free = math.inf if free_disk_bytes is None else free_disk_bytes
+        text = (
+            f"{format_bytes(free)} is free on the disk, but the next checkpoint needs "
             f"{format_bytes(needed)}: free some, or lower train.keep_last"
         )
-
-    def _gpu(self, gpu: GpuSample, number: int | None) -> Iterable[Alert]:
-        """Check GPUs for lasting problems: an idle GPU also has a narrow link and low clocks."""
-        busy = (gpu.utilization_percent or 0.0) > 50.0
-        if not busy:
-            return
-        for code, problem in (("link", _narrow(gpu)), ("throttle", gpu.throttle)):
-            switch = self._switch(f"{code}-gpu{gpu.index}", patience=3)
-            text = f"GPU {gpu.index}: {problem}" if problem else ""
-            count = self._bad_samples.get(switch.code, 0) + 1 if text else 0
-            self._bad_samples[switch.code] = count
-            if not text or count >= 3:
-                yield from switch.report(text, number)
-
-    def _switch(self, code: str, level: str = "warning", patience: int = 1) -> _Switch:
-        return self._switches.setdefault(code, _Switch(code, level, patience))
-
-
-def _not_finite(step: Step) -> str:
-    return "" if math.isfinite(step.loss) else f"the loss of step {step.step} is {step.loss}"
-
-
-def _skips(count: int) -> str:
-    if count < SKIPS_IN_A_ROW:
-        return ""
-    return f"{count} steps in a row were skipped: gradients are not finite"
-
-
-def _floor(step: Step) -> str:
-    if step.loss_scale is None or step.loss_scale > 1.0:
-        return ""
-    return f"the loss scale has fallen to {step.loss_scale:g}: fp16 is too narrow for this run"
+        self._report("disk", text if free < needed else "", level="error")
+        for gpu in sample.gpus:
+            # An idle GPU also has a narrow link and low clocks.
+            if (gpu.utilization_percent or 0.0) > 50.0:
+                for code, problem in (("link", _narrow(gpu)), ("throttle", gpu.throttle)):
+                    text = f"GPU {gpu.index}: {problem}" if problem else ""
+                    self._report(f"{code}-gpu{gpu.index}", text, after=3, patience=3)
 
 
 def spike(loss: float, step: int, losses: Collection[float], limit: float) -> str:

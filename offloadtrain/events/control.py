@@ -51,13 +51,6 @@ class Requests:
         self._scanned_ns = 0
         self._stale = {path.name for path in self._folder.glob("*.json")}
 
-    def waiting(self) -> bool:
-        """Return whether the folder has changed since the last scan."""
-        try:
-            return os.stat(self._folder).st_mtime_ns != self._scanned_ns
-        except OSError:  # the folder was removed: there are no requests
-            return False
-
     def poll(self) -> list[Request]:
         """Return new requests, the oldest first; each is moved to `done` and returned once."""
         try:

@@ -24,15 +24,24 @@ Json: TypeAlias = dict[str, Any]
 """Plain JSON data with string keys; a non-finite float in it is read back as a string."""
 
 
+KINDS: dict[str, type[Event]] = {}
+"""Name in the log → class."""
+
+
 class Event:
     """The base of all events, with the kind's name in the log."""
 
     __slots__ = ()
     KIND: ClassVar[str]
 
+    def __init_subclass__(cls, kind: str = "") -> None:
+        # Called a second time, without a kind, for the copy of the class that has slots.
+        cls.KIND = kind or cls.KIND
+        KINDS[cls.KIND] = cls
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStarted(Event):
+class RunStarted(Event, kind="run_started"):
     """The resolved run; written once per start, so again after each resume.
 
     Attributes:
@@ -43,7 +52,6 @@ class RunStarted(Event):
         peak_flops: of the compute device, per second, if known.
     """
 
-    KIND: ClassVar[str] = "run_started"
     run_id: str
     name: str
     pid: int
@@ -58,17 +66,16 @@ class RunStarted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetUp(Event):
+class SetUp(Event, kind="set_up"):
     """The set-up before a start's first step; the log begins after it. `parts_s`: its longest
     parts, by name."""
 
-    KIND: ClassVar[str] = "set_up"
     duration_s: float
     parts_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step(Event):
+class Step(Event, kind="step"):
     """One optimizer step.
 
     Attributes:
@@ -97,7 +104,6 @@ class Step(Event):
         ranks_ms: in the log of rank 0, the `own_ms` of every rank; empty for a single rank.
     """
 
-    KIND: ClassVar[str] = "step"
     step: int
     loss: float
     lr: float
@@ -139,16 +145,15 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory(Event):
+class Memory(Event, kind="memory"):
     """The Ledger: bytes by owner."""
 
-    KIND: ClassVar[str] = "memory"
     step: int
     rows: tuple[MemoryRow, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveMemory(Event):
+class LiveMemory(Event, kind="live_memory"):
     """The memory sampler's readings since its last record.
 
     A quantity is (least, newest, peak), one number where the three are equal, or nothing if it is
@@ -158,7 +163,6 @@ class LiveMemory(Event):
         step: the step in progress.
     """
 
-    KIND: ClassVar[str] = "live_memory"
     step: int
     allocated_kib: tuple[int, ...] = ()
     reserved_kib: tuple[int, ...] = ()
@@ -172,7 +176,7 @@ class LiveMemory(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory(Event):
+class StepMemory(Event, kind="step_memory"):
     """Memory inside a sampled step.
 
     Attributes:
@@ -181,7 +185,6 @@ class StepMemory(Event):
         kib: the most between this time and the one before.
     """
 
-    KIND: ClassVar[str] = "step_memory"
     step: int
     tier: str
     at_ms: tuple[float, ...]
@@ -189,12 +192,11 @@ class StepMemory(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneSpan(Event):
+class LaneSpan(Event, kind="span"):
     """One operation on one lane; sampled. `start_ms` counts from the beginning of the step;
     `num_bytes`: bytes written by a copy or collective. On the lane WAIT: a wait of compute, named
     after the lane it waited for."""
 
-    KIND: ClassVar[str] = "span"
     step: int
     lane: str
     name: str
@@ -248,7 +250,7 @@ class GpuSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class System(Event):
+class System(Event, kind="system"):
     """A sample of the machine and of this process.
 
     Attributes:
@@ -258,7 +260,6 @@ class System(Event):
         gpu_state: "" if the GPUs could be queried, otherwise why not.
     """
 
-    KIND: ClassVar[str] = "system"
     cpu_percent: float
     rss_bytes: int
     host_available_bytes: int
@@ -269,10 +270,9 @@ class System(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eval(Event):
+class Eval(Event, kind="eval"):
     """The mean loss on held-out tokens after `step` steps, nats per token."""
 
-    KIND: ClassVar[str] = "eval"
     step: int
     val_loss: float
     tokens: int = 0
@@ -280,10 +280,9 @@ class Eval(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint(Event):
+class Checkpoint(Event, kind="checkpoint"):
     """State saved after `step` steps; `state` is "saving", "saved" or "failed"."""
 
-    KIND: ClassVar[str] = "checkpoint"
     step: int
     path: str
     state: str = "saved"
@@ -292,17 +291,16 @@ class Checkpoint(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Warning_(Event):  # noqa: N801 (the builtin has the name)
+class Warning_(Event, kind="warning"):  # noqa: N801 (the builtin has the name)
     """A warning to the user; `code` is short and stable, `message` a sentence."""
 
-    KIND: ClassVar[str] = "warning"
     code: str
     message: str
     step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alert(Event):
+class Alert(Event, kind="alert"):
     """An alert of the trainer's rules, raised or cleared.
 
     Attributes:
@@ -312,7 +310,6 @@ class Alert(Event):
         message: the finding, the expected value, and the remedy.
     """
 
-    KIND: ClassVar[str] = "alert"
     code: str
     state: str
     message: str
@@ -321,7 +318,7 @@ class Alert(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Control(Event):
+class Control(Event, kind="control"):
     """The state of a request from outside: "accepted", "done" or "refused".
 
     Attributes:
@@ -330,7 +327,6 @@ class Control(Event):
         message: the note, or why it was refused.
     """
 
-    KIND: ClassVar[str] = "control"
     id: str
     action: str
     state: str
@@ -339,10 +335,9 @@ class Control(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample(Event):
+class Sample(Event, kind="sample"):
     """Text that the model generated."""
 
-    KIND: ClassVar[str] = "sample"
     step: int
     prompt: str
     text: str
@@ -359,30 +354,19 @@ class PlanRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCompared(Event):
+class PlanCompared(Event, kind="plan_compared"):
     """Planned against measured figures: peak bytes by tier, medians of times."""
 
-    KIND: ClassVar[str] = "plan_compared"
     rows: tuple[PlanRow, ...]
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnded(Event):
+class RunEnded(Event, kind="run_ended"):
     """The last record of a start; `status` is "done", "stopped" (resumable) or "failed"."""
 
-    KIND: ClassVar[str] = "run_ended"
     status: str
     step: int
     message: str = ""
     val_loss: float | None = None
     duration_s: float = 0.0
-
-
-KINDS: dict[str, type[Event]] = {
-    kind.KIND: kind
-    for kind in (
-        RunStarted, SetUp, Step, Memory, LiveMemory, StepMemory, LaneSpan, System, Eval, Checkpoint,
-        Warning_, Alert, Control, Sample, PlanCompared, RunEnded,
-    )
-}  # fmt: skip

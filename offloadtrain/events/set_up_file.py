@@ -8,14 +8,13 @@ refused. If the process is killed, the file stays and names its last phase.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.boundary.safe_write import replace_file
+from offloadtrain.events.log_lines import decode
 
 FILE = "set_up.json"
 _VERSION = 1
@@ -60,34 +59,11 @@ def remove(folder: Path) -> None:
 
 def read(folder: Path) -> SetUpNow | None:
     """Return the content of the file; None: the file is missing or invalid."""
-    values: Any = None
-    with suppress(OSError, ValueError):
-        values = read_json(folder / FILE, max_bytes=_MOST_BYTES)
-    if not isinstance(values, dict):
-        return None
-    fields = {name: values.get(name) for name in _FIELDS}
-    if not all(is_one(fields[name]) for name, is_one in _FIELDS.items()):
-        return None
-    return SetUpNow(**fields)  # type: ignore[arg-type]
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def _is_time(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e11  # type: ignore[operator]
-
-
-_FIELDS: dict[str, Callable[[object], bool]] = {
-    "pid": _is_count,
-    "pid_start_ticks": _is_count,
-    "host": lambda value: isinstance(value, str),
-    "since_s": _is_time,
-    "time_s": _is_time,
-    "phase": lambda value: isinstance(value, str),
-    "part": lambda value: isinstance(value, str),
-    "done_bytes": _is_count,
-    "total_bytes": _is_count,
-    "oom_kills": lambda value: isinstance(value, dict),
-}
+    # A number that is too large for a float is an ArithmeticError.
+    with suppress(OSError, ValueError, TypeError, ArithmeticError):
+        now: SetUpNow = decode(SetUpNow, read_json(folder / FILE, max_bytes=_MOST_BYTES))
+        counts = (now.pid, now.pid_start_ticks, now.done_bytes, now.total_bytes)
+        times_s = (now.since_s, now.time_s)
+        if all(0 <= count < 1 << 62 for count in counts) and all(0 <= t < 1e11 for t in times_s):
+            return now
+    return None

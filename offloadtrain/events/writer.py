@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TypeAlias
@@ -23,6 +24,77 @@ END_WITHIN_S = 5.0
 RESERVED_BYTES = 64 << 10
 
 _Queued: TypeAlias = tuple[Event, float, int] | threading.Event | None
+
+
+@dataclass(slots=True)
+class _Losses:
+    """The number of events that will never be in the log.
+
+    Attributes:
+        reported: of those, the number that the log reports.
+        reported_before: `reported` when the disk began to refuse.
+    """
+
+    count: int = 0
+    reported: int = 0
+    reported_before: int = 0
+    # Reentrant: a signal handler may emit.
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def add(self) -> None:
+        with self._lock:
+            self.count += 1
+
+
+class _LogFile:
+    """The open log, and the space that is reserved for its last record."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd, self._torn = _open_log(path)
+        self._reserve = _reserved(path.parent)
+
+    def append(self, line: bytes) -> None:
+        """Append with one call, or more after a partial write.
+
+        Raises:
+            OSError: the disk refuses; the last line may be torn.
+        """
+        rest = b"\n" + line if self._torn else line
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+            self._torn = bool(rest)
+
+    def is_removed(self) -> bool:
+        """Return whether the file was removed or renamed."""
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # the disk fails: the next write reports it
+
+    def make_again(self) -> None:
+        """Write to a new file of this name from now on.
+
+        Raises:
+            OSError: it cannot be made; the removed one stays open.
+        """
+        own_folder(self.path.parent)
+        fd, torn = _open_log(self.path)
+        os.close(self._fd)
+        self._fd, self._torn = fd, torn
+
+    def release_reserve(self) -> None:
+        if self._reserve is not None:
+            self._reserve.close()
+            self._reserve = None
+
+    def close(self) -> None:
+        with suppress(OSError):
+            os.fsync(self._fd)
+        os.close(self._fd)
+        self.release_reserve()
 
 
 class EventWriter:
@@ -75,8 +147,7 @@ class EventWriter:
         self._capacity = capacity
         self._on_error, self._on_recovery, self._on_removed = on_error, on_recovery, on_removed
         self._queue: SimpleQueue[_Queued] = SimpleQueue()
-        self._drop_lock = threading.RLock()  # reentrant: a signal handler may emit
-        self._dropped = self._reported_drops = self._dropped_before = 0
+        self._losses = _Losses()
         self._refused: OSError | None = None  # until the recovery was reported
         self._reported_removal = False
         self._give_up_s = math.inf
@@ -91,21 +162,19 @@ class EventWriter:
         Raises:
             OSError: the log cannot be opened.
         """
-        self._path = Path(path)
-        self._fd, self._torn = _open_log(path)
-        self._reserve = _reserved(self._path.parent)
+        self._file = _LogFile(Path(path))
         self._thread.start()
 
     @property
     def dropped(self) -> int:
         """Number of events that will never be in the log."""
-        return self._dropped
+        return self._losses.count
 
     def emit(self, event: Event) -> None:
         """Queue an event with the current time; never blocks and never raises."""
         limit = self._capacity * 3 // 4 if type(event) is LaneSpan else self._capacity
         if self._closed or (self._queue.qsize() >= limit and type(event) is not RunEnded):
-            self._count_drop()
+            self._losses.add()
         else:
             self._queue.put((event, self._clock(), time.monotonic_ns()))
         if type(event) is RunEnded:
@@ -138,12 +207,9 @@ class EventWriter:
             else:
                 self._write(*item)
                 if self._queue.empty():
-                    self._tell_drops()
-        self._tell_drops()
-        with suppress(OSError):
-            os.fsync(self._fd)
-        os.close(self._fd)
-        self._give_back_reserve()
+                    self._report_losses()
+        self._report_losses()
+        self._file.close()
 
     def _write(self, event: Event, time_s: float, monotonic_ns: int) -> None:
         self._restore_removed_log()
@@ -155,25 +221,18 @@ class EventWriter:
         while not self._appended(line):
             if time.monotonic() >= self._give_up_s:
                 if type(event) is not RunEnded or not self._end_anyway(line):
-                    self._count_drop()
+                    self._losses.add()
                 return
             time.sleep(RETRY_S)
 
     def _restore_removed_log(self) -> None:
         """Make the log again if it was removed or renamed; see [Note: A log that is removed]."""
-        try:
-            is_removed = not os.path.samestat(os.stat(self._path), os.fstat(self._fd))
-        except FileNotFoundError:
-            is_removed = True
-        except OSError:
-            return  # the disk fails: the next write reports it
-        if not is_removed:
+        if not self._file.is_removed():
             self._reported_removal = False
             return
-        message = f"{self._path} was removed or renamed during the run: "
+        message = f"{self._file.path} was removed or renamed during the run: "
         try:
-            own_folder(self._path.parent)
-            fd, torn = _open_log(self._path)
+            self._file.make_again()
         except OSError as error:
             if not self._reported_removal and self._on_removed:
                 self._on_removed(
@@ -182,23 +241,18 @@ class EventWriter:
                 )
             self._reported_removal = True
             return
-        os.close(self._fd)
-        self._fd, self._torn = fd, torn
         message += "training continues with a new log, without the records before"
         self._appended(self._warning_line("log-removed", message))
         if self._on_removed:
             self._on_removed(message)
 
     def _appended(self, line: bytes) -> bool:
-        """Append with one call, or more after a partial write; return whether all was written."""
-        rest = b"\n" + line if self._torn else line
+        """Append a line; return whether the disk has taken it."""
         try:
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-                self._torn = bool(rest)
+            self._file.append(line)
         except OSError as error:
             if not self._refused:
-                self._dropped_before = self._reported_drops
+                self._losses.reported_before = self._losses.reported
                 if self._on_error:
                     self._on_error(error)
             self.error = self._refused = error
@@ -208,26 +262,26 @@ class EventWriter:
 
     def _end_anyway(self, line: bytes) -> bool:
         """Write the last record on a full disk, after a record of the losses."""
-        self._give_back_reserve()
-        lost = self._dropped - self._reported_drops
+        self._file.release_reserve()
+        lost = self._losses.count - self._losses.reported
         if not self._appended((self._lost_line() if lost else b"") + line):
             return False
-        self._reported_drops += lost
+        self._losses.reported += lost
         return True
 
-    def _tell_drops(self) -> None:
+    def _report_losses(self) -> None:
         """Record the losses, once the disk accepts writes again."""
         if self.error:
             return
-        lost = self._dropped - self._reported_drops
+        lost = self._losses.count - self._losses.reported
         if lost and self._appended(self._lost_line()):
-            self._reported_drops += lost
+            self._losses.reported += lost
         if self._refused and self._on_recovery and not self.error:
-            self._on_recovery(self._dropped - self._dropped_before)
+            self._on_recovery(self._losses.count - self._losses.reported_before)
         self._refused = self.error
 
     def _lost_line(self) -> bytes:
-        lost = self._dropped - self._reported_drops
+        lost = self._losses.count - self._losses.reported
         message = f"{lost} events were dropped: the log's disk was slower than the run"
         if self._refused:
             message = f"{lost} events were lost: the log's disk refused ({self._refused.strerror})"
@@ -236,15 +290,6 @@ class EventWriter:
     def _warning_line(self, code: str, message: str) -> bytes:
         warning = Warning_(code=code, message=message)
         return to_line(warning, self._rank, time.time(), time.monotonic_ns())
-
-    def _give_back_reserve(self) -> None:
-        if self._reserve is not None:
-            self._reserve.close()
-            self._reserve = None
-
-    def _count_drop(self) -> None:
-        with self._drop_lock:
-            self._dropped += 1
 
 
 def _open_log(path: str | Path) -> tuple[int, bool]:

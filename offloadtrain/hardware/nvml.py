@@ -62,7 +62,7 @@ class Gpu:
 
 
 class Nvml:
-    """NVML behind guarded calls.
+    """NVML after guarded calls.
 
     Attributes:
         state: "" if every GPU could be opened, otherwise why not.

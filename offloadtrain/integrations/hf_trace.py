@@ -80,8 +80,9 @@ def _loss(model: Any, config: Config) -> Tensor:
 
 
 def _loss_of_stage(model: Any, config: Config) -> Tensor:
-    """The same of a stage, as `train.pipelined` calls it: of one without the head the sum of its
-    hidden states, whose gradients are those that the next stage sends, of no size to speak of."""
+    """The same of a stage, as `parallel.pipeline.language_model` calls it: of one without the head
+    the sum of its hidden states, whose gradients are those that the next stage sends, of no size to
+    speak of."""
     tokens, targets, places = _inputs(config)
     stage, train, inputs = config.stage, config.train, tokens
     assert stage is not None

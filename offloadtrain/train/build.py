@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offloadtrain.config.batch_split import shards
+from offloadtrain.config.batch_split import shards, shared
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.model_shape import ModelShape
@@ -25,26 +25,28 @@ from offloadtrain.engine import OffloadOptimizer, offload
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.integrations import hf_job
+from offloadtrain.integrations.hf_trace import HfTrace
 from offloadtrain.model.language_model import LanguageModel, OwnModel
 from offloadtrain.model.transformer import LossTerms, Transformer
 from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.parallel.mesh import Mesh
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.parallel.tensor.own_model import divided, initializer
-from offloadtrain.plan.placement import PlanError
+from offloadtrain.plan.costs.microbatch import Trace
+from offloadtrain.plan.placement import PlanError, resolved
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
+from offloadtrain.plan.tracing.tracer import ShapeTrace
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
-from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.run_folder import ResumedSettings
 from offloadtrain.train.saved_state import seed_all
 
 if TYPE_CHECKING:
-    from offloadtrain.train.pipelined import PipelinedModel
+    from offloadtrain.parallel.pipeline.language_model import PipelinedModel
 
 _log = logging.getLogger(__name__)
 
@@ -206,9 +208,15 @@ def _offloaded(
         terms = LossTerms(train.label_smoothing, train.z_loss)
     if config.stage is not None:
         # torch's schedules take seconds to import, which other jobs do not need.
-        from offloadtrain.train import pipelined
+        stage: PipelinedModel
+        if config.hf is None:
+            from offloadtrain.parallel.pipeline.language_model import offload_own_stages
 
-        stage = pipelined.offload_stage(config, shape, terms, mesh, device)
+            stage = offload_own_stages(config, shape, terms, mesh, device)
+        else:
+            from offloadtrain.integrations.hf_stages import offload_stages
+
+            stage = offload_stages(config, shape.num_layers, terms, mesh, device)
         return stage, stage.pipeline.optimizer, stage
     if config.hf is not None:
         module, optimizer = hf_job.build(
@@ -292,8 +300,20 @@ def _planned(
     """
     name, machine = here(on_gpu=device.type == "cuda")
     if config.device.machine:
-        name, rates = find(config.device.machine)
-        machine = _rates_of(rates, machine)
+        # This machine's memory, with the rates of another one where those are set.
+        name, other = find(config.device.machine)
+        rates: dict[str, Any] = {
+            rate: getattr(other, rate) or getattr(machine, rate)
+            for rate in ("bf16_tflops", "fp16_tflops", "fp32_tflops")
+        }
+        machine = replace(
+            other,
+            gpu=machine.gpu,
+            gpu_memory=machine.gpu_memory,
+            host_memory=machine.host_memory,
+            node_link_gbps=other.node_link_gbps or other.gpu_link_gbps,
+            **rates,
+        )
     machine = replace(machine, gpus=rank_info.local_size)
     trace = needed_trace(config, machine, ranks.size)
     local = settled(config, name, machine, ranks.size, trace)
@@ -309,20 +329,29 @@ def _planned(
     return plan
 
 
-def _rates_of(rates: Machine, here: Machine) -> Machine:
-    """Return this machine's memory with other rates, which keep this machine's values if unset."""
-    open_rates = ("bf16_tflops", "fp16_tflops", "fp32_tflops")
-    chosen: dict[str, Any] = {
-        rate: getattr(rates, rate) or getattr(here, rate) for rate in open_rates
-    }
-    return replace(
-        rates,
-        gpu=here.gpu,
-        gpu_memory=here.gpu_memory,
-        host_memory=here.host_memory,
-        node_link_gbps=rates.node_link_gbps or rates.gpu_link_gbps,
-        **chosen,
-    )
+def needed_trace(job: Config, machine: Machine, ranks: int) -> Trace | None:
+    """Return the trace that a plan of this job must have; None: that of its shape is enough.
+
+    With `offload.activation = "offload_saved"` each tensor that autograd saves goes to the host by
+    its own size, which the layout of the host's memory needs.
+    """
+    needed = job.offload.activations.mode == "offload_saved"
+    # Of other models than ours the shape estimates activations, too coarsely to fill a device.
+    needed = needed or (job.hf is not None and job.offload.activations.recompute_blocks == "auto")
+    return tracer_of(job, machine, ranks) if needed else None
+
+
+def tracer_of(job: Config, machine: Machine, ranks: int) -> Trace:
+    """Return what traces a microbatch of one rank; nothing is traced yet.
+
+    Raises:
+        PlanError: the machine does not support device, precision or state format.
+        ConfigError: the ranks cannot share the batch.
+    """
+    of_rank = shared(resolved(job, machine), ranks)
+    if of_rank.hf is not None:
+        return HfTrace(of_rank, machine.on_cpu)
+    return ShapeTrace(machine.on_cpu)
 
 
 def open_on_ranks(
@@ -430,19 +459,15 @@ def check_tokenizers(config: Config, train: TokenFile, val: TokenFile | None) ->
             f"data.tokenizer = {wanted}, but {train.path} was prepared with another one "
             f"({train.header.tokenizer}): prepare it again, or leave data.tokenizer out"
         )
-    if config.train.sample_tokens:
-        _check_decodes(config.train.sample_tokens, train)
-
-
-def _check_decodes(count: int, tokens: TokenFile) -> None:
+    if not config.train.sample_tokens:
+        return
     try:
-        identity = tokenizer(tokens.header.tokenizer).identity
-        if tokens.header.tokenizer_id not in ("", identity):
-            raise DataError(f"the tokenizer {tokens.header.tokenizer} is another one by now")
+        if identity not in ("", tokenizer(train.header.tokenizer).identity):
+            raise DataError(f"the tokenizer {train.header.tokenizer} is another one by now")
     except DataError as error:
         raise ConfigError(
-            f"train.sample_tokens = {count}, but the text cannot be decoded: {tokens.path}: "
-            f"{error}; set train.sample_tokens = 0"
+            f"train.sample_tokens = {config.train.sample_tokens}, but the text cannot be decoded: "
+            f"{train.path}: {error}; set train.sample_tokens = 0"
         ) from None
 
 
@@ -464,7 +489,20 @@ def set_up_torch(
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(config.train.deterministic)
-    _bound_process(config.device.process_memory_limit, device)
+    limit = config.device.process_memory_limit
+    if limit and device.type != "cuda":
+        raise ConfigError(
+            "device.process_memory_limit bounds the memory of a GPU, and this run computes on the "
+            "CPU: leave it out"
+        )
+    if limit:
+        total = torch.cuda.get_device_properties(device).total_memory
+        if parse_bytes(limit) > total:
+            raise ConfigError(
+                f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
+            )
+        # torch enforces it for every allocation.
+        torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)
 
 
 def _threads(
@@ -490,20 +528,3 @@ def _share(rank_info: RankInfo) -> int:
     if quota is not None:
         usable = min(usable, int(quota))
     return max(1, usable // rank_info.local_size)
-
-
-def _bound_process(limit: str, device: torch.device) -> None:
-    """Let torch enforce the limit for every allocation."""
-    if not limit:
-        return
-    if device.type != "cuda":
-        raise ConfigError(
-            "device.process_memory_limit bounds the memory of a GPU, and this run computes on the "
-            "CPU: leave it out"
-        )
-    total = torch.cuda.get_device_properties(device).total_memory
-    if parse_bytes(limit) > total:
-        raise ConfigError(
-            f"device.process_memory_limit = {limit}, and the GPU has {format_bytes(total)}"
-        )
-    torch.cuda.set_per_process_memory_fraction(parse_bytes(limit) / total, device)

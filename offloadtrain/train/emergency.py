@@ -10,7 +10,7 @@ the last checkpoint makes that checkpoint the last one, and the message says why
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -56,7 +56,7 @@ class Emergency:
 
     def step_ended(self) -> None:
         """A step is over and counted: it is what an emergency goes back to."""
-        self._tries, self._at = self._optimizer.tries, self._saving.state.here()
+        self._tries, self._at = self._optimizer.tries, self._saving.position()
         self._buffers = self._saving.untrained.versions_of_buffers()
 
     @contextmanager
@@ -77,7 +77,15 @@ class Emergency:
 
     def _rescued(self, failure: BaseException, progress: Progress) -> OffloadTrainError:
         full = isinstance(failure, torch.OutOfMemoryError)
-        problem = self._out_of_memory(failure) if full else _first_line(failure)
+        problem = (str(failure).splitlines() or [type(failure).__name__])[0]
+        if full:
+            rows = [r for r in self._log.memory_rows() if r.tier == "device" and r.num_bytes]
+            rows.sort(key=lambda row: -row.num_bytes)
+            largest = [f"{row.owner} {format_bytes(row.num_bytes)}" for row in rows[:_NAMED]]
+            problem += (
+                f" Largest owners of device memory: {', '.join(largest) or 'none'}. Set "
+                f"{' or '.join(_smaller(self._config))}"
+            )
         problem = f"the device failed in step {progress.step + 1}: {problem}"
         try:
             self._saving.save(progress, self._salvage(failure, progress))
@@ -114,7 +122,7 @@ class Emergency:
         if uncounted:  # decided, and not counted yet
             tokens, skipped = self._config.batch_tokens, step == progress.step
             progress.count(tokens=tokens, skipped=skipped, seconds=0.0)
-            self._at = self._saving.state.here()
+            self._at = self._saving.position()
         if progress.step == 0:
             raise DeviceFailedError("no step is done yet")
         self._bring_untrained(uncounted=uncounted)
@@ -128,38 +136,23 @@ class Emergency:
         Raises:
             DeviceFailedError, CheckpointError: one has no known value on the host.
         """
-        untrained, buffers = self._saving.untrained, self._saving.untrained.versions_of_buffers()
+        untrained, saved = self._saving.untrained, self._saving.saved_untrained
         lost = {name for name, tensor in untrained if on_device(tensor)}
-        self._require_saved(lost)
-        for name, version in buffers.items():
+        for name, version in untrained.versions().items():
+            if name in lost and saved.get(name) != version:
+                why = "has changed since the last checkpoint" if saved else "is in no checkpoint"
+                raise DeviceFailedError(f"'{name}' is on the device only and {why}")
+        for name, version in untrained.versions_of_buffers().items():
             if name not in lost and not uncounted and version != self._buffers[name]:
                 raise DeviceFailedError(f"the step that failed has changed the buffer '{name}'")
-        for name, value in self._newest(lost) if lost else ():
-            untrained.replace(name, value)
-
-    def _require_saved(self, names: Collection[str]) -> None:
-        saved, now = self._saving.saved_untrained, self._saving.untrained.versions()
-        for name in (name for name in now if name in names and saved.get(name) != now[name]):
-            why = "has changed since the last checkpoint" if saved else "is in no checkpoint"
-            raise DeviceFailedError(f"'{name}' is on the device only and {why}")
-
-    def _newest(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        if not lost:
+            return
         newest = checkpoint.newest_good(self._saving.folder, lambda path, why: None)
         if newest is None:
             raise CheckpointError("frozen weights are in no valid checkpoint")
-        return saved_weights(newest, update_rule(self._config.optim), wanted=names.__contains__)
-
-    # ---- words
-
-    def _out_of_memory(self, failure: BaseException) -> str:
-        """Say who holds the device's memory, and which keys take less."""
-        rows = [row for row in self._log.memory_rows() if row.tier == "device" and row.num_bytes]
-        rows.sort(key=lambda row: -row.num_bytes)
-        owners = ", ".join(f"{row.owner} {format_bytes(row.num_bytes)}" for row in rows[:_NAMED])
-        return (
-            f"{_first_line(failure)} Largest owners of device memory: {owners or 'none'}. Set "
-            f"{' or '.join(_smaller(self._config))}"
-        )
+        rule = update_rule(self._config.optim)
+        for name, value in saved_weights(newest, rule, wanted=lost.__contains__):
+            untrained.replace(name, value)
 
 
 def device_failure(error: BaseException) -> BaseException | None:
@@ -181,10 +174,6 @@ def device_failure(error: BaseException) -> BaseException | None:
 def on_device(tensor: Tensor) -> bool:
     """Tell whether a tensor is lost with the device."""
     return tensor.device.type != "cpu"
-
-
-def _first_line(failure: BaseException) -> str:
-    return (str(failure).splitlines() or [type(failure).__name__])[0]
 
 
 def _smaller(config: Config) -> Iterator[str]:

@@ -78,6 +78,7 @@ class StepStats:
         asks: rank 0 has requests.
         saves: a rank has been asked for a checkpoint.
         written: every rank has written its part of the checkpoint that is under way.
+        stops: a rank was asked to stop.
     """
 
     loss: float
@@ -85,6 +86,7 @@ class StepStats:
     asks: bool
     saves: bool
     written: bool
+    stops: bool = False
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]], *, replicas: int, parts: int = 1) -> StepStats:
@@ -96,8 +98,9 @@ class StepStats:
             parts: so many ranks in a row have the loss of one replica, whose matrices they divide.
         """
         columns = zip(*(map(float, row) for row in rows), strict=True)
-        losses, steps, comms, _, asks, saves, written = columns
+        losses, steps, comms, stops, asks, saves, written = columns
         least = min(comms)
         own_ms = tuple(step - (comm - least) for step, comm in zip(steps, comms, strict=True))
         of_replicas = losses[: replicas * parts : parts]
-        return cls(sum(of_replicas) / replicas, own_ms, any(asks), any(saves), all(written))
+        loss = sum(of_replicas) / replicas
+        return cls(loss, own_ms, any(asks), any(saves), all(written), any(stops))

@@ -25,14 +25,14 @@ from offloadtrain.hardware.host_memory import least_room
 from offloadtrain.plan.automatic import with_sums_of
 from offloadtrain.runtime.arena import Ledger, is_out_of_memory
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
-from offloadtrain.runtime.process_group import ALONE, Ranks
+from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train.build import TrainingContext, assemble, described
 from offloadtrain.train.distributed_run import DistributedRun
-from offloadtrain.train.log.console import Console, ProgressBar, run_summary
+from offloadtrain.train.log.console import Console, run_summary
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.run_folder import Opened, RunFolder, open_run, start_ticks
 from offloadtrain.train.signals import Guards
-from offloadtrain.train.unflushed_trainer import trainer_of
+from offloadtrain.train.trainer import trainer_of
 
 
 @contextmanager
@@ -145,17 +145,19 @@ def run(
     else:
         opened = distributed.open_run(config, run_dir, resume, console.say)
     ranks = ALONE if distributed is None else distributed.ranks
-    folder = opened.run
     with ExitStack() as stack:
-        stack.enter_context(folder)
-        log = stack.enter_context(
-            RunLog(folder, config, console, ranks.rank, run_commands=ranks.rank == 0)
-        )
+        folder = stack.enter_context(opened.run)
+        run_log = RunLog(folder, config, console, ranks.rank, run_commands=ranks.rank == 0)
+        log = stack.enter_context(run_log)
         stack.enter_context(guards.reporting(log.hung))
         if distributed is not None:
             stack.enter_context(distributed.reporting(log))
         set_ledger = stack.enter_context(named_memory_errors())
-        set_up = stack.enter_context(_shown_set_up(folder, log, ranks))
+        set_up = stack.enter_context(ExitStack())
+        if ranks.rank == 0:
+            # See [Note: Nothing before it begins].
+            folder.announce()
+            set_up.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
         context = _build(config, opened, distributed, console)
         set_ledger(context.optimizer.ledger)
         guards.watchdog.watch_lanes(context.optimizer.lanes_state)
@@ -202,27 +204,16 @@ def _warn_of_folder(folder: RunFolder, problems: Sequence[str], log: RunLog) -> 
         )
 
 
-def _shown_set_up(folder: RunFolder, log: RunLog, ranks: Ranks) -> ExitStack:
-    """Make the folder, and show the progress of rank 0 in it until the stack is closed: see
-    [Note: Nothing before it begins]."""
-    shown = ExitStack()
-    if ranks.rank == 0:
-        folder.announce()
-        shown.enter_context(ShownSetUp(folder.path, partial(log.warn, "set-up-unseen")))
-    return shown
-
-
 def _build(
     config: Config, opened: Opened, distributed: DistributedRun | None, console: Console
 ) -> TrainingContext:
-    """Build data, model and engine, with a progress bar."""
+    """Build data, model and engine; the console shows how far it is."""
     console.doing("preparing data and model")
-    labels = ("preparing the data", "verifying the tokens")
-    preparing, verifying = (ProgressBar(label, on_shown=console.spoken) for label in labels)
+    preparing = partial(HEARTBEAT.advance, "preparing the data")
+    verifying = partial(HEARTBEAT.advance, "verifying the tokens")
     ranks = ALONE if distributed is None else distributed.ranks
     rank_info, resumed = None if distributed is None else distributed.rank_info, opened.settings
-    with preparing, verifying:
-        context = assemble(config, preparing.show, ranks, rank_info, resumed, verifying.show)
+    context = assemble(config, preparing, ranks, rank_info, resumed, verifying)
     if distributed is not None:
         console.say(explain(config, context.local, ranks.size))
     return context

@@ -16,7 +16,6 @@ runs/latest             → the newest that has taken a step
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -106,13 +105,18 @@ class RunFolder:
             path: the folder to make; default: runs_dir/<UTC time>-<name>.
 
         Raises:
-            RunFolderError: `path` already contains a run, or cannot be made.
+            RunFolderError: `path` already contains a run.
         """
         run = cls.__new__(cls)
-        run._set_up(path or runs_dir / f"{_stamp(runs_dir, name)}-{name}")
-        run._runs_dir, run._new, run._dated = runs_dir, True, path is None
-        run._refuse_what_is_taken()
-        _check_can_be_made(run.path)
+        if path is None:
+            # Not before the job's newest run, or `--resume auto` would take that for the newer one
+            # after the clock was set back.
+            newest = next((run.name[: len(_NO_TIME)] for run in of_job(runs_dir, name)), _NO_TIME)
+            run._set_up(runs_dir / f"{max(newest, f'{datetime.now(UTC):%Y%m%d-%H%M%S}')}-{name}")
+        else:
+            run._set_up(path)
+            _refuse_another_run(path)
+        run._runs_dir, run._is_new, run._is_dated = runs_dir, True, path is None
         return run
 
     @classmethod
@@ -130,10 +134,9 @@ class RunFolder:
         return run
 
     def _set_up(self, path: Path) -> None:
-        self.path = path
+        self.path, self._runs_dir = path, path.parent
         self._lock = -1
-        self._runs_dir = path.parent
-        self._new = self._dated = self._permanent = self._announced = False
+        self._is_new = self._is_dated = self._is_permanent = False
         self._made: list[Path] = []
 
     @property
@@ -159,13 +162,12 @@ class RunFolder:
         Raises:
             RunFolderError: it cannot be made, or another start has made it meanwhile.
         """
-        if not self._new:
+        if not self._is_new or self._lock >= 0:
             return
         try:
             self._make()
         except OSError as error:
             raise self._cannot_be_made(error) from error
-        self._new, self._announced = False, True
 
     def begin(self, resolved: str, job: str | None = None) -> None:
         """Make the folder unless it is there, and write the job of this start.
@@ -178,7 +180,7 @@ class RunFolder:
             RunFolderError: it cannot be made, or another start has begun in it meanwhile.
         """
         self.announce()
-        self._permanent = self._permanent or not self._announced
+        self._is_permanent = self._is_permanent or not self._is_new
         try:
             self._make_folders()
             os.truncate(self._lock, 0)
@@ -211,9 +213,9 @@ class RunFolder:
         Raises:
             OSError: the folder is kept, but runs_dir/latest cannot point to it.
         """
-        if self._permanent or self._lock < 0:
+        if self._is_permanent or self._lock < 0:
             return
-        self._permanent = True
+        self._is_permanent = True
         if self.path.parent.resolve() == self._runs_dir.resolve():
             _point_latest(self.path)
 
@@ -233,7 +235,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Remove a folder without step or checkpoint, and release the lock. Idempotent."""
-        if not self._permanent and not _has_checkpoint(self.path):
+        if not self._is_permanent and not _has_checkpoint(self.path):
             _remove(self._made)
         self._made = []
         if self._lock >= 0:
@@ -246,27 +248,21 @@ class RunFolder:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _refuse_what_is_taken(self) -> None:
-        """Raises RunFolderError if another run is there, or begins."""
-        if self._dated or not os.path.exists(self.path):
-            return
-        if holds_run(self.path):
-            raise RunFolderError(f"{self.path} already contains a run: {how_to_go_on(self.path)}")
-        if (self.path / "events").is_dir():
-            RunFolder(self.path).close()
-
     def _make(self) -> None:
         """Make the folder, and lock it before the first file: another start may be at work."""
         self._made = _missing(self.path.parent)
         self.path.parent.mkdir(mode=_MODE, parents=True, exist_ok=True)
-        if self._dated:
+        if self._is_dated:
             self.path = _make_dated(self.path)
             self._made.append(self.path)
-        elif not self.path.exists():
-            with suppress(FileExistsError):
+        else:
+            try:
                 self.path.mkdir(mode=_MODE)
                 self._made.append(self.path)
-        self._refuse_what_is_taken()
+            except FileExistsError:
+                if not self.path.is_dir():
+                    raise
+            _refuse_another_run(self.path)
         lacking = [path for name in _CONTENT if not (path := self.path / name).exists()]
         self._lock = _lock(self.path / "lock")
         self._made += [path for path in lacking if path.name == "lock" or not path.exists()]
@@ -307,11 +303,12 @@ def _has_checkpoint(path: Path) -> bool:
     return bool(checkpoint.find(path / "checkpoints"))
 
 
-def _stamp(runs_dir: Path, name: str) -> str:
-    """Return the UTC time for the name of a new run; not before that of the job's newest one, or
-    `--resume auto` would take that for the newer run after the clock was set back."""
-    newest = next((path.name[: len(_NO_TIME)] for path in of_job(runs_dir, name)), _NO_TIME)
-    return max(newest, f"{datetime.now(UTC):%Y%m%d-%H%M%S}")
+def _refuse_another_run(path: Path) -> None:
+    """Raises RunFolderError if a run has begun at `path`, or a process is running there."""
+    if holds_run(path):
+        raise RunFolderError(f"{path} already contains a run: {how_to_go_on(path)}")
+    if (path / "events").is_dir():
+        RunFolder(path).close()
 
 
 def of_job(runs_dir: Path, name: str) -> list[Path]:
@@ -337,20 +334,6 @@ def _missing(path: Path) -> list[Path]:
     return [] if path.exists() else [*_missing(path.parent), path]
 
 
-def _check_can_be_made(path: Path) -> None:
-    """Refuse now a folder that `announce` could not make."""
-    above = next(at for at in (path, *path.absolute().parents) if os.path.exists(at))
-    if not above.is_dir():
-        code = errno.EEXIST if above == path else errno.ENOTDIR
-    elif any(len(os.fsencode(part)) > os.pathconf(above, "PC_NAME_MAX") for part in path.parts):
-        code = errno.ENAMETOOLONG
-    elif not os.access(above, os.W_OK | os.X_OK):
-        code = errno.EACCES
-    else:
-        return
-    raise RunFolderError(f"the run folder cannot be made at {path}: {os.strerror(code)}")
-
-
 def _remove(made: list[Path]) -> None:
     """Remove created folders, the last first. A folder that cannot be removed stays: one with
     another run, or one on a failing disk. It does no harm to later starts."""
@@ -360,8 +343,8 @@ def _remove(made: list[Path]) -> None:
         elif path.is_dir():
             with suppress(OSError):
                 path.rmdir()
-        else:
-            path.unlink(missing_ok=True)
+        elif os.path.lexists(path):
+            path.unlink()
 
 
 def _lock(path: Path) -> int:
@@ -553,9 +536,23 @@ def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice
     if resume == "never":
         return _Choice()
     if resume != "auto":
-        return _Choice([str(_named(itself(Path(resume)), run_dir))], required=True)
+        path = itself(Path(resume))
+        if run_dir is not None and run_dir.resolve() != path.resolve():
+            raise ConfigError(
+                f"--resume {path} and --run-dir {run_dir} are different folders; give one"
+            )
+        if _has_checkpoint(path):
+            return _Choice([str(path)], required=True)
+        advice = how_to_go_on(path) if holds_run(path) else 'give a run folder, "auto" or "never"'
+        raise ConfigError(f"--resume {path}: no checkpoint in {path / 'checkpoints'}; {advice}")
     if run_dir is not None:
-        return _of_folder(itself(run_dir), say)
+        path = itself(run_dir)
+        if _has_checkpoint(path):
+            return _Choice([str(path)], required=True)
+        if not holds_run(path):
+            return _Choice()
+        say(f"resume auto: {path} has no checkpoint: starting over in it; its log is kept")
+        return _Choice(over=str(path))
     candidates, skipped = [], []
     for path in of_job(Path(job.runs_dir), job.name):
         saved = checkpoint.find(path / "checkpoints")
@@ -567,27 +564,3 @@ def _choose(job: Config, run_dir: Path | None, resume: str, say: Say) -> _Choice
         elif not candidates:
             skipped.append(f"{path.name} (no checkpoint)")
     return _Choice(candidates, skipped=skipped)
-
-
-def _of_folder(path: Path, say: Say) -> _Choice:
-    """Resume in this folder; a run without a checkpoint is started over there, and its log is
-    continued."""
-    if checkpoint.find(path / "checkpoints"):
-        return _Choice([str(path)], required=True)
-    if not holds_run(path):
-        return _Choice()
-    say(f"resume auto: {path} has no checkpoint: starting over in it; its log is kept")
-    return _Choice(over=str(path))
-
-
-def _named(path: Path, run_dir: Path | None) -> Path:
-    if run_dir is not None and run_dir.resolve() != path.resolve():
-        raise ConfigError(
-            f"--resume {path} and --run-dir {run_dir} are different folders; give one"
-        )
-    if checkpoint.find(path / "checkpoints"):
-        return path
-    problem = f"--resume {path}: no checkpoint in {path / 'checkpoints'}; "
-    if holds_run(path):
-        raise ConfigError(problem + how_to_go_on(path))
-    raise ConfigError(problem + 'give a run folder, "auto" or "never"')

@@ -34,17 +34,15 @@ def require_run_state(checkpoint: Checkpoint) -> None:
     state = checkpoint.state
     lacking = [key for key in _CHECKS if key not in state and key not in _OPTIONAL]
     wrong = lacking or [key for key, check in _CHECKS.items() if not check(state.get(key))]
-    wrong += [] if wrong or _is_of_step(checkpoint) else ["progress"]
+    if not wrong and not (
+        checkpoint.step == state["progress"]["step"] == state["optimizer"]["step"]
+    ):
+        wrong = ["progress"]
     if wrong:
         raise DamagedCheckpointError(
             f"{checkpoint.path / STATE} is no state of a run: '{wrong[0]}' is missing, or is not "
             "what a run saves there"
         )
-
-
-def _is_of_step(checkpoint: Checkpoint) -> bool:
-    state = checkpoint.state
-    return bool(checkpoint.step == state["progress"]["step"] == state["optimizer"]["step"])
 
 
 def _is_count(value: Any) -> bool:
@@ -55,12 +53,8 @@ def _is_number(value: Any) -> bool:
     return type(value) is float or (type(value) is int and abs(value) < _MOST)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict)
+def _is(kind: type) -> Check:
+    return lambda value: isinstance(value, kind)
 
 
 def _or_none(check: Check) -> Check:
@@ -85,10 +79,6 @@ def _is_progress(value: Any) -> bool:
     return _has(**checks)(value) and value.keys() == checks.keys()
 
 
-def _is_config(value: Any) -> bool:
-    return _has(offload=_is_table)(value) and "clip_norm" in value["offload"]
-
-
 def _is_random(value: Any) -> bool:
     try:
         for state in value:
@@ -96,10 +86,6 @@ def _is_random(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return isinstance(value, list) and bool(value)
-
-
-def _are_expert_steps(value: Any) -> bool:
-    return _is_table(value) and all(_list_of(_is_count)(steps) for steps in value.values())
 
 
 _OPTIONAL = ("threads", "held_out")
@@ -111,25 +97,26 @@ _CHECKS: Mapping[str, Check] = {
         _has(step=_is_count, scaler=_or_none(_scaler))(value)
         and value.keys() <= {"step", "scaler", "expert_steps"}
         and all(_is_number((value["scaler"] or {}).get(key, 0.0)) for key in _WAITING)
-        and _are_expert_steps(value.get("expert_steps", {}))
+        and _is(dict)(steps := value.get("expert_steps", {}))
+        and all(map(_list_of(_is_count), steps.values()))
     ),
     "progress": _is_progress,
     "data": lambda value: (
         _has(seed=_is_number, epoch=_is_count, sample=_is_count)(value)
-        and _is_table(value.get("data", {}))
+        and _is(dict)(value.get("data", {}))
     ),
     "spikes": _has(
         losses=_list_of(_is_number),
         rollbacks=_list_of(lambda pair: _list_of(_is_count)(pair) and len(pair) == 2),
     ),
-    "held_out": _or_none(_is_text),
-    "tokenizer": _is_text,
-    "tokenizer_name": _is_text,
+    "held_out": _or_none(_is(str)),
+    "tokenizer": _is(str),
+    "tokenizer_name": _is(str),
     "rng": _is_random,
-    "precision": lambda value: _is_text(value) and value in PRECISIONS,
+    "precision": lambda value: _is(str)(value) and value in PRECISIONS,
     "threads": _or_none(_is_count),
-    "config": _is_config,
-    "hf_config": _or_none(_is_table),
+    "config": lambda value: _has(offload=_is(dict))(value) and "clip_norm" in value["offload"],
+    "hf_config": _or_none(_is(dict)),
 }
 
 
@@ -172,13 +159,12 @@ def random_states() -> RandomStates:
 
 def restore_random_states(state: dict[str, Any]) -> None:
     """Set all global generators; with fewer or more GPUs than saved, those that both have."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.frombuffer(_bytes(keys), np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_tensor(state["torch"]))
-    for index, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_tensor(text), index)
+    states = _of_json(state)
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
+    torch.set_rng_state(states.host)
+    for index, cuda_state in enumerate(states.cuda[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda_state, index)
 
 
 def check_random_states(state: Any) -> None:
@@ -188,25 +174,27 @@ def check_random_states(state: Any) -> None:
         ValueError: it would not.
     """
     try:
-        version, words, gauss = state["python"]
-        random.Random().setstate((version, tuple(words), gauss))
-        kind, keys, *rest = state["numpy"]
-        np.random.RandomState().set_state((kind, np.frombuffer(_bytes(keys), np.uint32), *rest))
-        torch.Generator().set_state(_tensor(state["torch"]))
-        for text in state["cuda"]:
-            _tensor(text)
+        states = _of_json(state)
+        random.Random().setstate(states.python)
+        np.random.RandomState().set_state(states.numpy)
+        torch.Generator().set_state(states.host)
     # Each of the generators has its own errors.
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"no state of random numbers: {error}") from error
+
+
+def _of_json(state: dict[str, Any]) -> RandomStates:
+    version, words, gauss = state["python"]
+    kind, keys, *rest = state["numpy"]
+    words_32 = np.frombuffer(base64.b64decode(keys), np.uint32)
+    cuda = [_tensor(text) for text in state["cuda"]]
+    numpy_state = (kind, words_32, *rest)
+    return RandomStates((version, tuple(words), gauss), numpy_state, _tensor(state["torch"]), cuda)
 
 
 def _text(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
 
 
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
 def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

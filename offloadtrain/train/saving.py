@@ -1,7 +1,7 @@
 """The checkpoints of a run, as the trainer sees them: room for them, saving, resuming.
 
-`Saving` writes and restores checkpoints, `RunState` collects what they hold besides tensors
-(checked by `saved_state.py`), and `Untrained` tracks frozen parameters and buffers.
+`Saving` writes and restores checkpoints, with the state outside of tensors (checked by
+`saved_state.py`); `Untrained` tracks frozen parameters and buffers.
 """
 
 from __future__ import annotations
@@ -57,6 +57,16 @@ class TrainingError(OffloadTrainError):
     """Training cannot continue: values are no longer finite."""
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The end of a step: the next one begins with these random states, at this place in the
+    data, and compares its loss with these."""
+
+    rng: RandomStates
+    data: Mapping[str, Any]
+    spikes: Mapping[str, Any]
+
+
 class Saving:
     """Saves the state after a step, prunes older checkpoints, and resumes from one."""
 
@@ -64,14 +74,14 @@ class Saving:
         self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
     ) -> None:
         """`run`: must have begun when a checkpoint is saved."""
-        self._config, self._run, self._log = config, run, log
-        self._ranks, self._precision = context.ranks, context.precision
-        self._model, self._optimizer = context.model.module, context.optimizer
-        self._batches = context.batches
+        self._config, self._context = config, context
+        self._run, self._log = run, log
         self._saved_step = -1
         self.spikes = Spikes(config.train, context.replicas)
-        self.state = RunState(config, context, self.spikes)
-        self.untrained = Untrained(self._model, self._optimizer)
+        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
+        val_tokens = context.val_tokens
+        self._held_out = None if val_tokens is None else val_tokens.header.content
+        self.untrained = Untrained(context.model.module, context.optimizer)
         self.saved_untrained: Versions = {}
         """Versions of untrained tensors in the newest checkpoint."""
         self._begun_untrained: Versions = {}
@@ -92,9 +102,9 @@ class Saving:
         config, folder = self._config.train, self.folder
         if step >= config.steps:
             return
-        regions, _ = save.lay_out_state("", self._model, self._optimizer)
+        regions, _ = save.lay_out_state("", self._context.model.module, self._context.optimizer)
         needed, free = save.require_space(
-            folder, save.size_of(regions), self._ranks, checkpoint.unfinished(folder)
+            folder, save.size_of(regions), self._context.ranks, checkpoint.unfinished(folder)
         )
         every, permanent = config.checkpoint_every, 0
         saves = 1 + ((config.steps - 1) // every - step // every if every else 0)
@@ -115,40 +125,40 @@ class Saving:
     # ---- resume
 
     def resume_newest(
-        self, source: checkpoint.Checkpoint | None, on_damaged: checkpoint.OnDamaged
+        self, on_damaged: checkpoint.OnDamaged, before: int | None = None
     ) -> Progress | None:
-        """Load the state of a checkpoint, or of the newest one before it whose tensors verify; None
-        if there is none. Every rank calls this.
+        """Load the state of the newest checkpoint whose tensors verify; None if there is none.
+        Every rank calls this.
+
+        Args:
+            before: only checkpoints of earlier steps than this.
 
         Raises:
             CheckpointError, ConfigError: it is of another model.
             DataError: it was trained on other tokens.
         """
-        while source is not None:
-            try:
-                return self._resume(source)
-            except DamagedCheckpointError as damage:
-                on_damaged(source.path, damage)
-                source = self._newest(on_damaged, before=source.step)
-        return None
+        loaded: list[Progress] = []
 
-    def _newest(
-        self, on_damaged: checkpoint.OnDamaged, before: int | None = None
-    ) -> checkpoint.Checkpoint | None:
-        return checkpoint.newest_good(
-            *(self.folder, on_damaged, self._ranks),
+        def load(source: Checkpoint) -> None:
+            require_run_state(source)
+            loaded.append(self._resume(source))
+
+        checkpoint.newest_good(
+            *(self.folder, on_damaged, self._context.ranks),
             verified=False,
             before=before,
-            accept=require_run_state,
+            accept=load,
         )
+        return loaded[0] if loaded else None
 
-    def _resume(self, source: checkpoint.Checkpoint) -> Progress:
+    def _resume(self, source: Checkpoint) -> Progress:
         """Load the state of a checkpoint; its tensors are verified meanwhile."""
-        for code, message in self.state.changes(source):
+        for code, message in self._changes(source):
             self._log.warn(code, message)
-        delayed = restore(source, self._model, self._optimizer, self._ranks)
-        self._optimizer.finish_load(**source.state["optimizer"], delayed=delayed)
-        self.state.load(source)
+        context = self._context
+        delayed = restore(source, context.model.module, context.optimizer, context.ranks)
+        context.optimizer.finish_load(**source.state["optimizer"], delayed=delayed)
+        self._load(source)
         self._saved_step, self.saved_untrained = source.step, self.untrained.versions()
         return Progress(**source.state["progress"])
 
@@ -159,17 +169,20 @@ class Saving:
         Raises:
             TrainingError: no rollback is left, or there is no checkpoint.
         """
-        most = self._config.train.max_rollbacks
-        if len(self.spikes.rollbacks) >= most:
-            raise self._no_rollback(spike, f"train.max_rollbacks = {most} rollbacks are used up")
-        # One that was begun before the spike is the newest to go back to.
-        self.finish(progress)
-        data_state, at = self._batches.state_dict(), progress.step
-        newest = self._newest(self._warn_of_damage)
-        earlier = self.resume_newest(newest, self._warn_of_damage)
+        most, batches, at = self._config.train.max_rollbacks, self._context.batches, progress.step
+        problem = f"train.max_rollbacks = {most} rollbacks are used up"
+        earlier: Progress | None = None
+        if len(self.spikes.rollbacks) < most:
+            # One that was begun before the spike is the newest to go back to.
+            self.finish(progress)
+            data_state, problem = batches.state_dict(), "there is no checkpoint to go back to"
+            earlier = self.resume_newest(self._warn_of_damage)
         if earlier is None:
-            raise self._no_rollback(spike, "there is no checkpoint to go back to")
-        self._batches.load_state_dict(data_state)
+            raise TrainingError(
+                f"{spike}, and {problem}. {ADVICE[self._context.precision]}, raise "
+                'train.spike_score, or set train.on_spike = "skip"'
+            )
+        batches.load_state_dict(data_state)
         progress.go_back(earlier)
         self.spikes.rollbacks.append((at + 1, progress.step))
         self._log.warn(
@@ -183,17 +196,94 @@ class Saving:
     def _warn_of_damage(self, path: Path, damage: DamagedCheckpointError) -> None:
         """Warn about a damaged checkpoint and rename it: its step is trained and saved again."""
         self._log.warn("checkpoint-damaged", f"{damage}. An earlier one is used.")
-        if self._ranks.rank == 0:
+        if self._context.ranks.rank == 0:
             try:
                 checkpoint.set_aside(path)
             except OSError as error:
                 self._log.warn("checkpoint-damaged", f"{path} cannot be renamed: {error.strerror}")
 
-    def _no_rollback(self, spike: str, why: str) -> TrainingError:
-        return TrainingError(
-            f"{spike}, and {why}. {ADVICE[self._precision]}, raise train.spike_score, or set "
-            'train.on_spike = "skip"'
-        )
+    # ---- the state outside of tensors
+
+    def position(self) -> Position:
+        """Return the position of the run now; between steps it is the end of the last one."""
+        data, spikes = self._context.batches.state_dict(), self.spikes.state_dict()
+        return Position(random_states(), data, spikes)
+
+    def _state(self, progress: Progress, at: Position) -> Mapping[str, Any]:
+        """Return what a checkpoint at this position keeps. A collective."""
+        hyperparameters = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._context.optimizer.param_groups
+        ]
+        expert_steps = {}
+        if self._config.offload.skip_unused:
+            # A collective: ranks may hold different experts.
+            of_ranks = self._context.ranks.gather(self._context.optimizer.expert_steps)
+            expert_steps = merged_steps(of_ranks)
+        return {
+            "optimizer": {
+                "step": progress.step,
+                "scaler": self._context.optimizer.scaler_state(),
+                # Only where experts are skipped: earlier versions know no such key.
+                **({"expert_steps": expert_steps} if expert_steps else {}),
+            },
+            "progress": asdict(progress),
+            "data": at.data,
+            "spikes": at.spikes,
+            "held_out": self._held_out,
+            "tokenizer": self._context.train_tokens.header.tokenizer_id,
+            # The ranks that hold the parts of matrices draw the same.
+            "rng": self._context.ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
+            "param_groups": hyperparameters,
+            "precision": self._context.precision,
+            "threads": torch.get_num_threads(),
+            "config": as_tables(self._config),
+            "tokenizer_name": self._context.train_tokens.header.tokenizer,
+            "hf_config": self._hf_config,
+        }
+
+    def _load(self, source: Checkpoint) -> None:
+        """Go on as the checkpoint says, with its data, random numbers and losses."""
+        state, ranks = source.state, self._context.ranks
+        self._context.batches.load_state_dict(state["data"])
+        self.spikes.load_state_dict(state["spikes"])
+        replica = ranks.rank // self._config.ranks.tensor
+        if replica < len(state["rng"]):
+            restore_random_states(state["rng"][replica])
+        else:  # a new rank: numbers that no other rank draws
+            seed_all(self._config.train.seed + replica + source.step * ranks.size)
+
+    def _changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
+        """Yield (code, warning) for what has changed since the checkpoint.
+
+        Raises:
+            ConfigError: the changes make it another run.
+        """
+        if self._context.precision != source.state["precision"]:
+            raise ConfigError(
+                f"{source.path} was trained with offload.precision = "
+                f"{source.state['precision']!r}, but this run uses {self._context.precision!r}"
+            )
+        tokens = self._context.train_tokens.header
+        if tokens.tokenizer_id and source.state["tokenizer"] not in ("", tokens.tokenizer_id):
+            raise ConfigError(
+                f"{source.path} was trained on tokens of another tokenizer than the data's, "
+                f"{tokens.tokenizer}: its tokens would mean something else"
+            )
+        before, threads = source.state.get("threads"), torch.get_num_threads()
+        if before not in (None, threads):
+            yield (
+                "threads-changed",
+                f"torch had {before} threads when {source.path} was saved, and has {threads} now: "
+                "losses may now differ in their last digits",
+            )
+        changed = _changes_since(source, self._config)
+        if source.state.get("held_out", self._held_out) != self._held_out:
+            changed.append(
+                "the held-out tokens: validation losses are not comparable with earlier ones"
+            )
+        if changed:
+            yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
 
     # ---- save
 
@@ -205,11 +295,11 @@ class Saving:
             TrainingError: weights of the checkpoint before it, which ends first, are not finite.
         """
         try:
-            self._begin(progress, self.state.here())
+            self._begin(progress, self.position())
         except CheckpointError as error:
             self._failed(progress.step, error)
         # Where writes are not asynchronous, or the model is small, all is written by now.
-        if self._ranks.all_gather_host([self.written]).all():
+        if self._context.ranks.all_gather_host([self.written]).all():
             self.finish(progress)
 
     def save(self, progress: Progress, at: Position | None = None) -> None:
@@ -227,7 +317,7 @@ class Saving:
             # The lanes have stopped in the midst of a checkpoint, which is removed.
             self._writing.give_up()
             self._writing, self._saved_step = None, -1
-        self._begin(progress, at or self.state.here())
+        self._begin(progress, at or self.position())
         if self._writing is not None:
             self._commit(progress)
 
@@ -258,12 +348,12 @@ class Saving:
         self._log.doing("saving a checkpoint")
         began_s = time.perf_counter()
         self._writing = save.Save(
-            self._run.checkpoints,
+            self.folder,
             progress.step,
-            self._model,
-            self._optimizer,
-            self.state.at(progress, at),
-            ranks=self._ranks,
+            self._context.model.module,
+            self._context.optimizer,
+            self._state(progress, at),
+            ranks=self._context.ranks,
         )
         self._saved_step, self._begun_untrained = progress.step, self.untrained.versions()
         progress.seconds += time.perf_counter() - began_s
@@ -288,23 +378,19 @@ class Saving:
         progress.seconds += time.perf_counter() - began_s
         self.saved_untrained = self._begun_untrained
         self._log.saved(writing.step, saved)
-        self._prune()
+        if self._context.ranks.rank == 0:
+            train = self._config.train
+            try:
+                checkpoint.prune(self.folder, train.keep_last, train.keep_every)
+            except OSError as error:
+                self._log.warn("prune-failed", f"old checkpoints were not removed: {error}")
         if not saved.direct and not self._warned_of_page_cache:
             self._warned_of_page_cache = True
             self._log.warn(
                 "checkpoint-buffered",
-                f"the file system of {self._run.checkpoints} refuses O_DIRECT: checkpoints go "
+                f"the file system of {self.folder} refuses O_DIRECT: checkpoints go "
                 "through the page cache, which counts against the memory limit of a container",
             )
-
-    def _prune(self) -> None:
-        if self._ranks.rank:
-            return
-        try:
-            config = self._config.train
-            checkpoint.prune(self._run.checkpoints, config.keep_last, config.keep_every)
-        except OSError as error:
-            self._log.warn("prune-failed", f"old checkpoints were not removed: {error}")
 
     def _failed(self, step: int, error: CheckpointError) -> None:
         self._saved_step = -1
@@ -314,9 +400,9 @@ class Saving:
         """Return the error of a run whose later steps would be useless."""
         # One that was begun before the problem may be the only good one.
         self.finish(progress)
-        saved = checkpoint.find(self._run.checkpoints)
+        saved = checkpoint.find(self.folder)
         last = f"the last checkpoint is {saved[0].name}" if saved else "there is no checkpoint yet"
-        advice = ADVICE[self._precision]
+        advice = ADVICE[self._context.precision]
         if not self._config.offload.skip_nonfinite:
             advice = f"Resume from it with offload.skip_nonfinite = true, or: {advice}"
         return TrainingError(f"{problem}. It was not saved; {last}. {advice}.")
@@ -324,110 +410,6 @@ class Saving:
 
 _STRUCTURAL = tuple(f"model.{key}" for key in (*field_kinds(ModelShape), "lora"))
 """Keys of a job that make it another model. The folder of `model.hf` may have moved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """The end of a step: the next one begins with these random states, at this place in the
-    data, and compares its loss with these."""
-
-    rng: RandomStates
-    data: Mapping[str, Any]
-    spikes: Mapping[str, Any]
-
-
-class RunState:
-    """The state of a run outside of its tensors: collected for a checkpoint, and loaded."""
-
-    def __init__(self, config: Config, context: TrainingContext, spikes: Spikes) -> None:
-        self._config, self._spikes = config, spikes
-        self._ranks, self._precision = context.ranks, context.precision
-        self._optimizer, self._batches = context.optimizer, context.batches
-        self._tokens, self._val_tokens = context.train_tokens.header, context.val_tokens
-        self._hf_config = None if config.hf is None else read_config(config.hf.folder)
-
-    def here(self) -> Position:
-        """Return the position of the run now; between steps it is the end of the last one."""
-        return Position(random_states(), self._batches.state_dict(), self._spikes.state_dict())
-
-    def at(self, progress: Progress, at: Position) -> Mapping[str, Any]:
-        """Return what a checkpoint at this position keeps. A collective."""
-        hyperparameters = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        ]
-        expert_steps = {}
-        if self._config.offload.skip_unused:
-            # A collective: ranks may hold different experts.
-            expert_steps = merged_steps(self._ranks.gather(self._optimizer.expert_steps))
-        return {
-            "optimizer": {
-                "step": progress.step,
-                "scaler": self._optimizer.scaler_state(),
-                # Only where experts are skipped: earlier versions know no such key.
-                **({"expert_steps": expert_steps} if expert_steps else {}),
-            },
-            "progress": asdict(progress),
-            "data": at.data,
-            "spikes": at.spikes,
-            "held_out": self._validation_hash(),
-            "tokenizer": self._tokens.tokenizer_id,
-            # The ranks that hold the parts of matrices draw the same.
-            "rng": self._ranks.gather(at.rng.as_json)[:: self._config.ranks.tensor],
-            "param_groups": hyperparameters,
-            "precision": self._precision,
-            "threads": torch.get_num_threads(),
-            "config": as_tables(self._config),
-            "tokenizer_name": self._tokens.tokenizer,
-            "hf_config": self._hf_config,
-        }
-
-    def _validation_hash(self) -> str | None:
-        """Return the hash of the validation tokens."""
-        return None if self._val_tokens is None else self._val_tokens.header.content
-
-    def load(self, source: Checkpoint) -> None:
-        """Go on as the checkpoint says, with its data, random numbers and losses."""
-        state, ranks = source.state, self._ranks
-        self._batches.load_state_dict(state["data"])
-        self._spikes.load_state_dict(state["spikes"])
-        replica = ranks.rank // self._config.ranks.tensor
-        if replica < len(state["rng"]):
-            restore_random_states(state["rng"][replica])
-        else:  # a new rank: numbers that no other rank draws
-            seed_all(self._config.train.seed + replica + source.step * ranks.size)
-
-    def changes(self, source: Checkpoint) -> Iterator[tuple[str, str]]:
-        """Yield (code, warning) for what has changed since the checkpoint.
-
-        Raises:
-            ConfigError: the changes make it another run.
-        """
-        if self._precision != source.state["precision"]:
-            raise ConfigError(
-                f"{source.path} was trained with offload.precision = "
-                f"{source.state['precision']!r}, but this run uses {self._precision!r}"
-            )
-        tokenizer_id = self._tokens.tokenizer_id
-        if tokenizer_id and source.state["tokenizer"] not in ("", tokenizer_id):
-            raise ConfigError(
-                f"{source.path} was trained on tokens of another tokenizer than the data's, "
-                f"{self._tokens.tokenizer}: its tokens would mean something else"
-            )
-        before, threads = source.state.get("threads"), torch.get_num_threads()
-        if before not in (None, threads):
-            yield (
-                "threads-changed",
-                f"torch had {before} threads when {source.path} was saved, and has {threads} now: "
-                "losses may now differ in their last digits",
-            )
-        changed = _changes_since(source, self._config)
-        if source.state.get("held_out", self._validation_hash()) != self._validation_hash():
-            changed.append(
-                "the held-out tokens: validation losses are not comparable with earlier ones"
-            )
-        if changed:
-            yield "job-changed", f"changed since the checkpoint: {'; '.join(changed)}"
 
 
 def _changes_since(checkpoint: Checkpoint, job: Config) -> list[str]:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.hf_model import HfModel
 from offloadtrain.config.job import Config
 from offloadtrain.config.sections import IGNORED, Packing
 from offloadtrain.data import tokenizer as tokenizers
@@ -156,32 +155,31 @@ def export(saved: SavedRun, folder: Path, *, dtype: str | None = None, merge: bo
             write_adapters(model, temporary, _masters(saved), as_dtype)
         else:
             _write_whole(saved, model, temporary, as_dtype)
-        _write_words(saved, temporary)
+        source, words = tokenizer_files(saved.tokenizer)
+        if source is None and words is None and hf is not None and Path(hf.hf).is_dir():
+            source = Path(hf.hf)
+        write_tokenizer(source, temporary, words)
     return type(bare(model) if merge else model).__name__
 
 
 def _write_whole(saved: SavedRun, model: Any, folder: Path, dtype: torch.dtype) -> None:
-    if saved.job.hf is None:
-        weights, bare_model = renamed(saved.job.model, saved.weights()), model
-    elif saved.job.hf.lora is None:
-        weights, bare_model = _masters(saved), model
+    hf, bare_model, buffers_of_run = saved.job.hf, model, {}
+    if hf is None:
+        weights = renamed(saved.job.model, saved.weights())
     else:
-        weights, bare_model = merged_weights(model, _masters(saved)), bare(model)
+        params = {name for name, _ in model.named_parameters()}
+        buffers_of_run = dict(saved.weights(wanted=lambda name: name not in params))
+        weights = _masters(saved)
+        if hf.lora is not None:
+            weights, bare_model = merged_weights(model, weights), bare(model)
     prefix = BASE_PREFIX if bare_model is not model else ""
-    params = {name for name, _ in model.named_parameters()}
-    saved_buffers = (
-        {} if saved.job.hf is None else dict(saved.weights(wanted=lambda n: n not in params))
-    )
     buffers = dict(bare_model.named_buffers())
-    buffers |= {name.removeprefix(prefix): buffer for name, buffer in saved_buffers.items()}
+    buffers |= {name.removeprefix(prefix): buffer for name, buffer in buffers_of_run.items()}
     write_weights(bare_model, folder, weights, buffers, dtype, "5GB")
     write_configuration(bare_model, folder, dtype)
-    if saved.job.hf is not None:
-        _copy_generation(saved.job.hf, folder)
-
-
-def _copy_generation(hf: HfModel, folder: Path) -> None:
-    """Replace the generation configuration, which config.json has made, by that of the model."""
+    if hf is None:
+        return
+    # config.json has made a generation configuration: that of the model replaces it.
     name = "generation_config.json"
     try:
         source = hf.folder / name
@@ -202,24 +200,12 @@ def _masters(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
 def _empty_model(saved: SavedRun) -> Any:
     """Return the model of transformers, with its adapters, on the meta device."""
     if saved.job.hf is None:
-        end = _end_of_document(saved.tokenizer)
+        try:
+            end = tokenizer(saved.tokenizer).end_of_document
+        except DataError:  # its files are not here
+            end = None
         return empty_own_model(saved.job.model, end_of_document=end)
     return hf_job.empty_model(saved.hf_config(), saved.job.hf.lora)
-
-
-def _write_words(saved: SavedRun, folder: Path) -> None:
-    source, words = tokenizer_files(saved.tokenizer)
-    hf = saved.job.hf
-    if source is None and words is None and hf is not None and Path(hf.hf).is_dir():
-        source = Path(hf.hf)
-    write_tokenizer(source, folder, words)
-
-
-def _end_of_document(name: str) -> int | None:
-    try:
-        return tokenizer(name).end_of_document
-    except DataError:  # its files are not here
-        return None
 
 
 def language_model(saved: SavedRun, device: torch.device) -> LanguageModel:

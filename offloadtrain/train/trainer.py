@@ -12,18 +12,32 @@ A step whose gradients are not finite is skipped by the engine: no state changes
 consumed, the step is counted and shown, and the learning rate does not change, because the schedule
 counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a checkpoint.
 
-In a pipeline without flushes steps overlap: `unflushed_trainer.py`.
+In a pipeline without flushes steps overlap: `UnflushedTrainer`.
+
+[Note: Overlapping steps]
+A step's microbatches begin before the step before is decided (`parallel.pipeline.split_step`). An
+iteration of this loop therefore runs the microbatches of step t, then counts and logs step t - 1,
+whose losses and decision are known by now, and only then asks for the update of step t: with the
+learning rate after t - 1, also where that was skipped. Ranks exchange their figures of step t
+without waiting for each other, and take them in an iteration later: to wait at once would be a
+flush.
+
+Where something must be done between two steps, as one process does it - an evaluation, a
+checkpoint, a stop, the end - the iteration ends step t, too, and keeps the delay: the run is where
+`offload.update = "delayed"` of one process is after step t, to the bit. That costs one flush.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
@@ -53,7 +67,7 @@ from offloadtrain.train.saving import ADVICE, Saving, TrainingError
 from offloadtrain.train.signals import StopRequests
 
 if TYPE_CHECKING:
-    from offloadtrain.train.pipelined import PipelinedModel
+    from offloadtrain.parallel.pipeline.steps import Pipeline
 
 MAX_SKIPS = 20
 SAMPLE_TEMPERATURE = 0.8
@@ -74,19 +88,12 @@ class Trainer:
         self, config: Config, context: TrainingContext, run: RunFolder, log: RunLog
     ) -> None:
         """`run`: must have begun when `train` is called."""
-        self.config = config
-        self._local, self._ranks = context.local, context.ranks
-        self._replicas, self._pipelined = context.replicas, context.pipelined
-        self.language_model, self.optimizer = context.model, context.optimizer
-        self.model = context.model.module
+        self.config, self._context, self._log = config, context, log
+        self.model, self.optimizer = context.model.module, context.optimizer
         self.optimizer.warns_of_skips = False  # the run log reports each one
-        self.batches, self.val_tokens = context.batches, context.val_tokens
         # Groups may have peaks of their own (Muon's matrices and the rest), on the same schedule.
         self._lr_ratios = [group["lr"] / config.optim.lr for group in self.optimizer.param_groups]
         self.progress = Progress()
-        self._precision = context.precision
-        self._tokenizer = context.train_tokens.header.tokenizer
-        self._log = log
         self.saving = Saving(config, context, run, log)
         self._requests: Requests | None = None
         self._polled: list[Request] = []
@@ -98,7 +105,7 @@ class Trainer:
     def resume(self, source: Checkpoint, on_damaged: OnDamaged) -> bool:
         """Continue from a checkpoint, or an earlier one if it is damaged; False: none is valid.
         Raises what `Saving.resume_newest` raises."""
-        progress = self.saving.resume_newest(source, on_damaged)
+        progress = self.saving.resume_newest(on_damaged, before=source.step + 1)
         self.progress = progress or self.progress
         return progress is not None
 
@@ -124,7 +131,7 @@ class Trainer:
         HEARTBEAT.cpu_counts = self.optimizer.device.type == "cpu"
         self._emergency.step_ended()
         ready = partial(pinned, device=self.optimizer.device)
-        prefetch = closing(Prefetch(self.batches, ready))
+        prefetch = closing(Prefetch(self._context.batches, ready))
         with self._emergency.guarded(self.progress), prefetch as self._prefetch:
             if self.progress.step == 0:
                 self._evaluate()
@@ -161,7 +168,7 @@ class Trainer:
         report = self.optimizer.last_step
         assert report is not None
         row = self._row(self._loss.wait(), clock, report, stop)
-        stats = self._stats_of(self._ranks.all_gather_host(row))
+        stats = self._stats_of(self._context.ranks.all_gather_host(row))
         self._count(report, clock, stats, lr, spike)
         if spike and self.config.train.on_spike == "rollback":
             self.saving.roll_back(spike, self.progress)
@@ -192,22 +199,23 @@ class Trainer:
         """Return this rank's figures of a step for the others, and whether it was asked to stop or
         to save. `report`: of the last step that was decided."""
         comm_ms = 0.0 if report is None else report.busy_ms["comm"]
-        if self._requests is not None and self._requests.waiting():
+        if self._requests is not None:
             self._polled += self._requests.poll()
+        stops = not self._context.ranks.is_single and stop.requested is not None
         asks = bool(self._polled)
-        noted = not self._ranks.is_single and stop.requested is not None
-        row = [loss, clock.total_ms, comm_ms, noted, asks, stop.wants_checkpoint]
+        row = [loss, clock.total_ms, comm_ms, stops, asks, stop.wants_checkpoint]
         return [*row, self.saving.written]
 
-    def _stats_of(self, of_ranks: torch.Tensor) -> StepStats:
+    def _stats_of(self, of_ranks: Tensor) -> StepStats:
         """Return the statistics of a step from the rows of all ranks; note their stop requests."""
-        self._all_stop = bool(of_ranks[:, 3].any())
-        parts = self.config.ranks.tensor
-        return StepStats.of(of_ranks, replicas=self._replicas.size, parts=parts)
+        parts, replicas = self.config.ranks.tensor, self._context.replicas.size
+        stats = StepStats.of(of_ranks, replicas=replicas, parts=parts)
+        self._all_stop = stats.stops
+        return stats
 
     def _stops(self, stop: StopRequests) -> bool:
         """Return whether the run ends here: all ranks end after the same step."""
-        return bool(stop.requested) if self._ranks.is_single else self._all_stop
+        return bool(stop.requested) if self._context.ranks.is_single else self._all_stop
 
     def _set_learning_rate(self) -> float:
         optim = self.config.optim
@@ -225,19 +233,20 @@ class Trainer:
 
     def _accumulate(self, clock: StepClock) -> None:
         """Forward and backward of every microbatch; `_loss` gets the step's, of this rank."""
-        count = self._local.train.grad_accum_steps
-        total = torch.zeros((), device=self.optimizer.device)
-        divisor = loss_divisor(self.batches, count, self._replicas.size)
-        if self._pipelined is not None:
-            self._run_pipeline(self._pipelined, clock, count, divisor)
+        if self._context.pipelined is not None:
+            losses, divides = self._run_pipeline(clock, self.progress.step + 1)
+            self._loss.launch(of_step(losses, divides=divides))
             return
+        count = self._context.local.train.grad_accum_steps
+        total = torch.zeros((), device=self.optimizer.device)
+        divisor = loss_divisor(self._context.batches, count, self._context.replicas.size)
         optimizer = self.optimizer
         assert isinstance(optimizer, OffloadOptimizer)
         for number in range(count):
             HEARTBEAT.enter(f"forward of step {self.progress.step + 1}")
             batch = to_device(self._prefetch.next(), self.optimizer.device)
             clock.lap("data")
-            loss = loss_of(self.language_model, batch, divisor)
+            loss = loss_of(self._context.model, batch, divisor)
             total += loss.detach()
             if number == count - 1:
                 self._loss.launch(total / count if divisor is None else total)
@@ -246,17 +255,24 @@ class Trainer:
             optimizer.backward(loss, divide=divisor is None)
             clock.lap("backward")
 
-    def _run_pipeline(
-        self, stage: PipelinedModel, clock: StepClock, count: int, divisor: float | None
-    ) -> None:
-        """Run this rank's stage; forwards and backwards alternate, and count as "backward"."""
-        HEARTBEAT.enter(f"forward and backward of step {self.progress.step + 1}")
-        device = self.optimizer.device
-        batches = [to_device(self._prefetch.next(), device) for _ in range(count)]
+    def _run_pipeline(self, clock: StepClock, number: int) -> tuple[Tensor, bool]:
+        """Run this rank's stages in step `number`; forwards and backwards alternate, and count as
+        "backward".
+
+        Returns:
+            the losses that the pipeline gives back, and whether the step's is the mean of its
+            microbatches'.
+        """
+        context = self._context
+        assert context.pipelined is not None
+        HEARTBEAT.enter(f"forward and backward of step {number}")
+        count = context.local.train.grad_accum_steps
+        divisor = loss_divisor(context.batches, count, context.replicas.size)
+        batches = [to_device(self._prefetch.next(), self.optimizer.device) for _ in range(count)]
         clock.lap("data")
-        losses = stage.run(batches, divisor)
-        self._loss.launch(of_step(losses, divides=divisor is None))
+        losses = context.pipelined.run(batches, divisor)
         clock.lap("backward")
+        return losses, divisor is None
 
     def _check_step(self, number: int, report: StepReport, loss: float, spike: str) -> None:
         """Report a step that was skipped; `spike`: what was wrong with its loss, if that was
@@ -267,7 +283,7 @@ class Trainer:
             self._log.warn("loss-not-finite", f"the loss of step {number} is {loss}", number)
             if not report.skipped:
                 raise self.saving.spoilt(f"the loss of step {number} is {loss}", self.progress)
-        elif report.skipped and self._precision != "fp16":
+        elif report.skipped and self._context.precision != "fp16":
             self._log.warn(
                 "step-skipped",
                 f"step {number} was skipped: the gradient norm is {report.grad_norm}, not finite "
@@ -282,7 +298,7 @@ class Trainer:
             )
             raise TrainingError(
                 f"{MAX_SKIPS} steps in a row were skipped: {why}. The state before them is in the "
-                f"last checkpoint. {ADVICE[self._precision]}."
+                f"last checkpoint. {ADVICE[self._context.precision]}."
             )
 
     # ---- between steps
@@ -299,7 +315,7 @@ class Trainer:
         if not stats.asks:
             return
         polled, self._polled = self._polled, []
-        for entry in self._ranks.broadcast_object([asdict(request) for request in polled]):
+        for entry in self._context.ranks.broadcast_object([asdict(request) for request in polled]):
             request, step = Request(**entry), self.progress.step
             if request.refused:
                 self._log.control(request, "refused", step)
@@ -326,27 +342,27 @@ class Trainer:
     def _evaluate(self) -> None:
         """Evaluate the mean loss over the first `eval_batches` of the held-out tokens, always the
         same ones."""
-        if self.val_tokens is None or not self.config.train.eval_every:
+        if self._context.val_tokens is None or not self.config.train.eval_every:
             return
         self._log.doing("validation")
         clock = StepClock()
-        batch, seq_len = self._local.train.micro_batch, self.config.data.seq_len
-        ranks = self._replicas
+        batch, seq_len = self._context.local.train.micro_batch, self.config.data.seq_len
+        ranks = self._context.replicas
         batches = Batches(
-            self.val_tokens,
+            self._context.val_tokens,
             batch=batch,
             seq_len=seq_len,
             packing=self.config.data.packing,
             rank=ranks.rank,
             world=ranks.size,
             shuffle=False,
-            masking=masking_of(self.config, self.val_tokens),
+            masking=masking_of(self.config, self._context.val_tokens),
         )
-        count = self._local.train.eval_batches
+        count = self._context.local.train.eval_batches
         count = max(1, min(count, batches.windows // (batch * ranks.size)))
         self.model.eval()
         divisor = loss_divisor(batches, count, ranks.size)
-        device, model = self.optimizer.device, self.language_model
+        device, model = self.optimizer.device, self._context.model
         losses = []
         for _ in range(count):
             losses.append(loss_of(model, to_device(batches.next(), device), divisor))
@@ -364,14 +380,120 @@ class Trainer:
         self._log.doing("writing a sample")
         # Update mode "delayed": of the newest weights. The run is saved, so its delay may end.
         self.optimizer.synchronize()
-        words = tokenizer(self._tokenizer)
+        words = tokenizer(self._context.train_tokens.header.tokenizer)
         prompt = self.config.train.sample_prompt
         (encoded,) = words.encode_batch([prompt])
         tokens = [*words.begin, *encoded.tolist()] or [words.end_of_document]
-        generated_BT = self.language_model.generate(
+        generated_BT = self._context.model.generate(
             torch.tensor([tokens], device=self.optimizer.device),
             self.config.train.sample_tokens,
             Sampling(temperature=SAMPLE_TEMPERATURE, seed=_SAMPLE_SEED),
         )
         new = [t for t in generated_BT[0, len(tokens) :].tolist() if t < words.vocab_size]
         self._log.sampled(self.progress.step, prompt, words.decode(new))
+
+
+_NOTHING = StepStats(loss=math.nan, own_ms=(), asks=False, saves=False, written=False)
+"""Before the first step is decided."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingStep:
+    """A step whose microbatches were run and whose update was asked for.
+
+    Attributes:
+        divides: its loss is the mean of its microbatches'.
+        receive: waits for the figures of all ranks.
+    """
+
+    clock: StepClock
+    lr: float
+    divides: bool
+    receive: Callable[[], Tensor]
+
+
+class UnflushedTrainer(Trainer):
+    """See [Note: Overlapping steps]."""
+
+    _pending: _PendingStep | None = None
+    """The step whose update has not been decided yet, or None."""
+
+    @property
+    def _pipeline(self) -> Pipeline:
+        assert self._context.pipelined is not None
+        return self._context.pipelined.pipeline
+
+    def _step(self, stop: StopRequests) -> tuple[bool, StepStats]:
+        """Run the microbatches of a step, and end the step before; return whether a step has ended
+        with nothing in flight and was not skipped, and what ranks exchanged."""
+        clock, stats = StepClock(), _NOTHING
+        if self._pending is None:
+            self._log.before_step(self.optimizer)
+        try:
+            number = self.progress.step + (1 if self._pending is None else 2)
+            # The losses are those of the step before.
+            losses, divides = self._run_pipeline(clock, number)
+        except LossScaleError as error:
+            # On every stage, before a microbatch of this step is sent: the one in flight can end.
+            assert self._pending is not None
+            named = self._named_nonfinite
+            self._end(self._pending)
+            self.saving.save(self.progress)
+            raise LossScaleError(f"{error}. {named}") from error
+        if self._pending is not None:
+            stats = self._ended(self._pending, losses)
+            self._log.before_step(self.optimizer)
+        lr = self._set_learning_rate()
+        self._pipeline.step()
+        clock.lap("optimizer")
+        row = self._row(math.nan, clock, self.optimizer.last_step, stop)
+        # No rank waits for another one here: the rows are taken in when the step has ended.
+        receive = self._context.ranks.send_host(row)
+        self._pending = pending = _PendingStep(clock, lr, divides, receive)
+        if not self._flush_is_due(stats):
+            return False, stats
+        stats = self._end(pending)
+        assert self.optimizer.last_step is not None
+        return not self.optimizer.last_step.skipped, stats
+
+    def _end(self, pending: _PendingStep) -> StepStats:
+        """End the step in flight, and keep the delay."""
+        HEARTBEAT.enter(f"end of step {self.progress.step + 1}")
+        left = self._pipeline.drain(newest=False)
+        pending.clock.lap("backward")
+        assert left is not None
+        self._pending = None
+        return self._ended(pending, left)
+
+    def _ended(self, pending: _PendingStep, losses: Tensor) -> StepStats:
+        """Count and log a step that was decided; `losses`: of its microbatches."""
+        own_loss = of_step(losses, divides=pending.divides).item()
+        # Waits for the replicas of this stage, which have just decided the step together, and not
+        # for other stages.
+        of_replicas = self._context.replicas.all_gather_host([own_loss])[:, 0].tolist()
+        # Every stage has sent its row before what this one has received since.
+        stats = self._stats_of(pending.receive())
+        stats = replace(stats, loss=sum(of_replicas) / len(of_replicas))
+        assert self.optimizer.last_step is not None
+        self._count(self.optimizer.last_step, pending.clock, stats, pending.lr)
+        return stats
+
+    def _flush_is_due(self, stats: StepStats) -> bool:
+        """Return True if something must be done after the step in flight; the same on all ranks."""
+        config, step = self.config.train, self.progress.step + 1
+        every = [number for number in (config.eval_every, config.checkpoint_every) if number]
+        return (
+            step >= config.steps
+            or any(step % number == 0 for number in every)
+            or stats.asks
+            or stats.saves
+            or self._all_stop
+            # If it is skipped, the run ends after it, with a checkpoint.
+            or self.progress.skipped_in_a_row == MAX_SKIPS - 1
+        )
+
+
+def trainer_of(config: Config, context: TrainingContext, run: RunFolder, log: RunLog) -> Trainer:
+    """Return the training loop of a job; the arguments are those of `Trainer`."""
+    kind = Trainer if config.ranks.flushes else UnflushedTrainer
+    return kind(config, context, run, log)

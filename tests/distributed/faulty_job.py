@@ -23,8 +23,7 @@ from offloadtrain.optim import AdamW
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import build
 from offloadtrain.train.checkpoint.save import TensorWriter
-from offloadtrain.train.trainer import Trainer
-from offloadtrain.train.unflushed_trainer import UnflushedTrainer
+from offloadtrain.train.trainer import Trainer, UnflushedTrainer
 
 POINTS: dict[str, tuple[Any, str]] = {
     "forward": (Transformer, "forward"),

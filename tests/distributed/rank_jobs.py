@@ -26,7 +26,7 @@ from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.run_folder import open_run
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trained_model import language_model, open_saved
-from offloadtrain.train.unflushed_trainer import trainer_of
+from offloadtrain.train.trainer import trainer_of
 from tests.train.small_job import JOB, AnyEvent, write_text
 
 Options = dict[str, Any]

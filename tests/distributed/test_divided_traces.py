@@ -15,7 +15,7 @@ from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.costs.microbatch import TracedStep
 from offloadtrain.plan.placement import resolved
 from offloadtrain.plan.plan import make
-from offloadtrain.train.job_trace import needed_trace, tracer_of
+from offloadtrain.train.build import needed_trace, tracer_of
 from tests.distributed.conftest import Run
 from tests.distributed.rank_jobs import figures, job_of, save_hf_model, train
 from tests.train.small_job import write_text

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 from offloadtrain.events import alerts
 from offloadtrain.model.layers import own_draws
+from offloadtrain.parallel.pipeline.language_model import PipelinedModel
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.runtime.tensor_parts import PartError, Range, is_distributed, share_of
@@ -20,7 +21,6 @@ from offloadtrain.train import build
 from offloadtrain.train.build import assemble
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.losses import loss_of
-from offloadtrain.train.pipelined import PipelinedModel
 from offloadtrain.train.progress import StepStats
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trained_model import open_saved

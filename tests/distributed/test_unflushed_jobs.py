@@ -21,7 +21,6 @@ from offloadtrain.events import schema
 from offloadtrain.parallel.pipeline.split_step import SplitStep
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import trainer as trainers
-from offloadtrain.train import unflushed_trainer
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.signals import StopRequests
 from offloadtrain.train.trainer import Trainer
@@ -117,8 +116,7 @@ def test_a_skipped_step_repeats_its_rate(
 def message_of_skips(folder: Path, data: Path, **options: Any) -> str:
     """Train until too many steps in a row are skipped; return the error."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (trainers, unflushed_trainer):
-            patch.setattr(module, "MAX_SKIPS", 3)
+        patch.setattr(trainers, "MAX_SKIPS", 3)
         with pytest.raises(TrainingError) as error:
             train_skipping(folder, data, {2, 3, 4, 5, 6}, **options)
     return str(error.value)

@@ -29,9 +29,8 @@ from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.optim.update_rules import decay_groups, update_rule
 from offloadtrain.plan.automatic import FULL
 from offloadtrain.plan.plan import make
-from offloadtrain.train.build import described, open_tokens
+from offloadtrain.train.build import described, needed_trace, open_tokens
 from offloadtrain.train.dry_run import laid_out
-from offloadtrain.train.job_trace import needed_trace
 from offloadtrain.train.trained_model import evaluate, open_model, open_saved
 from tests.train.conftest import StopAfter
 from tests.train.small_job import JOB, events_of, history, run, tensor_hashes, write_text

@@ -17,8 +17,7 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import hidden_above, text
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.plan.times import compute_seconds
-from offloadtrain.train.build import assemble
-from offloadtrain.train.job_trace import needed_trace
+from offloadtrain.train.build import assemble, needed_trace
 from offloadtrain.train.losses import loss_divisor, loss_of
 from tests.train.conftest import StopAfter
 from tests.train.small_job import history, run, small_job, tensor_hashes

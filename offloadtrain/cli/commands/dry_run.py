@@ -16,9 +16,8 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device
-from offloadtrain.train.build import described
+from offloadtrain.train.build import described, needed_trace
 from offloadtrain.train.dry_run import check
-from offloadtrain.train.job_trace import needed_trace
 
 
 def preview(config: Config, ranks: int = 1) -> tuple[str, bool, Config]:

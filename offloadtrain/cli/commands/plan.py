@@ -216,8 +216,7 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
     from offloadtrain.config.batch_split import of_stage, shared
     from offloadtrain.plan.placement import resolved
     from offloadtrain.plan.tracing.step import TraceError
-    from offloadtrain.train.build import described
-    from offloadtrain.train.job_trace import tracer_of
+    from offloadtrain.train.build import described, tracer_of
 
     config = described(config)
     trace, of_rank = tracer_of(config, machine, ranks), shared(resolved(config, machine), ranks)

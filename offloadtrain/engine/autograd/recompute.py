@@ -103,7 +103,7 @@ class RandomStates:
 class _NumpyState:
     """Reads the state of NumPy's global generator; the same object if it has not changed.
 
-    `get_state` takes 30 microseconds, the bytes behind it 0.3. They show every draw but the second
+    `get_state` takes 30 microseconds, the bytes after it 0.3. They show every draw but the second
     of a pair of normal numbers, which was computed with the first.
     """
 

@@ -236,7 +236,7 @@ _DEFERRED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def _signals_handled_afterwards() -> Iterator[None]:
     """Let this process's own handlers of signals run after the trace.
 
-    A handler that raises inside torch's exchange of dispatch modes leaves a mode behind, or takes
+    A handler that raises inside torch's exchange of dispatch modes leaves a mode after, or takes
     one too many away: torch then raises an AttributeError, or products of experts of this process
     are uninitialised memory.
     """

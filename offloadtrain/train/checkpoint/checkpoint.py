@@ -21,8 +21,8 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -30,8 +30,10 @@ from typing import Any, TypeAlias, TypeVar
 from offloadtrain.hardware import atomic_io
 from offloadtrain.runtime.process_group import ALONE, Ranks
 from offloadtrain.train.checkpoint.manifest import (
+    CheckpointError,
     DamagedCheckpointError,
     Manifest,
+    NotFiniteError,
     read_manifest,
     read_state,
 )
@@ -131,7 +133,7 @@ def newest_good(
     Args:
         verified: read and verify every tensor; False where that is done while they are loaded.
         before: only checkpoints of earlier steps than this.
-        accept: raises DamagedCheckpointError where the caller cannot use it.
+        accept: raises DamagedCheckpointError where the caller cannot use it; may load it.
 
     Raises:
         CheckpointError: the newest was written by a newer version of the format. It may be valid,
@@ -189,14 +191,35 @@ def verify(path: Path, ranks: Ranks = ALONE) -> Checkpoint:
 
 
 def agreed(ranks: Ranks, read: Callable[[], _T]) -> _T:
-    """Read on every rank; damage that one of them meets is raised on all."""
-    result: list[_T] = []
-    damaged: DamagedCheckpointError | None = None
+    """Read on every rank; an error that one of them meets is raised on all."""
+    with together(ranks):
+        result = read()
+    return result
+
+
+_KINDS = {kind.__name__: kind for kind in (CheckpointError, NotFiniteError, DamagedCheckpointError)}
+
+
+@contextmanager
+def together(ranks: Ranks, described: Callable[[OSError], str] | None = None) -> Iterator[None]:
+    """Make an error of one rank an error of all ranks. Every rank calls this.
+
+    Args:
+        described: from an error of the disk to the message of a CheckpointError, which then names
+            the rank; None: such an error is not expected, and is raised where it occurs.
+    """
+    failed: Exception | None = None
+    report: tuple[str, str] | None = None
     try:
-        result.append(read())
-    except DamagedCheckpointError as error:
-        damaged = error
-    of_ranks = ranks.gather(None if damaged is None else str(damaged))
-    if message := next(filter(None, of_ranks), None):
-        raise DamagedCheckpointError(message) from damaged
-    return result[0]
+        yield
+    except CheckpointError as error:
+        failed, report = error, (type(error).__name__, str(error))
+    except OSError as error:
+        if described is None:
+            raise
+        failed, report = error, (CheckpointError.__name__, described(error))
+    for rank, of_rank in enumerate(ranks.gather(report)):
+        if of_rank is not None:
+            kind, message = of_rank
+            where = f"rank {rank}: " if described and not ranks.is_single else ""
+            raise _KINDS[kind](where + message) from failed

@@ -125,10 +125,14 @@ def lay_out(
         TypeError: a dtype that a checkpoint cannot hold.
     """
     regions: list[Region] = []
-    for flat in (*states, *(_alone(name, tensor) for name, tensor in extra.items())):
+    flats = list(states)
+    for name, tensor in extra.items():  # of no bucket: each is saved as a contiguous tensor
+        shape, numel = tuple(tensor.shape), tensor.numel()
+        piece = Piece(name, shape, dense(shape), 0, numel, 0, numel)
+        flats.append(FlatState(name, UNTRAINED, name_of(tensor.dtype), numel, (piece,)))
+    for flat in flats:
         if flat.pieces:
-            start = regions[-1].end if regions else 0
-            regions.append(_region(file, flat, start))
+            regions.append(_region(file, flat, regions[-1].end if regions else 0))
     return regions
 
 
@@ -139,13 +143,6 @@ def dense(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(size, 1)
     return tuple(reversed(strides))
-
-
-def _alone(name: str, tensor: torch.Tensor) -> FlatState:
-    """Describe a tensor that is in no bucket: it is saved as a contiguous one."""
-    shape, numel = tuple(tensor.shape), tensor.numel()
-    piece = Piece(name, shape, dense(shape), 0, numel, 0, numel)
-    return FlatState(name, UNTRAINED, name_of(tensor.dtype), numel, (piece,))
 
 
 def _region(file: str, flat: FlatState, start: int) -> Region:
@@ -164,8 +161,8 @@ def _region(file: str, flat: FlatState, start: int) -> Region:
             *(piece.count, file, begins[at], (cuts[at], cuts[at + 1])),
         )
         # An empty span keeps its entry in the list.
-        pieces = entry.chunks() or [(cuts[at], cuts[at])]
-        chunks += [Chunk(lo, hi, entry) for lo, hi in pieces]
+        spans = entry.chunks() or [(cuts[at], cuts[at])]
+        chunks += [Chunk(lo, hi, entry) for lo, hi in spans]
     return Region(flat.bucket, flat.kind, start, nbytes, tuple(chunks))
 
 
@@ -264,7 +261,15 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(safe_open.read_regular(path, max_bytes=MOST_JSON_BYTES))
         if content["sha256"] != digest_of(content) or content["format"] != FORMAT:
             raise DamagedCheckpointError(f"{path} does not match its own hash")
-        _check_version(path, content.get("version"))
+        version = content.get("version")
+        if type(version) is not int or version < VERSION:
+            shown = "no version" if version is None else f"the unknown version {version!a:.40}"
+            raise DamagedCheckpointError(f"{path} names {shown} of the checkpoint format")
+        if version > VERSION:
+            raise CheckpointError(
+                f"{folder} has checkpoint format version {version}; this offloadtrain reads "
+                f"version {VERSION}. Use the version of offloadtrain that wrote it, or newer."
+            )
         manifest = _decoded(content)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}") from error
@@ -297,54 +302,32 @@ def read_state(folder: Path, manifest: Manifest) -> Mapping[str, Any]:
     return state
 
 
-def _check_version(path: Path, version: object) -> None:
-    if type(version) is not int or version < VERSION:
-        shown = "no version" if version is None else f"the unknown version {ascii(version)[:40]}"
-        raise DamagedCheckpointError(f"{path} names {shown} of the checkpoint format")
-    if version > VERSION:
-        raise CheckpointError(
-            f"{path.parent} has checkpoint format version {version}; this offloadtrain reads "
-            f"version {VERSION}. Use the version of offloadtrain that wrote it, or newer."
-        )
-
-
 def _check_files(folder: Path, manifest: Manifest) -> None:
-    """Compare names and sizes with the folder; what is not a regular file is not opened."""
+    """Compare names, kinds, sizes and owners with the folder; only regular files are opened."""
     expected = {**manifest.sizes, STATE: manifest.state[0]}
     try:
-        present = set(os.listdir(folder))
-        for name in sorted(present - expected.keys() - {MANIFEST}):
+        present, owner = set(os.listdir(folder)), os.stat(folder).st_uid
+    except OSError as error:
+        raise DamagedCheckpointError(f"{folder} cannot be read: {error.strerror}") from error
+    for name in sorted(present - expected.keys() - {MANIFEST}):
+        raise DamagedCheckpointError(f"{folder} holds {name!a}, which its manifest does not list")
+    for name, num_bytes in expected.items():
+        path = folder / name
+        try:
+            with open(safe_open.open_descriptor(path), "rb") as file:
+                status = os.fstat(file.fileno())
+        except OSError as error:
+            why = f"{error.strerror}{manifest.tensors_behind(name, 0)}"
+            raise DamagedCheckpointError(f"{path} cannot be read: {why}") from error
+        if status.st_size != num_bytes:
+            lost = manifest.tensors_behind(name, status.st_size)
             raise DamagedCheckpointError(
-                f"{folder} holds {name!a}, which its manifest does not list"
+                f"{path} has {status.st_size} bytes, the manifest says {num_bytes}{lost}"
             )
-        owner = os.stat(folder).st_uid
-        for name, num_bytes in expected.items():
-            _check_file(folder / name, num_bytes, owner, manifest)
-    except OSError as error:
-        raise DamagedCheckpointError(
-            f"{error.filename or folder} cannot be read: {error.strerror}"
-        ) from error
-
-
-def _check_file(path: Path, num_bytes: int, owner: int, manifest: Manifest) -> None:
-    try:
-        fd = safe_open.open_descriptor(path)
-    except OSError as error:
-        lost = manifest.tensors_behind(path.name, 0)
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}{lost}") from error
-    try:
-        status = os.fstat(fd)
-    finally:
-        os.close(fd)
-    if status.st_size != num_bytes:
-        lost = manifest.tensors_behind(path.name, status.st_size)
-        raise DamagedCheckpointError(
-            f"{path} has {status.st_size} bytes, the manifest says {num_bytes}{lost}"
-        )
-    if status.st_uid != owner:
-        raise DamagedCheckpointError(
-            f"{path} belongs to user {status.st_uid}, its folder to user {owner}"
-        )
+        if status.st_uid != owner:
+            raise DamagedCheckpointError(
+                f"{path} belongs to user {status.st_uid}, its folder to user {owner}"
+            )
 
 
 def encoded_entry(entry: Entry) -> dict[str, Any]:
@@ -393,18 +376,14 @@ def decoded_entry(encoded: Mapping[str, Any]) -> Entry:
     _require(entry.dtype in DTYPES, f"{entry.name} is of no known dtype")
     _require(lo <= hi <= math.prod(shape), f"{entry.name} has elements {lo} to {hi} of {shape}")
     _require(entry.count <= hi - lo, f"{entry.name} has more values than elements")
-    _require(_is_dense(shape, stride), f"{entry.name} has strides {stride} for shape {shape}")
+    last_element = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    fills = last_element + 1 == math.prod(shape) or 0 in shape
+    _require(fills, f"{entry.name} has strides {stride} for shape {shape}")
     inside = first <= entry.offset and entry.end <= last
     _require(inside, f"{entry.name} is outside of its own bytes")
     hashed = len(digests) == len(entry.chunks()) and all(map(_DIGEST.fullmatch, digests))
     _require(hashed, f"{entry.name} has not one hash for each chunk")
     return entry
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Tell whether a tensor of these strides fills the memory of its elements."""
-    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-    return last + 1 == math.prod(shape) or 0 in shape
 
 
 def _check_tiling(sizes: Mapping[str, int], entries: Sequence[Entry]) -> None:

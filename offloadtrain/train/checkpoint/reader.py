@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,18 +99,17 @@ def _runs(targets: Iterable[Target]) -> Iterator[Sequence[Target]]:
     """Yield targets on the host that lie in memory as in the file, together."""
     run: list[Target] = []
     for target in targets:
-        if run and not _goes_on(run[-1], target):
-            yield run
-            run = []
+        if run:
+            before, storage = run[-1], target.memory.untyped_storage()
+            same = before.memory.untyped_storage().data_ptr() == storage.data_ptr()
+            same = same and before.delta == target.delta
+            if not same or not 0 <= target.lo - before.hi < _LARGEST_GAP:
+                yield run
+                run = []
         if target.memory.device.type == "cpu":
             run.append(target)
     if run:
         yield run
-
-
-def _goes_on(before: Target, target: Target) -> bool:
-    same = before.memory.untyped_storage().data_ptr() == target.memory.untyped_storage().data_ptr()
-    return same and before.delta == target.delta and 0 <= target.lo - before.hi < _LARGEST_GAP
 
 
 def _view(first: Target, lo: int, hi: int) -> memoryview | None:
@@ -162,28 +160,18 @@ def read(folder: Path, readings: Iterable[Reading]) -> None:
     of_files: dict[str, list[Reading]] = {}
     for reading in readings:
         of_files.setdefault(reading.entry.file, []).append(reading)
-    progress = _Progress(sum(r.hi - r.lo for wanted in of_files.values() for r in wanted))
+    total_bytes = sum(r.hi - r.lo for wanted in of_files.values() for r in wanted)
+    done_bytes = 0
     with ThreadPoolExecutor(THREADS, "offloadtrain-checkpoint") as pool:
         for file, wanted in sorted(of_files.items()):
-            _read_file(folder / file, wanted, pool, progress)
+            for read_bytes in _read_file(folder / file, wanted, pool):
+                done_bytes = min(done_bytes + read_bytes, total_bytes)
+                # A large checkpoint takes minutes.
+                HEARTBEAT.advance("reading the checkpoint", done_bytes, total_bytes)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """Reports how much has been read: a large checkpoint takes minutes."""
-
-    total_bytes: int
-    done_bytes: int = 0
-
-    def add(self, parts: Sequence[_Part]) -> None:
-        self.done_bytes += sum(chunk.hi - chunk.lo for _, chunk, _ in parts)  # padding included
-        done_bytes = min(self.done_bytes, self.total_bytes)
-        HEARTBEAT.advance("reading the checkpoint", done_bytes, self.total_bytes)
-
-
-def _read_file(
-    path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor, progress: _Progress
-) -> None:
+def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor) -> Iterator[int]:
+    """Read from one file; yield the bytes of each window, padding included, when it is read."""
     windows: dict[int, list[_Part]] = {}
     for reading in readings:
         for chunk, digest in reading.chunks():
@@ -200,7 +188,7 @@ def _read_file(
         try:
             for task, parts in zip(tasks, ordered, strict=True):
                 task.result()
-                progress.add(parts)
+                yield sum(chunk.hi - chunk.lo for _, chunk, _ in parts)
         finally:
             for task in tasks:
                 task.cancel()
@@ -223,7 +211,11 @@ class _WindowReader:
         """Read and verify the chunks of one window, and hand out what was not read in place."""
         pieces = self._filled(parts)
         for reading, chunk, digest in parts:
-            if _digest(pieces, chunk) != digest:
+            computed = xxhash.xxh3_128()
+            for piece in pieces:
+                # Hashes without the interpreter's lock.
+                computed.update(piece.within(chunk.lo, chunk.hi))
+            if computed.hexdigest() != digest:
                 entry = chunk.entry
                 raise DamagedCheckpointError(
                     f"{self._path} has changed since it was written: {entry.kind} of "
@@ -261,14 +253,6 @@ def _target_of(reading: Reading, chunk: Chunk) -> Target | None:
     if target is None or lo >= hi:
         return None
     return Target(lo, hi, target[lo - begin : hi - begin])
-
-
-def _digest(pieces: Iterable[Piece], chunk: Chunk) -> str:
-    digest = xxhash.xxh3_128()
-    for piece in pieces:
-        # Hashes without the interpreter's lock.
-        digest.update(piece.within(chunk.lo, chunk.hi))
-    return digest.hexdigest()
 
 
 def _copy(piece: Piece, target: Target) -> None:

@@ -286,7 +286,10 @@ def _read(checkpoint: Checkpoint, name: str, piece: _Piece, rule: AnyRule, worki
     source, piece_rule = _format(name, piece, rule)
     if source is FP32 or (working and source.holds_weight):
         return _values(checkpoint, piece[source.master[0].name])
-    return _master(checkpoint, piece, source, piece_rule)
+    encoded = [_values(checkpoint, piece[f.name]) for f in source.fields(piece_rule.moments)]
+    weights = torch.empty(encoded[0].numel())
+    kernels.read_master(source, piece_rule.moments, tuple(encoded), weights)
+    return weights
 
 
 def _format(name: str, piece: _Piece, rule: AnyRule) -> tuple[StateFormat, Rule]:
@@ -323,11 +326,3 @@ def _decoded(
             if field.name in decoded:
                 decoded[field.name][lo:hi] = values
     return list(decoded.values())
-
-
-def _master(checkpoint: Checkpoint, piece: _Piece, source: StateFormat, rule: Rule) -> Tensor:
-    """Return the fp32 master weights of narrow state as (n,)."""
-    encoded = [_values(checkpoint, piece[f.name]) for f in source.fields(rule.moments)]
-    weights = torch.empty(encoded[0].numel())
-    kernels.read_master(source, rule.moments, tuple(encoded), weights)
-    return weights

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -120,7 +120,9 @@ class TensorWriter:
         writes = [
             self._pool.submit(self._write, part.region, flat[lo - start : hi - start], lo, hi)
             for part in parts
-            for flat, size in [(_bytes_of(part.tensor), part.tensor.itemsize)]
+            for size in [part.tensor.itemsize]
+            # (n,) uint8; of a tensor that is not contiguous, a copy.
+            for flat in [part.tensor.detach().contiguous().reshape(-1).view(torch.uint8)]
             for start in [part.region.offset + part.lo * size]
             for lo, hi in part.windows(size)
         ]
@@ -187,11 +189,6 @@ class TensorWriter:
         return window
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the values as (n,) uint8; of a tensor that is not contiguous, a copy."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _require_finite(chunk: Chunk, data: memoryview) -> None:
     """Raises NotFiniteError if a weight in the chunk is not finite."""
     entry = chunk.entry
@@ -224,7 +221,10 @@ def require_space(
     needed = int(int(ranks.all_gather_host([num_bytes]).sum()) * 1.05) + (1 << 20)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     disk = os.statvfs(there)
-    free = disk.f_bavail * disk.f_frsize + sum(map(_allocated_bytes, unfinished))
+    # Allocated bytes: a file that was made for a checkpoint may be larger than its blocks.
+    folders = (path for path in unfinished if path.is_dir() and not path.is_symlink())
+    removable = sum(512 * file.lstat().st_blocks for path in folders for file in path.iterdir())
+    free = disk.f_bavail * disk.f_frsize + removable
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "
@@ -232,14 +232,6 @@ def require_space(
             "disk."
         )
     return needed, free
-
-
-def _allocated_bytes(folder: Path) -> int:
-    """Return the allocated bytes, which may be less than the size of a truncated file; 0 for what
-    is no folder of files."""
-    if folder.is_symlink() or not folder.is_dir():
-        return 0
-    return sum(path.lstat().st_blocks * 512 for path in folder.iterdir())
 
 
 Tensors = dict[str, torch.Tensor]
@@ -327,10 +319,12 @@ class Save:
         self._frozen = {name: tensor for name, tensor in extra.items() if name in params}
         self._writer: TensorWriter | None = None
         try:
-            with _together(ranks, self._final):
+            with checkpoint.together(ranks, self._failure):
                 if ranks.rank == 0:
-                    _make(self._unfinished)
-            with _together(ranks, self._final):
+                    atomic_io.make_folder(folder)
+                    checkpoint.clean(folder)
+                    os.mkdir(self._unfinished, 0o700)
+            with checkpoint.together(ranks, self._failure):
                 require_space(folder, size_of(self._regions), ranks)
                 self._writer = TensorWriter(self._unfinished / self._file, self._regions)
             self._write_others({name: x for name, x in extra.items() if name not in params})
@@ -376,13 +370,13 @@ class Save:
         # This rank's part is on the disk, or has failed; the exchange below says so of all.
         self._optimizer.finish_writing()
         try:
-            with _together(self._ranks, self._final):
+            with checkpoint.together(self._ranks, self._failure):
                 entries = self._writer.entries()
             own_entries = [encoded_entry(entry) for entry in entries]
             of_ranks = self._ranks.gather(
                 (self._file, size_of(self._regions), own_entries, self._writer.direct)
             )
-            with _together(self._ranks, self._final):
+            with checkpoint.together(self._ranks, self._failure):
                 if self._ranks.rank == 0:
                     sizes = {file: size for file, size, _, _ in of_ranks}
                     all_entries = [
@@ -403,6 +397,12 @@ class Save:
         atomic_io.write_file(folder / MANIFEST, write_manifest(self.step, sizes, state, entries))
         atomic_io.sync_folder(folder)
         atomic_io.rename_folder(folder, self._final)
+
+    def _failure(self, error: OSError) -> str:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return f"{self._final} exists already; a checkpoint is never overwritten"
+        where = f"{self._final.name} could not be saved in {self._final.parent}"
+        return f"{where}: {error.strerror or error}. Older ones are intact."
 
     def give_up(self) -> None:
         """Remove what was written of it. Idempotent."""
@@ -449,34 +449,3 @@ def lay_out_state(
 def size_of(regions: Sequence[Region]) -> int:
     """Return the bytes of a file with these regions."""
     return regions[-1].end if regions else 0
-
-
-@contextmanager
-def _together(ranks: Ranks, final: Path) -> Iterator[None]:
-    """Make a failure of one rank fail on all ranks."""
-    failed: Exception | None = None
-    message = None
-    try:
-        yield
-    except CheckpointError as error:
-        failed, message = error, str(error)
-    except OSError as error:
-        failed, message = error, _failure(final, error)
-    of_ranks = ranks.gather((message, isinstance(failed, NotFiniteError)))
-    for rank, (other, not_finite) in enumerate(of_ranks):
-        if other is not None:
-            where = "" if ranks.is_single else f"rank {rank}: "
-            raise (NotFiniteError if not_finite else CheckpointError)(where + other) from failed
-
-
-def _make(unfinished: Path) -> None:
-    atomic_io.make_folder(unfinished.parent)
-    checkpoint.clean(unfinished.parent)
-    os.mkdir(unfinished, 0o700)
-
-
-def _failure(final: Path, error: OSError) -> str:
-    if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-        return f"{final} exists already; a checkpoint is never overwritten"
-    reason = error.strerror or str(error)
-    return f"{final.name} could not be saved in {final.parent}: {reason}. Older ones are intact."

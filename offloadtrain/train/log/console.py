@@ -193,9 +193,8 @@ _TERMINAL_INTERVAL_S, _PLAIN_INTERVAL_S = 0.1, 5.0
 class ProgressBar:
     """A bar on stderr if it is a terminal, otherwise a plain line now and then."""
 
-    def __init__(self, label: str, on_shown: Callable[[], None] | None = None) -> None:
-        """`on_shown`: called after each print."""
-        self._label, self._on_shown = label, on_shown
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._stream = unfiltered(sys.stderr)
         self._terminal = self._stream.isatty()
         self._shown_at = time.monotonic()
@@ -216,8 +215,6 @@ class ProgressBar:
         with suppress(OSError, ValueError):  # the pipe's reader has left
             print(f"\r{text}\x1b[K" if self._terminal else text, end="", file=self._stream)
             print(end="" if self._terminal else "\n", file=self._stream, flush=True)
-        if self._on_shown is not None:
-            self._on_shown()
 
     def __enter__(self) -> ProgressBar:
         return self

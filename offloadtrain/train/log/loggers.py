@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeAlias
 from offloadtrain.boundary.safe_open import open_descriptor, read_json
 from offloadtrain.boundary.safe_write import own_folder, replace_file
 from offloadtrain.config.job import Config, as_tables
-from offloadtrain.events import codec, schema
+from offloadtrain.events import log_lines, schema
 
 Scalar: TypeAlias = int | float | bool
 Source: TypeAlias = schema.Step | schema.Eval | schema.Memory
@@ -82,21 +82,18 @@ class _RowFile(ABC):
     def __init__(self, path: Path, resumed_step: int) -> None:
         """Append to the file after its rows up to `resumed_step`; below 0: begin it anew."""
         if resumed_step >= 0 and path.exists():
-            self._cut(path, resumed_step)
+            valid_bytes = 0
+            with open(open_descriptor(path, flags=os.O_RDWR), "rb+") as file:
+                for line in file:
+                    # From its first row after `resumed_step` on, or a torn last row.
+                    if not line.endswith(b"\n") or self.step_of(line) > resumed_step:
+                        break
+                    valid_bytes += len(line)
+                file.truncate(valid_bytes)
         fd = open_descriptor(path, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if resumed_step < 0:
             os.truncate(fd, 0)
         self._file = open(fd, "a", buffering=1, encoding="utf-8", newline="")
-
-    def _cut(self, path: Path, resumed_step: int) -> None:
-        """Cut the file before its first row after `resumed_step`, or before a torn last row."""
-        valid_bytes = 0
-        with open(open_descriptor(path, flags=os.O_RDWR), "rb+") as file:
-            for line in file:
-                if not line.endswith(b"\n") or self.step_of(line) > resumed_step:
-                    break
-                valid_bytes += len(line)
-            file.truncate(valid_bytes)
 
     @abstractmethod
     def step_of(self, line: bytes) -> int:
@@ -114,7 +111,7 @@ class JsonLines(_RowFile):
 
     def log(self, row: Row) -> None:
         values = {"step": row.step, "time_s": row.time_s, **row.values}
-        self._file.write(codec.encode(values).decode() + "\n")
+        self._file.write(log_lines.encode(values).decode() + "\n")
 
 
 class Csv(_RowFile):

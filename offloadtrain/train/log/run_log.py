@@ -1,26 +1,29 @@
 """The log of a run: one record per event, and console lines.
 
 `RunLog` is what the trainer calls. `Pace` estimates the time left, and `Hindsight` compares the
-plan with what was measured.
+plan with what was measured. The first record of a start says what runs where.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 
-from offloadtrain.config.job import Config
+from offloadtrain.config.batch_split import group_of, part_of
+from offloadtrain.config.job import Config, as_tables
 from offloadtrain.config.model_shape import flops_per_token
 from offloadtrain.config.sections import TrainConfig
-from offloadtrain.config.units import format_bytes, format_duration
+from offloadtrain.config.units import format_bytes, format_count, format_duration
 from offloadtrain.engine import StepReport
 from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
@@ -30,12 +33,18 @@ from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware import cgroup
 from offloadtrain.hardware.nvml import Nvml
-from offloadtrain.hardware.telemetry import Sampler, probe
+from offloadtrain.hardware.peak_flops import peak_flops
+from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
+from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
-from offloadtrain.plan.plan import Plan
+from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.plan.plan import PROCESS, Plan
 from offloadtrain.runtime import kernels
+from offloadtrain.runtime.bandwidth import bandwidth
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.lanes import Timeline
+from offloadtrain.step.layout.block_spec import BucketSpec
+from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.build import TrainingContext
 from offloadtrain.train.checkpoint.manifest import CheckpointError
@@ -43,13 +52,134 @@ from offloadtrain.train.checkpoint.save import Saved
 from offloadtrain.train.log.command_hooks import CommandHooks
 from offloadtrain.train.log.console import Console, StepLine
 from offloadtrain.train.log.loggers import Loggers, Source
-from offloadtrain.train.log.run_memory import RunMemory
-from offloadtrain.train.log.run_start import RunStart
+from offloadtrain.train.log.run_memory import RunMemory, gpu_uuid
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from offloadtrain.train.signals import StoppedEarlyError
 
 _RECENT_STEPS = 50
+
+
+@dataclass(slots=True)
+class _RunStart:
+    """A run that begins or goes on.
+
+    Attributes:
+        config: the job of all ranks.
+        step: optimizer steps done before.
+        waiting: the wait policy of torch's threads, if not OpenMP's default.
+        calibrated_gbps: measured bandwidth of the bus by direction; empty on the CPU.
+        peak_flops: of the devices of all ranks, per second, if known.
+    """
+
+    run: RunFolder
+    config: Config
+    context: TrainingContext
+    machine: SystemInfo
+    step: int
+    waiting: str
+    device_name: str = "CPU"
+    calibrated_gbps: dict[str, float] = field(default_factory=dict)
+    peak_flops: float | None = None
+
+    def __post_init__(self) -> None:
+        """Look at the device, and measure its bus."""
+        device = self.context.optimizer.device
+        if device.type == "cuda":
+            measured = bandwidth(device)
+            self.calibrated_gbps = {"h2d": measured.h2d_gbps, "d2h": measured.d2h_gbps}
+            self.device_name = torch.cuda.get_device_name(device)
+        flops = peak_flops(self.device_name, self.context.precision)
+        self.peak_flops = flops and flops * self.context.ranks.size
+
+    def record(self) -> schema.RunStarted:
+        """Return the first record of this start: the job, the device and the planned bytes."""
+        config, context, device = self.config, self.context, self.context.optimizer.device
+        plan: dict[str, Any] = {
+            "device": str(device),
+            "precision": context.precision,
+            "why": context.why,
+        }
+        if device.type == "cuda":
+            plan |= {"gpu_uuid": gpu_uuid(device), "calibrated_gbps": self.calibrated_gbps}
+        places = {
+            "stage": context.plan.stage_names,
+            "group": group_of(config, context.ranks.size, context.ranks.rank),
+            "part": part_of(config, context.ranks.rank),
+        }
+        plan |= {key: place for key, place in places.items() if place}
+        plan |= plan_facts(context.plan)
+        plan |= {
+            "update_rule": type(update_rule(config.optim)).__name__,
+            "threads": torch.get_num_threads(),
+            "waiting": self.waiting or "as OpenMP does",
+        }
+        return schema.RunStarted(
+            run_id=self.run.run_id,
+            name=config.name,
+            num_params=config.num_params,
+            pid=os.getpid(),
+            config=as_tables(with_sums_of(config, context.plan.job)),
+            plan=plan,
+            backend=asdict(kernels.backend()),
+            machine=asdict(self.machine),
+            start_step=self.step,
+            peak_flops=self.peak_flops,
+        )
+
+    def introduction(self) -> str:
+        """Return the lines that a run begins with."""
+        config, context, backend = self.config, self.context, kernels.backend()
+        threads = f"{torch.get_num_threads()} threads{f' {self.waiting}' if self.waiting else ''}"
+        where = self.machine.cpu if self.device_name == "CPU" else self.device_name
+        return (
+            f"{config.name}: {format_count(config.num_params)} parameters, "
+            f"{format_count(config.batch_tokens)} tokens per step, {config.train.steps} steps\n"
+            f"compute: {where}, {context.precision}{f' ({context.why})' if context.why else ''}, "
+            f"{threads}; updates: {backend.name} {backend.isa}, {backend.threads} threads\n"
+            f"data: {format_count(len(context.train_tokens))} tokens to train on"
+            + (f", {format_count(len(context.val_tokens))} held out" if context.val_tokens else "")
+            + f"\nrun: {self.run.path}"
+            + (f"; resuming after step {self.step}" if self.step else "")
+        )
+
+    def warnings(self) -> Iterator[tuple[str, str]]:
+        """Yield (code, message) for what is known before the first step."""
+        documents, tokens = self.context.batches.cut_documents()
+        if documents:
+            yield (
+                "documents-cut",
+                f"{format_count(documents)} documents are longer than data.seq_len = "
+                f"{self.config.data.seq_len} and lose their ends, {format_count(tokens)} of "
+                f"{format_count(len(self.context.train_tokens))} tokens: raise data.seq_len, or "
+                'set data.packing = "isolated"',
+            )
+        if problems := self.context.plan.problems:
+            yield "plan", f"according to the plan the job may not fit: {' '.join(problems)}"
+
+
+def plan_facts(plan: Plan) -> dict[str, Any]:
+    """Return what `RunStarted.plan` holds of a plan: bytes by tier and owner, and times."""
+    host = {owner: size for owner, size in plan.host.items() if owner != PROCESS}
+    return {
+        "machine": plan.name,
+        "memory": {"device": plan.engine_device, "host": host},
+        "process_bytes": plan.process_bytes,
+        "activations": plan.activations.owners(),
+        "step": asdict(plan.prediction),
+        "adam_bytes_per_step": sum(_update_bytes(placed.spec) for placed in plan.placements),
+    }
+
+
+def _update_bytes(spec: StepSpec) -> int:
+    """Count the bytes that updates move through one rank's host memory in a step."""
+
+    def of_one(bucket: BucketSpec) -> float:
+        gradient = 4 if spec.holds_sum(bucket) else bucket.weight_bytes
+        moved = bucket.format.traffic_per_param(bucket.moments, bucket.weight_bytes, gradient)
+        return moved * bucket.params
+
+    return round(sum(map(of_one, spec.buckets)) / spec.ranks)
 
 
 class Pace:
@@ -123,43 +253,33 @@ class Hindsight:
 
     def rows(self, owners: Sequence[MemoryRow]) -> tuple[PlanRow, ...]:
         """Return rows of bytes by tier and, if there were steps, of times."""
-        return (*self._bytes(owners), *self._times())
+        plan, rows = self._plan, []
+        host = {owner: size for owner, size in plan.host.items() if owner != PROCESS}
+        device = plan.engine_device if plan.machine.on_cpu else plan.device
+        for tier, planned_bytes in ((Tier.HOST, host), (Tier.DEVICE, device)):
+            measured = sum(row.peak_bytes for row in owners if row.tier == tier.value)
+            row = PlanRow(f"{tier.value} bytes", sum(planned_bytes.values()), measured, "bytes")
+            rows.append(row)
+        if self._steps:
+            predicted = plan.prediction
+            rows.append(PlanRow("step", predicted.seconds, statistics.median(self._steps), "s"))
+            for lane, planned in sorted(predicted.busy_s.items()):
+                measured_s = statistics.median(busy.get(lane, 0.0) for busy in self._busy) / 1e3
+                if planned > _LEAST_S and measured_s > 0:
+                    rows.append(PlanRow(f"{lane} lane", planned, measured_s, "s"))
+        return tuple(rows)
 
     def compare(self, rows: Sequence[PlanRow]) -> tuple[str, list[str]]:
         """Return a line for all rows, and the rows to warn of."""
-        shown = ", ".join(f"{row.what} {_ratio(row):.2f}" for row in rows)
-        apart = [
-            f"{row.what}: planned {_value(row, row.planned)}, found {_value(row, row.measured)}"
-            for row in rows
-            if abs(_ratio(row) - 1) > APART and (row.unit == "bytes" or self._measured_rates)
-        ]
-        return f"found / planned ({self._plan.name}): {shown}", apart
-
-    def _bytes(self, rows: Sequence[MemoryRow]) -> Iterator[PlanRow]:
-        on_cpu = self._plan.machine.on_cpu
-        host = {k: v for k, v in self._plan.host.items() if k != "Python, torch"}
-        device = self._plan.engine_device if on_cpu else self._plan.device
-        for tier, planned in ((Tier.HOST, host), (Tier.DEVICE, device)):
-            measured = sum(row.peak_bytes for row in rows if row.tier == tier.value)
-            yield PlanRow(f"{tier.value} bytes", sum(planned.values()), measured, "bytes")
-
-    def _times(self) -> Iterator[PlanRow]:
-        if not self._steps:
-            return
-        predicted = self._plan.prediction
-        yield PlanRow("step", predicted.seconds, statistics.median(self._steps), "s")
-        for lane, planned in sorted(predicted.busy_s.items()):
-            measured = statistics.median(busy.get(lane, 0.0) for busy in self._busy) / 1e3
-            if planned > _LEAST_S and measured > 0:
-                yield PlanRow(f"{lane} lane", planned, measured, "s")
-
-
-def _ratio(row: PlanRow) -> float:
-    return row.measured / row.planned if row.planned else 1.0
-
-
-def _value(row: PlanRow, value: float) -> str:
-    return format_bytes(value) if row.unit == "bytes" else f"{value:.3g} s"
+        shown, apart = [], []
+        for row in rows:
+            ratio = row.measured / row.planned if row.planned else 1.0
+            shown.append(f"{row.what} {ratio:.2f}")
+            if abs(ratio - 1) > APART and (row.unit == "bytes" or self._measured_rates):
+                form = format_bytes if row.unit == "bytes" else "{:.3g} s".format
+                planned, measured = form(row.planned), form(row.measured)
+                apart.append(f"{row.what}: planned {planned}, found {measured}")
+        return f"found / planned ({self._plan.name}): {', '.join(shown)}", apart
 
 
 def step_record(
@@ -217,6 +337,60 @@ _TIMELINE_EVERY_S = 10.0
 _TIMELINE_EVERY_STEPS = 20  # a sampled step times every operation: at most 1 step in 20
 
 
+class _StartClock:
+    """The time since a start began, and what its set-up was spent on."""
+
+    def __init__(self) -> None:
+        self._began_s, self._spent_before_s = time.monotonic(), dict(HEARTBEAT.spent_s)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def set_up(self) -> schema.SetUp:
+        """Return the durations of this start before its first step."""
+        before = self._spent_before_s
+        parts = {part: s - before.get(part, 0.0) for part, s in HEARTBEAT.spent_s.items()}
+        longest = {part: spent_s for part, spent_s in parts.items() if spent_s > 0}
+        return schema.SetUp(duration_s=self.seconds, parts_s=longest)
+
+
+class _Timelines:
+    """Which steps have a timeline of their lanes in the log, and the one that is not logged yet."""
+
+    def __init__(self) -> None:
+        self._not_before_s, self._not_before_step = 0.0, 2
+        self._follows_next = False
+        self.unlogged: tuple[int, Timeline] | None = None
+
+    def before_step(self, done: int, optimizer: AnyOptimizer) -> bool:
+        """Request the timeline of the next step, now and then; return whether the step whose
+        timeline is taken begins now, which is one later where steps overlap."""
+        sampled = time.monotonic() >= self._not_before_s and done >= self._not_before_step
+        if sampled:
+            self._not_before_s = time.monotonic() + _TIMELINE_EVERY_S
+            self._not_before_step = done + _TIMELINE_EVERY_STEPS
+            optimizer.sample_timeline()
+        if optimizer.samples_late:
+            sampled, self._follows_next = self._follows_next, sampled
+        return sampled
+
+
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """What is logged of a run once it trains.
+
+    Attributes:
+        peak_flops: of the devices of all ranks, per second, if known.
+        scaling: the loss is scaled.
+    """
+
+    memory: RunMemory
+    hindsight: Hindsight
+    peak_flops: float | None
+    scaling: bool
+
+
 class RunLog:
     """Turns a run's progress into events and console lines. Leaving the context closes it."""
 
@@ -233,8 +407,7 @@ class RunLog:
         machine. `run_commands`: run those that the job names for alerts and the end."""
         self._run, self._config, self._console = run, config, console
         self._rank = rank
-        self._began_s = time.monotonic()
-        self._spent_before_s = dict(HEARTBEAT.spent_s)
+        self._start_clock = _StartClock()
         self._nvml = Nvml()
         self._writer = EventWriter(
             None,
@@ -256,15 +429,10 @@ class RunLog:
             else None
         )
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
-        self._memory: RunMemory | None = None
         self._progress = Progress()
-        self._peak_flops: float | None = None
         self._pace = Pace(config.train)
-        self._next_timeline, self._follows_next = (0.0, 2), False
-        self._sampled_step: tuple[int, Timeline] | None = None
-        """A step whose timeline is not logged yet."""
-        self._optimizer: AnyOptimizer | None = None
-        self._hindsight: Hindsight | None = None
+        self._timelines = _Timelines()
+        self._training: _Training | None = None
 
     def __enter__(self) -> RunLog:
         return self
@@ -296,10 +464,9 @@ class RunLog:
         Args:
             waiting: the wait policy of torch's threads, if not OpenMP's default.
         """
-        self._progress, self._optimizer = progress, context.optimizer
+        self._progress, optimizer = progress, context.optimizer
         config, machine = self._config, probe(self._nvml)
-        start = RunStart(self._run, config, context, machine, progress.step, waiting)
-        self._peak_flops = start.peak_flops
+        start = _RunStart(self._run, config, context, machine, progress.step, waiting)
         self._alerts.calibrated_gbps = start.calibrated_gbps
         if self._rank == 0:
             killed = oom_kills.count(cgroup.oom_counters())
@@ -309,21 +476,21 @@ class RunLog:
         if self._rank == 0:
             self._loggers.open(self._run.path, config, progress.step)
         self._writer.emit(start.record())
-        self._writer.emit(self._set_up())
-        self._memory = RunMemory(
-            context.optimizer,
+        self._writer.emit(self._start_clock.set_up())
+        memory = RunMemory(
+            optimizer,
             self._writer.emit,
             self._run.events(self._rank).with_suffix(".ring"),
             nvml=self._nvml,
             warn=self.warn,
         )
         self._console.say(start.introduction())
-        self._hindsight = Hindsight(
-            context.plan, measured_rates=config.device.machine.endswith(".toml")
-        )
+        measured_rates = config.device.machine.endswith(".toml")
+        hindsight = Hindsight(context.plan, measured_rates=measured_rates)
+        scaling = optimizer.working_dtype is torch.float16
+        self._training = _Training(memory, hindsight, start.peak_flops, scaling)
         for code, message in start.warnings():
             self.warn(code, message)
-        optimizer = context.optimizer
         if optimizer.device.type == "cuda" and config.offload.memory.pin and not optimizer.pinned:
             self._alerts.standing(
                 "not-pinned",
@@ -331,20 +498,17 @@ class RunLog:
                 "raise `ulimit -l` or the container's limit",
             )
 
-    def _set_up(self) -> schema.SetUp:
-        """Return the durations of this start before its first step."""
-        before = self._spent_before_s
-        parts = {part: s - before.get(part, 0.0) for part, s in HEARTBEAT.spent_s.items()}
-        return schema.SetUp(
-            duration_s=time.monotonic() - self._began_s,
-            parts_s={part: spent_s for part, spent_s in parts.items() if spent_s > 0},
-        )
-
     def ended(self, status: str, message: str = "") -> None:
         """Log the last record of this start."""
         if status != "failed":  # the lanes of a failed run may never end
             self._log_timeline()
-        self._compare_with_plan()
+        if self._training is not None:
+            rows = self._training.hindsight.rows(self.memory_rows())
+            compared, apart = self._training.hindsight.compare(rows)
+            self._writer.emit(schema.PlanCompared(rows=rows, message=compared))
+            self._console.say(compared)
+            if apart:
+                self.warn("plan-differs", f"not as planned: {'; '.join(apart)}")
         self._close_samplers()  # before a wait that is no stalled step
         if self._config.log.to:
             self.doing("ending the loggers")
@@ -355,8 +519,8 @@ class RunLog:
 
     def _close_samplers(self) -> None:
         self._sampler.close()
-        if self._memory is not None:
-            self._memory.close()
+        if self._training is not None:
+            self._training.memory.close()
 
     def _emit_end(self, status: str, message: str) -> None:
         end = schema.RunEnded(
@@ -364,7 +528,7 @@ class RunLog:
             step=self._progress.step,
             message=message,
             val_loss=self._progress.val_loss,
-            duration_s=time.monotonic() - self._began_s,
+            duration_s=self._start_clock.seconds,
         )
         self._writer.emit(end)
         self._writer.flush()  # first, so that a command finds the end in the log
@@ -372,16 +536,6 @@ class RunLog:
             self._hooks.end(end)
             with HEARTBEAT.outside():  # the job's commands take their time, within their limit
                 self._hooks.close()
-
-    def _compare_with_plan(self) -> None:
-        if self._hindsight is None or self._optimizer is None:
-            return
-        rows = self._hindsight.rows(self.memory_rows())
-        message, apart = self._hindsight.compare(rows)
-        self._writer.emit(schema.PlanCompared(rows=rows, message=message))
-        self._console.say(message)
-        if apart:
-            self.warn("plan-differs", f"not as planned: {'; '.join(apart)}")
 
     # ---- steps
 
@@ -395,16 +549,9 @@ class RunLog:
         compiles = self._pace.is_first_step and kernels.backend().name == "numba"
         why = " (Numba compiles the CPU kernels)" if compiles else ""
         self.doing(f"step {self._progress.step + 1}{why}")
-        follow, (not_before_s, not_before_step) = False, self._next_timeline
-        if time.monotonic() >= not_before_s and self._progress.step >= not_before_step:
-            later_step = self._progress.step + _TIMELINE_EVERY_STEPS
-            self._next_timeline = (time.monotonic() + _TIMELINE_EVERY_S, later_step)
-            optimizer.sample_timeline()
-            follow = True
-        if optimizer.samples_late:
-            follow, self._follows_next = self._follows_next, follow
-        if self._memory is not None:
-            self._memory.step_begins(self._progress.step + 1, follow=follow)
+        follow = self._timelines.before_step(self._progress.step, optimizer)
+        if self._training is not None:
+            self._training.memory.step_begins(self._progress.step + 1, follow=follow)
 
     def step(
         self,
@@ -417,8 +564,10 @@ class RunLog:
         lr: float,
     ) -> None:
         """Log an attempted step; `number` counts from 1, and a skipped step repeats it."""
-        tokens_per_s = 1e3 * self._config.batch_tokens / clock.total_ms
-        scaling = self._optimizer is not None and self._optimizer.working_dtype is torch.float16
+        training, config = self._training, self._config
+        assert training is not None
+        tokens_per_s = 1e3 * config.batch_tokens / clock.total_ms
+        flops, peak = flops_per_token(config.model, config.data.seq_len), training.peak_flops
         step = step_record(
             number,
             progress,
@@ -427,10 +576,10 @@ class RunLog:
             stats,
             lr=lr,
             rank=self._rank,
-            batch_tokens=self._config.batch_tokens,
-            scaling=scaling,
-            mfu=self._mfu(tokens_per_s),
-            peaks=self._memory.end_step(report) if self._memory else (0, 0),
+            batch_tokens=config.batch_tokens,
+            scaling=training.scaling,
+            mfu=None if peak is None else tokens_per_s * flops / peak,
+            peaks=training.memory.end_step(report),
         )
         self._tell(step)
         self._keep_run()
@@ -438,20 +587,31 @@ class RunLog:
             self._alerts.step(step)
         self._log_timeline()
         if report.sampled is not None:
-            self._sampled_step = number, report.sampled
-        if self._memory is not None and (rows := self._memory.news()):
+            self._timelines.unlogged = number, report.sampled
+        if rows := training.memory.news():
             self._tell(schema.Memory(step=number, rows=rows))
         self._pace.end_step(clock.total_ms / 1e3)
-        if self._hindsight is not None:
-            self._hindsight.step(report, clock.total_ms)
-        self._console.step(self._line(step), force=number in (1, self._config.train.steps))
+        training.hindsight.step(report, clock.total_ms)
+        tier_bytes = {tier.value: 0 for tier in Tier}
+        for row in training.memory.read:
+            tier_bytes[row.tier] += row.num_bytes
+        line = StepLine(
+            record=step,
+            steps=config.train.steps,
+            device_bytes=tier_bytes["device"],
+            host_bytes=tier_bytes["host"],
+            eta_s=self._pace.seconds_left(step.step),
+            now_s=time.time(),
+            val_loss=self._progress.val_loss,
+        )
+        self._console.step(line, force=number in (1, config.train.steps))
 
     def _log_timeline(self) -> None:
         """Log the timeline of a sampled step: after the step that follows it, when reading it waits
         for nothing."""
-        if self._sampled_step is None:
+        if self._timelines.unlogged is None:
             return
-        (number, timeline), self._sampled_step = self._sampled_step, None
+        (number, timeline), self._timelines.unlogged = self._timelines.unlogged, None
         for interval in timeline.intervals:
             self._writer.emit(schema.LaneSpan(step=number, **asdict(interval)))
 
@@ -462,30 +622,10 @@ class RunLog:
         except OSError as error:
             self.warn("latest-failed", f"runs_dir/latest does not point to this run: {error}")
 
-    def _line(self, step: schema.Step) -> StepLine:
-        tier_bytes = {tier.value: 0 for tier in Tier}
-        for row in self._memory.read if self._memory else ():
-            tier_bytes[row.tier] += row.num_bytes
-        return StepLine(
-            record=step,
-            steps=self._config.train.steps,
-            device_bytes=tier_bytes["device"],
-            host_bytes=tier_bytes["host"],
-            eta_s=self._pace.seconds_left(step.step),
-            now_s=time.time(),
-            val_loss=self._progress.val_loss,
-        )
-
-    def _mfu(self, tokens_per_s: float) -> float | None:
-        if self._peak_flops is None:
-            return None
-        per_token = flops_per_token(self._config.model, self._config.data.seq_len)
-        return tokens_per_s * per_token / self._peak_flops
-
     def memory_rows(self) -> tuple[schema.MemoryRow, ...]:
         """Return the owners' bytes now."""
-        assert self._memory is not None
-        return self._memory.rows()
+        assert self._training is not None
+        return self._training.memory.rows()
 
     def _tell(self, event: Source) -> None:
         """Log an event whose scalars other tools get too."""

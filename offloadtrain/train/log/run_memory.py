@@ -146,12 +146,17 @@ class RunMemory:
             if unaccounted is not None and (message := unaccounted.look()):
                 warn("host-memory", message)
 
+        writer: RingWriter | None = None
+        try:
+            writer = RingWriter(ring)
+        except OSError as error:
+            warn("no-ring", f"live memory is 2 s old at most, not 0.2 s: no ring file ({error})")
         self._sampler = MemorySampler(
             emit,
             each_second=compare,
             read_device=self._allocator.read if self._allocator else None,
             pinned=lambda: optimizer.ledger.total(Tier.HOST) if optimizer.pinned else 0,
-            ring=_ring(ring, warn),
+            ring=writer,
         )
 
     def step_begins(self, step: int, *, follow: bool) -> None:
@@ -211,11 +216,3 @@ class RunMemory:
 def gpu_uuid(device: torch.device) -> str:
     """Return the GPU's name in NVML."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def _ring(path: Path, warn: Callable[[str, str], None]) -> RingWriter | None:
-    try:
-        return RingWriter(path)
-    except OSError as error:
-        warn("no-ring", f"live memory is 2 s old at most, not 0.2 s: no ring file ({error})")
-        return None

@@ -4,7 +4,7 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.config.ranks_options import Stage, names_of
 from offloadtrain.data.batches import Batch
-from offloadtrain.integrations import hf_job
-from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.loss import cross_entropy
 from offloadtrain.model.transformer import LossTerms
@@ -90,7 +88,7 @@ class PipelinedModel:
 
 
 @dataclass(slots=True)
-class _CausalLoss:
+class CausalLoss:
     """The loss of the last stage of a model of transformers, as `CausalLm.loss` makes it.
 
     Attributes:
@@ -113,7 +111,7 @@ class PipelinedCausalLm(PipelinedModel):
         chunked: in training it computes its loss itself, in parts.
     """
 
-    of_logits: _CausalLoss
+    of_logits: CausalLoss
     chunked: bool
 
     def _more(
@@ -139,54 +137,35 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(present) if present else None
 
 
-def offload_stage(
+def offload_own_stages(
     config: Config, shape: ModelShape, terms: LossTerms | None, mesh: Mesh, device: torch.device
 ) -> PipelinedModel:
-    """Build the job's model without memory, as far as that can be, and offload this rank's stages.
+    """Build the shipped transformer without memory, and offload this rank's stages.
 
     Args:
         config: the rank's part of the job; its `stage` is the first of them.
         shape: of the whole model.
         terms: those of a loss in parts; None: whole logits.
     """
-    assert config.stage is not None
-    stages = held_stages(config.ranks, config.stage.index, shape.num_layers)
-    if config.hf is not None:
-        return _of_transformers(config, stages, terms, mesh, device)
     model = divided(shape, mesh)
     model.chunked_loss = terms
     init = initializer(model, config.train.seed, mesh)
-    made = _pipeline(model, config, mesh, device, param_init_fn=init)
-    return PipelinedModel(made, stages, shape.max_seq_len, shape.vocab_size)
+    made = job_pipeline(model, config, mesh, device, param_init_fn=init)
+    return PipelinedModel(
+        made, stages_of(config, shape.num_layers), shape.max_seq_len, shape.vocab_size
+    )
 
 
-def _of_transformers(
-    config: Config,
-    stages: Sequence[Stage],
-    terms: LossTerms | None,
-    mesh: Mesh,
-    device: torch.device,
-) -> PipelinedCausalLm:
-    assert config.hf is not None
-    lm, weights = hf_job.whole_model(config.hf, seed=config.train.seed, terms=terms)
-    if mesh.tensor is not None:
-        hf_job.divide_matrices(lm.module, mesh.tensor, weights)
-    sizes, loss = (lm.max_seq_len, lm.vocab_size), _CausalLoss()
-    more: dict[str, Any] = {"loss_fn": loss}
-    if weights is not None:
-        # Weights of other stages are not read.
-        more |= {"param_init_fn": weights.fill, "init_in_order": False}
-    made = _pipeline(lm.module, config, mesh, device, **more)
-    if weights is not None:
-        weights.close(partly=True)
-    if terms is not None and stages[-1].is_last:
-        chunk_loss(made.optimizers[-1].model, **asdict(terms))
-    return PipelinedCausalLm(made, stages, *sizes, loss, lm.chunked)
+def stages_of(config: Config, num_layers: int) -> Sequence[Stage]:
+    """Return the stages of this rank's part of a job. `num_layers`: of the whole model."""
+    assert config.stage is not None
+    return held_stages(config.ranks, config.stage.index, num_layers)
 
 
-def _pipeline(
+def job_pipeline(
     model: nn.Module, config: Config, mesh: Mesh, device: torch.device, **more: Any
 ) -> Pipeline:
+    """Divide a model with the options of its job. `more`: further arguments of `pipeline`."""
     shape = (config.train.micro_batch, config.data.seq_len)
     return pipeline(
         model,

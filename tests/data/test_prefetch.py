@@ -16,7 +16,7 @@ from tests.data.test_batches import counting_file
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
-    return counting_file(tmp_path_factory.mktemp("tokens") / "a.bin", 1003)
+    return counting_file(tmp_path_factory.mktemp("tokens") / "a.bin", [1003])
 
 
 def of(file: TokenFile) -> Batches:
@@ -26,20 +26,20 @@ def of(file: TokenFile) -> Batches:
 def test_the_batches_are_those_of_a_plain_run(file: TokenFile) -> None:
     """Also where they are skipped, and go back to a saved position; what is saved does not count
     the one ahead."""
-    plain, behind = of(file), of(file)
+    plain, prefetched = of(file), of(file)
     saved: dict[str, Any] = {}
-    with closing(Prefetch(behind, lambda batch: batch)) as prefetch:
+    with closing(Prefetch(prefetched, lambda batch: batch)) as prefetch:
         for call in range(60):
             if call == 20:
                 saved = plain.state_dict()
             if call == 30:
-                for batches in (plain, behind):
+                for batches in (plain, prefetched):
                     batches.skip(2)
             if call == 40:
-                for batches in (plain, behind):
+                for batches in (plain, prefetched):
                     batches.load_state_dict(saved)
             assert all(map(torch.equal, prefetch.next()[:2], plain.next()[:2]))
-            assert behind.state_dict() == plain.state_dict()
+            assert prefetched.state_dict() == plain.state_dict()
 
 
 def test_one_is_made_ahead_on_another_thread(file: TokenFile) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,6 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice on workers, on batches, on deprecations
 
 PLACEMENTS: list[dict[str, Any]] = [{}, {"working": "host"}, {"update": "speculative"}]
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Accelerate's objects share their state in the process."""
-    yield
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture
@@ -73,9 +62,9 @@ def test_a_callback_of_the_trainer_reads_the_newest_weights(
 
     expected = averaged(None)
     with on_lanes(SeededLanes(0, late=True)):
-        found = averaged(offload)
-    assert expected and len(found) == len(expected)
-    for value, mean in zip(found, expected, strict=True):
+        means = averaged(offload)
+    assert expected and len(means) == len(expected)
+    for value, mean in zip(means, expected, strict=True):
         torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
 
 
@@ -108,8 +97,8 @@ def test_an_average_of_lightning_reads_the_newest_weights(
 
     expected = averaged(None)
     with on_lanes(SeededLanes(0, late=True)):
-        found = averaged(offload)
-    for value, mean in zip(found, expected, strict=True):
+        means = averaged(offload)
+    for value, mean in zip(means, expected, strict=True):
         torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,9 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")  # advice on workers, on pinned memory
 
 
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Accelerate's objects share their state in the process."""
-    yield
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-def make(folder: Path, offload: dict[str, Any] | None, model: Any, **others: Any) -> Any:
-    others = {"arguments": {"max_steps": 3}, **others}
-    return trainers.make("Trainer", folder, offload, model=model, **others)
+def make(folder: Path, offload: dict[str, Any] | None, model: Any, **settings: Any) -> Any:
+    settings = {"arguments": {"max_steps": 3}, **settings}
+    return trainers.make("Trainer", folder, offload, model=model, **settings)
 
 
 @pytest.mark.parametrize("lives", [True, False])
@@ -57,9 +46,9 @@ def test_a_second_trainer_goes_on(
         return logged + trainers.logged(second), second.evaluate()["eval_loss"]
 
     expected, expected_loss = run(None)
-    found, loss = run(offload)
-    assert found == expected and loss == pytest.approx(expected_loss, rel=1e-5)
-    assert not [one for one in caplog.records if one.name.startswith("offloadtrain")]
+    logged, loss = run(offload)
+    assert logged == expected and loss == pytest.approx(expected_loss, rel=1e-5)
+    assert not [record for record in caplog.records if record.name.startswith("offloadtrain")]
 
 
 def test_the_first_trainer_says_that_its_moments_are_gone(
@@ -70,7 +59,7 @@ def test_the_first_trainer_says_that_its_moments_are_gone(
     first.train()
     second.train()
     first.train()
-    (record,) = [one for one in caplog.records if one.name.startswith("offloadtrain")]
+    (record,) = [record for record in caplog.records if record.name.startswith("offloadtrain")]
     assert "the optimizer of this trainer was closed" in record.message
     assert second.optimizer.phase.name == "CLOSED"
 

@@ -37,9 +37,9 @@ def test_two_lines_offload_a_script(tmp_path: Path, kind: str) -> None:
     plain = PLAIN.format(kind=kind, owner=owner, settings=settings)
     head, blank, body = plain.partition("\n\n")
     offloaded = head + "\n" + TWO_LINES.format(kind=kind) + blank + body
-    found = run(offloaded, kind, tmp_path)
-    assert type(found.optimizer.optimizer).__name__ == "OffloadOptimizer"
-    assert trainers.logged(found) == trainers.logged(run(plain, kind, tmp_path))
+    trainer = run(offloaded, kind, tmp_path)
+    assert type(trainer.optimizer.optimizer).__name__ == "OffloadOptimizer"
+    assert trainers.logged(trainer) == trainers.logged(run(plain, kind, tmp_path))
 
 
 def run(script: str, kind: str, folder: Path) -> Any:

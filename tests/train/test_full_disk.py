@@ -16,7 +16,6 @@ from offloadtrain.events import writer as event_writer
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.trainer import Trainer
-from tests import levels
 from tests.train.small_job import events_of, run, small_job
 
 
@@ -31,39 +30,28 @@ def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(os, "statvfs", statvfs)
 
 
-def test_a_disk_that_holds_no_checkpoint_is_refused_before_training(
+def test_a_disk_too_small_is_reported_or_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    short = ("train.steps=3", "train.eval_every=0")
+    for mib, overrides, warns in (
+        (4, ("train.checkpoint_every=3",), True),  # 1.6 MiB each with some room, three at once
+        (5, ("train.checkpoint_every=3",), False),
+        (3, ("train.checkpoint_every=0",), False),  # one is all there will be
+    ):
+        path = tmp_path / f"{mib}"
+        with monkeypatch.context() as patch:
+            free(patch, mib << 20)
+            assert run(small_job(tmp_path, *short, *overrides), path) == 0
+        messages = [e.message for e in events_of(path, schema.Warning_) if e.code == "disk-small"]
+        assert len(messages) == warns
+        assert all("which is 2 times" in message for message in messages)
+        assert all("keep_last = 2 takes 3 times" in message for message in messages)
     free(monkeypatch, 1 << 20)
     monkeypatch.setattr(Transformer, "forward", lambda *_, **__: pytest.fail("trained"))
     with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\.\d MiB and 1\.0 MiB is free"):
         run(small_job(tmp_path), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.cover(0, levels.ALL)
-@pytest.mark.parametrize(
-    ("mib", "overrides", "warned"),
-    [
-        (4, [], True),  # 1.6 MiB each with room for what surrounds it, and three at once
-        (5, [], False),
-        (3, ["train.checkpoint_every=0"], False),  # one is all there will be
-    ],
-)
-def test_a_disk_too_small_for_keep_last_is_told_before_training(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mib: int,
-    overrides: list[str],
-    warned: bool,
-) -> None:
-    free(monkeypatch, mib << 20)
-    path = tmp_path / "run"
-    assert run(small_job(tmp_path, *overrides), path) == 0
-    told = [e.message for e in events_of(path, schema.Warning_) if e.code == "disk-small"]
-    assert len(told) == warned
-    if warned:
-        assert "which is 2 times" in told[0] and "keep_last = 2 takes 3 times" in told[0]
 
 
 def test_room_that_the_next_save_makes_counts_as_free(
@@ -77,9 +65,9 @@ def test_room_that_the_next_save_makes_counts_as_free(
     real = os.statvfs
 
     def statvfs(path: object) -> os.statvfs_result:
-        block, fragment, blocks, *_ = found = real(path)  # type: ignore[arg-type]
+        block, fragment, blocks, *_ = facts = real(path)  # type: ignore[arg-type]
         left = (1 << 20 if torn.exists() else 4 << 20) // fragment
-        return os.statvfs_result((block, fragment, blocks, left, left, *found[5:]))
+        return os.statvfs_result((block, fragment, blocks, left, left, *facts[5:]))
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
@@ -87,7 +75,7 @@ def test_room_that_the_next_save_makes_counts_as_free(
 
 
 class Full:
-    """The disk of a run's log: full while `full` says so.."""
+    """The disk of a run's log: full while `full` returns true."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
         self.full: Callable[[], bool] = lambda: False
@@ -131,9 +119,9 @@ def test_a_log_whose_disk_is_full_for_some_steps_is_whole(
     assert run(small_job(tmp_path), path) == 0
     assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 13))
     assert events_of(path, schema.RunEnded)[-1].status == "done"
-    said = capsys.readouterr().err
-    assert said.count("the event log cannot be written (No space left on device)") == 1
-    assert "written again; 0 records were lost" in said
+    output = capsys.readouterr().err
+    assert output.count("the event log cannot be written (No space left on device)") == 1
+    assert "written again; 0 records were lost" in output
 
 
 def test_a_run_that_ends_on_a_full_disk_is_not_called_killed(

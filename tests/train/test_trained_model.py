@@ -37,8 +37,8 @@ def exported(trained_run: Path) -> Path:
 
 @pytest.fixture
 def val(trained_run: Path) -> Path:
-    (found,) = (trained_run.parent / "data").rglob("val.bin")
-    return found
+    (path,) = (trained_run.parent / "data").rglob("val.bin")
+    return path
 
 
 def printed(capsys: Captured, *arguments: object) -> str:
@@ -53,19 +53,19 @@ def printed(capsys: Captured, *arguments: object) -> str:
 def test_a_run_has_the_loss_of_its_own_validation(
     trained_run: Path, val: Path, capsys: Captured
 ) -> None:
-    own = events_of(trained_run, schema.Eval)[-1]
+    logged = events_of(trained_run, schema.Eval)[-1]
     count = (len(TokenFile(val)) - 1) // 32 // 4 * 4 * 32  # of whole microbatches of 4
     options = ("--data", val, "--micro-batch", 4, "--max-tokens", count)
-    found = json.loads(printed(capsys, "eval", trained_run, *options, "--json"))
-    assert found["tokens"] == own.tokens == count
-    assert found["loss"] == pytest.approx(own.val_loss, rel=1e-6)
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    result = json.loads(printed(capsys, "eval", trained_run, *options, "--json"))
+    assert result["tokens"] == logged.tokens == count
+    assert result["loss"] == pytest.approx(logged.val_loss, rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
 
 
-@pytest.mark.parametrize("state", ["split16", pytest.param("fp32", marks=pytest.mark.slow)])
-def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, state: str, capsys: Captured) -> None:
+@pytest.mark.slow
+def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, capsys: Captured) -> None:
     """As GPT-2's: a run has no weight of its own for it."""
-    shape = ("model.tie_embeddings=true", f"offload.state={state}", "train.steps=3")
+    shape = ("model.tie_embeddings=true", "offload.state=split16", "train.steps=3")
     job = small_job(tmp_path, *shape, "train.eval_every=3", "train.eval_batches=4")
     assert run(job, tmp_path / "run") == 0
     saved = open_saved(tmp_path / "run")
@@ -75,10 +75,10 @@ def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, state: str, capsys
     masters = dict(saved.weights(working=True))
     assert torch.equal(module.head.weight, masters["embedding.weight"].bfloat16())
     (val,) = (tmp_path / "data").rglob("val.bin")
-    own = events_of(tmp_path / "run", schema.Eval)[-1]
-    options = ("--data", val, "--micro-batch", 4, "--max-tokens", own.tokens)
-    found = json.loads(printed(capsys, "eval", tmp_path / "run", *options, "--json"))
-    assert 4.0 < found["loss"] < 6.0
+    tokens = events_of(tmp_path / "run", schema.Eval)[-1].tokens
+    options = ("--data", val, "--micro-batch", 4, "--max-tokens", tokens)
+    result = json.loads(printed(capsys, "eval", tmp_path / "run", *options, "--json"))
+    assert 4.0 < result["loss"] < 6.0
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
     sampling = ("--prompt", "1 + 1 =", "--max-tokens", 16, "--temperature", 0)
     text = printed(capsys, "generate", tmp_path / "run", *sampling)
@@ -99,10 +99,10 @@ def test_the_loss_is_the_mean_over_all_tokens(
         logits = model(all_BS[:, :-1]).logits.float()
     expected = F.cross_entropy(logits.flatten(0, 1), all_BS[:, 1:].flatten()).item()
     options = ("--data", tmp_path / "few.bin", "--seq-len", 16, "--micro-batch", 3)
-    found = json.loads(printed(capsys, "eval", exported, *options, "--json"))
-    assert found["tokens"] == 80 and found["loss"] == pytest.approx(expected, rel=1e-4)
-    told = printed(capsys, "eval", exported, *options, "--max-tokens", 20)
-    assert told.startswith("loss ") and told.endswith(", 32 tokens\n")
+    result = json.loads(printed(capsys, "eval", exported, *options, "--json"))
+    assert result["tokens"] == 80 and result["loss"] == pytest.approx(expected, rel=1e-4)
+    output = printed(capsys, "eval", exported, *options, "--max-tokens", 20)
+    assert output.startswith("loss ") and output.endswith(", 32 tokens\n")
 
 
 def test_other_tokens_than_the_models_are_refused(
@@ -130,31 +130,21 @@ def test_a_run_and_its_export_continue_alike(
 ) -> None:
     """Greedily: each draws from its own generator. 7 + 24 tokens fit the model's 32."""
     options = ("--prompt", "1 + 1 =", "--max-tokens", 24, "--temperature", 0)
-    own = printed(capsys, "generate", trained_run, *options)
-    assert own.startswith("1 + 1 =")
-    assert printed(capsys, "generate", exported, *options) == own
+    text = printed(capsys, "generate", trained_run, *options)
+    assert text.startswith("1 + 1 =")
+    assert printed(capsys, "generate", exported, *options) == text
 
 
-@pytest.mark.parametrize("which", [pytest.param("trained_run", marks=pytest.mark.slow), "exported"])
-def test_a_seed_gives_a_text(which: str, request: pytest.FixtureRequest, capsys: Captured) -> None:
-    source = request.getfixturevalue(which)
+def test_a_seed_gives_a_text(exported: Path, capsys: Captured) -> None:
+    """Which leaves generators and mode as they are, and ends at the model's longest sequence."""
     options = ("--prompt", "1 + ", "--max-tokens", 16, "--top-k", 40, "--top-p", 0.95)
-    seeds = (3, 3, 4)
-    told = [printed(capsys, "generate", source, *options, "--seed", seed) for seed in seeds]
-    assert told[0] == told[1] != told[2]
-
-
-def test_generate_leaves_generators_and_mode_alone(exported: Path) -> None:
+    texts = [printed(capsys, "generate", exported, *options, "--seed", seed) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
     model = causal_lm.load(exported, torch.device("cpu"))
     model.module.train()
     before = torch.get_rng_state()
     model.generate(torch.tensor([[1, 2]]), 3, Sampling(seed=5))
     assert torch.equal(torch.get_rng_state(), before) and model.module.training
-
-
-def test_a_text_ends_where_the_models_longest_sequence_does(exported: Path) -> None:
-    """Positions that are learned have no row beyond."""
-    model = causal_lm.load(exported, torch.device("cpu"))
     model.module.generation_config.eos_token_id = None
     assert model.generate(torch.tensor([[1, 2]]), 100, Sampling(seed=5)).shape == (1, 32)
     with pytest.raises(CausalLmError, match=r"prompt has 32 tokens, and .* has 32"):
@@ -172,19 +162,16 @@ def test_what_has_no_text_is_refused(exported: Path, tmp_path: Path, capsys: Cap
     assert "has no tokenizer that can be loaded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["export", "generate"])
 def test_without_transformers_it_says_what_to_install(
-    verb: str,
-    trained_run: Path,
-    exported: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: Captured,
+    trained_run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    export = [str(trained_run), str(trained_run.parent / "never")]
-    arguments = export if verb == "export" else [str(exported), "--prompt", "a"]
-    assert main([verb, *arguments]) == 2
-    assert "pip install 'offloadtrain[hf]'" in capsys.readouterr().err
+    for arguments in (
+        ["export", str(trained_run), str(trained_run.parent / "never")],
+        ["generate", str(exported), "--prompt", "a"],
+    ):
+        assert main(arguments) == 2
+        assert "pip install 'offloadtrain[hf]'" in capsys.readouterr().err
 
 
 # ---- the loss of models of transformers
@@ -218,13 +205,13 @@ def test_the_loss_is_the_models_own(name: str, more: dict[str, Any]) -> None:
     model = tiny(name, **more).train()
     window_BS = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(0))
     tokens_BT, targets_BT = window_BS[:, :-1], window_BS[:, 1:].contiguous()
-    own = model(tokens_BT, labels=tokens_BT, shift_labels=targets_BT).loss
-    found = CausalLm.of(model).loss(tokens_BT, targets_BT)
-    assert found.item() == pytest.approx(own.item(), rel=1e-6)
-    own_grads = torch.autograd.grad(own, list(model.parameters()))
-    grads = torch.autograd.grad(found, list(model.parameters()))
-    for one, other in zip(grads, own_grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    expected = model(tokens_BT, labels=tokens_BT, shift_labels=targets_BT).loss
+    loss = CausalLm.of(model).loss(tokens_BT, targets_BT)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    own_grads = torch.autograd.grad(expected, list(model.parameters()))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    for grad, other in zip(grads, own_grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-5, atol=1e-7)
 
 
 def test_a_loss_of_another_kind_is_refused() -> None:

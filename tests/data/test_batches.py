@@ -3,9 +3,11 @@ ranks; and what packing makes of documents."""
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.sections import IGNORED, Packing
-from offloadtrain.data.batches import Batches, Permutation
+from offloadtrain.data.batches import (
+    CHOSEN,
+    MASKED,
+    RANDOM,
+    Batch,
+    Batches,
+    Masking,
+    Permutation,
+    Prefetch,
+)
 from offloadtrain.data.tokens import DataError, TokenFile, TokenWriter
 from tests import levels
 from tests.data.tiny import write_tokens
@@ -252,3 +263,176 @@ def test_elements_go_anywhere_with_equal_chance(size: int) -> None:
     assert np.abs(ends.mean(axis=0) - 0.5).max() < 5 * 12**-0.5 / 20
     together = np.abs(ends[:, 0] - ends[:, 1]) * size <= 1.5
     assert together.mean() < 2 / size + 5 * (2 / size / 400) ** 0.5
+
+
+# ---- masked language modelling
+
+MASKING = Masking(mask_token=1 << 20, vocab_size=1 << 20)
+LENGTHS = [3, 40, 1, 77, 200, 8]
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> TokenFile:
+    """Token i is i."""
+    return counting_file(tmp_path / "a.bin", LENGTHS)
+
+
+def batches_of(documents: TokenFile, batch: int = 4, **options: Any) -> Batches:
+    settings: dict[str, Any] = {
+        "seq_len": 16,
+        "packing": "isolated",
+        "seed": 3,
+        "masking": MASKING,
+        **options,
+    }
+    return Batches(documents, batch=batch, **settings)
+
+
+def assert_equal(batch: Batch, expected: Batch) -> None:
+    for x, wanted in zip(batch, expected, strict=True):
+        assert x is not None and wanted is not None and torch.equal(x, wanted)
+
+
+@pytest.mark.slow
+def test_shares_are_those_of_bert() -> None:
+    samples = np.arange(3000)
+    tokens = np.broadcast_to(np.arange(512), (3000, 512))
+    masking = Masking(mask_token=700, vocab_size=600)
+    chosen, hidden = masking.chosen(1, samples, 512), masking.hidden(tokens, 1, samples)
+    # 1.5M places: each share within 5 standard deviations of its own.
+    for drawn, share, among in (
+        (chosen, CHOSEN, chosen.size),
+        (hidden[chosen] == 700, MASKED, chosen.sum()),
+        ((hidden != 700)[chosen] & (hidden != tokens)[chosen], RANDOM, chosen.sum()),
+    ):
+        expected = share * (599 / 600 if share == RANDOM else 1)
+        assert abs(drawn.mean() - expected) < 5 * (share * (1 - share) / among) ** 0.5
+    random = hidden[(hidden != 700) & (hidden != tokens)]
+    assert random.min() == 0 and random.max() == 599
+    # By place as by sample: no column and no row is chosen much more often than another.
+    assert np.abs(chosen.mean(0) - CHOSEN).max() < 6 * (CHOSEN * 0.85 / 3000) ** 0.5
+    assert np.abs(chosen.mean(1) - CHOSEN).max() < 6 * (CHOSEN * 0.85 / 512) ** 0.5
+
+
+def test_targets_are_the_hidden_tokens(documents: TokenFile) -> None:
+    plain, masked = batches_of(documents, masking=None), batches_of(documents)
+    hidden = 0
+    for _ in range(20):
+        count = masked.counted(1)
+        before, batch = plain.next(), masked.next()
+        chosen_BT = batch.targets_BT != IGNORED
+        assert count == int(chosen_BT.sum())
+        assert torch.equal(batch.targets_BT[chosen_BT], before.tokens_BT[chosen_BT])
+        assert torch.equal(batch.tokens_BT[~chosen_BT], before.tokens_BT[~chosen_BT])
+        assert batch.positions_BT is not None and before.positions_BT is not None
+        assert torch.equal(batch.positions_BT, before.positions_BT)
+        hidden += int((batch.tokens_BT == MASKING.mask_token).sum())
+    assert hidden > 50 and not masked.all_count
+
+
+def test_ranks_and_resumed_runs_draw_the_same(documents: TokenFile) -> None:
+    alone = batches_of(documents)
+    expected = [alone.next() for _ in range(12)]
+    ranks = [batches_of(documents, batch=2, rank=rank, world=2) for rank in range(2)]
+    for number, batch in enumerate(expected):
+        if number == 5:  # from here on as a run that begins again, which gives another seed
+            saved = ranks[0].state_dict()
+            ranks = [
+                batches_of(documents, batch=2, rank=rank, world=2, seed=9) for rank in range(2)
+            ]
+            for batches in ranks:
+                batches.load_state_dict(saved)
+        assert (
+            ranks[0].counted(1) == ranks[1].counted(1) == int((batch.targets_BT != IGNORED).sum())
+        )
+        parts = [batches.next() for batches in ranks]
+        columns = zip(*parts, strict=True)
+        assert_equal(batch, Batch(*(torch.stack(rows, 1).flatten(0, 1) for rows in columns)))
+
+
+def test_the_draws_never_change_and_differ_by_epoch(documents: TokenFile) -> None:
+    """Resumed runs rely on it."""
+    batches = batches_of(documents, shuffle=False, packing="stream")
+    chosen, later = (batches.at(at).targets_BT != IGNORED for at in (0, batches.windows))
+    assert not torch.equal(chosen, later)
+    targets_BT = batches_of(documents, batch=3, packing="stream").next().targets_BT
+    assert targets_BT[targets_BT != IGNORED].tolist() == GOLDEN_TARGETS
+
+
+GOLDEN_TARGETS = [120, 122, 123, 274, 283, 286, 41, 42]
+
+
+def test_tokens_outside_the_mask_of_the_file_are_not_hidden(tmp_path: Path) -> None:
+    mask = [int(token % 3 > 0) for token in range(sum(LENGTHS))]
+    batches = batches_of(counting_file(tmp_path / "a.bin", LENGTHS, mask))
+    targets = torch.cat([batches.next().targets_BT for _ in range(20)])
+    chosen = targets[targets != IGNORED]
+    assert len(chosen) > 50 and bool((chosen % 3 > 0).all())
+
+
+def test_impossible_settings_are_refused(documents: TokenFile) -> None:
+    with pytest.raises(ValueError, match="mask_token = 9 is one of the 10 tokens"):
+        Masking(mask_token=9, vocab_size=10)
+    with pytest.raises(ValueError, match="what pads would be seen"):
+        batches_of(documents, packing="padded")
+    with pytest.raises(DataError, match=r"saved for masked 0.15, .*, but this run has tokens"):
+        batches_of(documents, masking=None).load_state_dict(batches_of(documents).state_dict())
+
+
+# ---- a batch made ahead
+
+
+def of(file: TokenFile) -> Batches:
+    return Batches(file, batch=3, seq_len=7, seed=1, rank=1, world=2)
+
+
+def test_the_batches_are_those_of_a_plain_run(file: TokenFile) -> None:
+    """Also where they are skipped, and go back to a saved position; what is saved does not count
+    the one ahead."""
+    plain, prefetched = of(file), of(file)
+    saved: dict[str, Any] = {}
+    with closing(Prefetch(prefetched, lambda batch: batch)) as prefetch:
+        for call in range(60):
+            if call == 20:
+                saved = plain.state_dict()
+            if call == 30:
+                for batches in (plain, prefetched):
+                    batches.skip(2)
+            if call == 40:
+                for batches in (plain, prefetched):
+                    batches.load_state_dict(saved)
+            assert all(map(torch.equal, prefetch.next()[:2], plain.next()[:2]))
+            assert prefetched.state_dict() == plain.state_dict()
+
+
+def test_one_is_made_ahead_on_another_thread(file: TokenFile) -> None:
+    made: list[int] = []
+    second = threading.Event()
+
+    def ready(batch: Batch) -> Batch:
+        made.append(threading.get_ident())
+        if len(made) == 2:
+            second.set()
+        return batch
+
+    with closing(Prefetch(of(file), ready)) as prefetch:
+        prefetch.next()
+        assert second.wait(120)
+        assert made[0] == threading.get_ident() != made[1]
+        prefetch.next()
+    assert len(made) == 3
+
+
+def test_its_errors_are_raised_where_the_batch_is_taken(file: TokenFile) -> None:
+    def ready(batch: Batch) -> Batch:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("planted")
+        return batch
+
+    batches = of(file)
+    with closing(Prefetch(batches, ready)) as prefetch:
+        prefetch.next()
+        position = batches.position
+        with pytest.raises(OSError, match="planted"):
+            prefetch.next()
+    assert batches.position == position

@@ -89,7 +89,7 @@ def test_adapters_begin_as_those_of_peft(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "state"), zip(KINDS, ["fp32", "split16"] * 2, strict=True))
+@pytest.mark.parametrize(("kind", "state"), list(zip(KINDS, ["fp32", "split16"] * 2, strict=True)))
 def test_saved_adapters_load_to_the_same(folder: Path, kind: str, state: str) -> None:
     from peft import PeftModel
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import offloadtrain as ot
-from benchmarks.frameworks import data, trainers
+from benchmarks.frameworks import data, trainers, with_lightning
+from benchmarks.frameworks.accelerated import BATCH
+from offloadtrain.engine import ModelError, OffloadOptimizer
 from offloadtrain.integrations.checkpoint_files import CheckpointError
 from offloadtrain.integrations.hf import refuse_arguments, rule_of
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -417,3 +424,184 @@ def test_a_checkpoint_of_other_ranks_is_refused(tmp_path: Path) -> None:
     (at / "offload_rank0_of_1.pt").rename(at / "offload_rank0_of_2.pt")
     with pytest.raises(CheckpointError, match=r"no offload_rank0_of_1\.pt.*offload_rank0_of_2"):
         trainers.train("Trainer", tmp_path, {}, arguments=saving, resume=at)
+
+
+# ---- trainers one after the other
+
+pytest.importorskip("transformers")
+
+
+def make(folder: Path, offload: dict[str, Any] | None, model: Any, **settings: Any) -> Any:
+    settings = {"arguments": {"max_steps": 3}, **settings}
+    return trainers.make("Trainer", folder, offload, model=model, **settings)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize("offload", [{}, {"working": "host"}], ids=str)
+def test_a_second_trainer_goes_on(
+    tmp_path: Path, offload: dict[str, Any], lives: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With new moments, as the plain one; the first one's evaluation does not disturb it."""
+
+    def run(offload: dict[str, Any] | None) -> tuple[list[Any], float]:
+        model = data.model()
+        first = make(tmp_path, offload, model)
+        first.train()
+        logged = trainers.logged(first)
+        if not lives:
+            del first
+        second = make(tmp_path, offload, model, eval_dataset=data.Texts())
+        second.train()
+        if lives:
+            first.evaluate(data.Texts())
+        second.train()
+        return logged + trainers.logged(second), second.evaluate()["eval_loss"]
+
+    expected, expected_loss = run(None)
+    logged, loss = run(offload)
+    assert logged == expected and loss == pytest.approx(expected_loss, rel=1e-5)
+    assert not [record for record in caplog.records if record.name.startswith("offloadtrain")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_trainer_says_that_its_moments_are_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = data.model()
+    first, second = make(tmp_path, {}, model), make(tmp_path, {}, model)
+    first.train()
+    second.train()
+    first.train()
+    (record,) = [record for record in caplog.records if record.name.startswith("offloadtrain")]
+    assert "the optimizer of this trainer was closed" in record.message
+    assert second.optimizer.phase.name == "CLOSED"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_no_trainer_has_taken_is_not_closed(tmp_path: Path) -> None:
+    model = data.model()
+    optimizer = ot.offload(model, device="cpu")
+    with pytest.raises(ModelError, match="offloaded already"):
+        make(tmp_path, {}, model).train()
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offload", [{}, {"working": "host"}], ids=str)
+def test_a_deleted_trainer_is_gone_at_once(tmp_path: Path, offload: dict[str, Any]) -> None:
+    """Without a collection of garbage, as the plain one; the model has its weights."""
+    model = data.model()
+    trainer = make(tmp_path, offload, model)
+    trainer.train()
+    ledger, gone = trainer.optimizer.ledger, weakref.ref(trainer.optimizer)
+    mapped = weakref.ref(next(iter(trainer.optimizer.state.values()))["master"])
+    gc.collect()
+    gc.disable()
+    try:
+        del trainer
+        assert gone() is None and mapped() is None
+    finally:
+        gc.enable()
+    assert not any(row.bytes for row in ledger.rows() if row.tier == "host")
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert not any(param.isnan().any() for param in model.parameters())
+    assert torch.isfinite(model(**{"input_ids": data.Texts()[0]["input_ids"][None]}).logits).all()
+
+
+# ---- callbacks read the newest weights, on late lanes too
+
+PLACEMENTS: list[dict[str, Any]] = [{}, {"working": "host"}, {"update": "speculative"}]
+
+
+@pytest.fixture
+def synchronized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry per call of `synchronize`."""
+    calls: list[int] = []
+    synchronize = OffloadOptimizer.synchronize
+    monkeypatch.setattr(
+        OffloadOptimizer, "synchronize", lambda self: (calls.append(1), synchronize(self))[1]
+    )
+    return calls
+
+
+class Average(transformers.TrainerCallback):  # type: ignore[misc]
+    """A moving average of the weights, made after each step; starts after the second one."""
+
+    def __init__(self) -> None:
+        self.average: list[Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 2:
+            self.average = [param.detach().clone() for param in model.parameters()]
+        for mean, param in zip(self.average, model.parameters(), strict=False):
+            mean.lerp_(param.detach(), 0.1)
+
+
+class Quiet(Average):
+    """One that says that it reads none."""
+
+    reads_weights = False
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offload", PLACEMENTS)
+def test_a_callback_of_the_trainer_reads_the_newest_weights(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
+    def averaged(offload: dict[str, Any] | None) -> list[Tensor]:
+        average = Average()
+        trainers.train("Trainer", tmp_path, offload, callbacks=[average], arguments={})
+        return average.average
+
+    expected = averaged(None)
+    with on_lanes(SeededLanes(0, late=True)):
+        means = averaged(offload)
+    assert expected and len(means) == len(expected)
+    for value, mean in zip(means, expected, strict=True):
+        torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("callbacks", "offload"), [([], {}), ([Quiet], {}), ([Average], {"update": "delayed"})]
+)
+def test_nobody_who_reads_weights_nothing_that_waits(
+    callbacks: list[Any], offload: dict[str, Any], tmp_path: Path, synchronized: list[int]
+) -> None:
+    """Adam stays beside the next forward; and `synchronize` would end the delay of "delayed"."""
+    made = [kind() for kind in callbacks]
+    trainers.train("Trainer", tmp_path, offload, callbacks=made, arguments={})
+    assert not synchronized
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", PLACEMENTS)
+def test_an_average_of_lightning_reads_the_newest_weights(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    def averaged(offload: dict[str, Any] | None) -> list[Tensor]:
+        average = EMAWeightAveraging(decay=0.9)
+        runner, module = with_lightning.make(offload, tmp_path, callbacks=[average])
+        loader = torch.utils.data.DataLoader(data.Texts(), batch_size=BATCH)
+        runner.fit(module, loader)
+        assert average._average_model is not None
+        return [param.detach() for param in average._average_model.module.parameters()]
+
+    expected = averaged(None)
+    with on_lanes(SeededLanes(0, late=True)):
+        means = averaged(offload)
+    for value, mean in zip(means, expected, strict=True):
+        torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_lightning_waits_for_nothing_without_such_a_callback(
+    tmp_path: Path, synchronized: list[int]
+) -> None:
+    with_lightning.train({}, tmp_path, enable_checkpointing=False)
+    assert not synchronized

@@ -1,4 +1,5 @@
-"""Checkpoints round-trip, and name what is wrong with one that cannot be used."""
+"""Checkpoints round-trip and name the damage of one that cannot be used; the order of a save
+(`test_storage_faults.py` has the faults at every call); reads into scattered memory."""
 
 from __future__ import annotations
 
@@ -8,19 +9,24 @@ import itertools
 import json
 import mmap
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import xxhash
+from torch import nn
 
+import offloadtrain as ot
+from offloadtrain.cli.main import main
 from offloadtrain.hardware import direct_io
-from offloadtrain.hardware.direct_io import BLOCK, DirectFile
-from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.hardware.direct_io import BLOCK, DirectFile, aligned_buffer
+from offloadtrain.train.checkpoint import checkpoint, reader
 from offloadtrain.train.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpointError,
@@ -28,8 +34,10 @@ from offloadtrain.train.checkpoint.manifest import (
     digest_of,
     lay_out,
 )
+from offloadtrain.train.checkpoint.reader import Piece, Target, scatter
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Part, TensorWriter, save
+from tests.train.faulty_os import FaultyOs, fail_with, through
 from tests.train.toy_state import ToyModel, ToyState, filled, same
 
 
@@ -437,3 +445,234 @@ def test_where_the_page_cache_cannot_be_passed_over_it_is_used(
     model, state = filled(2)
     restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
     assert same(state, filled(1)[1])
+
+
+# ---- the order of the calls of a save, and its remains where one fails
+
+WRITES = ("posix_fallocate", "pwrite", "write", "fsync", "rename")
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    for step in (1, 2):
+        save(folder, step, *filled(step), {"step": step})
+    (folder / "step-00000003.tmp-dead").mkdir()
+    (folder / "step-00000003.tmp-dead" / "rank-000.bin").write_bytes(b"half")
+    return folder
+
+
+def save_and_prune(folder: Path, fault: FaultyOs) -> None:
+    """Save step 3 beside 1 and 2 and prune, with every `os` call going through `fault`."""
+    with through(fault):
+        save(folder, 3, *filled(3), {"step": 3})
+        checkpoint.prune(folder, 2)
+
+
+def fresh(two_saved: Path, scratch: Path) -> Path:
+    shutil.rmtree(scratch, ignore_errors=True)
+    return Path(shutil.copytree(two_saved, scratch))
+
+
+def test_a_failed_write_leaves_nothing_behind(two_saved: Path, tmp_path: Path) -> None:
+    folder = fresh(two_saved, tmp_path / "run")
+    fault = FaultyOs()
+    save_and_prune(folder, fault)
+    writes = [n for n, (name, _) in enumerate(fault.calls) if name in WRITES]
+    for at in writes[:-2]:
+        folder = fresh(two_saved, tmp_path / "run")
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_and_prune(folder, FaultyOs(at, fail_with(errno.ENOSPC)))
+        if not (folder / "step-00000003").exists():
+            assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
+
+
+def test_order_of_durability(two_saved: Path, tmp_path: Path) -> None:
+    """Against power loss: content before names, the new name before the old ones go."""
+    folder = fresh(two_saved, tmp_path / "run")
+    trace = _trace(folder)
+    created = [n for n, (name, path) in enumerate(trace) if name == "create"]
+    publish = next(n for n, (name, path) in enumerate(trace) if name == "rename")
+    for n in created:
+        assert ("fsync", trace[n][1]) in trace[n:publish]
+    unfinished = Path(trace[publish][1])
+    assert trace[publish - 1] == ("fsync", str(unfinished))
+    assert trace[publish + 1] == ("fsync", str(folder))
+    removals = [n for n, (name, path) in enumerate(trace) if name in ("unlink", "rmdir")]
+    stale = [n for n in removals if "tmp-dead" in trace[n][1]]
+    assert all(n > publish + 1 for n in removals if n not in stale)
+
+
+def _trace(folder: Path) -> list[tuple[str, str]]:
+    """Save with file descriptors resolved to paths, keeping only what durability depends on."""
+    trace: list[tuple[str, str]] = []
+
+    class Tracing(FaultyOs):
+        def __getattr__(self, name: str) -> object:
+            real = super().__getattr__(name)
+            if name == "open":
+
+                def opened(path: Path, flags: int, mode: int) -> int:
+                    if flags & os.O_CREAT:
+                        trace.append(("create", str(path)))
+                    return int(real(path, flags, mode))
+
+                return opened
+            if name == "fsync":
+
+                def synced(fd: int) -> None:
+                    trace.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
+                    real(fd)
+
+                return synced
+            if name in ("rename", "unlink", "rmdir"):
+
+                def named(path: Path, *rest: Path) -> None:
+                    trace.append((name, str(path)))
+                    real(path, *rest)
+
+                return named
+            return real
+
+    save_and_prune(folder, Tracing())
+    return trace
+
+
+# ---- the command
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        save(tmp_path / "checkpoints", step, *filled(step), {"step": step})
+    return tmp_path
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_checkpoints_are_listed_the_newest_first(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(run)]) == 0
+    rows = lines(capsys)
+    assert [name for name, *_ in rows] == [f"step-{step:08d}" for step in (3, 2, 1)]
+    assert {tuple(rest) for _, *rest in rows} == {("listed", "48.0 KiB", "1")}
+
+
+def test_a_changed_byte_is_found_only_by_reading_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "checkpoints" / "step-00000002" / "rank-000.bin"
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    assert main(["checkpoints", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", str(run), "--verify", "--json"]) == 1
+    out, err = capsys.readouterr()
+    states = {row["name"][-1]: row["state"] for row in map(json.loads, out.splitlines())}
+    assert states == {"3": "verified", "2": "damaged", "1": "verified"}
+    assert (err.count("\n") == 1 and "first.bias" in err) or "first.weight" in err
+
+
+def test_a_folder_that_is_no_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+# ---- reads into scattered memory
+
+MEMORY = 64 * BLOCK
+
+
+def memory() -> torch.Tensor:
+    """Return aligned memory of bytes that no file has."""
+    aligned = torch.frombuffer(aligned_buffer(), dtype=torch.uint8)[:MEMORY]
+    return aligned.fill_(255)
+
+
+def targets_of(draw: random.Random, buffer: torch.Tensor) -> list[Target]:
+    """Draw parameters of some buffers, each of which lies somewhere else than in the file."""
+    targets: list[Target] = []
+    at, start = draw.randrange(3 * BLOCK), 0
+    while at < MEMORY // 2:
+        shift = draw.choice((0, 512, 4608, 100))
+        for _ in range(draw.randrange(1, 5)):
+            numel = draw.randrange(1, 4 * BLOCK)
+            if start + shift + numel > MEMORY:
+                return targets
+            place = buffer[start + shift : start + shift + numel]
+            targets.append(Target(at, at + numel, place))
+            gap = -numel % 256
+            at, start = at + numel + gap, start + numel + gap
+        start = -(-(start + shift) // BLOCK) * BLOCK
+        at = -(-at // BLOCK) * BLOCK + draw.choice((0, BLOCK, 1000))
+    return targets
+
+
+def fill(targets: list[Target], pieces: list[Piece], file: bytes) -> None:
+    """Read a file into the pieces, and copy what is not in place."""
+    for piece in pieces:
+        piece.memory[:] = file[piece.lo : piece.hi]
+        for target in () if piece.in_place else targets:
+            reader._copy(piece, target)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_target_gets_its_bytes(seed: int) -> None:
+    draw, file = random.Random(seed), random.Random(seed).randbytes(MEMORY)
+    buffer = memory()
+    targets = targets_of(draw, buffer)
+    last = -(-targets[-1].hi // BLOCK) * BLOCK
+    pieces = scatter(0, last, targets, aligned_buffer())
+    assert pieces[0].lo == 0 and pieces[-1].hi == last
+    assert all(before.hi == piece.lo for before, piece in pairwise(pieces))
+    assert all(piece.lo % BLOCK == piece.hi % BLOCK == 0 for piece in pieces)
+    fill(targets, pieces, file)
+    for target in targets:
+        assert bytes(target.memory.numpy()) == file[target.lo : target.hi]
+
+
+def test_nothing_outside_of_the_targets_is_overwritten() -> None:
+    """Neither around a buffer nor between two."""
+    full = memory()
+    targets = [Target(BLOCK + 256, 9 * BLOCK - 256, full[2 * BLOCK + 256 : 10 * BLOCK - 256])]
+    pieces = scatter(BLOCK, 9 * BLOCK, targets, aligned_buffer())
+    assert [piece.in_place for piece in pieces] == [False, True, False]
+    fill(targets, pieces, bytes(MEMORY))
+    inside = full[2 * BLOCK + 256 : 10 * BLOCK - 256]
+    assert not inside.any() and int((full == 0).sum()) == inside.numel()
+
+    full = memory()
+    first, second = full[: 4 * BLOCK], full[6 * BLOCK : 10 * BLOCK]
+    targets = [Target(0, 4 * BLOCK, first), Target(6 * BLOCK, 10 * BLOCK, second)]
+    pieces = scatter(0, 10 * BLOCK, targets, aligned_buffer())
+    assert [piece.in_place for piece in pieces] == [True, False, True]
+    fill(targets, pieces, bytes(MEMORY))
+    assert bool((full[4 * BLOCK : 6 * BLOCK] == 255).all())
+
+
+@pytest.mark.slow
+def test_state_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than two blocks of each buffer go through scratch memory."""
+    copied: list[int] = []
+    real = reader._copy
+
+    def spy(piece: Piece, target: Target) -> None:
+        copied.append(max(0, min(piece.hi, target.hi) - max(piece.lo, target.lo)))
+        real(piece, target)
+
+    monkeypatch.setattr(reader, "_copy", spy)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    optimizer = ot.offload(model, ot.AdamW(), device="cpu")
+    save(tmp_path, 1, model, optimizer, {})
+    (path,) = checkpoint.find(tmp_path)
+    restore(checkpoint.open_checkpoint(path), model, optimizer)
+    buffers = len(optimizer.flat_states())
+    optimizer.close()
+    size = checkpoint.open_checkpoint(path).manifest.num_bytes
+    assert 0 < sum(copied) < 2 * BLOCK * buffers < size / 10

@@ -65,6 +65,7 @@ def lose(
 @pytest.mark.parametrize(
     ("inside", "left", "saved", "options"),
     [
+        ("_accumulate", 9, 7, ()),
         ("_accumulate", 9, 7, ("offload.update=speculative",)),
         ("step", 20, 8, ("offload.precision=fp16",)),
         ("step", 30, 8, ()),

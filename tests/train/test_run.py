@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it does about steps and disks that fail."""
+"""The remains of a run, how it kept to its plan, and steps and disks that fail."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import shutil
 import tomllib
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,21 +16,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from offloadtrain_tui.reading.listing import list_runs
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
+from offloadtrain.config.sections import TrainConfig
 from offloadtrain.events import log_lines, schema
+from offloadtrain.events import writer as event_writer
+from offloadtrain.hardware.machine import dump, find
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
+from offloadtrain.plan.plan import Plan
 from offloadtrain.runtime import kernels
 from offloadtrain.train import build
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.log.console import Console
+from offloadtrain.train.log.run_log import Pace
 from offloadtrain.train.saving import TrainingError
-from offloadtrain.train.trainer import MAX_SKIPS
+from offloadtrain.train.trainer import MAX_SKIPS, Trainer
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, kinds, run, small_job
 
@@ -348,3 +355,219 @@ def test_a_precision_chosen_here_is_held_to_the_same_rules(
     )
     with pytest.raises(jobs.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
         run(job, tmp_path / "run")
+
+
+# ---- the plan
+
+
+def compared(path: Path) -> dict[str, schema.PlanRow]:
+    (event,) = events_of(path, schema.PlanCompared)
+    return {row.what: row for row in event.rows}
+
+
+def warnings(path: Path) -> list[str]:
+    return [event.message for event in events_of(path, schema.Warning_)]
+
+
+def test_bytes_are_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path), path) == 0
+    rows = compared(path)
+    for tier in ("host bytes", "device bytes"):
+        assert rows[tier].measured == pytest.approx(rows[tier].planned, rel=0.01)
+    assert rows["step"].unit == "s" and rows["step"].measured > 0
+    assert "found / planned" in capsys.readouterr().err
+    assert not any("not as planned" in text for text in warnings(path))
+
+
+def test_bytes_that_differ_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    host = Plan.host.func
+    monkeypatch.setattr(Plan, "host", property(lambda plan: host(plan) | {"forgotten": 1 << 30}))
+    assert run(small_job(tmp_path), path) == 0
+    (message,) = (text for text in warnings(path) if "not as planned" in text)
+    assert "host bytes: planned 1." in message and "step" not in message
+
+
+def test_times_are_held_to_a_measured_machine(tmp_path: Path) -> None:
+    """Its file says a thousandth of what any machine does."""
+    path, file = tmp_path / "run", tmp_path / "slow.toml"
+    machine = find("cpu2")[1]
+    slow = replace(machine, bf16_tflops=1e-6, fp16_tflops=1e-6, fp32_tflops=1e-6)
+    file.write_text(dump(slow, "Slow"))
+    assert run(small_job(tmp_path, f"device.machine={file}"), path) == 0
+    (message,) = (text for text in warnings(path) if "not as planned" in text)
+    assert "step: planned" in message and "bytes" not in message
+
+
+def test_a_file_that_leaves_rates_open_does_not_refuse_a_job(tmp_path: Path) -> None:
+    """doctor measures no fp16 on a CPU, where torch computes in it all the same."""
+    file = tmp_path / "mine.toml"
+    machine = replace(find("cpu2")[1], fp16_tflops=0.0, node_link_gbps=0.0)
+    file.write_text(dump(machine, "Mine"))
+    overrides = [f"device.machine={file}", "offload.precision=fp16", "train.steps=2"]
+    assert run(small_job(tmp_path, *overrides, "optim.warmup_steps=0"), tmp_path / "run") == 0
+
+
+# ---- the remaining time
+
+
+def test_the_trainer_counts_what_held_it_up() -> None:
+    """Steps of 2 s, an evaluation of 5 s after every 4th, and 3 s for a checkpoint after it."""
+    now_s = 0.0
+    pace = Pace(TrainConfig(steps=12, eval_every=4, checkpoint_every=4), lambda: now_s)
+    assert math.isnan(pace.seconds_left(0))
+    for step in range(1, 9):
+        pace.begin_step(step - 1)
+        now_s += 2.0
+        pace.end_step(2.0)
+        if step % 4 == 0:
+            now_s += 5.0 + 3.0
+            pace.evaluated(5.0)
+    pace.begin_step(8)
+    assert pace.seconds_left(8) == pytest.approx(4 * 2.0 + 5.0 + 3.0)
+    assert pace.seconds_left(12) == 0.0
+
+
+# ---- a disk without room
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    real = os.statvfs
+
+    def statvfs(path: object) -> os.statvfs_result:
+        block, fragment, blocks, _, _, *rest = real(path)  # type: ignore[arg-type]
+        left = num_bytes // fragment
+        return os.statvfs_result((block, fragment, blocks, left, left, *rest))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+
+def test_a_disk_too_small_is_reported_or_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ("train.steps=3", "train.eval_every=0")
+    for mib, overrides, warns in (
+        (4, ("train.checkpoint_every=3",), True),  # 1.6 MiB each with some room, three at once
+        (5, ("train.checkpoint_every=3",), False),
+        (3, ("train.checkpoint_every=0",), False),  # one is all there will be
+    ):
+        path = tmp_path / f"{mib}"
+        with monkeypatch.context() as patch:
+            free(patch, mib << 20)
+            assert run(small_job(tmp_path, *short, *overrides), path) == 0
+        messages = [e.message for e in events_of(path, schema.Warning_) if e.code == "disk-small"]
+        assert len(messages) == warns
+        assert all("which is 2 times" in message for message in messages)
+        assert all("keep_last = 2 takes 3 times" in message for message in messages)
+    free(monkeypatch, 1 << 20)
+    monkeypatch.setattr(Transformer, "forward", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\.\d MiB and 1\.0 MiB is free"):
+        run(small_job(tmp_path), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_room_that_the_next_save_makes_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path), path) == 0
+    torn = path / "checkpoints" / "step-00000014.tmp-0123abcd"
+    torn.mkdir()
+    (torn / "rank-000.bin").write_bytes(bytes(3 << 20))
+    real = os.statvfs
+
+    def statvfs(path: object) -> os.statvfs_result:
+        block, fragment, blocks, *_ = facts = real(path)  # type: ignore[arg-type]
+        left = (1 << 20 if torn.exists() else 4 << 20) // fragment
+        return os.statvfs_result((block, fragment, blocks, left, left, *facts[5:]))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
+    assert not torn.exists() and (path / "checkpoints" / "step-00000014").is_dir()
+
+
+class Full:
+    """The disk of a run's log: full while `full` returns true."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+        self.full: Callable[[], bool] = lambda: False
+        self._log, self._write = log, os.write
+        self._given_back = False
+        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(event_writer, "_reserved", lambda _: self)
+        monkeypatch.setattr(event_writer, "RETRY_S", 0.01)
+        monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
+
+    def write(self, fd: int, data: bytes) -> int:
+        is_log = self._log.exists() and os.path.samestat(os.fstat(fd), self._log.stat())
+        if is_log and self.full() and not self._given_back:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._write(fd, data)
+
+    def close(self) -> None:
+        self._given_back = True
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
+    """The trainer of the run in this process, once there is one."""
+    made: list[Trainer] = []
+    real = Trainer.train
+    monkeypatch.setattr(
+        Trainer, "train", lambda self, *rest: (made.append(self), real(self, *rest))[1]
+    )
+    return made
+
+
+def test_a_log_whose_disk_is_full_for_some_steps_is_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainers: list[Trainer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "run"
+    disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
+    disk.full = lambda: bool(trainers) and 3 <= trainers[0].progress.step < 10
+    assert run(small_job(tmp_path), path) == 0
+    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 13))
+    assert events_of(path, schema.RunEnded)[-1].status == "done"
+    output = capsys.readouterr().err
+    assert output.count("the event log cannot be written (No space left on device)") == 1
+    assert "written again; 0 records were lost" in output
+
+
+def test_a_run_that_ends_on_a_full_disk_is_not_called_killed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainers: list[Trainer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "run"
+    disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
+    disk.full = lambda: bool(trainers) and trainers[0].progress.step >= 3
+    assert run(small_job(tmp_path), path) == 0
+    (row,) = list_runs(tmp_path, 0.0)
+    assert (row.state, row.folder) == ("done", path)
+    (lost,) = [e for e in events_of(path, schema.Warning_) if e.code == "events-dropped"]
+    assert "events were lost: the log's disk refused (No space left on device)" in lost.message
+
+
+def test_a_run_folder_that_is_removed_meanwhile_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, real = tmp_path / "run", Trainer._between_steps
+
+    def removed(self: Trainer) -> None:
+        if self.progress.step == 5:
+            shutil.rmtree(path)
+        real(self)
+
+    monkeypatch.setattr(Trainer, "_between_steps", removed)
+    assert run(small_job(tmp_path), path) == 0
+    output, log = capsys.readouterr().err, path / "events" / "rank000.jsonl"
+    assert f"{log} was removed or renamed during the run" in output
+    assert [saved.name for saved in sorted((path / "checkpoints").iterdir())] == [
+        "step-00000009",
+        "step-00000012",
+    ]

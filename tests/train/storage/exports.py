@@ -101,6 +101,6 @@ def _killed(trained: Path, scratch: Path, at: int, root: Path) -> str:
 def _same_files(out: Path, expected: Path) -> None:
     """Names, and the tensors to the bit."""
     assert {p.name for p in out.iterdir()} == {p.name for p in expected.iterdir()}
-    found, other = (load_file(at / "model.safetensors") for at in (out, expected))
-    assert found.keys() == other.keys()
-    assert all(torch.equal(found[name], other[name]) for name in found)
+    tensors, other = (load_file(at / "model.safetensors") for at in (out, expected))
+    assert tensors.keys() == other.keys()
+    assert all(torch.equal(tensors[name], other[name]) for name in tensors)

@@ -276,21 +276,6 @@ def test_evaluation_before_training_streams(tmp_path: Path) -> None:
     assert trainers.logged(trainer) == trainers.train("Trainer", tmp_path, None, arguments={})
 
 
-@pytest.mark.slow
-def test_weights_of_other_formats_are_their_masters_too(tmp_path: Path) -> None:
-    """And not the working weights, which have 16 bits."""
-    options, bf16 = {"state": "split16", **STREAMED}, {"bf16": True, "max_steps": 2}
-    trainer = trainers.make("Trainer", tmp_path, options, arguments=bf16)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "out"))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    named = dict(loaded.named_parameters())
-    assert {param.dtype for param in named.values()} == {torch.float32}
-    for name, master in trainer.optimizer.master_weights():
-        assert torch.equal(named[name], master)
-    assert not all(torch.equal(x, x.bfloat16().float()) for x in named.values())
-
-
 def test_rules_are_made_of_their_arguments(tmp_path: Path) -> None:
     args = arguments_of(optim="lion_32bit", learning_rate=2e-4)
     refuse_arguments(args)

@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,10 +171,17 @@ def test_what_cannot_be_removed_stops_neither_a_save_nor_other_removals(
     assert checkpoint.unfinished(tmp_path) == []
 
 
-def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_save_that_cannot_be_made_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is never overwritten, and too little space is noticed before anything is written."""
     save_steps(tmp_path, 1)
     with pytest.raises(CheckpointError, match="exists already"):
         save_steps(tmp_path, 1)
+    full = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr("os.statvfs", lambda path: full)
+    with pytest.raises(CheckpointError, match=r"needs .* and .* is free"):
+        save_steps(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 

@@ -57,14 +57,6 @@ def test_a_command_that_fails_is_reported_once_in_the_log(tmp_path: Path) -> Non
     (warning,) = events_of(path, schema.Warning_)
     assert warning.code == "command-failed" and "train.on_end" in warning.message
     assert "exit code 3" in warning.message
-    warnings = list[str]()
-    job = with_commands(tmp_path, on_alert=("/nowhere/x",))
-    hooks = CommandHooks(job, tmp_path, warnings.append)
-    for _ in range(3):
-        hooks.alert(alert())
-    hooks.close()
-    (message,) = warnings
-    assert "/nowhere/x: cannot be run: No such file or directory" in message
 
 
 def alert(state: str = "raised", message: str = "nan") -> schema.Alert:
@@ -83,6 +75,13 @@ def test_an_alert_runs_its_command_when_it_is_raised(tmp_path: Path) -> None:
     assert first == "'alert', 'not-finite', 'error', '7', 'nan']"
     assert second == f"'alert', 'not-finite', 'error', '7', 'x{SHOWN}{SHOWN}[31m$(touch y) ']"
     assert warnings == []
+    job = with_commands(tmp_path, on_alert=("/nowhere/x",))
+    hooks = CommandHooks(job, tmp_path, warnings.append)
+    for _ in range(3):
+        hooks.alert(alert())
+    hooks.close()
+    (message,) = warnings
+    assert "/nowhere/x: cannot be run: No such file or directory" in message
 
 
 @pytest.mark.slow

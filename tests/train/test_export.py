@@ -145,6 +145,30 @@ def test_a_shape_without_a_class_is_refused_by_name() -> None:
             class_name(shape)
 
 
+@pytest.mark.slow
+def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> None:
+    """Its folder has the names of Mixtral's published checkpoints, and its masters."""
+    settings = (
+        "model.num_experts=4",
+        "model.dropout=0",
+        "train.steps=2",
+        "train.grad_accum_steps=1",
+    )
+    path, out = tmp_path / "run", tmp_path / "out"
+    assert run(small_job(tmp_path, *settings), path) == 0
+    assert run(small_job(tmp_path, *settings, "train.steps=4"), path, resume="auto") == 0
+    assert main(["export", str(path), str(out), "--dtype", "fp32"]) == 0
+    with safe_open(out / "model.safetensors", "pt") as saved:
+        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved.keys()
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    run_of = open_saved(path)
+    masters = dict(renamed(run_of.job.model, run_of.weights()))
+    assert model.state_dict().keys() == masters.keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, masters[name]), name
+
+
 def test_what_cannot_be_exported_is_refused(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,30 +204,6 @@ def test_a_run_becomes_a_folder_of_transformers(
         assert words(text)["input_ids"] == list(text.encode())
         assert words.decode(list(text.encode())) == text
     assert model.generation_config.eos_token_id == 0
-
-
-@pytest.mark.slow
-def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> None:
-    """Its folder has the names of Mixtral's published checkpoints, and its masters."""
-    settings = (
-        "model.num_experts=4",
-        "model.dropout=0",
-        "train.steps=2",
-        "train.grad_accum_steps=1",
-    )
-    path, out = tmp_path / "run", tmp_path / "out"
-    assert run(small_job(tmp_path, *settings), path) == 0
-    assert run(small_job(tmp_path, *settings, "train.steps=4"), path, resume="auto") == 0
-    assert main(["export", str(path), str(out), "--dtype", "fp32"]) == 0
-    with safe_open(out / "model.safetensors", "pt") as saved:
-        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved.keys()
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert type(model).__name__ == "MixtralForCausalLM"
-    run_of = open_saved(path)
-    masters = dict(renamed(run_of.job.model, run_of.weights()))
-    assert model.state_dict().keys() == masters.keys()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, masters[name]), name
 
 
 def test_a_disk_that_refuses_is_one_line(

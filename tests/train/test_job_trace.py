@@ -77,7 +77,7 @@ name = "saved"
 size = "gpt2-124m"
 [data]
 source = "python-stdlib"
-seq_len = 256
+seq_len = 512
 [device]
 kind = "cuda"
 [offload]

@@ -3,14 +3,9 @@ and from one to a run."""
 
 from __future__ import annotations
 
-import io
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,30 +21,16 @@ from offloadtrain.train import trained_model
 from offloadtrain.train.build import described, empty_model
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.log.console import Console
-from tests.train.small_job import run, small_job
-from tests.train.storage.exports import CalledOf
-from tests.train.storage.saves import Case, in_fork, none_unfinished, refuse_damage
+from tests.train.storage.exports import Convert, Direction, briefly_trained, cases_of
+from tests.train.storage.saves import Case, none_unfinished, refuse_damage
 
 EVERY = {"to dcp": 24}
 """Direction → every so many calls are tried: torch's writer of folders has thousands of them."""
-Convert = Callable[[Path], object]
-"""To a new path."""
-Check = Callable[[Path, Path], bool]
-"""Compares what is at a path, if anything, with what should be; returns whether it is there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Direction:
-    convert: Convert
-    check: Check
 
 
 def cases(scratch: Path) -> list[Case]:
     """Every call, of conversions of a small run and back."""
-    job = small_job(scratch, "train.steps=2", "train.eval_every=0", "train.checkpoint_every=0")
-    trained = scratch / "trained"
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        assert run(job, trained) == 0
+    job, trained = briefly_trained(scratch)
     to_torch(trained_model.open_saved(trained), scratch / "source.pt")
     longer = replace(job, train=replace(job.train, steps=9))
     directions = {
@@ -58,43 +39,10 @@ def cases(scratch: Path) -> list[Case]:
         "to a run": Direction(_from_file(longer, scratch / "source.pt"), _run),
     }
     return [
-        case for name, direction in directions.items() for case in _of(name, direction, scratch)
+        case
+        for name, direction in directions.items()
+        for case in cases_of(name, direction, scratch, EVERY.get(name, 1))
     ]
-
-
-def _of(name: str, direction: Direction, scratch: Path) -> Iterator[Case]:
-    expected_path = scratch / f"{name}, complete"
-    for out in (scratch / f"{name}, warm", expected_path):  # imported and cached from here on
-        calls = _converted(direction, out, CalledOf())
-    every = EVERY.get(name, 1)
-    for at, call in list(enumerate(calls))[::every]:
-        title = f"{name}: before call {at} ({call})"
-        yield Case(title, partial(_killed, direction, expected_path, at))
-
-
-def _converted(direction: Direction, out: Path, profiler: CalledOf) -> list[str]:
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        sys.setprofile(profiler)
-        try:
-            direction.convert(out)
-        finally:
-            sys.setprofile(None)
-    return profiler.calls
-
-
-def _killed(direction: Direction, expected_path: Path, at: int, root: Path) -> str:
-    out = root / "out"
-    pid = os.fork()
-    if pid == 0:
-        in_fork(lambda: _converted(direction, out, CalledOf(at)))
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    # Once in a while a process has a call less than the one before it.
-    assert code in (-signal.SIGKILL, 0), code
-    there = direction.check(out, expected_path)
-    again = root / "again" if out.exists() else out
-    _converted(direction, again, CalledOf())
-    assert direction.check(again, expected_path)
-    return "complete" if there else "absent"
 
 
 def _file(out: Path, expected_path: Path) -> bool:

@@ -289,20 +289,21 @@ def as_a_fifo(path: Path, _: Path) -> None:
     os.mkfifo(path)
 
 
-HOSTILE_TORCH: dict[str, Callable[[Path, Path], object]] = {
-    "it needs posix.system, and only tensors and plain values are read": with_payload,
-    "was not written by torch.save": lambda p, mark: p.write_bytes(pickle.dumps(Payload(mark))),
-    "is cut short": lambda path, _: os.truncate(path, path.stat().st_size // 2),
-    "is compressed": lambda path, _: rewritten(
-        path, lambda _, data: data, compression=zipfile.ZIP_DEFLATED
+HOSTILE_TORCH: list[tuple[str, Callable[[Path, Path], object]]] = [
+    ("it needs posix.system, and only tensors and plain values are read", with_payload),
+    ("was not written by torch.save", lambda p, mark: p.write_bytes(pickle.dumps(Payload(mark)))),
+    ("it is cut short", lambda path, _: os.truncate(path, path.stat().st_size // 2)),
+    (
+        "it is compressed",
+        lambda p, _: rewritten(p, lambda _, data: data, compression=zipfile.ZIP_DEFLATED),
     ),
-    "cannot be read": lambda path, _: rewritten(path, beyond),
-    "'mean' has the shape (1099511627776,) in the checkpoint": with_a_huge_tensor,
-    "it cannot be read": lambda path, _: rewritten(path, reversed_pickle),
-    "it needs _io.BytesIO": lambda p, _: save_torch(p, *trained_toy(), extra=io.BytesIO(b"")),
-    "a FIFO, not a regular file": as_a_fifo,
-    "it is cut short": lambda path, _: path.write_bytes(b""),
-}
+    ("it cannot be read", lambda path, _: rewritten(path, beyond)),
+    ("'mean' has the shape (1099511627776,) in the checkpoint", with_a_huge_tensor),
+    ("it cannot be read", lambda path, _: rewritten(path, reversed_pickle)),
+    ("it needs _io.BytesIO", lambda p, _: save_torch(p, *trained_toy(), extra=io.BytesIO(b""))),
+    ("a FIFO, not a regular file", as_a_fifo),
+    ("it is cut short", lambda path, _: path.write_bytes(b"")),
+]
 
 
 def assert_refused(path: Path, message: str, mark: Path) -> None:
@@ -315,7 +316,7 @@ def assert_refused(path: Path, message: str, mark: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hostile_file_of_torch_is_refused_in_one_line(tmp_path: Path) -> None:
-    for message, spoil in HOSTILE_TORCH.items():
+    for message, spoil in HOSTILE_TORCH:
         path = save_torch(tmp_path / "a.pt", *trained_toy())
         spoil(path, tmp_path / "mark")
         assert_refused(path, message, tmp_path / "mark")

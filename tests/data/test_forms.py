@@ -255,13 +255,12 @@ CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAT_PROBLEMS)
-def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path, name: str) -> None:
-    template, messages, problem = CHAT_PROBLEMS[name]
-    folder = tiny.folder(tmp_path / "t", template=template)
-    source = _jsonl(tmp_path / "a", [{"messages": messages}])
-    with pytest.raises(DataError, match=problem):
-        prepare(source, tmp_path / "out", tokenizer=str(folder), form="chat", val_fraction=0.0)
+def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    for number, (template, messages, problem) in enumerate(CHAT_PROBLEMS.values()):
+        folder = tiny.folder(tmp_path / f"t{number}", template=template)
+        source = _jsonl(tmp_path / "a", [{"messages": messages}])
+        with pytest.raises(DataError, match=problem):
+            prepare(source, tmp_path / "out", tokenizer=str(folder), form="chat", val_fraction=0.0)
 
 
 def test_a_source_that_cannot_be_used_is_named(tmp_path: Path, folder: Path) -> None:

@@ -161,10 +161,15 @@ ON_HOST = [name for name, options in PLACEMENTS.items() if options.get("state_on
 """Placements with state to copy."""
 
 EACH = [
-    (mode, formats, ON_HOST[number % len(ON_HOST)], BLOCKS[number % len(BLOCKS)])
-    for number, (mode, formats) in enumerate(product(MODES, CASES))
+    (
+        mode,
+        CASES[(number + number // len(MODES)) % len(CASES)],
+        ON_HOST[number % len(ON_HOST)],
+        BLOCKS[number % len(BLOCKS)],
+    )
+    for number, mode in enumerate([*MODES, *MODES])
 ]
-"""Every format in every mode, placements and spills in turn."""
+"""Every mode with two formats and every format in two modes, placements and spills in turn."""
 
 
 def files(case: Case, folder: Path) -> tuple[bytes, object]:

@@ -213,7 +213,7 @@ LOADS_TORCH = {"hf.py", "checkpoint_files.py", "scale.py", "safe_load.py", "torc
 of other trainers, in a process of its own; a file that we have just laid out."""
 
 READS_PICKLES = {"dcp_folder.py"}
-"""Its unpickler resolves no name: tests/convert/test_foreign_hostile.py."""
+"""Its unpickler resolves no name: tests/convert/test_foreign.py."""
 
 
 def test_no_content_of_a_file_is_run() -> None:

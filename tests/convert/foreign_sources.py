@@ -96,8 +96,8 @@ def split_dcp(folder: Path) -> Path:
         for key, entry in index.state_dict_metadata.items():
             if not getattr(entry, "chunks", None) or not entry.size or entry.size[0] < 2:
                 continue
-            (whole,) = (at for at in index.storage_data if at.fqn == key)
-            info = index.storage_data.pop(whole)
+            (unsplit,) = (at for at in index.storage_data if at.fqn == key)
+            info = index.storage_data.pop(unsplit)
             content = (folder / info.relative_path).read_bytes()
             part = content[info.offset : info.offset + info.length]
             value = torch.load(io.BytesIO(part), weights_only=True)
@@ -176,8 +176,8 @@ def save_zero(
                 for at, (_, avg, square) in enumerate(flats)
             }
             hyper = [
-                {k: v for k, v in group.items() if k != "params"} | {"params": held}
-                for group, held in zip(adam.param_groups, part.pop("held"), strict=True)
+                {k: v for k, v in group.items() if k != "params"} | {"params": indices}
+                for group, indices in zip(adam.param_groups, part.pop("indices"), strict=True)
             ]
             part[optimizer] = {"state": entries, "param_groups": hyper}
             part |= {
@@ -189,7 +189,7 @@ def save_zero(
             }
             if bf16:
                 del part["zero_stage"], part["loss_scaler"], part["dynamic_loss_scale"]
-                part["single_partition_of_fp32_groups"] = [one[0] for one in flats]
+                part["single_partition_of_fp32_groups"] = [flat[0] for flat in flats]
             facts = {"ds_config": {"zero_optimization": {"stage": stage}}, "ds_version": "0.19.5"}
             torch.save(
                 {"optimizer_state_dict": part, **facts},
@@ -215,17 +215,17 @@ def _stages_1_and_2(
     for names in groups:
         kinds = [torch.cat([state[name][kind].reshape(-1) for name in names]) for kind in KINDS]
         numel = kinds[0].numel()
-        kinds = [nn.functional.pad(one, (0, -numel % (2 * ranks))) for one in kinds]
+        kinds = [nn.functional.pad(flat, (0, -numel % (2 * ranks))) for flat in kinds]
         size = kinds[0].numel() // ranks
-        own = [one[rank * size : (rank + 1) * size].clone() for one in kinds]
+        shards = [flat[rank * size : (rank + 1) * size].clone() for flat in kinds]
         padding = min(size, max(0, (rank + 1) * size - numel))
         paddings.append(padding)
-        flats.append(own)
-        lean.append(own[0][: size - padding])
+        flats.append(shards)
+        lean.append(shards[0][: size - padding])
         slices.append(OrderedDict((name, _Fragment(1, 0)) for name in names))
     return {
         "flats": flats,
-        "held": [[at] for at in range(len(groups))],
+        "indices": [[at] for at in range(len(groups))],
         "optimizer": "base_optimizer_state",
         "single_partition_of_fp32_groups": lean,
         "group_paddings": paddings,
@@ -235,21 +235,21 @@ def _stages_1_and_2(
 
 def _stage_3(groups: Sequence[Sequence[str]], state: Any, ranks: int, rank: int) -> dict[str, Any]:
     flats: list[list[Tensor]] = []
-    held: list[list[int]] = []
+    indices: list[list[int]] = []
     for names in groups:
-        held.append([])
+        indices.append([])
         for at in range(0, len(names), 2):  # sub-groups of two parameters
             parts = [
                 [_part_of_3(state[name][kind], ranks, rank) for name in names[at : at + 2]]
                 for kind in KINDS
             ]
-            held[-1].append(len(flats))
+            indices[-1].append(len(flats))
             flats.append([torch.cat(of_kind) for of_kind in parts])
     return {
         "flats": flats,
-        "held": held,
+        "indices": indices,
         "optimizer": "optimizer_state_dict",
-        "fp32_flat_groups": [one[0] for one in flats],
+        "fp32_flat_groups": [flat[0] for flat in flats],
     }
 
 
@@ -264,14 +264,14 @@ def _model_states(
 ) -> dict[str, Any]:
     params = dict(model.named_parameters())
     frozen = {name: param for name, param in params.items() if not param.requires_grad}
-    own = model.state_dict()
+    weights = model.state_dict()
     trained_or_frozen = dict(model.named_parameters(remove_duplicate=False))
-    buffers = [name for name in own if name not in trained_or_frozen]
+    buffers = [name for name in weights if name not in trained_or_frozen]
     module = {
         name: torch.empty(0) if stage == 3 else value.bfloat16()
-        for name, value in own.items()
+        for name, value in weights.items()
         if name not in buffers
-    } | {name: own[name] for name in buffers}
+    } | {name: weights[name] for name in buffers}
     return {
         "module": module,
         "buffer_names": buffers,

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from offloadtrain.data import encode, records
 from offloadtrain.data.prepare import prepare
+from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError, TokenFile
 from tests.data import tiny
 
@@ -113,12 +115,13 @@ def documents(path: Path | None) -> list[tuple[list[int], list[int]]]:
     file = TokenFile(path, scan=True)
     counted = np.ones(len(file), np.uint8) if file.counted is None else file.counted
     ends = file.document_ends()
-    return [
-        (tokens.tolist(), mask.tolist())
-        for tokens, mask in zip(
-            np.split(file.tokens, ends)[:-1], np.split(counted, ends)[:-1], strict=True
-        )
-    ]
+    parts = zip(np.split(file.tokens, ends)[:-1], np.split(counted, ends)[:-1], strict=True)
+    return [(tokens.tolist(), mask.tolist()) for tokens, mask in parts]
+
+
+def counted_text(words: Any, ids: list[int], mask: list[int]) -> str:
+    """Return the text of the tokens that count."""
+    return str(words.decode([token for token, counts in zip(ids, mask, strict=True) if counts]))
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tsv", "arrow", "datasets", "hub")]
@@ -128,15 +131,13 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("tsv", "arrow", 
 def test_every_kind_of_file_gives_the_same_documents(
     tmp_path: Path, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import AutoTokenizer
-
     monkeypatch.setattr(records, "PIECE_BYTES", 900)
     source = KINDS[kind](tmp_path / "data", TEXTS)
     files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.2)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    expected = [[*theirs(row["text"])["input_ids"], theirs.eos_token_id] for row in TEXTS]
-    found = [ids for ids, _ in documents(files.train) + documents(files.val)]
-    assert sorted(found) == sorted(expected)
+    words = AutoTokenizer.from_pretrained(folder)
+    expected = [[*words(row["text"])["input_ids"], words.eos_token_id] for row in TEXTS]
+    both = documents(files.train) + documents(files.val)
+    assert sorted(ids for ids, _ in both) == sorted(expected)
     assert files.val_documents and files.val_documents + files.train_documents == len(TEXTS)
     train = prepare(source, tmp_path / "all", tokenizer=str(folder), val_fraction=0.0).train
     assert [ids for ids, _ in documents(train)] == expected
@@ -152,56 +153,85 @@ def chat_rows(count: int = 12) -> Rows:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
 def test_conversations_are_those_of_the_template(tmp_path: Path, kind: str, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(folder)
+    words = AutoTokenizer.from_pretrained(folder)
     rows = chat_rows()
     source = KINDS[kind](tmp_path / "data", rows)
     files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
-    for row, (ids, counted) in zip(rows, documents(files.train), strict=True):
-        rendered = theirs.apply_chat_template(
+    for row, (ids, mask) in zip(rows, documents(files.train), strict=True):
+        rendered = words.apply_chat_template(
             row["messages"],
             chat_template=tiny.MARKED,
             return_dict=True,
             return_assistant_tokens_mask=True,
         )
         assert ids == rendered["input_ids"]
-        assert counted == rendered["assistant_masks"]
-        said = theirs.decode([t for t, one in zip(ids, counted, strict=True) if one])
-        assert said == "the cat<|im_end|>\nit is the hat, the hat<|im_end|>\n"
+        assert mask == rendered["assistant_masks"]
+        answers = counted_text(words, ids, mask)
+        assert answers == "the cat<|im_end|>\nit is the hat, the hat<|im_end|>\n"
 
 
-def test_marks_of_the_template_are_taken(tmp_path: Path) -> None:
+def test_marks_and_parts_of_the_template_are_used(tmp_path: Path) -> None:
+    """Parts: as templates of models that see pictures read them."""
     marked = tiny.MARKED.replace(
         "+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>\n' }}"
     )
     folder = tiny.folder(tmp_path / "t", template=marked)
-    files = prepare(
-        _jsonl(tmp_path / "a", chat_rows(1)),
-        tmp_path / "out",
-        tokenizer=str(folder),
-        val_fraction=0.0,
+    source, out = _jsonl(tmp_path / "a", chat_rows(1)), tmp_path / "out"
+    files = prepare(source, out, tokenizer=str(folder), val_fraction=0.0)
+    ((ids, mask),) = documents(files.train)
+    assert counted_text(tokenizer(str(folder)), ids, mask) == "the catit is the hat, the hat"
+
+    reads_parts = (
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
     )
-    from offloadtrain.data.tokenizer import tokenizer
-
-    ((ids, counted),) = documents(files.train)
-    said = tokenizer(str(folder)).decode([t for t, one in zip(ids, counted, strict=True) if one])
-    assert said == "the catit is the hat, the hat"
-
-
-def test_a_template_in_a_file_replaces_that_of_the_tokenizer(tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "own.jinja").write_text(tiny.MARKED)
-    source = _jsonl(tmp_path / "a", chat_rows())
-    plain = prepare(source, tmp_path / "out", tokenizer=str(folder))
-    tiny.backend().save(str(tmp_path / "tokenizer.json"))
-    for name in (folder, tmp_path / "tokenizer.json"):
-        other = prepare(
-            source,
-            tmp_path / "out2",
-            tokenizer=str(name),
-            chat_template=str(tmp_path / "own.jinja"),
+    folder = tiny.folder(tmp_path / "t2", template=reads_parts)
+    results = []
+    for content in ([{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}], "the cat"):
+        source = _jsonl(
+            tmp_path / "a", [{"messages": [{"role": "user", "content": content}, CHAT[2]]}]
         )
-        assert documents(other.train) == documents(plain.train)
+        files = prepare(source, out, tokenizer=str(folder), val_fraction=0.0)
+        results.append(documents(files.train))
+    assert results[0] == results[1]
+
+
+def test_another_tokenizer_or_template_is_another_result(tmp_path: Path, folder: Path) -> None:
+    """A template in a file replaces that of the tokenizer."""
+    source, out = _jsonl(tmp_path / "a", chat_rows()), tmp_path / "out"
+    plain = prepare(source, out, tokenizer=str(folder))
+    expected = documents(plain.train)
+    assert not plain.reused and prepare(source, out, tokenizer=str(folder), jobs=1).reused
+    (tmp_path / "own.jinja").write_text(tiny.MARKED)
+    tiny.backend().save(str(tmp_path / "tokenizer.json"))
+    other = tiny.folder(tmp_path / "t", template=tiny.MARKED)
+    assert not prepare(source, out, tokenizer=str(other)).reused
+    header = TokenFile(out / "train.bin").header
+    assert header.tokenizer == str(other) and header.masked
+    template = str(tmp_path / "own.jinja")
+    for name in (folder, tmp_path / "tokenizer.json"):
+        files = prepare(source, tmp_path / "out2", tokenizer=str(name), chat_template=template)
+        assert documents(files.train) == expected
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_file(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = _jsonl(tmp_path / "a", chat_rows(40)), {"val_fraction": 0.5}
+    alone = prepare(source, tmp_path / "alone", tokenizer=str(folder), **options)
+    monkeypatch.setattr(encode, "PROCESSES_FROM_BYTES", 0)
+    monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
+    monkeypatch.setattr(records, "PIECE_BYTES", 999)
+    executors: list[Any] = []
+    real = encode._executor
+    monkeypatch.setattr(
+        encode, "_executor", lambda *x: (executors.append(real(*x)), executors[-1])[1]
+    )
+    spread = prepare(source, tmp_path / "spread", tokenizer=str(folder), jobs=2, **options)
+    assert [type(executor[0]).__name__ for executor in executors] == ["ProcessPoolExecutor"]
+    assert documents(alone.train) == documents(spread.train)
+    assert documents(alone.val) == documents(spread.val)
 
 
 CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
@@ -225,95 +255,64 @@ CHAT_PROBLEMS: dict[str, tuple[str | None, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHAT_PROBLEMS)
-def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path, name: str) -> None:
-    template, messages, problem = CHAT_PROBLEMS[name]
-    folder = tiny.folder(tmp_path / "t", template=template)
-    source = _jsonl(tmp_path / "a", [{"messages": messages}])
-    with pytest.raises(DataError, match=problem):
-        prepare(source, tmp_path / "out", tokenizer=str(folder), form="chat", val_fraction=0.0)
+def test_a_conversation_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+    for number, (template, messages, problem) in enumerate(CHAT_PROBLEMS.values()):
+        folder = tiny.folder(tmp_path / f"t{number}", template=template)
+        source = _jsonl(tmp_path / "a", [{"messages": messages}])
+        with pytest.raises(DataError, match=problem):
+            prepare(source, tmp_path / "out", tokenizer=str(folder), form="chat", val_fraction=0.0)
 
 
-def test_parts_that_the_template_reads_are_taken(tmp_path: Path) -> None:
-    """As templates of models that see pictures do."""
-    reads = (
-        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
-        "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
-    )
-    folder = tiny.folder(tmp_path / "t", template=reads)
-    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]
-    rows = [[{"role": "user", "content": x}, CHAT[2]] for x in (parts, "the cat")]
-    found = [
-        documents(
-            prepare(
-                _jsonl(tmp_path / str(number), [{"messages": messages}]),
-                tmp_path / f"out{number}",
-                tokenizer=str(folder),
-                val_fraction=0.0,
-            ).train
-        )
-        for number, messages in enumerate(rows)
-    ]
-    assert found[0] == found[1]
-
-
-def test_turns_of_another_form_are_named(tmp_path: Path, folder: Path) -> None:
-    source = _jsonl(tmp_path / "a", [{"conversations": [{"from": "human", "value": "hi"}]}])
-    with pytest.raises(DataError, match='the turns of "conversations" have to be "messages"'):
-        prepare(source, tmp_path / "out", tokenizer=str(folder))
-
-
-def test_bytes_have_no_chat_template(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match="conversations need a chat template, and tokenizer 'bytes'"
-    ):
-        prepare(_jsonl(tmp_path / "a", chat_rows()), tmp_path / "out")
-
-
-def test_text_beside_conversations_is_refused_by_name(tmp_path: Path, folder: Path) -> None:
+def test_a_source_that_cannot_be_used_is_named(tmp_path: Path, folder: Path) -> None:
+    turns = _jsonl(tmp_path / "a", [{"conversations": [{"from": "human", "value": "hi"}]}])
+    chats = _jsonl(tmp_path / "b", chat_rows())
     (tmp_path / "s").mkdir()
     _jsonl(tmp_path / "s" / "a", chat_rows())
     (tmp_path / "s" / "notes.txt").write_text("some notes")
-    with pytest.raises(DataError, match=r"notes\.txt is text, and the records .* 'chat'"):
-        prepare(tmp_path / "s", tmp_path / "out", tokenizer=str(folder))
+    (tmp_path / "c.txt").write_bytes(b"caf\xe9 and more")
+    cases = [
+        (turns, str(folder), 'the turns of "conversations" have to be "messages"'),
+        (chats, "bytes", "conversations need a chat template, and tokenizer 'bytes'"),
+        (tmp_path / "s", str(folder), r"notes\.txt is text, and the records .* 'chat'"),
+        (tmp_path / "c.txt", str(folder), r"c\.txt is not UTF-8 at byte 3: convert it"),
+    ]
+    for suffix in (".parquet", ".arrow", ".csv"):
+        picture = tmp_path / f"a{suffix}"
+        picture.write_bytes(b"\x89PNG\r\n" + bytes(range(256)) * 9)
+        cases.append((picture, "bytes", rf"a\{suffix} (cannot be read|is a PNG image)"))
+    for source, name, message in cases:
+        with pytest.raises(DataError, match=message):
+            prepare(source, tmp_path / "out", tokenizer=name, val_fraction=0.0)
 
 
 @pytest.mark.slow  # importing TRL takes seconds
-@pytest.mark.parametrize("begin", ["", "<s>"])
-@pytest.mark.parametrize("prompt", ["what is it? ", "what is it?", "th", ""])
-def test_the_completion_counts_as_in_trl(tmp_path: Path, begin: str, prompt: str) -> None:
-    from transformers import AutoTokenizer
+def test_the_completion_counts_as_in_trl(tmp_path: Path) -> None:
     from trl.trainer.sft_trainer import common_prefix_length
 
-    folder = tiny.folder(tmp_path / "t", begin=begin)
-    theirs = AutoTokenizer.from_pretrained(folder)
-    row = {"prompt": prompt, "completion": "the cat"}
-    files = prepare(
-        _csv(tmp_path / "a", [row]), tmp_path / "out", tokenizer=str(folder), val_fraction=0.0
-    )
-    ((ids, counted),) = documents(files.train)
-    whole = theirs(prompt + "the cat" + theirs.eos_token)["input_ids"]
-    before = common_prefix_length(theirs(prompt)["input_ids"], whole)
-    assert ids == whole
-    assert counted == [0] * before + [1] * (len(whole) - before)
+    prompts = ("what is it? ", "what is it?", "th", "")
+    rows = [{"prompt": prompt, "completion": "the cat"} for prompt in prompts]
+    for begin in ("", "<s>"):
+        folder = tiny.folder(tmp_path / f"t{begin}", begin=begin)
+        words = AutoTokenizer.from_pretrained(folder)
+        source = _csv(tmp_path / "a", rows)
+        files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
+        for prompt, (ids, mask) in zip(prompts, documents(files.train), strict=True):
+            expected = words(prompt + "the cat" + words.eos_token)["input_ids"]
+            length = common_prefix_length(words(prompt)["input_ids"], expected)
+            assert ids == expected
+            assert mask == [0] * length + [1] * (len(expected) - length)
 
 
-def test_bytes_count_the_completion(tmp_path: Path) -> None:
+def test_the_completion_of_bytes_and_of_messages_counts(tmp_path: Path, folder: Path) -> None:
     source = _jsonl(tmp_path / "a", [{"prompt": "ab", "completion": "c"}])
     files = prepare(source, tmp_path / "out", val_fraction=0.0)
     assert documents(files.train) == [([97, 98, 99, 0], [0, 0, 1, 1])]
-
-
-def test_a_prompt_of_messages_is_rendered(tmp_path: Path, folder: Path) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(folder)
+    words = AutoTokenizer.from_pretrained(folder)
     source = _jsonl(tmp_path / "a", [{"prompt": CHAT[:4], "completion": CHAT[4:]}])
     files = prepare(source, tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
-    ((ids, counted),) = documents(files.train)
-    assert ids == theirs.apply_chat_template(CHAT)["input_ids"]
-    said = theirs.decode([t for t, one in zip(ids, counted, strict=True) if one])
-    assert said == "it is the hat, the hat<|im_end|>\n"
+    ((ids, mask),) = documents(files.train)
+    assert ids == words.apply_chat_template(CHAT)["input_ids"]
+    assert counted_text(words, ids, mask) == "it is the hat, the hat<|im_end|>\n"
 
 
 def test_a_bad_row_of_a_table_is_named(tmp_path: Path) -> None:
@@ -324,18 +323,9 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path) -> None:
     assert files.train_documents == 2 and files.skipped_lines == 1
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".csv"])
-def test_a_foreign_file_with_the_ending_of_a_table_is_refused(tmp_path: Path, suffix: str) -> None:
-    (tmp_path / f"a{suffix}").write_bytes(b"\x89PNG\r\n" + bytes(range(256)) * 9)
-    with pytest.raises(DataError, match=rf"a\{suffix} (cannot be read|is a PNG image)"):
-        prepare(tmp_path / f"a{suffix}", tmp_path / "out")
-
-
 def test_a_long_text_is_cut_at_words(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offloadtrain.data.tokenizer import tokenizer
-
     monkeypatch.setattr(records, "PIECE_BYTES", 70)
     text = "what is \u00e9\u4e2d it? the hat\n" * 30 + "\u4e2d" * 100 + " the cat" * 30
     (tmp_path / "a.txt").write_text(text)
@@ -343,50 +333,8 @@ def test_a_long_text_is_cut_at_words(
     files = prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
     ((ids, _),) = documents(files.train)
     assert words.decode(ids) == text + "<|endoftext|>"
-    (whole,) = words.encode_batch([text])
-    assert len(whole) + 1 <= len(ids) <= len(whole) + 10
-    both = prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.1)
-    (train,), (val,) = documents(both.train), documents(both.val)
+    (uncut,) = words.encode_batch([text])
+    assert len(uncut) + 1 <= len(ids) <= len(uncut) + 10
+    files = prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.1)
+    (train,), (val,) = documents(files.train), documents(files.val)
     assert words.decode(train[0][:-1] + val[0][:-1]) == text
-
-
-def test_text_of_another_encoding_is_refused_with_its_place(tmp_path: Path, folder: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more")
-    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 at byte 3: convert it"):
-        prepare(tmp_path / "a.txt", tmp_path / "out", tokenizer=str(folder), val_fraction=0.0)
-
-
-def test_another_tokenizer_or_template_is_another_result(tmp_path: Path, folder: Path) -> None:
-    source = _jsonl(tmp_path / "a", chat_rows())
-    assert not prepare(source, tmp_path / "out", tokenizer=str(folder)).reused
-    assert prepare(source, tmp_path / "out", tokenizer=str(folder), jobs=1).reused
-    other = tiny.folder(tmp_path / "t", template=tiny.MARKED)
-    assert not prepare(source, tmp_path / "out", tokenizer=str(other)).reused
-    header = TokenFile(tmp_path / "out" / "train.bin").header
-    assert header.tokenizer == str(other) and header.masked
-
-
-@pytest.mark.slow
-def test_processes_give_the_same_file(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-
-    source = _jsonl(tmp_path / "a", chat_rows(40))
-    alone = prepare(source, tmp_path / "one", tokenizer=str(folder), val_fraction=0.5)
-    monkeypatch.setattr(encode, "PROCESSES_FROM_BYTES", 0)
-    monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
-    monkeypatch.setattr(records, "PIECE_BYTES", 999)
-    monkeypatch.setattr(encode, "_executor", _recorded(encode._executor, made := []))
-    spread = prepare(source, tmp_path / "two", tokenizer=str(folder), val_fraction=0.5, jobs=2)
-    assert made == ["ProcessPoolExecutor"]
-    for one, two in ((alone.train, spread.train), (alone.val, spread.val)):
-        assert documents(one) == documents(two)
-
-
-def _recorded(whole: Callable[..., Any], made: list[str]) -> Callable[..., Any]:
-    def executor(*args: Any) -> Any:
-        found = whole(*args)
-        made.append(type(found[0]).__name__)
-        return found
-
-    return executor

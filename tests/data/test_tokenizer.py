@@ -1,4 +1,4 @@
-"""Tokenizers: what the packages make of a text, without their special cases in between."""
+"""Tokenizers: the tokens of the packages that made them, without their special cases."""
 
 from __future__ import annotations
 
@@ -8,25 +8,44 @@ import pickle
 from pathlib import Path
 
 import pytest
+import tokenizers
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offloadtrain.data.tokenizer import tokenizer
 from offloadtrain.data.tokens import DataError
+from tests import levels
 from tests.data import tiny
 
 TEXTS = ["the cat", "", "what is it? \u00e9\u4e2d\n\n  the hat", "<|im_end|>the"]
 
 
-@pytest.mark.parametrize("begin", ["", "<s>"])
-def test_a_folder_gives_the_tokens_of_transformers(tmp_path: Path, begin: str) -> None:
-    from transformers import AutoTokenizer
+@levels.examples(100)
+@given(text=st.text(), tokens=st.lists(st.integers(0, 255)))
+def test_bytes_decode_to_their_text_and_any_bytes_to_some_text(
+    text: str, tokens: list[int]
+) -> None:
+    encoding = tokenizer("bytes")
+    (encoded,) = encoding.encode_batch([text])
+    assert encoding.decode(encoded.tolist()) == text
+    assert isinstance(encoding.decode(tokens), str)
 
-    ours = tokenizer(str(tiny.folder(tmp_path / "t", begin=begin)))
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "t")
-    for text, ids in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
-        assert [*ours.begin, *ids.tolist()] == theirs(text)["input_ids"]
-        assert ours.decode(ids.tolist()) == text
-    assert ours.end_of_document == theirs.eos_token_id
-    assert ours.vocab_size == len(theirs)
+
+def test_a_folder_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """Its identity tells it apart from others."""
+    identities = []
+    for name, begin in (("a", ""), ("b", ""), ("c", "<s>")):
+        ours = tokenizer(str(tiny.folder(tmp_path / name, begin=begin)))
+        reference = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        for text, ids in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
+            assert [*ours.begin, *ids.tolist()] == reference(text)["input_ids"]
+            assert ours.decode(ids.tolist()) == text
+        assert ours.end_of_document == reference.eos_token_id
+        assert ours.vocab_size == len(reference)
+        assert ours.name == str((tmp_path / name).resolve())
+        identities += [ours.identity, pickle.loads(pickle.dumps(ours)).identity]
+    assert identities[:4] == identities[:1] * 4 and len(set(identities)) == 2
 
 
 def test_a_file_is_read_whatever_it_pads_or_truncates(tmp_path: Path) -> None:
@@ -41,33 +60,18 @@ def test_a_file_is_read_whatever_it_pads_or_truncates(tmp_path: Path) -> None:
         assert ours.end_of_document == made.token_to_id("<|endoftext|>")
 
 
-def test_the_identity_tells_tokenizers_apart(tmp_path: Path) -> None:
-    tiny.folder(tmp_path / "a")
-    tiny.folder(tmp_path / "b")
-    tiny.folder(tmp_path / "c", begin="<s>")
-    a, b, c = (tokenizer(str(tmp_path / name)) for name in "abc")
-    assert a.identity == b.identity == pickle.loads(pickle.dumps(a)).identity
-    assert a.identity != c.identity
-    assert a.name == str((tmp_path / "a").resolve())
-
-
-def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-
-    Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")).save(
-        str(tmp_path / "tokenizer.json")
-    )
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no tokenizer 'words': give bytes, a folder with"):
+        tokenizer("words")
+    words = tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="none of the usual end-of-sequence tokens"):
         tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "a.tiktoken"])
-def test_a_file_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
-    if name.endswith("tiktoken"):
-        pytest.importorskip("tiktoken")
-    (tmp_path / name).write_text("{}")
-    with pytest.raises(DataError, match=name):
-        tokenizer(str(tmp_path / name))
+    pytest.importorskip("tiktoken")
+    for name in ("tokenizer.json", "a.tiktoken"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(DataError, match=name):
+            tokenizer(str(tmp_path / name))
 
 
 def test_ranks_of_tiktoken_need_their_pattern(tmp_path: Path) -> None:
@@ -77,17 +81,17 @@ def test_ranks_of_tiktoken_need_their_pattern(tmp_path: Path) -> None:
     (tmp_path / "own.tiktoken").write_text("".join(lines))
     with pytest.raises(DataError, match="Ranks alone do not say how text is split"):
         tokenizer(str(tmp_path / "own.tiktoken"))
-    said = {"pattern": r"\w+|\s|.", "special_tokens": {"<|end|>": 258}, "end": "<|end|>"}
-    (tmp_path / "own.json").write_text(json.dumps(said))
+    facts = {"pattern": r"\w+|\s|.", "special_tokens": {"<|end|>": 258}, "end": "<|end|>"}
+    (tmp_path / "own.json").write_text(json.dumps(facts))
     ours = tokenizer(str(tmp_path / "own.tiktoken"))
-    theirs = tiktoken.Encoding(
+    reference = tiktoken.Encoding(
         "own",
-        pat_str=said["pattern"],
+        pat_str=facts["pattern"],
         mergeable_ranks=ranks,
-        special_tokens=said["special_tokens"],
+        special_tokens=facts["special_tokens"],
     )
     for text, ids in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
-        assert ids.tolist() == theirs.encode(text, disallowed_special=())
+        assert ids.tolist() == reference.encode(text, disallowed_special=())
         assert ours.decode(ids.tolist()) == text
     assert (ours.vocab_size, ours.end_of_document) == (259, 258)
     assert pickle.loads(pickle.dumps(ours)).encode_batch(["the"])[0].tolist() == [257]

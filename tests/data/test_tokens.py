@@ -1,4 +1,7 @@
-"""Token files: what is written is read, and every damage is one clear error."""
+"""Token files: what is written is read, every damage is one clear error, and a file is read through
+before it is trained on: once, and again when it changes."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -12,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.config.errors import OffloadTrainError
-from offloadtrain.data.tokenizer import tokenizer
-from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter
+from offloadtrain.data import tokens as token_files
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile, TokenWriter, verify
 from tests import levels
 from tests.data.tiny import write_tokens
 
@@ -34,15 +37,26 @@ def edit_header(raw: bytes, **changes: object) -> bytes:
     return page.ljust(HEADER_BYTES) + raw[HEADER_BYTES:]
 
 
-@pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")],
-)
-def test_the_smallest_dtype_is_chosen(tmp_path: Path, vocab_size: int, dtype: str) -> None:
-    file = TokenFile(write(tmp_path / "a.bin", [0, vocab_size - 1], vocab_size), scan=True)
-    assert file.header.dtype == dtype
-    assert file.tokens.tolist() == [0, vocab_size - 1]
-    assert (tmp_path / "a.bin").stat().st_size == HEADER_BYTES + 2 * file.tokens.itemsize
+def flip(path: Path, at: int) -> None:
+    """Flip a bit of this byte of the content."""
+    raw = bytearray(path.read_bytes())
+    raw[HEADER_BYTES + at] ^= 1
+    with path.open("r+b") as file:
+        file.write(raw)
+
+
+def test_the_smallest_dtype_is_chosen_and_read_only(tmp_path: Path) -> None:
+    for vocab_size, dtype in (
+        *((1, "uint8"), (256, "uint8"), (257, "uint16")),
+        *((65536, "uint16"), (65537, "uint32")),
+    ):
+        path = write(tmp_path / "a.bin", [0, vocab_size - 1], vocab_size)
+        file = TokenFile(path, scan=True)
+        assert file.header.dtype == dtype
+        assert file.tokens.tolist() == [0, vocab_size - 1]
+        assert path.stat().st_size == HEADER_BYTES + 2 * file.tokens.itemsize
+    with pytest.raises(ValueError, match="read-only"):
+        file.tokens[0] = 2
 
 
 @levels.examples(30)
@@ -64,51 +78,25 @@ def test_pieces_are_read_back_joined(
     assert (file.header.tokenizer, file.header.fingerprint) == ("t", "f")
 
 
-def test_the_content_hash_tells_files_apart(tmp_path: Path) -> None:
-    hashes = [
-        TokenFile(write(tmp_path / "a.bin", tokens)).header.content
-        for tokens in ([1, 2, 3], [1, 2, 3], [1, 2, 4])
-    ]
-    assert hashes[0] == hashes[1] != hashes[2]
-
-
-def test_tokens_are_read_only(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="read-only"):
-        TokenFile(write(tmp_path / "a.bin", [1])).tokens[0] = 2
-
-
-def masked(path: Path) -> TokenFile:
-    """Write three documents of 2, 3 and 1 tokens in two pieces."""
+def test_documents_and_mask_follow_the_tokens_in_the_file(tmp_path: Path) -> None:
+    """A scan notices a changed bit in each part."""
+    path = tmp_path / "a.bin"
     with TokenWriter(path, vocab_size=1000, tokenizer="none", masked=True) as writer:
         writer.write(np.array([1, 2, 3]), [2], np.array([0, 1, 0], np.uint8))
         writer.write(np.array([4, 5, 6]), [2, 3], np.array([1, 1, 0], np.uint8))
         writer.commit()
-    return TokenFile(path, scan=True)
-
-
-def test_documents_and_mask_follow_the_tokens_in_the_file(tmp_path: Path) -> None:
-    file = masked(tmp_path / "a.bin")
+    file = TokenFile(path, scan=True)
     assert file.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert file.counted is not None and file.counted.tolist() == [0, 1, 0, 1, 1, 0]
     assert file.document_ends().tolist() == [2, 5, 6]
-    raw = (tmp_path / "a.bin").read_bytes()[HEADER_BYTES:]
+    raw = path.read_bytes()[HEADER_BYTES:]
     assert raw == struct.pack("<6H3Q6B", 1, 2, 3, 4, 5, 6, 2, 3, 1, 0, 1, 0, 1, 1, 0)
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.bin"]
-
-
-@pytest.mark.parametrize("part", ["lengths", "mask"])
-def test_a_scan_finds_a_flipped_bit_behind_the_tokens(tmp_path: Path, part: str) -> None:
-    masked(tmp_path / "a.bin")
-    raw = bytearray((tmp_path / "a.bin").read_bytes())
-    raw[HEADER_BYTES + 12 + (24 if part == "mask" else 0)] ^= 1
-    (tmp_path / "a.bin").write_bytes(raw)
-    with pytest.raises(DataError, match="changed after writing"):
-        TokenFile(tmp_path / "a.bin", scan=True)
-
-
-def test_a_file_without_documents_says_so(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not say where its documents begin"):
-        TokenFile(write(tmp_path / "a.bin", [1, 2])).document_ends()
+    assert list(tmp_path.iterdir()) == [path]
+    for at in (2, 12, 36):  # tokens, lengths, mask
+        flip(path, at)
+        with pytest.raises(DataError, match="changed after writing"):
+            TokenFile(path, scan=True)
+        flip(path, at)
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
@@ -133,11 +121,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "count as text": (lambda raw: edit_header(raw, count="4"), "impossible header"),
     "no vocabulary": (lambda raw: edit_header(raw, vocab_size=0), "impossible header"),
     "mask as text": (lambda raw: edit_header(raw, masked="no"), "impossible header"),
-    "a mask that is not there": (
+    "a mask that is absent": (
         lambda raw: edit_header(raw, masked=True),
         "truncated: 2 tokens where .* says 4",
     ),
-    "lengths that are not there": (
+    "lengths that are absent": (
         lambda raw: edit_header(raw, documents=2),
         "truncated: 0 tokens where .* says 4",
     ),
@@ -145,54 +133,42 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
-def test_every_damage_is_one_error_that_names_the_file(tmp_path: Path, name: str) -> None:
-    damage, message = DAMAGES[name]
+def test_every_damage_is_one_error_that_names_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.bin", [1, 2, 3, 4])
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=message) as caught:
-        TokenFile(path)
-    assert str(path) in str(caught.value)
-    assert isinstance(caught.value, OffloadTrainError)
+    good = path.read_bytes()
+    for name, (damage, message) in DAMAGES.items():
+        path.write_bytes(damage(good))
+        with pytest.raises(DataError, match=message) as caught:
+            pytest.fail(f"{name} is read: {TokenFile(path)}")
+        assert str(path) in str(caught.value) and isinstance(caught.value, OffloadTrainError)
+    path.unlink()
+    for make in (lambda: None, path.mkdir, lambda: (path.rmdir(), os.mkfifo(path))):
+        make()
+        with pytest.raises(DataError, match=r"a\.bin"):
+            TokenFile(path)
 
 
 def test_a_scan_finds_a_token_outside_the_vocabulary(tmp_path: Path) -> None:
+    """In a file of another program, whose hash is right."""
     path = write(tmp_path / "a.bin", [1, 2, 999, 4])
     path.write_bytes(edit_header(path.read_bytes(), vocab_size=999))
-    TokenFile(path)
-    with pytest.raises(DataError, match="token 999 at index 2 is not below vocab_size = 999"):
+    message = r"a\.bin: token 999 at index 2 is not below vocab_size = 999"
+    with pytest.raises(DataError, match=message):
         TokenFile(path, scan=True)
+    with pytest.raises(DataError, match=message):
+        verify(TokenFile(path))
 
 
-def test_a_scan_finds_a_flipped_bit(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.bin", [1, 2, 3, 4])
-    raw = bytearray(path.read_bytes())
-    raw[HEADER_BYTES + 2] ^= 4
-    path.write_bytes(raw)
-    with pytest.raises(DataError, match="changed after writing"):
-        TokenFile(path, scan=True)
-
-
-@pytest.mark.parametrize("kind", ["missing", "folder", "fifo"])
-def test_what_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "a.bin"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    with pytest.raises(DataError, match=r"a\.bin"):
-        TokenFile(path)
-
-
-@pytest.mark.parametrize("token", [-1, 10, 1 << 40])
-def test_a_writer_refuses_tokens_outside_the_vocabulary(tmp_path: Path, token: int) -> None:
-    with pytest.raises(DataError, match=r"not in \[0, vocab_size = 10\)"):
-        write(tmp_path / "a.bin", [0, token, 9], vocab_size=10)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_writer_refuses_what_does_not_fit_and_leaves_the_old_file(tmp_path: Path) -> None:
     path = write(tmp_path / "a.bin", [1, 2, 3])
+    for token in (-1, 10, 1 << 40):
+        with pytest.raises(DataError, match=r"not in \[0, vocab_size = 10\)"):
+            write(path, [0, token, 9], vocab_size=10)
+    for vocab_size in (0, -1, (1 << 32) + 1):
+        with pytest.raises(DataError, match="vocab_size"):
+            TokenWriter(path, vocab_size=vocab_size, tokenizer="none")
+    with pytest.raises(DataError, match="longer than 4096"):
+        write_tokens(path, [], vocab_size=2, tokenizer="x" * 5000)
     with (
         pytest.raises(KeyboardInterrupt),
         TokenWriter(path, vocab_size=1000, tokenizer="none") as writer,
@@ -203,31 +179,82 @@ def test_a_failed_writer_leaves_the_old_file_and_nothing_else(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("vocab_size", [0, -1, (1 << 32) + 1])
-def test_impossible_vocabularies_are_refused(tmp_path: Path, vocab_size: int) -> None:
-    with pytest.raises(DataError, match="vocab_size"):
-        TokenWriter(tmp_path / "a.bin", vocab_size=vocab_size, tokenizer="none")
+# ---- verified once
 
 
-def test_texts_that_do_not_fit_the_header_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="longer than 4096"):
-        write_tokens(tmp_path / "a.bin", [], vocab_size=2, tokenizer="x" * 5000)
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write(tmp_path / "a.bin", [token % 1000 for token in range(5000)])
 
 
-@levels.examples(100)
-@given(text=st.text())
-def test_bytes_decode_to_what_was_encoded(text: str) -> None:
-    encoding = tokenizer("bytes")
-    (encoded,) = encoding.encode_batch([text])
-    assert encoding.decode(encoded.tolist()) == text
+@pytest.fixture
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The files that were read through."""
+    done: list[Path] = []
+    real = TokenFile.scan
+    monkeypatch.setattr(
+        TokenFile, "scan", lambda self, *rest: (done.append(self.path), real(self, *rest))[1]
+    )
+    return done
 
 
-@levels.examples(100)
-@given(tokens=st.lists(st.integers(0, 255)))
-def test_any_bytes_decode_to_some_text(tokens: list[int]) -> None:
-    assert isinstance(tokenizer("bytes").decode(tokens), str)
+def _replaced(path: Path) -> None:
+    other = path.with_name("b.bin")
+    other.write_bytes(path.read_bytes())
+    facts = path.stat()
+    os.utime(other, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    other.replace(path)
 
 
-def test_an_unknown_tokenizer_is_refused() -> None:
-    with pytest.raises(DataError, match="no tokenizer 'words': give bytes, a folder with"):
-        tokenizer("words")
+def test_a_file_is_read_once_and_again_after_a_change(
+    path: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may have a relative path; a damaged memory is none."""
+    monkeypatch.setenv("OFFLOADTRAIN_CACHE", "relative")
+    monkeypatch.chdir(path.parent)
+    for count, change in enumerate((lambda path: None, os.utime, _replaced), start=1):
+        change(path)
+        for _ in range(3):
+            verify(TokenFile(path))
+        assert scans == [path] * count
+    folder = path.parent / "relative" / "tokens"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for memory in folder.iterdir():
+        memory.write_text("[" * 100_000)
+    verify(TokenFile(path))
+    assert len(scans) == 4
+
+
+def test_a_flipped_byte_is_noticed_though_the_times_are_set_back(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 2048)
+    progress: list[tuple[int, int]] = []
+    verify(TokenFile(path), lambda done, total: progress.append((done, total)))
+    assert progress == [(4096, 10000), (8192, 10000), (10000, 10000)]
+    facts = path.stat()
+    flip(path, 14)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    file = TokenFile(path)
+    actual = token_files.new_hash()
+    actual.update(file.tokens.tobytes())
+    for _ in range(2):  # a damaged file is not remembered as read
+        with pytest.raises(DataError) as caught:
+            verify(file)
+        for part in (str(path), actual.hexdigest(), file.header.content, "prepare it again"):
+            assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "folder"), [("OFFLOADTRAIN_CACHE", "/dev/null/cache"), ("XDG_CACHE_HOME", "relative")]
+)
+def test_without_a_place_to_remember_it_is_read_every_time(
+    path: Path, scans: list[Path], monkeypatch: pytest.MonkeyPatch, key: str, folder: str
+) -> None:
+    monkeypatch.delenv("OFFLOADTRAIN_CACHE")
+    monkeypatch.setenv(key, folder)
+    monkeypatch.chdir(path.parent)
+    for _ in range(2):
+        verify(TokenFile(path))
+    assert len(scans) == 2
+    assert list(path.parent.iterdir()) == [path]

@@ -65,7 +65,7 @@ def trained(lanes: Lanes, name: str, state: str, precision: str, **options: Any)
     torch.manual_seed(0)
     model: nn.Module = MODELS[name]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
         with on_lanes(lanes):
             optimizer = ot.offload(
                 model,

@@ -69,7 +69,7 @@ def offloaded(case: Case, lanes: Lanes) -> Iterator[tuple[ot.OffloadOptimizer, C
     torch.manual_seed(0)
     model = Chain(2)
     with pytest.MonkeyPatch.context() as patch, on_lanes(lanes):
-        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
         optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", **case.options)
         optimizer.warns_of_skips = False
         try:

@@ -83,7 +83,7 @@ def run(
     torch.manual_seed(0)
     model: nn.Module = MODELS[name]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
         with on_lanes(lanes):
             optimizer = ot.offload(
                 model,

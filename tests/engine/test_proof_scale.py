@@ -85,7 +85,7 @@ def trained(options: dict[str, Any], lanes: Lanes, patch: pytest.MonkeyPatch) ->
     model = Tower(depth, tied=kept.pop("tied"), frozen=kept.pop("frozen"))
     if kept["precision"] == "fp16":
         kept["skip_nonfinite"] = True
-    patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+    patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
     patch.setattr(spec, "STAGING_BYTES", 256 if pieces else 64 << 20)
     with on_lanes(lanes):
         optimizer = ot.offload(model, device="cpu", pin_memory=False, **kept)

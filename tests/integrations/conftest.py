@@ -24,14 +24,25 @@ def one_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as environment:
         for name in OF_RANKS:
             environment.delenv(name, raising=False)
-        _forget()
+        _leave_group()
         yield
-        _forget()
+        _leave_group()
 
 
-def _forget() -> None:
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """The objects of Accelerate share their state in the process: each test begins without."""
+    yield
+    forget()
+
+
+def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget()
+
+
+def forget() -> None:
     if (state := sys.modules.get("accelerate.state")) is None:
         return
     state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -29,10 +29,10 @@ def main(folder: str, options: str) -> None:
     before = resident()
     with Watch() as watch:
         _, optimizer = ot.from_pretrained(folder, device="cpu", **json.loads(options))
-    held = sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE))
+    accounted = sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE))
     end, peak = resident()[0] - before[0], watch.peak_bytes - before[0]
     mapped = watch.mapped_bytes - before[1]
-    print(json.dumps({"peak": peak, "end": end, "held": held, "mapped": mapped}))
+    print(json.dumps({"peak": peak, "end": end, "held": accounted, "mapped": mapped}))
 
 
 if __name__ == "__main__":

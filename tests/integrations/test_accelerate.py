@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,9 @@ import offloadtrain as ot
 from benchmarks.frameworks import accelerated, data
 from offloadtrain.engine import EngineError
 from offloadtrain.integrations.accelerate import check, drive, offload
+from tests.integrations.conftest import forget
 
 accelerate = pytest.importorskip("accelerate")
-state_module = pytest.importorskip("accelerate.state")
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Accelerate's objects share their state in the process."""
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    state_module.AcceleratorState._reset_state(reset_partial_state=True)
-    state_module.GradientState._reset_state()
 
 
 def accelerator(**options: Any) -> Any:
@@ -45,9 +31,9 @@ def train(offload: dict[str, Any] | None, **options: Any) -> Any:
 @pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_a_loop_logs_the_same_losses_and_norms(accum: int) -> None:
     """With 5 microbatches per step, the last step of the epoch has two."""
-    found = train({"working": "host"}, accum=accum)
-    assert found == train(None, accum=accum)
-    assert len(found) == {1: 6, 5: 3}[accum]
+    logged = train({"working": "host"}, accum=accum)
+    assert logged == train(None, accum=accum)
+    assert len(logged) == {1: 6, 5: 3}[accum]
 
 
 @pytest.mark.slow
@@ -61,11 +47,11 @@ def test_what_is_saved_is_loaded_and_goes_on(tmp_path: Path, options: dict[str, 
 
 
 def prepared(**options: Any) -> tuple[Any, nn.Module, ot.OffloadOptimizer]:
-    one = accelerator(**options)
+    owner = accelerator(**options)
     net = data.model()
-    optimizer = offload(one, net, ot.AdamW(lr=1e-3))
-    net, optimizer = one.prepare(net, optimizer)
-    return one, net, optimizer
+    optimizer = offload(owner, net, ot.AdamW(lr=1e-3))
+    net, optimizer = owner.prepare(net, optimizer)
+    return owner, net, optimizer
 
 
 def loss_of(net: nn.Module) -> torch.Tensor:
@@ -75,86 +61,86 @@ def loss_of(net: nn.Module) -> torch.Tensor:
 
 
 def test_load_state_between_microbatches_drops_their_gradients(tmp_path: Path) -> None:
-    one, net, optimizer = prepared(gradient_accumulation_steps=2)
-    one.save_state(str(tmp_path))
-    with one.accumulate(net):
-        one.backward(loss_of(net))
+    owner, net, optimizer = prepared(gradient_accumulation_steps=2)
+    owner.save_state(str(tmp_path))
+    with owner.accumulate(net):
+        owner.backward(loss_of(net))
     assert optimizer.phase.name != "FORWARD"
-    one.load_state(str(tmp_path))
+    owner.load_state(str(tmp_path))
     assert optimizer.phase.name == "FORWARD"
-    assert one._optimizers == [optimizer]
+    assert owner._optimizers == [optimizer]
 
 
 def test_losses_are_scaled_by_the_engine() -> None:
     """A CPU gets no fp16 from Accelerate: the state says that it is on, as on a GPU."""
-    one = accelerator(gradient_accumulation_steps=2)
-    one.state._mixed_precision = "fp16"
-    one.scaler = torch.amp.GradScaler("cpu")
+    owner = accelerator(gradient_accumulation_steps=2)
+    owner.state._mixed_precision = "fp16"
+    owner.scaler = torch.amp.GradScaler("cpu")
     net = data.model()
     plain = data.model()
-    optimizer = offload(one, net, ot.AdamW(lr=1e-3))
+    optimizer = offload(owner, net, ot.AdamW(lr=1e-3))
     assert optimizer.loss_scale > 1.0
-    net, optimizer = one.prepare(net, optimizer)
+    net, optimizer = owner.prepare(net, optimizer)
     for _ in range(2):
-        with one.accumulate(net):
-            one.backward(loss_of(net))
+        with owner.accumulate(net):
+            owner.backward(loss_of(net))
             (loss_of(plain) / 2).backward()
-            if one.sync_gradients:
-                norm = one.clip_grad_norm_(net.parameters(), 1e9)
+            if owner.sync_gradients:
+                norm = owner.clip_grad_norm_(net.parameters(), 1e9)
             optimizer.step()
     expected = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
     assert norm.item() == pytest.approx(expected.item(), rel=2e-3)
-    assert not one.optimizer_step_was_skipped and one.scaler is None
+    assert not owner.optimizer_step_was_skipped and owner.scaler is None
 
 
 def test_prepare_wraps_nothing_among_ranks() -> None:
-    one = accelerator()
-    one.state.distributed_type = accelerate.DistributedType.MULTI_CPU
+    owner = accelerator()
+    owner.state.distributed_type = accelerate.DistributedType.MULTI_CPU
     net = data.model()
-    drive(one, net, ot.offload(net, device="cpu"))
-    assert one.prepare(net) is net
+    drive(owner, net, ot.offload(net, device="cpu"))
+    assert owner.prepare(net) is net
 
 
 class TestClipping:
     """With a second model in the process, which is not offloaded."""
 
     def test_other_models_are_clipped_as_ever(self) -> None:
-        one, net, _ = prepared()
+        owner, net, _ = prepared()
         other = nn.Linear(4, 4)
         other(torch.ones(1, 4)).sum().backward()
-        norm = one.clip_grad_norm_(other.parameters(), 0.1)
+        norm = owner.clip_grad_norm_(other.parameters(), 0.1)
         assert norm > 0.1
         grads = [param.grad for param in other.parameters() if param.grad is not None]
         assert nn.utils.get_total_norm(grads) == pytest.approx(0.1, rel=1e-3)
-        one.clip_grad_value_(other.parameters(), 0.01)
+        owner.clip_grad_value_(other.parameters(), 0.01)
         assert max(float(grad.abs().max()) for grad in grads) <= 0.01
         with pytest.raises(EngineError, match="clip_grad_value_"):
-            one.clip_grad_value_(net.parameters(), 0.01)
+            owner.clip_grad_value_(net.parameters(), 0.01)
 
     def test_parts_of_a_model_and_other_norms_are_refused(self) -> None:
-        one, net, _ = prepared()
-        one.backward(loss_of(net))
+        owner, net, _ = prepared()
+        owner.backward(loss_of(net))
         with pytest.raises(EngineError, match="all but 1 of the offloaded"):
-            one.clip_grad_norm_(list(net.parameters())[1:], 1.0)
+            owner.clip_grad_norm_(list(net.parameters())[1:], 1.0)
         with pytest.raises(EngineError, match="of norm inf"):
-            one.clip_grad_norm_(net.parameters(), 1.0, norm_type=float("inf"))
+            owner.clip_grad_norm_(net.parameters(), 1.0, norm_type=float("inf"))
 
 
 def test_what_the_accelerator_determines() -> None:
-    one = accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
+    owner = accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
     with pytest.raises(ValueError, match=r"precision = 'fp32' .* 'bf16' by the accelerator"):
-        offload(one, data.model(), config=ot.OffloadConfig(precision="fp32"))
-    optimizer = offload(one, data.model(), config=ot.OffloadConfig(working="host"))
+        offload(owner, data.model(), config=ot.OffloadConfig(precision="fp32"))
+    optimizer = offload(owner, data.model(), config=ot.OffloadConfig(working="host"))
     config = optimizer.config
     assert (config.precision, config.grad_accum_steps, config.weights.tier) == ("bf16", 3, "host")
 
 
 def test_what_an_accelerator_cannot_do() -> None:
-    one = accelerator(dynamo_backend="eager")
+    owner = accelerator(dynamo_backend="eager")
     with pytest.raises(ValueError, match="torch_compile"):
-        check(one)
+        check(owner)
     forget()
-    one = accelerator()
-    one.state.distributed_type = accelerate.DistributedType.FSDP
+    owner = accelerator()
+    owner.state.distributed_type = accelerate.DistributedType.FSDP
     with pytest.raises(ValueError, match="distributed_type FSDP"):
-        offload(one, data.model())
+        offload(owner, data.model())

@@ -30,10 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def slow(case: str) -> Any:
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
 @pytest.fixture(autouse=True)
 def is_unread() -> None:
     transformers.logging.disable_progress_bar()
@@ -73,8 +69,8 @@ def train(model: Any, optimizer: ot.OffloadOptimizer, steps: int = 2) -> None:
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     batch = ARCHITECTURES["llama"].batch(torch.Generator().manual_seed(3))
-    found: Tensor = model(**batch).logits
-    return found
+    values: Tensor = model(**batch).logits
+    return values
 
 
 @pytest.mark.slow
@@ -93,8 +89,7 @@ def test_adapters_begin_as_those_of_peft(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("state", ["fp32", "split16"])
+@pytest.mark.parametrize(("kind", "state"), list(zip(KINDS, ["fp32", "split16"] * 2, strict=True)))
 def test_saved_adapters_load_to_the_same(folder: Path, kind: str, state: str) -> None:
     from peft import PeftModel
 
@@ -105,16 +100,17 @@ def test_saved_adapters_load_to_the_same(folder: Path, kind: str, state: str) ->
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     back = PeftModel.from_pretrained(base, folder.parent / "adapters")
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
-    found = dict(back.named_parameters())
-    assert trained and trained <= set(found)
+    params = dict(back.named_parameters())
+    assert trained and trained <= set(params)
     for name in trained:
-        assert torch.equal(found[name].detach(), masters[name]), name
-    sizes = [x.dtype for x in tensors(folder.parent / "adapters").values()]
-    assert set(sizes) == {torch.float32}
+        assert torch.equal(params[name].detach(), masters[name]), name
+    assert {x.dtype for x in tensors(folder.parent / "adapters").values()} == {torch.float32}
     optimizer.close()
 
 
-@pytest.mark.parametrize("kind", ["lora", *map(slow, sorted({*KINDS} - {"lora"}))])
+@pytest.mark.parametrize(
+    "kind", ["lora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dora", "head"))]
+)
 def test_merged_as_peft_merges(folder: Path, kind: str) -> None:
     from peft import PeftModel
 

@@ -75,18 +75,20 @@ def test_loss_and_gradients_are_the_models_own(name: str) -> None:
     model, plain = made(name), made(name)
     chunk_loss(model)
     for count in (None, torch.tensor(77)):
-        found = model(**batch(), num_items_in_batch=count)
+        output = model(**batch(), num_items_in_batch=count)
         wanted = plain(**batch(), num_items_in_batch=count)
-        assert found.logits is None and "logits" not in found and wanted.logits is not None
-        torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-6, atol=0)
-        found.loss.backward()
+        assert output.logits is None and "logits" not in output and wanted.logits is not None
+        torch.testing.assert_close(output.loss, wanted.loss, rtol=1e-6, atol=0)
+        output.loss.backward()
         wanted.loss.backward()
-    for (key, mine), own in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, own.grad, rtol=1e-4, atol=1e-7, msg=key)
+    for (key, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad, expected.grad, rtol=1e-4, atol=1e-7, msg=key)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("options", [{}, {"working": "host", "activation": "recompute"}])
+@pytest.mark.parametrize(
+    ("options", "when"),
+    [({}, "before"), ({"working": "host", "activation": "recompute"}, "after")],
+)
 def test_it_trains_under_offload(options: dict[str, Any], when: str) -> None:
     model, plain = made("gpt2, tied"), made("gpt2, tied")
     if when == "before":
@@ -116,8 +118,8 @@ def test_without_labels_or_gradients_nothing_changes() -> None:
     tokens = batch()["input_ids"]
     assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
     with torch.no_grad():
-        found, wanted = model(**batch()), plain(**batch())
-    assert torch.equal(found.logits, wanted.logits) and found.loss == wanted.loss
+        output, wanted = model(**batch()), plain(**batch())
+    assert torch.equal(output.logits, wanted.logits) and output.loss == wanted.loss
     made_by = [
         m.generate(tokens[:1, :3], max_new_tokens=4, do_sample=False) for m in (model, plain)
     ]
@@ -127,9 +129,9 @@ def test_without_labels_or_gradients_nothing_changes() -> None:
 def test_a_tuple_has_no_logits_either() -> None:
     model = made("llama")
     chunk_loss(model)
-    found = model(**batch(), return_dict=False)
-    assert found[0].ndim == 0 and not any(
-        isinstance(x, Tensor) and x.ndim and x.shape[-1] == VOCAB for x in found
+    output = model(**batch(), return_dict=False)
+    assert output[0].ndim == 0 and not any(
+        isinstance(x, Tensor) and x.ndim and x.shape[-1] == VOCAB for x in output
     )
 
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
-from collections.abc import Iterator
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import offloadtrain as ot
-from benchmarks.frameworks import data, trainers
+from benchmarks.frameworks import data, trainers, with_lightning
+from benchmarks.frameworks.accelerated import BATCH
+from offloadtrain.engine import ModelError, OffloadOptimizer
 from offloadtrain.integrations.checkpoint_files import CheckpointError
 from offloadtrain.integrations.hf import refuse_arguments, rule_of
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -27,141 +33,123 @@ pytestmark = [
 STREAMED = {"working": "host"}
 MASKED = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2}
 EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 5}
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Accelerate's objects share their state in the process."""
-    yield
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-
-
-def both(kind: str, folder: Path, offload: dict[str, Any], **others: Any) -> None:
-    found = trainers.train(kind, folder, offload, **others)
-    assert found == trainers.train(kind, folder, None, **others)
-    assert all(norm > 0 for _, norm in found)
-
-
-def test_a_trainer_logs_the_same_losses_and_norms(tmp_path: Path) -> None:
-    """Clipping, accumulation over batches of different token counts, a schedule, streaming."""
-    both("Trainer", tmp_path, STREAMED, arguments=MASKED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        EPOCHS,
-        {"max_grad_norm": 0.0},
-        {"average_tokens_across_devices": False, "label_smoothing_factor": 0.1},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        {"neftune_noise_alpha": 5.0},
-        {**EPOCHS, "dataloader_drop_last": True},
-        {**EPOCHS, "per_device_train_batch_size": 7, "gradient_accumulation_steps": 3},
-    ],
-    ids=str,
-)
-def test_arguments(tmp_path: Path, arguments: dict[str, Any]) -> None:
-    both("Trainer", tmp_path, STREAMED, arguments=arguments)
-
-
 BETWEEN = {"eval_strategy": "steps", "eval_steps": 2, "gradient_accumulation_steps": 3}
 BEST = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
-GIVEN: dict[str, dict[str, Any]] = {
-    "grouped by length": dict(
-        train_dataset=data.Texts().unpadded(),
-        data_collator=data.padded,
-        arguments={"train_sampling_strategy": "group_by_length", **MASKED},
+GROUPED: dict[str, Any] = dict(
+    train_dataset=data.Texts().unpadded(),
+    data_collator=data.padded,
+    arguments={"train_sampling_strategy": "group_by_length", **MASKED},
+)
+
+
+def checkpointing(use_reentrant: bool) -> dict[str, Any]:
+    kwargs = {"use_reentrant": use_reentrant}
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs}
+
+
+# Name → options of offload, the trainer and its arguments.
+SCRIPTS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "masked": (STREAMED, "Trainer", dict(arguments=MASKED)),
+    "epochs": (STREAMED, "Trainer", dict(arguments=EPOCHS)),
+    "no clipping": ({"skip_nonfinite": False}, "Trainer", dict(arguments={"max_grad_norm": 0.0})),
+    "smoothed": (
+        *(STREAMED, "Trainer"),
+        dict(arguments={"average_tokens_across_devices": False, "label_smoothing_factor": 0.1}),
     ),
-    "a stream": dict(train_dataset=data.Stream(), arguments={"gradient_accumulation_steps": 2}),
-    "a loss function": dict(
-        compute_loss_func=data.counted_loss, arguments={"gradient_accumulation_steps": 2}
+    "reentrant": (STREAMED, "Trainer", dict(arguments=checkpointing(True))),
+    "not reentrant": (STREAMED, "Trainer", dict(arguments=checkpointing(False))),
+    "noise": ({"state_on": "device"}, "Trainer", dict(arguments={"neftune_noise_alpha": 5.0})),
+    "short last batch": (
+        *(STREAMED, "Trainer"),
+        dict(
+            arguments={
+                **EPOCHS,
+                "per_device_train_batch_size": 7,
+                "gradient_accumulation_steps": 3,
+            }
+        ),
     ),
-    "evaluated between steps": dict(eval_dataset=data.Texts(), arguments=BETWEEN),
-    "rate by the evaluation": dict(
-        eval_dataset=data.Texts(),
-        arguments={**BETWEEN, "lr_scheduler_type": "reduce_lr_on_plateau"},
+    "speculative": ({"update": "speculative"}, "Trainer", dict(arguments=MASKED)),
+    "recompute, grouped by length": ({"activation": "recompute", **STREAMED}, "Trainer", GROUPED),
+    "a stream": (
+        *(STREAMED, "Trainer"),
+        dict(train_dataset=data.Stream(), arguments={"gradient_accumulation_steps": 2}),
     ),
-    "the best at the end": dict(eval_dataset=data.Texts(), arguments={**EPOCHS, **BEST}),
-    "packed": dict(kind="SFTTrainer", arguments={"packing": True, "max_length": 32}),
-    "reference computed before": dict(
-        kind="DPOTrainer", arguments={"precompute_ref_log_probs": True}
+    "a loss function": (
+        *(STREAMED, "Trainer"),
+        dict(compute_loss_func=data.counted_loss, arguments={"gradient_accumulation_steps": 2}),
+    ),
+    "rate by the evaluation": (
+        *(STREAMED, "Trainer"),
+        dict(
+            eval_dataset=data.Texts(),
+            arguments={**BETWEEN, "lr_scheduler_type": "reduce_lr_on_plateau"},
+        ),
+    ),
+    "the best at the end": (
+        *(STREAMED, "Trainer"),
+        dict(eval_dataset=data.Texts(), arguments={**EPOCHS, **BEST}),
+    ),
+    "another optimizer": (
+        *(STREAMED, "Trainer"),
+        dict(arguments={"optim": "adagrad", "learning_rate": 0.01}),
+    ),
+    "packed": (STREAMED, "SFTTrainer", dict(arguments={"packing": True, "max_length": 32})),
+    "adapters": (
+        *(STREAMED, "SFTTrainer"),
+        dict(lora=True, arguments={"gradient_accumulation_steps": 2}),
+    ),
+    "preferences": (STREAMED, "DPOTrainer", dict(arguments={"gradient_accumulation_steps": 2})),
+    "reference computed before, adapters": (
+        *(STREAMED, "DPOTrainer"),
+        dict(lora=True, arguments={"precompute_ref_log_probs": True}),
     ),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GIVEN)
-def test_what_scripts_give(tmp_path: Path, name: str) -> None:
-    given = {"kind": "Trainer", **GIVEN[name]}
-    both(given.pop("kind"), tmp_path, STREAMED, **given)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "masked" else pytest.mark.slow) for name in SCRIPTS],
+)
+def test_a_trainer_logs_the_same_losses_and_norms(tmp_path: Path, name: str) -> None:
+    offload, kind, settings = SCRIPTS[name]
+    logged = trainers.train(kind, tmp_path, offload, **settings)
+    assert logged == trainers.train(kind, tmp_path, None, **settings)
+    assert all(norm > 0 for _, norm in logged)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grouped", [False, True])
-def test_resumes_in_the_middle_of_an_epoch(tmp_path: Path, grouped: bool) -> None:
+@pytest.mark.parametrize("script", [{"arguments": EPOCHS}, GROUPED], ids=["epochs", "grouped"])
+def test_resumes_in_the_middle_of_an_epoch(tmp_path: Path, script: dict[str, Any]) -> None:
     """Whose last step is shorter, or with texts in the order of their lengths."""
-    others = GIVEN["grouped by length"] if grouped else {"arguments": EPOCHS}
-    saving = {"save_strategy": "steps", "save_steps": 2, **others["arguments"]}
-    given = {**others, "arguments": saving}
-    once = trainers.train("Trainer", tmp_path, STREAMED, **given)
+    saving = {"save_strategy": "steps", "save_steps": 2, **script["arguments"]}
+    settings = {**script, "arguments": saving}
+    uninterrupted = trainers.train("Trainer", tmp_path, STREAMED, **settings)
     at = tmp_path / "checkpoint-2"
-    assert trainers.train("Trainer", tmp_path, STREAMED, resume=at, **given) == once
+    assert trainers.train("Trainer", tmp_path, STREAMED, resume=at, **settings) == uninterrupted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "offload",
+    ("kind", "offload", "arguments", "lora"),
     [
-        {"update": "speculative"},
-        {"skip_nonfinite": False},
-        {"activation": "recompute", **STREAMED},
-        {"state_on": "device"},
+        ("Trainer", STREAMED, {}, False),
+        ("Trainer", {"state": "int8"}, {"bf16": True}, False),
+        ("Trainer", {}, {"fp16": True}, False),
+        ("Trainer", {"update": "speculative"}, {"bf16": True}, False),
+        ("SFTTrainer", STREAMED, {"bf16": True}, True),
+        ("DPOTrainer", {}, {"bf16": True}, False),
     ],
     ids=str,
 )
-def test_options(tmp_path: Path, offload: dict[str, Any]) -> None:
-    both("Trainer", tmp_path, offload, arguments=MASKED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("kind", ["SFTTrainer", "DPOTrainer"])
-def test_trl_with_its_defaults(tmp_path: Path, kind: str, lora: bool) -> None:
-    both(kind, tmp_path, STREAMED, lora=lora, arguments={"gradient_accumulation_steps": 2})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "offload", "arguments"),
-    [
-        ("Trainer", STREAMED, {}),
-        ("Trainer", STREAMED, {"bf16": True}),
-        ("Trainer", {"state": "split16"}, {"bf16": True}),
-        ("Trainer", {"state": "int8"}, {"bf16": True}),
-        ("Trainer", {}, {"fp16": True}),
-        ("Trainer", {"update": "speculative"}, {"bf16": True}),
-        ("SFTTrainer", STREAMED, {"bf16": True}),
-        ("DPOTrainer", {}, {"bf16": True}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("lora", [False, True])
 def test_resumes_to_the_same_losses(
     tmp_path: Path, kind: str, offload: dict[str, Any], arguments: dict[str, Any], lora: bool
 ) -> None:
-    if lora and kind == "Trainer":
-        pytest.skip("PEFT enters through TRL's trainers here")
     saving = {"save_strategy": "steps", "save_steps": 3, **MASKED, **arguments}
-    once = trainers.train(kind, tmp_path, offload, lora=lora, arguments=saving)
+    uninterrupted = trainers.train(kind, tmp_path, offload, lora=lora, arguments=saving)
     at = tmp_path / "checkpoint-3"
     again = trainers.train(kind, tmp_path, offload, lora=lora, arguments=saving, resume=at)
-    assert again == once and len(once) == 6
+    assert again == uninterrupted and len(again) == 6
 
 
 @pytest.mark.parametrize(
@@ -207,8 +195,10 @@ def test_the_plain_trainer_refuses_what_it_cannot_take_over(
     """It would go on with new moments and a new schedule, and say nothing."""
     saving = {"save_strategy": "steps", "save_steps": 2, **MASKED, **arguments}
     once = trainers.train("Trainer", tmp_path, offload, arguments=saving)
-    (told,) = [one.message for one in caplog.records if "plain Trainer refuses" in one.message]
-    assert reason in told
+    (message,) = [
+        record.message for record in caplog.records if "plain Trainer refuses" in record.message
+    ]
+    assert reason in message
     at, plain = tmp_path / "checkpoint-4", {**saving, "optim": "adamw_torch"}
     with pytest.raises(ValueError, match="different number of parameter groups"):
         trainers.train("Trainer", tmp_path, None, arguments=plain, resume=at)
@@ -286,31 +276,36 @@ def test_evaluation_before_training_streams(tmp_path: Path) -> None:
     assert trainers.logged(trainer) == trainers.train("Trainer", tmp_path, None, arguments={})
 
 
-@pytest.mark.slow
-def test_weights_of_other_formats_are_their_masters_too(tmp_path: Path) -> None:
-    """And not the working weights, which have 16 bits."""
-    options, bf16 = {"state": "split16", **STREAMED}, {"bf16": True, "max_steps": 2}
-    trainer = trainers.make("Trainer", tmp_path, options, arguments=bf16)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "out"))
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    named = dict(loaded.named_parameters())
-    assert {param.dtype for param in named.values()} == {torch.float32}
-    for name, master in trainer.optimizer.master_weights():
-        assert torch.equal(named[name], master)
-    assert not all(torch.equal(x, x.bfloat16().float()) for x in named.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optim", ["sgd", "adagrad"])
-def test_other_optimizers(tmp_path: Path, optim: str) -> None:
-    both("Trainer", tmp_path, STREAMED, arguments={"optim": optim, "learning_rate": 0.01})
-
-
-def test_lion_is_made_of_its_arguments() -> None:
-    args = transformers.TrainingArguments(optim="lion_32bit", learning_rate=2e-4, use_cpu=True)
+def test_rules_are_made_of_their_arguments(tmp_path: Path) -> None:
+    args = arguments_of(optim="lion_32bit", learning_rate=2e-4)
     refuse_arguments(args)
     assert rule_of(args) == ot.Lion(lr=2e-4, betas=(0.9, 0.999))
+    rule = {"optimizer_cls_and_kwargs": (ot.Adam, {"lr": 1e-3})}
+    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 1}, **rule)
+    assert type(trainer.create_optimizer()._rules[0]) is ot.Adam
+
+
+def arguments_of(**named: Any) -> Any:
+    return transformers.TrainingArguments(**{"use_cpu": True, "report_to": [], **named})
+
+
+def test_arguments_are_refused_by_name() -> None:
+    for name, value in (
+        ("optim", "adafactor"),
+        ("optim", "adamw_bnb_8bit"),
+        ("torch_compile", True),
+        ("auto_find_batch_size", True),
+        ("optim_args", "a=1"),
+        ("optim_target_modules", "all-linear"),
+        ("bf16_full_eval", True),
+        ("deepspeed", "ds.json"),
+        ("fsdp", "full_shard"),
+    ):
+        args = arguments_of()
+        refuse_arguments(args)
+        setattr(args, name, value)
+        with pytest.raises(ValueError, match=rf"^these .*\n{name} = "):
+            refuse_arguments(args)
 
 
 @pytest.mark.slow
@@ -318,8 +313,8 @@ def test_a_loss_in_parts(tmp_path: Path) -> None:
     """Counted over the whole step, in microbatches of different token counts."""
     trainer = trainers.make("Trainer", tmp_path, STREAMED, arguments=MASKED, chunked_loss=True)
     trainer.train()
-    found = trainers.logged(trainer)
-    assert found == trainers.train("Trainer", tmp_path, None, arguments=MASKED)
+    logged = trainers.logged(trainer)
+    assert logged == trainers.train("Trainer", tmp_path, None, arguments=MASKED)
     batch = {name: x[None] for name, x in data.Texts(masked=True)[0].items()}
     assert trainer.model(**batch).logits is None
 
@@ -329,15 +324,15 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     net = data.model()
     options = dict(device="cpu", precision="fp32", clip_norm=0.5)
     optimizer = ot.offload(net, ot.AdamW(lr=1e-3, weight_decay=0.1), **options)
-    given: dict[str, Any] = dict(model=net, optimizers=(optimizer, None))
-    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 2}, **given)
+    settings: dict[str, Any] = dict(model=net, optimizers=(optimizer, None))
+    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 2}, **settings)
     trainer.train()
     assert [norm for _, norm in trainers.logged(trainer)] != [0.0, 0.0]
     wrong = {"max_grad_norm": 1.0}
     with pytest.raises(ValueError, match=r"clip_norm = 0\.5.*TrainingArguments have 1\.0"):
-        trainers.make("Trainer", tmp_path, {}, arguments=wrong, **given).train()
+        trainers.make("Trainer", tmp_path, {}, arguments=wrong, **settings).train()
     with pytest.raises(ValueError, match=r"offload = .*working.* beside optimizers"):
-        trainers.make("Trainer", tmp_path, STREAMED, arguments={}, **given).train()
+        trainers.make("Trainer", tmp_path, STREAMED, arguments={}, **settings).train()
 
 
 def test_a_loss_in_parts_beside_one_of_whole_logits_is_refused(tmp_path: Path) -> None:
@@ -353,58 +348,25 @@ def test_arguments_that_a_given_optimizer_does_not_follow_are_named(
 ) -> None:
     net = data.model()
     optimizer = ot.offload(net, ot.AdamW(lr=1e-3), device="cpu", precision="fp32", clip_norm=0.5)
-    given: dict[str, Any] = dict(model=net, optimizers=(optimizer, None))
+    settings: dict[str, Any] = dict(model=net, optimizers=(optimizer, None))
     arguments = {"learning_rate": 2e-3, "weight_decay": 0.0}
-    trainers.make("Trainer", tmp_path, {}, arguments=arguments, **given).create_optimizer()
-    told = [record.message for record in caplog.records if "is not used" in record.message]
-    assert told == [
+    trainers.make("Trainer", tmp_path, {}, arguments=arguments, **settings).create_optimizer()
+    messages = [record.message for record in caplog.records if "is not used" in record.message]
+    assert messages == [
         "TrainingArguments.learning_rate = 0.002 is not used: the given optimizer has 0.001"
     ]
     optimizer.close()
 
 
 @pytest.mark.slow
-def test_a_rule_of_ones_own(tmp_path: Path) -> None:
-    given = {"optimizer_cls_and_kwargs": (ot.Adam, {"lr": 1e-3})}
-    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 1}, **given)
-    assert type(trainer.create_optimizer()._rules[0]) is ot.Adam
-
-
-@pytest.mark.slow
 def test_a_new_model_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    given = {"model": None, "model_init": data.model}
-    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 2}, **given)
+    settings = {"model": None, "model_init": data.model}
+    trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_steps": 2}, **settings)
     trainer.train()
     first, before = trainers.logged(trainer), trainer.optimizer
     trainer.train()
     assert trainers.logged(trainer) == first and len(first) == 2
     assert before.phase.name == "CLOSED"
-
-
-def arguments(**named: Any) -> Any:
-    return transformers.TrainingArguments(**{"use_cpu": True, "report_to": [], **named})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("optim", "adafactor"),
-        ("optim", "adamw_bnb_8bit"),
-        ("torch_compile", True),
-        ("auto_find_batch_size", True),
-        ("optim_args", "a=1"),
-        ("optim_target_modules", "all-linear"),
-        ("bf16_full_eval", True),
-        ("deepspeed", "ds.json"),
-        ("fsdp", "full_shard"),
-    ],
-)
-def test_arguments_are_refused_by_name(name: str, value: Any) -> None:
-    args = arguments()
-    refuse_arguments(args)
-    setattr(args, name, value)
-    with pytest.raises(ValueError, match=rf"^these .*\n{name} = "):
-        refuse_arguments(args)
 
 
 def test_what_the_arguments_determine_is_not_taken_from_the_options(tmp_path: Path) -> None:
@@ -447,3 +409,184 @@ def test_a_checkpoint_of_other_ranks_is_refused(tmp_path: Path) -> None:
     (at / "offload_rank0_of_1.pt").rename(at / "offload_rank0_of_2.pt")
     with pytest.raises(CheckpointError, match=r"no offload_rank0_of_1\.pt.*offload_rank0_of_2"):
         trainers.train("Trainer", tmp_path, {}, arguments=saving, resume=at)
+
+
+# ---- trainers one after the other
+
+pytest.importorskip("transformers")
+
+
+def make(folder: Path, offload: dict[str, Any] | None, model: Any, **settings: Any) -> Any:
+    settings = {"arguments": {"max_steps": 3}, **settings}
+    return trainers.make("Trainer", folder, offload, model=model, **settings)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lives", [True, False])
+@pytest.mark.parametrize("offload", [{}, {"working": "host"}], ids=str)
+def test_a_second_trainer_goes_on(
+    tmp_path: Path, offload: dict[str, Any], lives: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With new moments, as the plain one; the first one's evaluation does not disturb it."""
+
+    def run(offload: dict[str, Any] | None) -> tuple[list[Any], float]:
+        model = data.model()
+        first = make(tmp_path, offload, model)
+        first.train()
+        logged = trainers.logged(first)
+        if not lives:
+            del first
+        second = make(tmp_path, offload, model, eval_dataset=data.Texts())
+        second.train()
+        if lives:
+            first.evaluate(data.Texts())
+        second.train()
+        return logged + trainers.logged(second), second.evaluate()["eval_loss"]
+
+    expected, expected_loss = run(None)
+    logged, loss = run(offload)
+    assert logged == expected and loss == pytest.approx(expected_loss, rel=1e-5)
+    assert not [record for record in caplog.records if record.name.startswith("offloadtrain")]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_trainer_says_that_its_moments_are_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = data.model()
+    first, second = make(tmp_path, {}, model), make(tmp_path, {}, model)
+    first.train()
+    second.train()
+    first.train()
+    (record,) = [record for record in caplog.records if record.name.startswith("offloadtrain")]
+    assert "the optimizer of this trainer was closed" in record.message
+    assert second.optimizer.phase.name == "CLOSED"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_that_no_trainer_has_taken_is_not_closed(tmp_path: Path) -> None:
+    model = data.model()
+    optimizer = ot.offload(model, device="cpu")
+    with pytest.raises(ModelError, match="offloaded already"):
+        make(tmp_path, {}, model).train()
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offload", [{}, {"working": "host"}], ids=str)
+def test_a_deleted_trainer_is_gone_at_once(tmp_path: Path, offload: dict[str, Any]) -> None:
+    """Without a collection of garbage, as the plain one; the model has its weights."""
+    model = data.model()
+    trainer = make(tmp_path, offload, model)
+    trainer.train()
+    ledger, gone = trainer.optimizer.ledger, weakref.ref(trainer.optimizer)
+    mapped = weakref.ref(next(iter(trainer.optimizer.state.values()))["master"])
+    gc.collect()
+    gc.disable()
+    try:
+        del trainer
+        assert gone() is None and mapped() is None
+    finally:
+        gc.enable()
+    assert not any(row.bytes for row in ledger.rows() if row.tier == "host")
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert not any(param.isnan().any() for param in model.parameters())
+    assert torch.isfinite(model(**{"input_ids": data.Texts()[0]["input_ids"][None]}).logits).all()
+
+
+# ---- callbacks read the newest weights, on late lanes too
+
+PLACEMENTS: list[dict[str, Any]] = [{}, {"working": "host"}, {"update": "speculative"}]
+
+
+@pytest.fixture
+def synchronized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry per call of `synchronize`."""
+    calls: list[int] = []
+    synchronize = OffloadOptimizer.synchronize
+    monkeypatch.setattr(
+        OffloadOptimizer, "synchronize", lambda self: (calls.append(1), synchronize(self))[1]
+    )
+    return calls
+
+
+class Average(transformers.TrainerCallback):  # type: ignore[misc]
+    """A moving average of the weights, made after each step; starts after the second one."""
+
+    def __init__(self) -> None:
+        self.average: list[Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == 2:
+            self.average = [param.detach().clone() for param in model.parameters()]
+        for mean, param in zip(self.average, model.parameters(), strict=False):
+            mean.lerp_(param.detach(), 0.1)
+
+
+class Quiet(Average):
+    """One that says that it reads none."""
+
+    reads_weights = False
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offload", PLACEMENTS)
+def test_a_callback_of_the_trainer_reads_the_newest_weights(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
+    def averaged(offload: dict[str, Any] | None) -> list[Tensor]:
+        average = Average()
+        trainers.train("Trainer", tmp_path, offload, callbacks=[average], arguments={})
+        return average.average
+
+    expected = averaged(None)
+    with on_lanes(SeededLanes(0, late=True)):
+        means = averaged(offload)
+    assert expected and len(means) == len(expected)
+    for value, mean in zip(means, expected, strict=True):
+        torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("callbacks", "offload"), [([], {}), ([Quiet], {}), ([Average], {"update": "delayed"})]
+)
+def test_nobody_who_reads_weights_nothing_that_waits(
+    callbacks: list[Any], offload: dict[str, Any], tmp_path: Path, synchronized: list[int]
+) -> None:
+    """Adam stays beside the next forward; and `synchronize` would end the delay of "delayed"."""
+    made = [kind() for kind in callbacks]
+    trainers.train("Trainer", tmp_path, offload, callbacks=made, arguments={})
+    assert not synchronized
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", PLACEMENTS)
+def test_an_average_of_lightning_reads_the_newest_weights(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    def averaged(offload: dict[str, Any] | None) -> list[Tensor]:
+        average = EMAWeightAveraging(decay=0.9)
+        runner, module = with_lightning.make(offload, tmp_path, callbacks=[average])
+        loader = torch.utils.data.DataLoader(data.Texts(), batch_size=BATCH)
+        runner.fit(module, loader)
+        assert average._average_model is not None
+        return [param.detach() for param in average._average_model.module.parameters()]
+
+    expected = averaged(None)
+    with on_lanes(SeededLanes(0, late=True)):
+        means = averaged(offload)
+    for value, mean in zip(means, expected, strict=True):
+        torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_lightning_waits_for_nothing_without_such_a_callback(
+    tmp_path: Path, synchronized: list[int]
+) -> None:
+    with_lightning.train({}, tmp_path, enable_checkpointing=False)
+    assert not synchronized

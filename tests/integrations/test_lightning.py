@@ -33,9 +33,9 @@ def loader() -> Any:
     ids=str,
 )
 def test_a_module_logs_the_same_losses_and_norms(tmp_path: Path, trainer: dict[str, Any]) -> None:
-    found = with_lightning.train(STREAMED, tmp_path, **trainer)
-    assert found == with_lightning.train(None, tmp_path, **trainer)
-    assert all(norm > 0 for _, norm in found)
+    logged = with_lightning.train(STREAMED, tmp_path, **trainer)
+    assert logged == with_lightning.train(None, tmp_path, **trainer)
+    assert all(norm > 0 for _, norm in logged)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_resumes_to_the_same_losses(
 
     # Two steps are an epoch: within one, Lightning begins the data again.
     run = dict(precision=precision, accumulate_grad_batches=2, limit_train_batches=4, max_steps=5)
-    kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    once = with_lightning.train(offload, tmp_path, callbacks=[kept], **run)
+    callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    once = with_lightning.train(offload, tmp_path, callbacks=[callback], **run)
     at = tmp_path / "step=2.ckpt"
     assert with_lightning.train(offload, tmp_path, resume=at, **run) == once[2:]
     files = {path.name for path in tmp_path.glob("step=*")}
@@ -80,11 +80,11 @@ def test_fp16_is_scaled_by_the_engine(tmp_path: Path) -> None:
 
 def test_validation_and_a_second_fit(tmp_path: Path) -> None:
     runner, module = with_lightning.make(STREAMED, tmp_path, max_steps=3)
-    plain, twin = with_lightning.make(None, tmp_path, max_steps=3)
-    for trainer, one in ((runner, module), (plain, twin)):
-        trainer.fit(one, loader(), loader())
-        trainer.validate(one, loader(), verbose=False)
-    assert module.validated == pytest.approx(twin.validated, rel=1e-6)
+    plain, plain_module = with_lightning.make(None, tmp_path, max_steps=3)
+    for trainer, fitted in ((runner, module), (plain, plain_module)):
+        trainer.fit(fitted, loader(), loader())
+        trainer.validate(fitted, loader(), verbose=False)
+    assert module.validated == pytest.approx(plain_module.validated, rel=1e-6)
     again, _ = with_lightning.make(STREAMED, tmp_path, max_steps=2)
     again.fit(module, loader())
     assert len(module.losses) == 5

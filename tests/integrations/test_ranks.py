@@ -18,9 +18,9 @@ CASES = [("Trainer", 2), ("Trainer", 3), ("Lightning", 2), ("Lightning", 3)]
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice on workers, on its use of torch
 @pytest.mark.parametrize(("kind", "stage"), CASES)
 def test_two_ranks_log_what_one_process_does(tmp_path: Path, kind: str, stage: int) -> None:
-    found = ranks.launch(kind, {"zero_stage": stage}, tmp_path, 2)
-    assert found == ranks.run(kind, None, tmp_path, 1)
-    assert len(found) >= 3
+    logged = ranks.launch(kind, {"zero_stage": stage}, tmp_path, 2)
+    assert logged == ranks.run(kind, None, tmp_path, 1)
+    assert len(logged) >= 3
 
 
 @pytest.mark.parametrize(("launcher", "stage"), [("torchrun", 2), ("accelerate launch", 3)])
@@ -28,9 +28,9 @@ def test_accelerates_ranks_are_not_wrapped_and_split_the_texts_once(
     tmp_path: Path, launcher: str, stage: int
 ) -> None:
     """Each rank asserts that its model is no DDP, and writes down what it trains on."""
-    found = ranks.launch("Accelerate", {"zero_stage": stage}, tmp_path, 2, launcher)
+    logged = ranks.launch("Accelerate", {"zero_stage": stage}, tmp_path, 2, launcher)
     first, second = (json.loads(ranks.texts_of(tmp_path, rank).read_text()) for rank in (0, 1))
-    assert found == ranks.run("Accelerate", None, tmp_path, 1) and len(found) == 3
+    assert logged == ranks.run("Accelerate", None, tmp_path, 1) and len(logged) == 3
     every = [text["input_ids"].tolist() for text in data.Texts()]
     # Batches of two are dealt out in turn.
     assert first == [text for i, text in enumerate(every) if i // 2 % 2 == 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -51,14 +52,15 @@ def without_cache(name: str) -> Trained:
     return train_offloaded(replace(architecture, build=build), STEPS)
 
 
-def assert_same(found: Trained, expected: Trained) -> None:
+def assert_same(trained: Trained, expected: Trained) -> None:
     """And no step was skipped: `train_offloaded` raises."""
-    assert first_difference(found, expected) == ""
+    assert first_difference(trained, expected) == ""
 
 
 @pytest.mark.cover(0, levels.ALL)
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"), list(zip(NAMES, itertools.cycle([False, True])))
+)
 def test_checkpointing_over_streamed_weights_has_the_bits_of_a_resident_run(
     name: str, use_reentrant: bool
 ) -> None:
@@ -71,8 +73,8 @@ def test_checkpointing_over_streamed_weights_has_the_bits_of_a_resident_run(
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_and_recompute_have_the_bits_of_keeping_everything(name: str) -> None:
     architecture = ARCHITECTURES[name]
-    theirs = train_offloaded(checkpointed(architecture, False), STEPS, working="host")
-    assert_same(theirs, without_cache(name))
+    by_transformers = train_offloaded(checkpointed(architecture, False), STEPS, working="host")
+    assert_same(by_transformers, without_cache(name))
     ours = train_offloaded(architecture, STEPS, working="host", activation="recompute")
     assert_same(ours, train_offloaded(architecture, STEPS))
 
@@ -80,26 +82,25 @@ def test_checkpointing_and_recompute_have_the_bits_of_keeping_everything(name: s
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_both_ways_of_recomputing_at_once(use_reentrant: bool) -> None:
     both = checkpointed(ARCHITECTURES["gpt2"], use_reentrant)
-    found = train_offloaded(both, STEPS, working="host", activation="recompute")
-    assert_same(found, without_cache("gpt2"))
+    trained = train_offloaded(both, STEPS, working="host", activation="recompute")
+    assert_same(trained, without_cache("gpt2"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "use_reentrant"),
     [
-        {"device_slots": 1},
-        {"resident_blocks": 1, "device_slots": 1},
-        {"update": "speculative"},
-        {"precision": "fp32"},
-        {"skip_nonfinite": False},
-        {"activation": "offload"},
+        ({"device_slots": 1}, False),
+        ({"resident_blocks": 1, "device_slots": 1}, True),
+        ({"update": "speculative"}, False),
+        ({"precision": "fp32"}, True),
+        ({"skip_nonfinite": False}, True),
+        ({"activation": "offload"}, False),
     ],
     ids=str,
 )
-def test_checkpointing_beside_other_options(options: dict[str, Any], use_reentrant: bool) -> None:
+def test_checkpointing_with_other_options(options: dict[str, Any], use_reentrant: bool) -> None:
     architecture = checkpointed(ARCHITECTURES["llama"], use_reentrant)
-    found = train_offloaded(architecture, STEPS, working="host", **options)
+    streamed = train_offloaded(architecture, STEPS, working="host", **options)
     plain = {key: options[key] for key in ("precision", "skip_nonfinite") if key in options}
-    assert_same(found, train_offloaded(ARCHITECTURES["llama"], STEPS, **plain))
+    assert_same(streamed, train_offloaded(ARCHITECTURES["llama"], STEPS, **plain))

@@ -138,7 +138,7 @@ def test_wrong_guesses_change_no_bit(
     state: str, pattern: str, accum: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wrong where the loss is made large; every step guesses, whatever the odds."""
-    monkeypatch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+    monkeypatch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
     steps = 6
     wrong = wrong_at(pattern, steps)
     found = {}

@@ -186,7 +186,7 @@ def _as_asked(case: Case) -> Iterator[None]:
     """Without the collector of garbage, which would end graphs at any moment."""
     with pytest.MonkeyPatch.context() as patch:
         if case.script != "the odds decide":
-            patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+            patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
         if case.staging == "pieces":
             patch.setattr(spec, "STAGING_BYTES", PIECE_BYTES)
         gc.disable()

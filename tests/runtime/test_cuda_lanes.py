@@ -175,7 +175,7 @@ def over_streams(gpu: Gpu, case: Case, **options: Any) -> Trained:
 def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
     """With the same run over threads: the same bits, and all of it in order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
         expected = train(ThreadLanes(), case, **options)
         gpu.backward_passes = 0
         found = over_streams(gpu, case, **options)

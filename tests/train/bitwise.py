@@ -101,21 +101,21 @@ class Run:
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def load(self, folder: Path) -> None:
-        found = checkpoint.newest_good(folder, _never, self.optimizer.ranks)
-        assert found is not None
-        delayed = restore(found, self.model, self.optimizer, self.optimizer.ranks)
-        kept = found.state
-        self.optimizer.finish_load(step=kept["step"], scaler=kept["scaler"], delayed=delayed)
+        newest = checkpoint.newest_good(folder, _never, self.optimizer.ranks)
+        assert newest is not None
+        delayed = restore(newest, self.model, self.optimizer, self.optimizer.ranks)
+        state = newest.state
+        self.optimizer.finish_load(step=state["step"], scaler=state["scaler"], delayed=delayed)
 
     def bits(self) -> Bits:
         """Return state and weights, and the losses so far; ends a delay."""
-        found: Bits = {
+        state: Bits = {
             f"{name}/{kind}": value.clone().view(torch.uint8)
             for name, tensors in self.optimizer.named_state()
             for kind, value in tensors.items()
         }
         weights = self.optimizer.full_weights()
-        return found | {name: weight.contiguous() for name, weight in weights}
+        return state | {name: weight.contiguous() for name, weight in weights}
 
 
 def _never(path: Path, damage: Exception) -> None:
@@ -126,7 +126,7 @@ def _never(path: Path, damage: Exception) -> None:
 def running(case: Case, seed: int = 0) -> Iterator[Run]:
     lanes: Lanes = case.lanes()
     with pytest.MonkeyPatch.context() as patch, on_lanes(lanes):
-        patch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
+        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
         patch.setattr("offloadtrain.engine.step_report.LossScaler", _fast_scaler)
         run = Run(case, seed)
         try:
@@ -170,8 +170,8 @@ def parted(cases: Sequence[Case], folder: Path) -> tuple[list[float], Bits]:
             if last in SAVED:
                 run.save(folder, last)
                 run.commit()
-            found = run.bits() if last == STEPS else {}
-    return losses, found
+            last_bits = run.bits() if last == STEPS else {}
+    return losses, last_bits
 
 
 def _parts() -> list[tuple[int, int]]:
@@ -180,13 +180,13 @@ def _parts() -> list[tuple[int, int]]:
     return [(first + 1, last) for first, last in pairwise(ends)]
 
 
-def differ(found: tuple[list[float], Bits], expected: tuple[list[float], Bits]) -> list[str]:
+def differ(result: tuple[list[float], Bits], expected: tuple[list[float], Bits]) -> list[str]:
     """Name what is not the same, bit for bit."""
-    names = [] if repr(found[0]) == repr(expected[0]) else ["losses"]
-    mine, others = found[1], expected[1]
-    names += sorted(mine.keys() ^ others.keys())
-    return names + [n for n in mine.keys() & others.keys() if not _same(mine[n], others[n])]
+    names = [] if repr(result[0]) == repr(expected[0]) else ["losses"]
+    bits, wanted = result[1], expected[1]
+    names += sorted(bits.keys() ^ wanted.keys())
+    return names + [n for n in bits.keys() & wanted.keys() if not _same(bits[n], wanted[n])]
 
 
-def _same(mine: Tensor, other: Tensor) -> bool:
-    return torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
+def _same(bits: Tensor, other: Tensor) -> bool:
+    return torch.equal(bits.view(torch.uint8), other.view(torch.uint8))

@@ -83,10 +83,10 @@ def history(path: Path) -> list[tuple[Any, ...]]:
 def tensor_hashes(path: Path, step: int) -> dict[str, str]:
     """Return the hashes of a checkpoint's tensor files, masters and moments included."""
     folder = path / "checkpoints" / f"step-{step:08d}"
-    found = {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.bin")}
-    assert found
-    return found
+    hashes = {file.name: sha256(file.read_bytes()).hexdigest() for file in folder.glob("*.bin")}
+    assert hashes
+    return hashes
 
 
-def kinds(found: Sequence[schema.Event]) -> set[str]:
-    return {event.KIND for event in found}
+def kinds(events: Sequence[schema.Event]) -> set[str]:
+    return {event.KIND for event in events}

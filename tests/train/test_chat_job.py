@@ -27,9 +27,9 @@ CHAT = ("train.sample_tokens=4", "train.sample_prompt='<|im_start|>'", "model.vo
 def chats(tmp_path: Path) -> Path:
     lines = []
     for a in range(40):
-        asked = {"role": "user", "content": f"what is {a} and {a}?"}
-        told = {"role": "assistant", "content": f"it is {2 * a}"}
-        lines.append(json.dumps({"messages": [asked, told] * (1 + a % 2)}) + "\n")
+        question = {"role": "user", "content": f"what is {a} and {a}?"}
+        answer = {"role": "assistant", "content": f"it is {2 * a}"}
+        lines.append(json.dumps({"messages": [question, answer] * (1 + a % 2)}) + "\n")
     (tmp_path / "chats.jsonl").write_text("".join(lines))
     return tmp_path / "chats.jsonl"
 
@@ -54,37 +54,33 @@ def test_a_job_trains_on_conversations_and_goes_on(tmp_path: Path, chats: Path) 
         run(job, path, resume=str(path))
 
 
-def test_a_question_is_asked_as_the_template_renders_it(
+def test_a_question_is_rendered_by_the_template(
     tmp_path: Path,
     chats: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of a run; and the answer alone is printed, up to the end of the assistant's turn."""
+    """And the answer alone is printed, up to the end of the assistant's turn. A model without a
+    template answers none."""
     folder = tiny.folder(tmp_path / "t")
     assert run(chat_job(tmp_path, "data.packing=padded", "train.steps=2"), tmp_path / "run") == 0
     words = transformers.AutoTokenizer.from_pretrained(folder)
     question = [{"role": "user", "content": "what is 4 and 4?"}]
     rendered = words.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
-    asked = []
+    prompts = []
 
     def generate(self: OwnModel, tokens_BT: torch.Tensor, *_: object) -> torch.Tensor:
-        asked.append(tokens_BT)
-        told = words("it is 8")["input_ids"]
-        return torch.tensor([[*tokens_BT[0].tolist(), *told, words.eos_token_id, *told]])
+        prompts.append(tokens_BT.tolist())
+        answer = words("it is 8")["input_ids"]
+        return torch.tensor([[*tokens_BT[0].tolist(), *answer, words.eos_token_id, *answer]])
 
     monkeypatch.setattr(OwnModel, "generate", generate)
     capsys.readouterr()
     assert main(["generate", f"{tmp_path}/run", "--chat", "--prompt", "what is 4 and 4?"]) == 0
-    assert asked[0].tolist() == [rendered]
+    assert prompts == [[rendered]]
     assert capsys.readouterr().out == "it is 8\n"
-
-
-def test_a_model_without_a_template_is_not_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "run") == 0
-    assert main(["generate", f"{tmp_path}/run", "--chat", "--prompt", "a"]) == 1
+    assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "bytes") == 0
+    assert main(["generate", f"{tmp_path}/bytes", "--chat", "--prompt", "a"]) == 1
     assert "tokenizer 'bytes' cannot have one" in capsys.readouterr().err
 
 

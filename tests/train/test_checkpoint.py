@@ -1,25 +1,33 @@
-"""Checkpoints round-trip, and name what is wrong with one that cannot be used."""
+"""Checkpoints round-trip and name the damage of one that cannot be used; the order of a save
+(`test_storage_faults.py` has the faults at every call); reads into scattered memory."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import xxhash
+from torch import nn
 
+import offloadtrain as ot
+from offloadtrain.cli.main import main
 from offloadtrain.hardware import direct_io
-from offloadtrain.hardware.direct_io import BLOCK, DirectFile
-from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.hardware.direct_io import BLOCK, DirectFile, aligned_buffer
+from offloadtrain.train.checkpoint import checkpoint, reader
 from offloadtrain.train.checkpoint.manifest import (
     CheckpointError,
     DamagedCheckpointError,
@@ -27,8 +35,10 @@ from offloadtrain.train.checkpoint.manifest import (
     digest_of,
     lay_out,
 )
+from offloadtrain.train.checkpoint.reader import Piece, Target, scatter
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import Part, TensorWriter, save
+from tests.train.faulty_os import FaultyOs, fail_with, through
 from tests.train.toy_state import ToyModel, ToyState, filled, same
 
 
@@ -42,14 +52,16 @@ def never_damaged(path: Path, damage: DamagedCheckpointError) -> None:
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
+    for empty in (tmp_path, tmp_path / "absent"):
+        assert checkpoint.newest_good(empty, never_damaged) is None
     model, state = filled(7)
     saved = save(tmp_path, 7, model, state, {"nested": {"rate": 0.1}, "list": [1, 2]})
-    found = checkpoint.newest_good(tmp_path, never_damaged)
-    assert found is not None and found.path == saved.path == tmp_path / "step-00000007"
-    assert (found.step, found.state) == (7, {"nested": {"rate": 0.1}, "list": [1, 2]})
+    newest = checkpoint.newest_good(tmp_path, never_damaged)
+    assert newest is not None and newest.path == saved.path == tmp_path / "step-00000007"
+    assert (newest.step, newest.state) == (7, {"nested": {"rate": 0.1}, "list": [1, 2]})
 
     other_model, other_state = filled(8)
-    restore(found, other_model, other_state)
+    restore(newest, other_model, other_state)
     assert same(state, other_state)
     assert other_model.seen == 7
     assert torch.equal(model.frozen.weight, other_model.frozen.weight)
@@ -60,19 +72,19 @@ def test_the_files_are_raw_tensors_and_json(tmp_path: Path) -> None:
     path = save(tmp_path, 1, *filled(1), {}).path
     content = json.loads((path / "manifest.json").read_text())
     raw = (path / "rank-000.bin").read_bytes()
-    found = {}
-    for one in content["tensors"]:
-        assert one["span"][0] % 4096 == 0 == one["span"][1] % 4096
-        dtype = getattr(torch, one["dtype"])
-        data = raw[one["offset"] : one["offset"] + one["count"] * dtype.itemsize]
+    stored = {}
+    for entry in content["tensors"]:
+        assert entry["span"][0] % 4096 == 0 == entry["span"][1] % 4096
+        dtype = getattr(torch, entry["dtype"])
+        data = raw[entry["offset"] : entry["offset"] + entry["count"] * dtype.itemsize]
         values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
-        found[one["kind"], one["name"]] = values.view(one["shape"])
-        windows = [raw[slice(*one["span"])]] if data else []
-        assert one["xxh3_128"] == [xxhash.xxh3_128_hexdigest(window) for window in windows]
+        stored[entry["kind"], entry["name"]] = values.view(entry["shape"])
+        windows = [raw[slice(*entry["span"])]] if data else []
+        assert entry["xxh3_128"] == [xxhash.xxh3_128_hexdigest(window) for window in windows]
     for name, tensors in state.tensors.items():
         for kind, tensor in tensors.items():
-            assert torch.equal(found[kind, name], tensor)
-    assert found["untrained", "seen"].shape == () and ("untrained", "cache") not in found
+            assert torch.equal(stored[kind, name], tensor)
+    assert stored["untrained", "seen"].shape == () and ("untrained", "cache") not in stored
     assert {p.name for p in path.iterdir()} == {"rank-000.bin", "state.json", "manifest.json"}
 
 
@@ -91,8 +103,8 @@ def test_saving_copies_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     writer = TensorWriter(tmp_path / "rank-000.bin", [region])
     writer.write([Part(region, memory, 0, memory.numel())])
     writer.finish()
-    own = {(memory.data_ptr() + at, 4 * BLOCK) for at in (0, 4 * BLOCK)}
-    assert own <= set(written) and len(written) == 3
+    windows = {(memory.data_ptr() + at, 4 * BLOCK) for at in (0, 4 * BLOCK)}
+    assert windows <= set(written) and len(written) == 3
     assert (tmp_path / "rank-000.bin").read_bytes() == memory.numpy().tobytes()
 
 
@@ -103,20 +115,14 @@ def big_region(folder: Path, num_bytes: int) -> tuple[Region, torch.Tensor]:
     return region, memory
 
 
-def test_prune_keeps_the_newest(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 30, 4)
-    assert [p.name for p in checkpoint.prune(tmp_path, 2)] == ["step-00000002", "step-00000001"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000030"]
+def test_steps_are_ordered_and_pruned_by_number(tmp_path: Path) -> None:
+    save_steps(tmp_path, 30, 99_999_998, 99_999_999, 100_000_001, 1_000_000_000)
+    newest = checkpoint.newest_good(tmp_path, never_damaged)
+    assert newest is not None and newest.step == 1_000_000_000
+    removed = checkpoint.prune(tmp_path, 2)
+    assert [checkpoint.step_of(path) for path in removed] == [99_999_999, 99_999_998, 30]
     with pytest.raises(ValueError, match="at least 2"):
         checkpoint.prune(tmp_path, 1)
-
-
-def test_steps_of_nine_digits_are_found_in_their_order(tmp_path: Path) -> None:
-    save_steps(tmp_path, 99_999_998, 99_999_999, 100_000_001, 1_000_000_000)
-    found = checkpoint.newest_good(tmp_path, never_damaged)
-    assert found is not None and found.step == 1_000_000_000
-    removed = checkpoint.prune(tmp_path, 2)
-    assert [checkpoint.step_of(path) for path in removed] == [99_999_999, 99_999_998]
     (tmp_path / "step-100000002.tmp-0a").mkdir()
     (tmp_path / "step-000000003").mkdir()  # nobody writes this name
     checkpoint.clean(tmp_path)
@@ -148,10 +154,10 @@ def test_what_cannot_be_removed_stops_neither_a_save_nor_other_removals(
     """A network file system keeps a file that another process has open."""
     save_steps(tmp_path, 1, 2, 3)
     (tmp_path / "step-00000009.tmp-ab").mkdir()
-    remove, kept = os.rmdir, ("step-00000009.tmp-ab", ".trash-step-00000002")
+    remove, stuck = os.rmdir, ("step-00000009.tmp-ab", ".trash-step-00000002")
 
     def rmdir(path: Path) -> None:
-        if path.name.startswith(kept):
+        if path.name.startswith(stuck):
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
         remove(path)
 
@@ -165,37 +171,42 @@ def test_what_cannot_be_removed_stops_neither_a_save_nor_other_removals(
     assert checkpoint.unfinished(tmp_path) == []
 
 
-def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_save_that_cannot_be_made_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is never overwritten, and too little space is noticed before anything is written."""
     save_steps(tmp_path, 1)
     with pytest.raises(CheckpointError, match="exists already"):
         save_steps(tmp_path, 1)
+    full = SimpleNamespace(f_bavail=1, f_frsize=4096)
+    monkeypatch.setattr("os.statvfs", lambda path: full)
+    with pytest.raises(CheckpointError, match=r"needs .* and .* is free"):
+        save_steps(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def damage_cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def damage_flip(path: Path) -> None:
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    "damage", [damage_cut, damage_flip, Path.unlink], ids=["cut", "flip", "lost"]
+DAMAGES: tuple[Callable[[Path], object], ...] = (
+    lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    flip,
+    Path.unlink,
 )
-@pytest.mark.parametrize("name", ["rank-000.bin", "state.json", "manifest.json"])
-def test_a_damaged_newest_falls_back_loudly(tmp_path: Path, name: str, damage: Any) -> None:
+
+
+def test_a_damaged_newest_falls_back_loudly(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
-    damage(tmp_path / "step-00000002" / name)
-    reported: list[str] = []
-    found = checkpoint.newest_good(tmp_path, lambda path, error: reported.append(str(error)))
-    assert found is not None and found.step == 1
-    assert len(reported) == 1 and name in reported[0]
-    checkpoint.set_aside(tmp_path / "step-00000002")
-    save_steps(tmp_path, 2)
-    assert [p.name for p in checkpoint.find(tmp_path)] == ["step-00000002", "step-00000001"]
+    for name, damage in itertools.product(("rank-000.bin", "state.json", "manifest.json"), DAMAGES):
+        damage(tmp_path / "step-00000002" / name)
+        assert name in passed_over(tmp_path)
+        checkpoint.set_aside(tmp_path / "step-00000002")
+        save_steps(tmp_path, 2)
+        names = [path.name for path in checkpoint.find(tmp_path)]
+        assert names == ["step-00000002", "step-00000001"]
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
@@ -209,15 +220,10 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path: Path) -> None:
             changed[index] ^= 1 << bit
             manifest.write_bytes(changed)
             try:
-                found = checkpoint.verify(manifest.parent)
+                verified = checkpoint.verify(manifest.parent)
             except DamagedCheckpointError:
                 continue
-            assert found.manifest == parsed, "a change that is only layout of the text"
-
-
-def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    assert checkpoint.newest_good(tmp_path, never_damaged) is None
-    assert checkpoint.newest_good(tmp_path / "absent", never_damaged) is None
+            assert verified.manifest == parsed, "a change that is only layout of the text"
 
 
 def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
@@ -230,33 +236,18 @@ def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
 
 def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
+    saved = checkpoint.verify(tmp_path / "step-00000001")
     model, state = filled(5, width=9)
     with pytest.raises(CheckpointError) as caught:
-        restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
+        restore(saved, model, state)
     assert "first.weight: 8x8 in the checkpoint, 9x9 here" in str(caught.value)
     assert "3 names or shapes differ" in str(caught.value)
     assert same(state, filled(5, width=9)[1])
-
-
-def test_a_renamed_parameter_is_another_model(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
     model, state = filled(1)
     state.tensors["third.weight"] = state.tensors.pop("second.weight")
     del model.second
     with pytest.raises(CheckpointError, match=r"third.weight: absent in the checkpoint, 3x8 here"):
-        restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
-
-
-def test_too_little_space_is_noticed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_steps(tmp_path, 1)
-
-    class FullDisk:
-        f_bavail, f_frsize = 1, 4096
-
-    monkeypatch.setattr("os.statvfs", lambda path: FullDisk)
-    with pytest.raises(CheckpointError, match=r"needs .* and .* is free"):
-        save_steps(tmp_path, 2)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+        restore(saved, model, state)
 
 
 def test_a_dtype_that_cannot_be_held_is_named(tmp_path: Path) -> None:
@@ -281,7 +272,7 @@ def _tensor(content: dict[str, Any], number: int = 3, **values: Any) -> None:
 
 
 def _without(content: dict[str, Any], name: str) -> None:
-    content["tensors"] = [one for one in content["tensors"] if one["name"] != name]
+    content["tensors"] = [entry for entry in content["tensors"] if entry["name"] != name]
 
 
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -322,22 +313,35 @@ EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_manifest_that_lies_is_passed_over(tmp_path: Path, edit: str) -> None:
+def test_a_manifest_that_lies_is_passed_over(tmp_path: Path) -> None:
     """With a hash that fits: made by somebody, not by an accident."""
     save_steps(tmp_path, 1, 2)
-    change(tmp_path / "step-00000002" / "manifest.json", EDITS[edit])
-    assert passed_over(tmp_path).isprintable()
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    good = manifest.read_text()
+    for edit in EDITS.values():
+        manifest.write_text(good)
+        change(manifest, edit)
+        assert passed_over(tmp_path).isprintable()
+
+
+@pytest.mark.slow
+def test_a_file_that_is_no_file_is_passed_over(tmp_path: Path) -> None:
+    save_steps(tmp_path / "good", 1, 2)
+    names = ("rank-000.bin", "state.json", "manifest.json")
+    for number, (make, name) in enumerate(itertools.product(FILES.values(), names)):
+        folder = Path(shutil.copytree(tmp_path / "good", tmp_path / f"{number}"))
+        make(folder / "step-00000002" / name)
+        assert name in passed_over(folder)
 
 
 def passed_over(folder: Path) -> str:
-    """Return what is said about checkpoint 2; number 1 is taken."""
+    """Return the report about checkpoint 2; number 1 is used."""
     reported: list[str] = []
-    found = checkpoint.newest_good(folder, lambda path, error: reported.append(str(error)))
-    assert found is not None and found.step == 1
-    (said,) = reported
-    assert len(said) < 1000 and "step-00000002" in said
-    return said
+    newest = checkpoint.newest_good(folder, lambda path, error: reported.append(str(error)))
+    assert newest is not None and newest.step == 1
+    (message,) = reported
+    assert len(message) < 1000 and "step-00000002" in message
+    return message
 
 
 def replaced(path: Path, make: Callable[[Path], object]) -> None:
@@ -364,15 +368,6 @@ FILES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["rank-000.bin", "state.json", "manifest.json"])
-@pytest.mark.parametrize("make", FILES)
-def test_a_file_that_is_no_file_is_passed_over(tmp_path: Path, name: str, make: str) -> None:
-    save_steps(tmp_path, 1, 2)
-    FILES[make](tmp_path / "step-00000002" / name)
-    assert name in passed_over(tmp_path)
-
-
 def test_a_file_that_is_not_listed_is_passed_over(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "rank-001\x1b.bin").write_bytes(b"x")
@@ -382,16 +377,16 @@ def test_a_file_that_is_not_listed_is_passed_over(tmp_path: Path) -> None:
 def test_damage_that_is_met_while_loading_names_the_tensor(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     path = tmp_path / "step-00000002"
-    entries = [one for one in checkpoint.verify(path).manifest.entries if one.nbytes]
+    entries = [item for item in checkpoint.verify(path).manifest.entries if item.nbytes]
     for entry in entries:
         for at in (entry.offset, entry.end - 1, entry.span[1] - 1):
             content = bytearray(good := (path / entry.file).read_bytes())
             content[at] ^= 4
             (path / entry.file).write_bytes(content)
-            found = checkpoint.newest_good(tmp_path, never_damaged, verified=False)
-            assert found is not None and found.step == 2
+            opened = checkpoint.newest_good(tmp_path, never_damaged, verified=False)
+            assert opened is not None and opened.step == 2
             with pytest.raises(DamagedCheckpointError, match=f"{entry.kind} of '{entry.name}'"):
-                restore(found, *filled(9))
+                restore(opened, *filled(9))
             (path / entry.file).write_bytes(good)
 
 
@@ -399,27 +394,27 @@ def test_where_no_space_can_be_reserved_nothing_is_written_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ext3, for example: the C library would write a byte into each block."""
-    asked: list[int] = []
-    monkeypatch.setattr(direct_io, "_reserves", lambda fd: asked.append(fd))
+    requests: list[int] = []
+    monkeypatch.setattr(direct_io, "_reserves", lambda fd: requests.append(fd))
     monkeypatch.setattr(os, "posix_fallocate", pytest.fail)
     save_steps(tmp_path, 1)
-    assert asked and checkpoint.newest_good(tmp_path, never_damaged) is not None
+    assert requests and checkpoint.newest_good(tmp_path, never_damaged) is not None
 
 
 def test_space_is_reserved_before_the_page_cache_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the C library writes single bytes, O_DIRECT would refuse them."""
-    reserve, seen = os.posix_fallocate, []
+    reserve, flags = os.posix_fallocate, []
 
     def reserved(fd: int, offset: int, count: int) -> None:
-        seen.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+        flags.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         reserve(fd, offset, count)
 
     monkeypatch.setattr(os, "posix_fallocate", reserved)
     save_steps(tmp_path, 1)
     DirectFile.scratch(tmp_path, BLOCK).close()
-    assert seen == [0, 0]
+    assert flags == [0, 0]
 
 
 @pytest.mark.slow
@@ -436,8 +431,8 @@ def test_a_file_system_of_old_keeps_checkpoints(tmp_path: Path) -> None:
         pytest.skip("no loop devices")
     try:
         save_steps(mounted / "checkpoints", 1, 2)
-        found = checkpoint.newest_good(mounted / "checkpoints", never_damaged)
-        assert found is not None and found.step == 2
+        newest = checkpoint.newest_good(mounted / "checkpoints", never_damaged)
+        assert newest is not None and newest.step == 2
     finally:
         subprocess.run(["umount", mounted], check=True)
 
@@ -458,3 +453,234 @@ def test_where_the_page_cache_cannot_be_passed_over_it_is_used(
     model, state = filled(2)
     restore(checkpoint.verify(tmp_path / "step-00000001"), model, state)
     assert same(state, filled(1)[1])
+
+
+# ---- the order of the calls of a save, and its remains where one fails
+
+WRITES = ("posix_fallocate", "pwrite", "write", "fsync", "rename")
+
+
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    for step in (1, 2):
+        save(folder, step, *filled(step), {"step": step})
+    (folder / "step-00000003.tmp-dead").mkdir()
+    (folder / "step-00000003.tmp-dead" / "rank-000.bin").write_bytes(b"half")
+    return folder
+
+
+def save_and_prune(folder: Path, fault: FaultyOs) -> None:
+    """Save step 3 beside 1 and 2 and prune, with every `os` call going through `fault`."""
+    with through(fault):
+        save(folder, 3, *filled(3), {"step": 3})
+        checkpoint.prune(folder, 2)
+
+
+def fresh(two_saved: Path, scratch: Path) -> Path:
+    shutil.rmtree(scratch, ignore_errors=True)
+    return Path(shutil.copytree(two_saved, scratch))
+
+
+def test_a_failed_write_leaves_nothing_behind(two_saved: Path, tmp_path: Path) -> None:
+    folder = fresh(two_saved, tmp_path / "run")
+    fault = FaultyOs()
+    save_and_prune(folder, fault)
+    writes = [n for n, (name, _) in enumerate(fault.calls) if name in WRITES]
+    for at in writes[:-2]:
+        folder = fresh(two_saved, tmp_path / "run")
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            save_and_prune(folder, FaultyOs(at, fail_with(errno.ENOSPC)))
+        if not (folder / "step-00000003").exists():
+            assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]
+
+
+def test_order_of_durability(two_saved: Path, tmp_path: Path) -> None:
+    """Against power loss: content before names, the new name before the old ones go."""
+    folder = fresh(two_saved, tmp_path / "run")
+    trace = _trace(folder)
+    created = [n for n, (name, path) in enumerate(trace) if name == "create"]
+    publish = next(n for n, (name, path) in enumerate(trace) if name == "rename")
+    for n in created:
+        assert ("fsync", trace[n][1]) in trace[n:publish]
+    unfinished = Path(trace[publish][1])
+    assert trace[publish - 1] == ("fsync", str(unfinished))
+    assert trace[publish + 1] == ("fsync", str(folder))
+    removals = [n for n, (name, path) in enumerate(trace) if name in ("unlink", "rmdir")]
+    stale = [n for n in removals if "tmp-dead" in trace[n][1]]
+    assert all(n > publish + 1 for n in removals if n not in stale)
+
+
+def _trace(folder: Path) -> list[tuple[str, str]]:
+    """Save with file descriptors resolved to paths, keeping only what durability depends on."""
+    trace: list[tuple[str, str]] = []
+
+    class Tracing(FaultyOs):
+        def __getattr__(self, name: str) -> object:
+            real = super().__getattr__(name)
+            if name == "open":
+
+                def opened(path: Path, flags: int, mode: int) -> int:
+                    if flags & os.O_CREAT:
+                        trace.append(("create", str(path)))
+                    return int(real(path, flags, mode))
+
+                return opened
+            if name == "fsync":
+
+                def synced(fd: int) -> None:
+                    trace.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
+                    real(fd)
+
+                return synced
+            if name in ("rename", "unlink", "rmdir"):
+
+                def named(path: Path, *rest: Path) -> None:
+                    trace.append((name, str(path)))
+                    real(path, *rest)
+
+                return named
+            return real
+
+    save_and_prune(folder, Tracing())
+    return trace
+
+
+# ---- the command
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        save(tmp_path / "checkpoints", step, *filled(step), {"step": step})
+    return tmp_path
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    return [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+
+
+def test_checkpoints_are_listed_the_newest_first(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(run)]) == 0
+    rows = lines(capsys)
+    assert [name for name, *_ in rows] == [f"step-{step:08d}" for step in (3, 2, 1)]
+    assert {tuple(rest) for _, *rest in rows} == {("listed", "48.0 KiB", "1")}
+
+
+def test_a_changed_byte_is_found_only_by_reading_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "checkpoints" / "step-00000002" / "rank-000.bin"
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    assert main(["checkpoints", str(run)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoints", str(run), "--verify", "--json"]) == 1
+    out, err = capsys.readouterr()
+    states = {row["name"][-1]: row["state"] for row in map(json.loads, out.splitlines())}
+    assert states == {"3": "verified", "2": "damaged", "1": "verified"}
+    assert (err.count("\n") == 1 and "first.bias" in err) or "first.weight" in err
+
+
+def test_a_folder_that_is_no_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(tmp_path)]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+
+
+# ---- reads into scattered memory
+
+MEMORY = 64 * BLOCK
+
+
+def memory() -> torch.Tensor:
+    """Return aligned memory of bytes that no file has."""
+    aligned = torch.frombuffer(aligned_buffer(), dtype=torch.uint8)[:MEMORY]
+    return aligned.fill_(255)
+
+
+def targets_of(draw: random.Random, buffer: torch.Tensor) -> list[Target]:
+    """Draw parameters of some buffers, each of which lies somewhere else than in the file."""
+    targets: list[Target] = []
+    at, start = draw.randrange(3 * BLOCK), 0
+    while at < MEMORY // 2:
+        shift = draw.choice((0, 512, 4608, 100))
+        for _ in range(draw.randrange(1, 5)):
+            numel = draw.randrange(1, 4 * BLOCK)
+            if start + shift + numel > MEMORY:
+                return targets
+            place = buffer[start + shift : start + shift + numel]
+            targets.append(Target(at, at + numel, place))
+            gap = -numel % 256
+            at, start = at + numel + gap, start + numel + gap
+        start = -(-(start + shift) // BLOCK) * BLOCK
+        at = -(-at // BLOCK) * BLOCK + draw.choice((0, BLOCK, 1000))
+    return targets
+
+
+def fill(targets: list[Target], pieces: list[Piece], file: bytes) -> None:
+    """Read a file into the pieces, and copy what is not in place."""
+    for piece in pieces:
+        piece.memory[:] = file[piece.lo : piece.hi]
+        for target in () if piece.in_place else targets:
+            reader._copy(piece, target)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_target_gets_its_bytes(seed: int) -> None:
+    draw, file = random.Random(seed), random.Random(seed).randbytes(MEMORY)
+    buffer = memory()
+    targets = targets_of(draw, buffer)
+    last = -(-targets[-1].hi // BLOCK) * BLOCK
+    pieces = scatter(0, last, targets, aligned_buffer())
+    assert pieces[0].lo == 0 and pieces[-1].hi == last
+    assert all(before.hi == piece.lo for before, piece in pairwise(pieces))
+    assert all(piece.lo % BLOCK == piece.hi % BLOCK == 0 for piece in pieces)
+    fill(targets, pieces, file)
+    for target in targets:
+        assert bytes(target.memory.numpy()) == file[target.lo : target.hi]
+
+
+def test_nothing_outside_of_the_targets_is_overwritten() -> None:
+    """Neither around a buffer nor between two."""
+    full = memory()
+    targets = [Target(BLOCK + 256, 9 * BLOCK - 256, full[2 * BLOCK + 256 : 10 * BLOCK - 256])]
+    pieces = scatter(BLOCK, 9 * BLOCK, targets, aligned_buffer())
+    assert [piece.in_place for piece in pieces] == [False, True, False]
+    fill(targets, pieces, bytes(MEMORY))
+    inside = full[2 * BLOCK + 256 : 10 * BLOCK - 256]
+    assert not inside.any() and int((full == 0).sum()) == inside.numel()
+
+    full = memory()
+    first, second = full[: 4 * BLOCK], full[6 * BLOCK : 10 * BLOCK]
+    targets = [Target(0, 4 * BLOCK, first), Target(6 * BLOCK, 10 * BLOCK, second)]
+    pieces = scatter(0, 10 * BLOCK, targets, aligned_buffer())
+    assert [piece.in_place for piece in pieces] == [True, False, True]
+    fill(targets, pieces, bytes(MEMORY))
+    assert bool((full[4 * BLOCK : 6 * BLOCK] == 255).all())
+
+
+@pytest.mark.slow
+def test_state_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than two blocks of each buffer go through scratch memory."""
+    copied: list[int] = []
+    real = reader._copy
+
+    def spy(piece: Piece, target: Target) -> None:
+        copied.append(max(0, min(piece.hi, target.hi) - max(piece.lo, target.lo)))
+        real(piece, target)
+
+    monkeypatch.setattr(reader, "_copy", spy)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    optimizer = ot.offload(model, ot.AdamW(), device="cpu")
+    save(tmp_path, 1, model, optimizer, {})
+    (path,) = checkpoint.find(tmp_path)
+    restore(checkpoint.open_checkpoint(path), model, optimizer)
+    buffers = len(optimizer.flat_states())
+    optimizer.close()
+    size = checkpoint.open_checkpoint(path).manifest.num_bytes
+    assert 0 < sum(copied) < 2 * BLOCK * buffers < size / 10

@@ -50,23 +50,23 @@ def test_a_run_calls_its_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_is_said_once_in_the_log(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_reported_once_in_the_log(tmp_path: Path) -> None:
     job = with_commands(tmp_path, on_end=(sys.executable, "-S", "-c", "raise SystemExit(3)"))
     path = tmp_path / "run"
     assert run(replace(job, train=replace(job.train, steps=2, checkpoint_every=0)), path) == 0
-    (told,) = events_of(path, schema.Warning_)
-    assert told.code == "command-failed" and "train.on_end" in told.message
-    assert "exit code 3" in told.message
+    (warning,) = events_of(path, schema.Warning_)
+    assert warning.code == "command-failed" and "train.on_end" in warning.message
+    assert "exit code 3" in warning.message
 
 
 def alert(state: str = "raised", message: str = "nan") -> schema.Alert:
     return schema.Alert(code="not-finite", state=state, message=message, level="error", step=7)
 
 
-def test_an_alert_is_told_when_it_is_raised(tmp_path: Path) -> None:
-    out, told = tmp_path / "out", list[str]()
+def test_an_alert_runs_its_command_when_it_is_raised(tmp_path: Path) -> None:
+    out, warnings = tmp_path / "out", list[str]()
     job = with_commands(tmp_path, on_alert=writer(out, "EVENT", "CODE", "LEVEL", "STEP", "MESSAGE"))
-    hooks = CommandHooks(job, tmp_path, told.append)
+    hooks = CommandHooks(job, tmp_path, warnings.append)
     hooks.alert(alert())
     hooks.alert(alert("cleared"))
     hooks.alert(alert(message="x\0\x1b[31m$(touch y)\n"))
@@ -74,7 +74,14 @@ def test_an_alert_is_told_when_it_is_raised(tmp_path: Path) -> None:
     first, second = (line.partition("] [")[2] for line in out.read_text().splitlines())
     assert first == "'alert', 'not-finite', 'error', '7', 'nan']"
     assert second == f"'alert', 'not-finite', 'error', '7', 'x{SHOWN}{SHOWN}[31m$(touch y) ']"
-    assert told == []
+    assert warnings == []
+    job = with_commands(tmp_path, on_alert=("/nowhere/x",))
+    hooks = CommandHooks(job, tmp_path, warnings.append)
+    for _ in range(3):
+        hooks.alert(alert())
+    hooks.close()
+    (message,) = warnings
+    assert "/nowhere/x: cannot be run: No such file or directory" in message
 
 
 @pytest.mark.slow
@@ -82,7 +89,7 @@ def test_a_command_is_ended_after_its_limit_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit is over once the child is there."""
-    out, told, wait = tmp_path / "pid", list[str](), subprocess.Popen.wait
+    out, warnings, wait = tmp_path / "pid", list[str](), subprocess.Popen.wait
 
     def times_out(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
         if timeout is None:
@@ -93,10 +100,10 @@ def test_a_command_is_ended_after_its_limit_with_its_children(
 
     monkeypatch.setattr(subprocess.Popen, "wait", times_out)
     job = with_commands(tmp_path, on_alert=("sh", "-c", f"sleep 600 & echo $! > {out}; wait"))
-    hooks = CommandHooks(job, tmp_path, told.append, limit_s=60.0)
+    hooks = CommandHooks(job, tmp_path, warnings.append, limit_s=60.0)
     hooks.alert(alert())
     hooks.close()
-    assert told == ["train.on_alert: sh: was ended after 60 s. It is not said again"]
+    assert warnings == ["train.on_alert: sh: was ended after 60 s. It is not said again"]
     assert _is_gone(int(out.read_text()))
 
 
@@ -113,16 +120,6 @@ def _is_gone(pid: int) -> bool:
     return False
 
 
-def test_what_cannot_be_run_costs_nothing_else(tmp_path: Path) -> None:
-    told = list[str]()
-    hooks = CommandHooks(with_commands(tmp_path, on_alert=("/nowhere/x",)), tmp_path, told.append)
-    for _ in range(3):
-        hooks.alert(alert())
-    hooks.close()
-    (once,) = told
-    assert "/nowhere/x: cannot be run: No such file or directory" in once
-
-
 def job_with_a_command(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / "job.toml"
@@ -130,38 +127,34 @@ def job_with_a_command(folder: Path) -> Path:
     return path
 
 
-def test_a_file_of_ones_own_may_name_commands(tmp_path: Path) -> None:
+def test_a_run_folder_may_name_no_commands(tmp_path: Path) -> None:
+    """A file of one's own may, and the command line is the user's own word."""
     assert jobs.load(job_with_a_command(tmp_path)).train.on_end == ("true",)
+    for number, mark in enumerate(("run.json", "resolved.toml", "events/rank000.jsonl")):
+        path = job_with_a_command(tmp_path / f"sent{number}")
+        (path.parent / mark).parent.mkdir(exist_ok=True)
+        (path.parent / mark).touch()
+        deeper = job_with_a_command(path.parent / "checkpoints")
+        link = tmp_path / f"link{number}.toml"
+        link.symlink_to(path)
+        for source in (path, deeper, link):
+            with pytest.raises(ConfigError, match=r"train\.on_end run commands.*in the run folder"):
+                jobs.load(source)
+        job = jobs.load(path, ['train.on_end=["touch", "x"]'])
+        assert job.train.on_end == ("touch", "x")
+        with pytest.raises(ConfigError, match=r"train\.on_end"):
+            jobs.load(path, ['train.on_alert=["touch"]'])
+    for value in ('["", "x"]', '["a\\nb"]', '"touch x"', "[1]"):
+        with pytest.raises(ConfigError, match=r"train\.on_end"):
+            small_job(tmp_path, f"train.on_end={value}")
 
 
-@pytest.mark.parametrize("mark", ["run.json", "resolved.toml", "events/rank000.jsonl"])
-def test_a_run_folder_may_not(tmp_path: Path, mark: str) -> None:
-    path = job_with_a_command(tmp_path / "sent")
-    (path.parent / mark).parent.mkdir(exist_ok=True)
-    (path.parent / mark).touch()
-    deeper = job_with_a_command(path.parent / "checkpoints")
-    link = tmp_path / "link.toml"
-    link.symlink_to(path)
-    for one in (path, deeper, link):
-        with pytest.raises(ConfigError, match=r"train\.on_end run commands.*in the run folder"):
-            jobs.load(one)
-    asked = jobs.load(path, ['train.on_end=["touch", "x"]'])
-    assert asked.train.on_end == ("touch", "x"), "the command line is the user's own word"
-    with pytest.raises(ConfigError, match=r"train\.on_end"):
-        jobs.load(path, ['train.on_alert=["touch"]'])
-
-
-def test_another_user_may_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_another_user_may_name_no_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = job_with_a_command(tmp_path)
     os.chown(path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(
         os, "geteuid", lambda: 1
     )
     with pytest.raises(ConfigError, match="it belongs to user"):
         jobs.load(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("value", ['["", "x"]', '["a\\nb"]', '"touch x"', "[1]"])
-def test_what_is_no_command(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"train\.on_end"):
-        small_job(tmp_path, f"train.on_end={value}")

@@ -1,4 +1,4 @@
-"""The console: what a line says, when it is shown, and that no text can play with the terminal."""
+"""The console: the contents of a line, when it is shown, and that no text controls the terminal."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Clock:
         return self.now
 
 
-def test_the_set_up_says_how_far_it_is() -> None:
-    """At once on a terminal, with the next sign of life elsewhere; a part that is done says
+def test_the_set_up_shows_its_progress() -> None:
+    """At once on a terminal, with the next sign of life elsewhere; a part that is done shows
     nothing."""
     part = "page-locking host memory 25% (30.0 GiB of 118.0 GiB)"
     begin = "... preparing data and model"
-    for stream, silent_s, told in (
+    for stream, silent_s, expected in (
         (Terminal(), 1, f"... {part}"),
         (io.StringIO(), 8, f"{begin}, {part}: 8s so far\n"),
     ):
@@ -72,7 +72,7 @@ def test_the_set_up_says_how_far_it_is() -> None:
             assert "page-locking" not in stream.getvalue()
             clock.now += 1
             console.fill_silence()
-        assert stream.getvalue().endswith(told)
+        assert stream.getvalue().endswith(expected)
         HEARTBEAT.advance("page-locking host memory", 118 << 30, 118 << 30)
         clock.now += 9
         console.fill_silence()
@@ -93,60 +93,42 @@ def test_a_step_line_says_it_all() -> None:
     )
 
 
-def test_what_is_not_known_is_left_out_and_what_is_rare_is_put_in() -> None:
+def test_unknown_figures_are_left_out_and_rare_ones_are_added() -> None:
     bare = format_step(replace(line_of(grad_norm=None, mfu=None), eta_s=math.nan))
     assert "grad" not in bare and "mfu" not in bare and "1%  eta - (-)  loss" in bare
     full = format_step(replace(line_of(skipped=True, loss_scale=65536.0), val_loss=2.5))
     assert "val 2.5000  SKIPPED  grad" in full and "scale 65536" in full
+    broken = format_step(line_of(loss=math.nan, grad_norm=math.inf))
+    assert "loss nan" in broken and "grad inf" in broken
 
 
-def test_what_takes_long_is_told_about_every_few_seconds() -> None:
-    """A first validation, a step under load, a compiler: never ten seconds without a word."""
+def test_a_long_phase_is_reported_every_few_seconds() -> None:
+    """A first validation, a step under load, a compiler: never ten seconds without a word. Other
+    output counts, and a longer interval is respected."""
     stream, clock = io.StringIO(), Clock()
     console = Console(stream, clock=clock)
     console.say("the demo")
     console.doing("validation")
-    told_s = [clock.now]
+    times_s = [clock.now]
     for _ in range(60):
         clock.now += 1
         before = stream.getvalue()
         console.fill_silence()
-        told_s += [clock.now] if stream.getvalue() != before else []
-    assert all(b - a < 10 for a, b in itertools.pairwise([*told_s, clock.now]))
+        times_s += [clock.now] if stream.getvalue() != before else []
+    assert all(b - a < 10 for a, b in itertools.pairwise([*times_s, clock.now]))
     assert stream.getvalue().splitlines()[:3] == [
         "the demo",
         "... validation: 8s so far",
         "... validation: 16s so far",
     ]
-
-
-def test_nothing_is_added_where_something_is_told() -> None:
-    stream, clock = io.StringIO(), Clock()
-    console = Console(stream, clock=clock, every_s=5)
-    for second in range(60):
-        clock.now += 1
-        console.doing(f"step {second}")
-        console.step(line_of(step=second))
+    for every_s, silent_s in ((5, 9), (600, 599)):
+        stream = io.StringIO()
+        console = Console(stream, clock=clock, every_s=every_s)
+        clock.now += silent_s
+        if every_s == 5:
+            console.spoken()
         console.fill_silence()
-    assert "..." not in stream.getvalue() and len(stream.getvalue().splitlines()) == 12
-
-
-def test_who_asks_for_fewer_lines_gets_them() -> None:
-    stream, clock = io.StringIO(), Clock()
-    console = Console(stream, clock=clock, every_s=600)
-    console.doing("step 1")
-    clock.now += 599
-    console.fill_silence()
-    assert stream.getvalue() == ""
-
-
-def test_what_another_has_shown_is_no_silence() -> None:
-    stream, clock = io.StringIO(), Clock()
-    console = Console(stream, clock=clock)
-    clock.now += 9
-    console.spoken()
-    console.fill_silence()
-    assert stream.getvalue() == ""
+        assert stream.getvalue() == ""
 
 
 def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,57 +141,41 @@ def test_the_thread_that_fills_silences_ends_with_the_run(monkeypatch: pytest.Mo
     assert not [thread for thread in threading.enumerate() if thread.name == "silence"]
 
 
-def test_non_finite_figures_are_shown_as_they_are() -> None:
-    text = format_step(line_of(loss=math.nan, grad_norm=math.inf))
-    assert "loss nan" in text and "grad inf" in text
-
-
 # ---- when and where
 
 
-def test_a_plain_line_every_few_seconds() -> None:
-    stream, clock = io.StringIO(), Clock()
-    console = Console(stream, every_s=5.0, clock=clock)
-    for step in range(1, 13):
-        console.step(line_of(step=step))
-        clock.now += 1
-    assert [line.split()[1] for line in stream.getvalue().splitlines()] == [
-        "1/200", "6/200", "11/200",
-    ]  # fmt: skip
-    console.step(line_of(step=200), force=True)
-    assert stream.getvalue().splitlines()[-1].startswith("step 200/200")
-    assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
+def test_a_plain_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the output is no terminal, or a dumb one."""
+    monkeypatch.setenv("TERM", "dumb")
+    for stream in (io.StringIO(), Terminal()):
+        clock = Clock()
+        console = Console(stream, every_s=5.0, clock=clock)
+        for step in range(1, 13):
+            console.step(line_of(step=step))
+            clock.now += 1
+        shown = [line.split()[1] for line in stream.getvalue().splitlines()]
+        assert shown == ["1/200", "6/200", "11/200"]
+        console.step(line_of(step=200), force=True)
+        assert stream.getvalue().splitlines()[-1].startswith("step 200/200")
+        assert "\r" not in stream.getvalue() and "\x1b" not in stream.getvalue()
 
 
 def test_a_live_line_is_rewritten_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And messages keep it."""
     monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.delenv("TERM", raising=False)
     stream, clock = Terminal(), Clock()
     console = Console(stream, every_s=5.0, clock=clock)
+    console.say("before")
     console.step(LINE)
     console.step(line_of(step=4))  # too early for a terminal, too
     clock.now += 0.2
     console.step(line_of(step=5))
-    shown = stream.getvalue().split("\r\x1b[2K")
-    assert shown == ["", format_step(LINE)[:39], format_step(line_of(step=5))[:39]]
-
-
-def test_a_message_keeps_the_live_line() -> None:
-    stream = Terminal()
-    console = Console(stream)
-    console.say("before")
-    console.step(LINE)
     console.say("after")
     console.end_line()
-    lines = stream.getvalue().split("\n")
-    assert lines[0] == "before" and lines[1].startswith("\r\x1b[2Kstep 3/200")
-    assert lines[2:] == ["after", ""]
-
-
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    Console(stream).step(LINE)
-    assert stream.getvalue() == f"{format_step(LINE)}\n"
+    first, second = format_step(LINE)[:39], format_step(line_of(step=5))[:39]
+    erase = "\r\x1b[2K"
+    assert stream.getvalue() == f"before\n{erase}{first}{erase}{second}\nafter\n"
 
 
 class Gone(io.StringIO):
@@ -247,79 +213,54 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=ascii)
-def test_no_text_plays_with_the_terminal(text: str) -> None:
-    stream = io.StringIO()
-    Console(stream).say(text)
-    assert stream.getvalue()[:-1].isprintable()
+def test_no_text_controls_the_terminal() -> None:
+    for text in HOSTILE:
+        stream = io.StringIO()
+        Console(stream).say(text)
+        assert stream.getvalue()[:-1].isprintable(), ascii(text)
 
 
 # ---- the curve
 
 
-def test_the_curve_of_a_falling_loss() -> None:
-    points = [(step, 8.0 - step) for step in range(1, 8)]
-    assert loss_curve(points, width=7, height=3) == "\n".join(
-        [
-            "   7.000 │█▄",
-            "         │███▅▁",
-            "   1.000 │█████▅▁",
-            "         └───────",
-            "          1     7",
-        ]
-    )
+CURVES: list[tuple[list[tuple[int, float]], int, int, str]] = [
+    (
+        [(step, 8.0 - step) for step in range(1, 8)],
+        *(7, 3),
+        "   7.000 │█▄\n         │███▅▁\n   1.000 │█████▅▁\n         └───────\n          1     7",
+    ),
+    ([(1, 2.0), (100, 1.0)], 10, 2, "   2.000 │█████████\n"),  # gaps are filled from the left
+    ([], 72, 1, "no losses to plot"),
+    ([(1, math.nan), (2, math.inf)], 72, 1, "no losses to plot"),
+    ([(7, 2.5), (8, 2.5)], 72, 1, "   2.500 │▁▁\n         └──\n          7 8"),
+    (
+        [(1, 5e6), (2, math.nan), (3, 5e6)],
+        *(72, 1),
+        "5.00e+06 │▁▁▁\n         └───\n          1 3",
+    ),
+]
 
 
-def test_many_steps_share_a_column_as_their_mean() -> None:
+def test_curves() -> None:
+    for points, width, height, expected in CURVES:
+        assert loss_curve(points, width=width, height=height).startswith(expected)
     points = [(step, 1.0 if step % 2 else 3.0) for step in range(1, 1001)]
-    top, *_, foot = loss_curve([*points, (1001, 4.0), (1002, 4.0)], width=10, height=4).split("\n")
-    assert top.split("│")[0].strip() == "2.040", "the last column: 98 steps of 1 and 3, 2 of 4"
-    assert foot.split() == ["1", "1002"]
-
-
-def test_gaps_between_points_are_filled_from_the_left() -> None:
-    top, *_ = loss_curve([(1, 2.0), (100, 1.0)], width=10, height=2).split("\n")
-    assert top == "   2.000 │█████████"
-
-
-@pytest.mark.parametrize(
-    ("points", "lines"),
-    [
-        ([], ["no losses to plot"]),
-        ([(1, math.nan), (2, math.inf)], ["no losses to plot"]),
-        ([(7, 2.5)], ["   2.500 │▁", "         └─", "          7"]),
-        ([(7, 2.5), (8, 2.5)], ["   2.500 │▁▁", "         └──", "          7 8"]),
-        ([(1, 5e6), (2, math.nan), (3, 5e6)], ["5.00e+06 │▁▁▁", "         └───", "          1 3"]),
-    ],
-    ids=["nothing", "not finite", "one", "flat", "large"],
-)
-def test_odd_curves(points: list[tuple[int, float]], lines: list[str]) -> None:
-    assert loss_curve(points, height=1).split("\n") == lines
+    curve = loss_curve([*points, (1001, 4.0), (1002, 4.0)], width=10, height=4)
+    assert curve.startswith("   2.040 │"), "the last column: 98 steps of 1 and 3, 2 of 4"
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 10**7), st.floats(0, 1e6)), min_size=1),
-    st.integers(1, 100),
-    st.integers(1, 30),
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=300), st.booleans(), st.integers(1, 100)
 )
-def test_every_curve_keeps_its_size(
-    points: list[tuple[int, float]], width: int, height: int
+def test_monotone_losses_give_monotone_columns(
+    losses: list[int], falling: bool, width: int
 ) -> None:
-    *body, axis, _foot = loss_curve(sorted(points), width, height).split("\n")
-    assert len(body) == height
-    assert all(line.index("│") == 9 and len(line) <= 10 + width for line in body)
-    assert len(axis) <= 10 + width
-    bottom = body[-1][10:]
-    assert len(bottom) == len(axis) - 10 and " " not in bottom, "every column has a mark"
-
-
-@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=300), st.booleans())
-def test_monotone_losses_give_monotone_columns(losses: list[int], falling: bool) -> None:
     ordered = sorted(losses, reverse=falling)
-    rows = loss_curve([(i, float(y)) for i, y in enumerate(ordered)], 40, 6).split("\n")[:6]
-    padded = [row[10:].ljust(40) for row in rows]
-    columns = zip(*padded, strict=True)
+    rows = loss_curve([(i, float(y)) for i, y in enumerate(ordered)], width, 6).split("\n")
+    assert all(row.index("│") == 9 and len(row) <= 10 + width for row in rows[:6])
+    assert len(rows) == 8 and len(rows[6]) <= 10 + width
+    columns = zip(*(row[10:].ljust(width) for row in rows[:6]), strict=True)
     heights = [sum(" ▁▂▃▄▅▆▇█".index(cell) for cell in cells) for cells in columns]
-    drawn = heights[: min(40, len(ordered))]
-    assert min(drawn) >= 1
+    drawn = heights[: min(width, len(ordered))]
+    assert min(drawn) >= 1, "every column has a mark"
     assert drawn == sorted(drawn, reverse=falling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,34 +14,30 @@ import pytest
 from offloadtrain_tui import requests
 
 from offloadtrain.events import schema
-from offloadtrain.events.control import Requests
+from offloadtrain.events.control import Request, Requests
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.trainer import AbortedError
 from tests.train.small_job import events_of, run, small_job
 
 
-def test_requests_are_handed_out_once_in_their_order(tmp_path: Path) -> None:
-    inbox = Requests(tmp_path)
-    assert inbox.poll() == []
-    ids = [requests.write(tmp_path, "note", f"{n}") for n in range(3)]
-    assert [(one.id, one.message) for one in inbox.poll()] == [
-        (id, f"{n}") for n, id in enumerate(ids)
-    ]
-    assert inbox.poll() == []
-    assert len(list((tmp_path / "control/done").iterdir())) == 3
-
-
 def test_none_is_missed_however_fast_they_come(tmp_path: Path) -> None:
-    inbox, found = Requests(tmp_path), []
+    """Each is returned once, in their order; a folder that is gone contains none."""
+    inbox, received = Requests(tmp_path), list[Request]()
+    ids: list[str] = []
     writer = threading.Thread(
-        target=lambda: [requests.write(tmp_path, "note", str(n)) for n in range(200)]
+        target=lambda: ids.extend(requests.write(tmp_path, "note", str(n)) for n in range(200))
     )
     writer.start()
     until = time.monotonic() + 120
-    while len(found) < 200 and time.monotonic() < until:
-        found += inbox.poll()
+    while len(received) < 200 and time.monotonic() < until:
+        received += inbox.poll()
     writer.join()
-    assert [one.message for one in found] == [str(n) for n in range(200)]
+    assert [(request.id, request.message) for request in received] == [
+        (ids[n], str(n)) for n in range(200)
+    ]
+    assert len(list((tmp_path / "control/done").iterdir())) == 200
+    shutil.rmtree(tmp_path / "control")
+    assert inbox.poll() == []
 
 
 def test_a_quiet_folder_costs_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,47 +55,34 @@ def put(folder: Path, name: str, data: bytes) -> None:
     (folder / "control" / name).write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"", "cannot be read"),
-        (b"not json", "cannot be read"),
-        (b"[1]", "not a JSON object"),
-        (b'{"action": "rm -rf /"}', "the actions are checkpoint"),
-        (b'{"action": 3}', "the actions are checkpoint"),
-        (b'{"action": "note", "message": "' + b"x" * 70_000 + b'"}', "at most 65,536 are read"),
-        (b"[" * 50_000, "cannot be read"),
-    ],
-)
-def test_what_is_no_request_is_refused(tmp_path: Path, data: bytes, why: str) -> None:
+def test_what_is_no_request_is_refused(tmp_path: Path) -> None:
     inbox = Requests(tmp_path)
-    put(tmp_path, "1-a.json", data)
-    (found,) = inbox.poll()
-    assert why in found.refused
-    assert inbox.poll() == []
-
-
-def test_links_folders_and_pipes_are_refused(tmp_path: Path) -> None:
-    inbox = Requests(tmp_path)
+    for number, (data, why) in enumerate(
+        (
+            (b"", "cannot be read"),
+            (b"not json", "cannot be read"),
+            (b"[1]", "not a JSON object"),
+            (b'{"action": "rm -rf /"}', "the actions are checkpoint"),
+            (b'{"action": 3}', "the actions are checkpoint"),
+            (b'{"action": "note", "message": "' + b"x" * 70_000 + b'"}', "at most 65,536 are read"),
+            (b"[" * 50_000, "cannot be read"),
+        )
+    ):
+        put(tmp_path, f"{number}-a.json", data)
+        (request,) = inbox.poll()
+        assert why in request.refused
     secret = tmp_path / "secret"
     secret.write_text(json.dumps({"action": "abort"}))
     (tmp_path / "control/1-link.json").symlink_to(secret)
     (tmp_path / "control/2-folder.json").mkdir()
     os.mkfifo(tmp_path / "control/3-pipe.json")
-    found = inbox.poll()
-    assert len(found) == 3 and all(one.refused for one in found)
-    assert inbox.poll() == []
-
-
-def test_a_folder_that_is_gone_asks_for_nothing(tmp_path: Path) -> None:
-    inbox = Requests(tmp_path)
-    (tmp_path / "control/done").rmdir()
-    (tmp_path / "control").rmdir()
+    refused = inbox.poll()
+    assert len(refused) == 3 and all(request.refused for request in refused)
     assert inbox.poll() == []
 
 
 def control_events(folder: Path) -> list[tuple[str, str]]:
-    return [(one.action, one.state) for one in events_of(folder, schema.Control)]
+    return [(event.action, event.state) for event in events_of(folder, schema.Control)]
 
 
 @pytest.fixture
@@ -136,7 +120,7 @@ def test_a_run_answers(tmp_path: Path, when_started: list[Callable[[], object]])
         ("stop", "done"),
         ("dance", "refused"),
     ]
-    saved = [one.step for one in events_of(folder, schema.Checkpoint)]
+    saved = [event.step for event in events_of(folder, schema.Checkpoint)]
     assert saved == [1], "asked for after the first step, and not saved twice for the stop"
     assert events_of(folder, schema.RunEnded)[-1].status == "stopped"
 

@@ -34,11 +34,11 @@ def arm(
     real = getattr(owner, inside)
     calls = 0
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def counted(*arguments: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         lanes.left = left if calls == step else lanes.left
-        return real(*given, **named)
+        return real(*arguments, **named)
 
     patch.setattr(owner, inside, counted)
 
@@ -71,43 +71,35 @@ def lose(
         ("step", 30, 8, ()),
     ],
 )
-def test_it_resumes_to_the_bit(
+def test_it_ends_with_74_and_resumes_to_the_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
     inside: str,
     left: int,
     saved: int,
     options: tuple[str, ...],
 ) -> None:
     job = small_job(tmp_path, *options)
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run(job, whole) == 0
-    error = lose(monkeypatch, job, parted, 8, inside, left)
-    assert isinstance(error, DeviceLostError) and f"after step {saved} was saved" in str(error)
-    (told,) = [w for w in events_of(parted, schema.Warning_) if w.code == "emergency-checkpoint"]
-    assert told.step == saved
-    assert checkpoint.step_of(checkpoint.find(parted / "checkpoints")[0]) == saved
-    assert run(job, parted, resume="auto") == 0
+    uninterrupted, path, file = tmp_path / "uninterrupted", tmp_path / "run", tmp_path / "job.toml"
+    file.write_text(jobs.dump(job))
+    assert run(job, uninterrupted) == 0
+    lanes = LosingLanes(SequentialLanes())
+    capsys.readouterr()
+    with monkeypatch.context() as patch, on_lanes(lanes):
+        arm(patch, lanes, 8, inside=inside, left=left)
+        assert main(["train", str(file), "--run-dir", str(path)]) == 74
+    output = capsys.readouterr().err
+    assert "the device failed in step 8" in output and "Traceback" not in output
+    assert f"after step {saved} was saved" in output and f"--resume {path}" in output
+    (warning,) = [w for w in events_of(path, schema.Warning_) if w.code == "emergency-checkpoint"]
+    assert warning.step == saved
+    assert checkpoint.step_of(checkpoint.find(path / "checkpoints")[0]) == saved
+    assert main(["train", str(file), "--resume", str(path)]) == 0
     # The record of a step that was finished without the device is missing: its loss was there.
     missing = {saved} if inside == "step" else set()
-    assert history(parted) == [line for line in history(whole) if line[0] not in missing]
-    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
-
-
-@pytest.mark.slow
-def test_exit_code_74(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, path = tmp_path / "job.toml", tmp_path / "run"
-    file.write_text(jobs.dump(small_job(tmp_path, "train.eval_every=0", "train.steps=3")))
-    lanes = LosingLanes(SequentialLanes())
-    with monkeypatch.context() as patch, on_lanes(lanes):
-        arm(patch, lanes, 2, inside="_accumulate", left=3)
-        assert main(["train", str(file), "--run-dir", str(path)]) == 74
-    err = capsys.readouterr().err
-    assert "the device failed in step 2" in err and "Traceback" not in err
-    assert f"--resume {path}" in err
-    assert main(["train", str(file), "--resume", str(path)]) == 0
+    assert history(path) == [line for line in history(uninterrupted) if line[0] not in missing]
+    assert tensor_hashes(path, 12) == tensor_hashes(uninterrupted, 12)
 
 
 @pytest.mark.slow
@@ -117,11 +109,11 @@ def test_a_full_device_names_its_owners_and_the_keys_to_change(
     job, full = small_job(tmp_path, "train.eval_every=0"), torch.OutOfMemoryError
     first = lose(monkeypatch, job, tmp_path / "first", 1, "_accumulate", 5, error=full)
     assert isinstance(first, DeviceMemoryError), "exit code 4: it does not fit"
-    told = str(first)
-    assert "Largest owners of device memory: working weights" in told
-    assert "train.micro_batch = 2 with train.grad_accum_steps = 4" in told
-    assert 'offload.activation = "recompute"' in told
-    assert "No emergency checkpoint: no step is done yet. There is no checkpoint yet" in told
+    message = str(first)
+    assert "Largest owners of device memory: working weights" in message
+    assert "train.micro_batch = 2 with train.grad_accum_steps = 4" in message
+    assert 'offload.activation = "recompute"' in message
+    assert "No emergency checkpoint: no step is done yet. There is no checkpoint yet" in message
     later = lose(monkeypatch, job, tmp_path / "later", 5, "_accumulate", 5, error=full)
     assert isinstance(later, DeviceLostError) and "Largest owners" in str(later)
 
@@ -166,15 +158,26 @@ def test_what_is_on_the_device_only_comes_from_the_last_checkpoint(
         (("offload.state_on=disk",), r"the state of (\d) of \1 buckets was on the disk"),
         (("offload.state_on={host=0.5,device=0.5}",), "was on the device .offload.state_on."),
         (("offload.sums_on=device",), 'summed on the device .offload.sums_on = "device"'),
+        ((), "the state is in parts on 4 ranks"),
     ],
-    ids=["part on the disk", "disk", "part on the device", "sums"],
+    ids=["part on the disk", "disk", "part on the device", "sums", "ranks"],
 )
 def test_where_no_emergency_checkpoint_can_be_made_the_message_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], why: str
 ) -> None:
-    scratch = (f"offload.scratch_dir={tmp_path}",) if "disk" in options[0] else ()
+    scratch = (f"offload.scratch_dir={tmp_path}",) if "disk" in str(options) else ()
     job = small_job(tmp_path, "train.eval_every=0", *options, *scratch)
-    error = lose(monkeypatch, job, tmp_path / "run", 5, "_accumulate", 9)
+    with monkeypatch.context() as patch:
+        if not options:
+            four = SimpleNamespace(is_single=False, size=4)
+            real = emergency.Emergency.__init__
+
+            def rank_of_four(self: Any, *arguments: Any) -> None:
+                real(self, *arguments)
+                self._ranks = four
+
+            patch.setattr(emergency.Emergency, "__init__", rank_of_four)
+        error = lose(monkeypatch, job, tmp_path / "run", 5, "_accumulate", 9)
     assert isinstance(error, DeviceFailedError)
     problem, refused = str(error).splitlines()
     assert problem.startswith("the device failed in step 5: ")
@@ -182,24 +185,6 @@ def test_where_no_emergency_checkpoint_can_be_made_the_message_says_why(
     assert refused.startswith("No emergency checkpoint: ")
     assert refused.endswith(". The last checkpoint is step-00000003.")
     assert run(job, tmp_path / "run", resume="auto") == 0
-
-
-@pytest.mark.slow
-def test_ranks_that_share_the_state_go_back_to_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = emergency.Emergency.__init__
-
-    def one_of_four(self: Any, *given: Any) -> None:
-        real(self, *given)
-        self._ranks = SimpleNamespace(is_single=False, size=4)
-
-    monkeypatch.setattr(emergency.Emergency, "__init__", one_of_four)
-    job = small_job(tmp_path, "train.eval_every=0")
-    error = lose(monkeypatch, job, tmp_path / "run", 5, "_accumulate", 9)
-    assert isinstance(error, DeviceFailedError)
-    told = str(error).splitlines()[1]
-    assert "the state is in parts on 4 ranks" in told and "step-00000003" in told
 
 
 @pytest.mark.slow
@@ -213,10 +198,13 @@ def test_a_buffer_that_the_failed_step_has_changed_is_refused(
         real(trainer, clock)
 
     monkeypatch.setattr(Trainer, "_accumulate", counted)
-    for on_device, told in ((True, "has changed since"), (False, "has changed the buffer 'seen'")):
+    for on_device, message in (
+        (True, "has changed since"),
+        (False, "has changed the buffer 'seen'"),
+    ):
         monkeypatch.setattr(emergency, "on_device", lambda tensor, lost=on_device: lost)
         path = tmp_path / f"{on_device}"
         job = small_job(tmp_path, "train.eval_every=0")
         error = lose(monkeypatch, job, path, 6, "_accumulate", 5)
-        assert isinstance(error, DeviceFailedError) and told in str(error)
+        assert isinstance(error, DeviceFailedError) and message in str(error)
         assert "The last checkpoint is step-00000003" in str(error)

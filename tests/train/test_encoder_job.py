@@ -4,7 +4,6 @@ planned."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from tests.train.small_job import (
     run,
     small_job,
     tensor_hashes,
-    write_text,
 )
 
 ENCODER = ("model.objective=mlm", "model.vocab_size=257", "data.packing=isolated")
@@ -42,23 +40,23 @@ def test_it_learns_and_goes_on_with_the_same_bits(
     tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = encoder_job(tmp_path, "optim.name=lamb", "optim.max_norm=10", "optim.lr=0.1")
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run(job, whole) == 0
+    uninterrupted, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, uninterrupted) == 0
     stop_after(5)
     assert run(job, parted) == 75
     stop_after(None)
     assert run(job, parted, resume=str(parted)) == 0
-    assert history(parted) == history(whole)
-    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
-    losses = [event.val_loss for event in events_of(whole, schema.Eval)]
+    assert history(parted) == history(uninterrupted)
+    assert tensor_hashes(parted, 12) == tensor_hashes(uninterrupted, 12)
+    losses = [event.val_loss for event in events_of(uninterrupted, schema.Eval)]
     assert losses[-1] < losses[0] - 0.5
 
     (val,) = (tmp_path / "data").rglob("val.bin")
-    assert main(["eval", f"{whole}", "--data", f"{val}", "--device", "cpu"]) == 0
+    assert main(["eval", f"{uninterrupted}", "--data", f"{val}", "--device", "cpu"]) == 0
     assert "loss" in capsys.readouterr().out
-    assert main(["generate", f"{whole}", "--prompt", "1 + "]) == 2
+    assert main(["generate", f"{uninterrupted}", "--prompt", "1 + "]) == 2
     assert "continues no text" in capsys.readouterr().err
-    assert main(["export", f"{whole}", f"{tmp_path}/out"]) == 1
+    assert main(["export", f"{uninterrupted}", f"{tmp_path}/out"]) == 1
     assert "no class of transformers is an encoder" in capsys.readouterr().err
 
 
@@ -93,51 +91,26 @@ def test_offloaded_has_the_bits_of_resident(tmp_path: Path, placed: tuple[str, .
         optimizer.step()
         assert optimizer.grad_norm == resident.norms[-1]
     optimizer.synchronize()
-    for name, kept in optimizer.named_state():
-        assert torch.equal(kept["master"], resident.master(name)), name
+    for name, state in optimizer.named_state():
+        assert torch.equal(state["master"], resident.master(name)), name
     optimizer.close()
 
 
-def by_hand(model: nn.Module, given: Any) -> Tensor:
-    batch, divisor = given
-    assert isinstance(batch, Batch)
-    found: Tensor = model(
+def by_hand(model: nn.Module, item: tuple[Batch, float]) -> Tensor:
+    batch, divisor = item
+    loss: Tensor = model(
         batch.tokens_BT, batch.targets_BT, positions_BT=batch.positions_BT, divisor=divisor
     )
-    return found
+    return loss
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
+def test_impossible_settings_are_refused(tmp_path: Path) -> None:
+    for override, message in (
         ("data.packing=padded", 'data.packing = "padded" does not go with model.objective = "mlm"'),
         ("train.sample_tokens=5", "train.sample_tokens = 5 must be 0 with model.objective"),
         ("model.objective=bert", "model.objective = 'bert' must be one of causal, mlm"),
-    ],
-)
-def test_what_it_cannot_do_is_told(tmp_path: Path, override: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        encoder_job(tmp_path, override)
-
-
-def test_the_mask_token_needs_a_row(tmp_path: Path) -> None:
+    ):
+        with pytest.raises(ConfigError, match=message):
+            encoder_job(tmp_path, override)
     with pytest.raises(ConfigError, match=r"model.vocab_size = 256 must be at least 257: with"):
         assemble(encoder_job(tmp_path, "model.vocab_size=256"))
-
-
-@pytest.mark.slow
-def test_the_shipped_job_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_text(tmp_path)
-    changes = (
-        f"data.source={tmp_path}/text",
-        f"data.cache={tmp_path}/data",
-        f"runs_dir={tmp_path}/runs",
-        "device.kind=cpu",
-        "train.steps=3",
-        "train.micro_batch=2",
-        "train.eval_batches=1",
-    )
-    sets = [part for change in changes for part in ("--set", change)]
-    assert main(["train", "demo_mlm", *sets]) == 0, capsys.readouterr().err
-    found = (tmp_path / "runs" / "latest").resolve()
-    assert [event.step for event in events_of(found, schema.Step)] == [1, 2, 3]

@@ -1,10 +1,13 @@
-"""Runs as folders of transformers: the same logits, tokenizer and refusals."""
+"""Runs as folders of transformers: the same logits, tokenizer, text and losses, and refusals."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -20,14 +24,19 @@ from torch.nn.functional import linear as linear_of
 from offloadtrain.cli.main import main
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.convert import torch_export
-from offloadtrain.integrations import export
+from offloadtrain.data.tokens import TokenFile
+from offloadtrain.events import schema
+from offloadtrain.integrations import causal_lm, export
+from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
 from offloadtrain.model.experts import MixtureOfExperts
+from offloadtrain.model.language_model import Sampling
 from offloadtrain.model.layers import RotaryTables
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.train.checkpoint import restore, save
-from offloadtrain.train.trained_model import open_saved
-from tests.train.small_job import run, small_job
+from offloadtrain.train.trained_model import language_model, open_saved
+from tests.data.tiny import write_tokens
+from tests.train.small_job import events_of, run, small_job
 
 SMALL = ModelShape(vocab_size=97, num_layers=2, d_model=32, num_heads=4, max_seq_len=24)
 GPT2 = replace(SMALL, positions="learned", norm="layernorm", mlp="gelu", bias=True)
@@ -66,14 +75,13 @@ def named(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 def as_transformers(model: Transformer) -> Any:
-    found = type(empty_model(model.shape, end_of_document=None))(
-        empty_model(model.shape, end_of_document=None).config
-    )
+    empty = empty_model(model.shape, end_of_document=None)
+    converted = type(empty)(empty.config)
     weights = dict(renamed(model.shape, named(model)))
-    lacking = found.load_state_dict(weights, strict=False)
+    lacking = converted.load_state_dict(weights, strict=False)
     ties = {"lm_head.weight"} if model.shape.tie_embeddings else set()
     assert set(lacking.missing_keys) == ties and not lacking.unexpected_keys
-    return found.eval()
+    return converted.eval()
 
 
 def divide_products(model: Transformer) -> None:
@@ -91,37 +99,33 @@ def divide_products(model: Transformer) -> None:
 
 
 def in_parts(rows: list[int]) -> Callable[[Any, Any, Any], Tensor]:
-    def recomputed(linear: Any, given: Any, _: Any) -> Tensor:
+    def recomputed(linear: Any, inputs: Any, _: Any) -> Tensor:
         biases = [None] * len(rows) if linear.bias is None else linear.bias.split(rows)
         parts = zip(linear.weight.split(rows), biases, strict=True)
-        return torch.cat([linear_of(given[0], *part) for part in parts], dim=-1)
+        return torch.cat([linear_of(inputs[0], *part) for part in parts], dim=-1)
 
     return recomputed
 
 
-@pytest.mark.parametrize("name", SHAPES)
 @torch.no_grad()
-def test_the_class_gives_the_same_logits(name: str) -> None:
+def test_the_class_gives_the_same_logits() -> None:
     """To the bit, once rotary angles are those of the class, which rounds them to fp32, and each of
     its products is one; with ours, angles in fp64, the largest difference is 1e-6 of the largest
     logit."""
-    model = drawn(SHAPES[name])
     tokens_BT = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
-    other = as_transformers(model)
-    own, expected = model(tokens_BT), other(tokens_BT).logits
-    assert (own - expected).abs().max() <= 1e-6 * own.abs().max()
-    if isinstance(model.positions, RotaryTables):
-        cos_1TH, sin_1TH = other.model.rotary_emb(own, torch.arange(24)[None])
-        model.positions.cos_TP, model.positions.sin_TP = (
-            table[0].chunk(2, dim=-1)[0] for table in (cos_1TH, sin_1TH)
-        )
-    if class_name(model.shape) != "GPT2":
-        divide_products(model)
-    assert torch.equal(model(tokens_BT), expected)
-
-
-def test_every_size_has_a_class() -> None:
-    assert {class_name(shape) for shape in SIZES.values()} == {"Llama", "GPT2"}
+    for name, shape in SHAPES.items():
+        model = drawn(shape)
+        other = as_transformers(model)
+        logits, expected = model(tokens_BT), other(tokens_BT).logits
+        assert (logits - expected).abs().max() <= 1e-6 * logits.abs().max(), name
+        if isinstance(model.positions, RotaryTables):
+            cos_1TH, sin_1TH = other.model.rotary_emb(logits, torch.arange(24)[None])
+            model.positions.cos_TP, model.positions.sin_TP = (
+                table[0].chunk(2, dim=-1)[0] for table in (cos_1TH, sin_1TH)
+            )
+        if class_name(model.shape) != "GPT2":
+            divide_products(model)
+        assert torch.equal(model(tokens_BT), expected), name
 
 
 REFUSED = {
@@ -134,16 +138,49 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param(what, marks=[pytest.mark.slow] if shape.bias and shape.num_experts else [])
-        for what, shape in REFUSED.items()
-    ],
-)
-def test_a_shape_without_a_class_is_refused_by_name(what: str) -> None:
-    with pytest.raises(NoClassError, match=what):
-        class_name(REFUSED[what])
+def test_a_shape_without_a_class_is_refused_by_name() -> None:
+    assert {class_name(shape) for shape in SIZES.values()} == {"Llama", "GPT2"}
+    for message, shape in REFUSED.items():
+        with pytest.raises(NoClassError, match=message):
+            class_name(shape)
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> None:
+    """Its folder has the names of Mixtral's published checkpoints, and its masters."""
+    settings = (
+        "model.num_experts=4",
+        "model.dropout=0",
+        "train.steps=2",
+        "train.grad_accum_steps=1",
+    )
+    path, out = tmp_path / "run", tmp_path / "out"
+    assert run(small_job(tmp_path, *settings), path) == 0
+    assert run(small_job(tmp_path, *settings, "train.steps=4"), path, resume="auto") == 0
+    assert main(["export", str(path), str(out), "--dtype", "fp32"]) == 0
+    with safe_open(out / "model.safetensors", "pt") as saved:
+        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved.keys()
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    run_of = open_saved(path)
+    masters = dict(renamed(run_of.job.model, run_of.weights()))
+    assert model.state_dict().keys() == masters.keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, masters[name]), name
+
+
+def test_what_cannot_be_exported_is_refused(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["export", str(trained_run), str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "neither a run folder" in capsys.readouterr().err
+    (tmp_path / "checkpoints").mkdir()
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "has no checkpoint yet" in capsys.readouterr().err
 
 
 def test_a_run_becomes_a_folder_of_transformers(
@@ -154,8 +191,8 @@ def test_a_run_becomes_a_folder_of_transformers(
     for number, source in enumerate((trained_run, newest)):
         out = tmp_path / f"out-{number}"
         assert main(["export", str(source), str(out), "--dtype", "fp32"]) == 0
-        told = capsys.readouterr()
-        assert told.out == f"{out}\n" and "step-00000003 as LlamaForCausalLM" in told.err
+        output = capsys.readouterr()
+        assert output.out == f"{out}\n" and "step-00000003 as LlamaForCausalLM" in output.err
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     saved = open_saved(trained_run)
     masters = dict(renamed(saved.job.model, saved.weights()))
@@ -169,84 +206,45 @@ def test_a_run_becomes_a_folder_of_transformers(
     assert model.generation_config.eos_token_id == 0
 
 
-@pytest.mark.slow
-def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> None:
-    """Its folder has the names of Mixtral's published checkpoints, and its masters."""
-    asked = ("model.num_experts=4", "model.dropout=0", "train.steps=2", "train.grad_accum_steps=1")
-    path, out = tmp_path / "run", tmp_path / "out"
-    assert run(small_job(tmp_path, *asked), path) == 0
-    assert run(small_job(tmp_path, *asked, "train.steps=4"), path, resume="auto") == 0
-    assert main(["export", str(path), str(out), "--dtype", "fp32"]) == 0
-    with safe_open(out / "model.safetensors", "pt") as saved:
-        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved.keys()
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert type(model).__name__ == "MixtralForCausalLM"
-    run_of = open_saved(path)
-    masters = dict(renamed(run_of.job.model, run_of.weights()))
-    assert model.state_dict().keys() == masters.keys()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, masters[name]), name
-
-
-def test_a_folder_with_something_in_it_is_left_alone(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    assert main(["export", str(trained_run), str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_a_disk_that_refuses_is_one_line(
     trained_run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    code: int,
 ) -> None:
-    """safetensors has an error of its own, which holds the system's number."""
+    """safetensors has an error of its own, which contains the system's number."""
+    for code in (errno.ENOSPC, errno.EROFS):
 
-    def refuse(*given: Any, **more: Any) -> None:
-        reason = f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
-        raise SafetensorError(reason)
+        def refuse(*_: Any, code: int = code, **__: Any) -> None:
+            reason = f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
+            raise SafetensorError(reason)
 
-    monkeypatch.setattr(export, "save_file", refuse)
-    assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and os.strerror(code) in said[0], said
-    assert list(tmp_path.iterdir()) == []
+        monkeypatch.setattr(export, "save_file", refuse)
+        assert main(["export", str(trained_run), str(tmp_path / "out")]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert os.strerror(code) in line
+        assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_no_half_of_a_folder(
     trained_run: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
 ) -> None:
-    before = signal.getsignal(number)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        before = signal.getsignal(number)
 
-    def interrupted(*given: Any, **more: Any) -> None:
-        os.kill(os.getpid(), number)
+        def interrupted(*_: Any, number: int = number, **__: Any) -> None:
+            os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(export, "save_file", interrupted)
-    monkeypatch.setattr(torch_export, "_fill", interrupted)
-    for command in (["export"], ["convert", "--to", "torch"]):
-        assert main([*command, str(trained_run), str(tmp_path / "out")]) == 1
-        said = capsys.readouterr().err
-        assert said == "interrupted\n"
-        assert list(tmp_path.iterdir()) == []
-    assert signal.getsignal(number) == before
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "neither a run folder" in capsys.readouterr().err
-    (tmp_path / "checkpoints").mkdir()
-    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
-    assert "has no checkpoint yet" in capsys.readouterr().err
+        monkeypatch.setattr(export, "save_file", interrupted)
+        monkeypatch.setattr(torch_export, "_fill", interrupted)
+        for command in (["export"], ["convert", "--to", "torch"]):
+            assert main([*command, str(trained_run), str(tmp_path / "out")]) == 1
+            assert capsys.readouterr().err == "interrupted\n"
+            assert list(tmp_path.iterdir()) == []
+        assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("state", ["int8", pytest.param("split16", marks=pytest.mark.slow)])
@@ -265,7 +263,208 @@ def test_saved_weights_are_the_masters(
     monkeypatch.setattr(restore, "_DECODED", 256)
     job = small_job(tmp_path, "train.steps=2", "train.eval_every=0", f"offload.state={state}")
     assert run(job, tmp_path / "run") == 0
-    found = dict(open_saved(tmp_path / "run").weights())
-    assert found.keys() == masters.keys()
+    saved_weights = dict(open_saved(tmp_path / "run").weights())
+    assert saved_weights.keys() == masters.keys()
     for name, master in masters.items():
-        assert torch.equal(found[name], master) and found[name].dtype == torch.float32, name
+        assert (
+            torch.equal(saved_weights[name], master) and saved_weights[name].dtype == torch.float32
+        ), name
+
+
+# ---- text and losses of trained models
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="session")
+def exported(trained_run: Path) -> Path:
+    """In the precision of the run, so that the weights are the run's."""
+    out = trained_run.parent / "exported"
+    assert main(["export", str(trained_run), str(out), "--dtype", "bf16"]) == 0
+    return out
+
+
+@pytest.fixture
+def val(trained_run: Path) -> Path:
+    (path,) = (trained_run.parent / "data").rglob("val.bin")
+    return path
+
+
+def printed(capsys: Captured, *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+# ---- eval
+
+
+def test_a_run_has_the_loss_of_its_own_validation(
+    trained_run: Path, val: Path, capsys: Captured
+) -> None:
+    logged = events_of(trained_run, schema.Eval)[-1]
+    count = (len(TokenFile(val)) - 1) // 32 // 4 * 4 * 32  # of whole microbatches of 4
+    options = ("--data", val, "--micro-batch", 4, "--max-tokens", count)
+    result = json.loads(printed(capsys, "eval", trained_run, *options, "--json"))
+    assert result["tokens"] == logged.tokens == count
+    assert result["loss"] == pytest.approx(logged.val_loss, rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(result["loss"]))
+
+
+@pytest.mark.slow
+def test_a_head_that_is_tied_to_the_embedding(tmp_path: Path, capsys: Captured) -> None:
+    """As GPT-2's: a run has no weight of its own for it."""
+    shape = ("model.tie_embeddings=true", "offload.state=split16", "train.steps=3")
+    job = small_job(tmp_path, *shape, "train.eval_every=3", "train.eval_batches=4")
+    assert run(job, tmp_path / "run") == 0
+    saved = open_saved(tmp_path / "run")
+    module = language_model(saved, torch.device("cpu")).module
+    assert isinstance(module, Transformer)
+    assert module.head.weight is module.embedding.weight
+    masters = dict(saved.weights(working=True))
+    assert torch.equal(module.head.weight, masters["embedding.weight"].bfloat16())
+    (val,) = (tmp_path / "data").rglob("val.bin")
+    tokens = events_of(tmp_path / "run", schema.Eval)[-1].tokens
+    options = ("--data", val, "--micro-batch", 4, "--max-tokens", tokens)
+    result = json.loads(printed(capsys, "eval", tmp_path / "run", *options, "--json"))
+    assert 4.0 < result["loss"] < 6.0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    sampling = ("--prompt", "1 + 1 =", "--max-tokens", 16, "--temperature", 0)
+    text = printed(capsys, "generate", tmp_path / "run", *sampling)
+    assert text == printed(capsys, "generate", tmp_path / "out", *sampling)
+
+
+def test_the_loss_is_the_mean_over_all_tokens(
+    exported: Path, val: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    """Also where the last batch is smaller, for a run's weights and for its export."""
+    tokens = TokenFile(val).tokens[: 5 * 16 + 9]
+    write_tokens(tmp_path / "few.bin", [tokens], vocab_size=256, tokenizer="bytes")
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    window_BS = torch.stack([torch.from_numpy(tokens[i : i + 17].astype(int)) for i in (0, 16, 32)])
+    rest_BS = torch.stack([torch.from_numpy(tokens[i : i + 17].astype(int)) for i in (48, 64)])
+    all_BS = torch.cat((window_BS, rest_BS))
+    with torch.no_grad():
+        logits = model(all_BS[:, :-1]).logits.float()
+    expected = F.cross_entropy(logits.flatten(0, 1), all_BS[:, 1:].flatten()).item()
+    options = ("--data", tmp_path / "few.bin", "--seq-len", 16, "--micro-batch", 3)
+    result = json.loads(printed(capsys, "eval", exported, *options, "--json"))
+    assert result["tokens"] == 80 and result["loss"] == pytest.approx(expected, rel=1e-4)
+    output = printed(capsys, "eval", exported, *options, "--max-tokens", 20)
+    assert output.startswith("loss ") and output.endswith(", 32 tokens\n")
+
+
+def test_other_tokens_than_the_models_are_refused(
+    trained_run: Path, exported: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    pieces = [torch.arange(100).numpy()]
+    write_tokens(tmp_path / "wide.bin", pieces, vocab_size=300, tokenizer="bytes")
+    write_tokens(tmp_path / "other.bin", pieces, vocab_size=256, tokenizer="another")
+    write_tokens(tmp_path / "own.bin", pieces, vocab_size=256, tokenizer="bytes")
+    for source, data, more, message in (
+        (exported, "wide.bin", (), "a vocabulary of 300"),
+        (trained_run, "other.bin", (), "prepared with the tokenizer another"),
+        (trained_run, "own.bin", ("--seq-len", "64"), "longest sequence, 32"),
+        (tmp_path, "own.bin", (), "neither a run folder or a checkpoint, nor a folder"),
+    ):
+        assert main(["eval", str(source), "--data", str(tmp_path / data), *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+# ---- generate
+
+
+def test_a_run_and_its_export_continue_alike(
+    trained_run: Path, exported: Path, capsys: Captured
+) -> None:
+    """Greedily: each draws from its own generator. 7 + 24 tokens fit the model's 32."""
+    options = ("--prompt", "1 + 1 =", "--max-tokens", 24, "--temperature", 0)
+    text = printed(capsys, "generate", trained_run, *options)
+    assert text.startswith("1 + 1 =")
+    assert printed(capsys, "generate", exported, *options) == text
+
+
+def test_a_seed_gives_a_text(exported: Path, capsys: Captured) -> None:
+    """Which leaves generators and mode as they are, and ends at the model's longest sequence."""
+    options = ("--prompt", "1 + ", "--max-tokens", 16, "--top-k", 40, "--top-p", 0.95)
+    texts = [printed(capsys, "generate", exported, *options, "--seed", seed) for seed in (3, 3, 4)]
+    assert texts[0] == texts[1] != texts[2]
+    model = causal_lm.load(exported, torch.device("cpu"))
+    model.module.train()
+    before = torch.get_rng_state()
+    model.generate(torch.tensor([[1, 2]]), 3, Sampling(seed=5))
+    assert torch.equal(torch.get_rng_state(), before) and model.module.training
+    model.module.generation_config.eos_token_id = None
+    assert model.generate(torch.tensor([[1, 2]]), 100, Sampling(seed=5)).shape == (1, 32)
+    with pytest.raises(CausalLmError, match=r"prompt has 32 tokens, and .* has 32"):
+        model.generate(torch.ones(1, 32, dtype=torch.int64), 1, Sampling())
+
+
+def test_what_has_no_text_is_refused(exported: Path, tmp_path: Path, capsys: Captured) -> None:
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    (tmp_path / "config.json").write_text((exported / "config.json").read_text())
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert "is no causal language model" in capsys.readouterr().err
+    weights = (exported / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert "has no tokenizer that can be loaded" in capsys.readouterr().err
+
+
+def test_without_transformers_it_says_what_to_install(
+    trained_run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for arguments in (
+        ["export", str(trained_run), str(trained_run.parent / "never")],
+        ["generate", str(exported), "--prompt", "a"],
+    ):
+        assert main(arguments) == 2
+        assert "pip install 'offloadtrain[hf]'" in capsys.readouterr().err
+
+
+# ---- the loss of models of transformers
+
+
+def tiny(name: str, **more: Any) -> Any:
+    config = transformers.AutoConfig.for_model(
+        name,
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        **more,
+    )
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("llama", {}),
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.5}),
+    ],
+)
+def test_the_loss_is_the_models_own(name: str, more: dict[str, Any]) -> None:
+    model = tiny(name, **more).train()
+    window_BS = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(0))
+    tokens_BT, targets_BT = window_BS[:, :-1], window_BS[:, 1:].contiguous()
+    expected = model(tokens_BT, labels=tokens_BT, shift_labels=targets_BT).loss
+    loss = CausalLm.of(model).loss(tokens_BT, targets_BT)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    own_grads = torch.autograd.grad(expected, list(model.parameters()))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    for grad, other in zip(grads, own_grads, strict=True):
+        torch.testing.assert_close(grad, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_of_another_kind_is_refused() -> None:
+    model = tiny("llama")
+    model.loss_type = "ForMaskedLM"
+    with pytest.raises(CausalLmError, match="a loss of kind ForMaskedLM"):
+        CausalLm.of(model)

@@ -17,6 +17,7 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.report import hidden_above, text
 from offloadtrain.plan.search.suggest import settled
 from offloadtrain.plan.times import compute_seconds
+from offloadtrain.plan.tracing.tracer import ShapeTrace
 from offloadtrain.train.build import assemble, needed_trace
 from offloadtrain.train.losses import loss_divisor, loss_of
 from tests.train.conftest import StopAfter
@@ -29,15 +30,15 @@ SAVED = ("offload.activation=offload_saved", "offload.offload_saved_above=1024")
 def test_it_trains_and_goes_on_with_the_bits_of_kept_activations(
     tmp_path: Path, stop_after: StopAfter
 ) -> None:
-    kept, moved = tmp_path / "kept", tmp_path / "moved"
-    assert run(small_job(tmp_path), kept) == 0
+    keeping, moved = tmp_path / "kept", tmp_path / "moved"
+    assert run(small_job(tmp_path), keeping) == 0
     job = small_job(tmp_path, *SAVED, "offload.working=host")
     stop_after(5)
     assert run(job, moved) == 75
     stop_after(None)
     assert run(job, moved, resume=str(moved)) == 0
-    assert history(moved) == history(kept)
-    assert tensor_hashes(moved, 12) == tensor_hashes(kept, 12)
+    assert history(moved) == history(keeping)
+    assert tensor_hashes(moved, 12) == tensor_hashes(keeping, 12)
 
 
 @pytest.mark.parametrize(
@@ -92,25 +93,30 @@ def of_gpu(*overrides: str) -> Config:
     return jobs.loads(JOB, "job.toml", overrides)
 
 
+TRACE = ShapeTrace(on_cpu=False)
+"""Of the model, whatever is moved; each shape is traced once."""
+
+
 def planned(above: str, machine: Machine) -> Plan:
     job = of_gpu(SAVED[0], f"offload.offload_saved_above={above}")
-    trace = needed_trace(job, machine, 1)
-    return make(settled(job, "h100", machine, 1, trace), "h100", machine, 1, trace)
+    return make(settled(job, "h100", machine, 1, TRACE), "h100", machine, 1, TRACE)
 
 
 def test_smaller_memory_stays_on_the_device() -> None:
     """What is planned for a GPU: the more is moved, the less stays; all of it is one or the
-    other's."""
+    other's. Without a trace there is no plan."""
     machine = find("h100")[1]
     plans = [planned(above, machine) for above in ("16 MiB", "4 MiB", "0 B")]
     moved = [sum(plan.placed.block_inputs) for plan in plans]
     stays = [plan.activations.total for plan in plans]
     assert moved == sorted(set(moved)) and stays == sorted(set(stays), reverse=True)
     assert all(min(plan.placed.block_inputs) >= 4 << 20 for plan in plans[:2])
-    kept = make(of_gpu(), "h100", machine)
-    assert needed_trace(kept.job, machine, 1) is None
+    keeping = make(of_gpu(), "h100", machine)
+    assert needed_trace(keeping.job, machine, 1) is None
     # But for what is in flight, and the loss, which is not saved.
-    assert kept.activations.total < moved[-1] + stays[-1] < 1.6 * kept.activations.total
+    assert keeping.activations.total < moved[-1] + stays[-1] < 1.6 * keeping.activations.total
+    with pytest.raises(PlanError, match="known from a trace of the model"):
+        make(of_gpu(*SAVED), *find("h100"))
 
 
 def test_the_plan_tells_what_compute_hides() -> None:
@@ -131,20 +137,16 @@ def test_the_plan_tells_what_compute_hides() -> None:
     assert "none has 10.0 GiB, so nothing moves" in text(nothing)
 
 
-def test_without_a_trace_there_is_no_plan() -> None:
-    with pytest.raises(PlanError, match="known from a trace of the model"):
-        make(of_gpu(*SAVED), *find("h100"))
-
-
+@pytest.mark.slow
 def test_commands_plan_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "job.toml"
     path.write_text(JOB)
-    sets = [part for one in SAVED for part in ("--set", one)]
+    sets = [part for override in SAVED for part in ("--set", override)]
     assert main(["plan", f"{path}", "--machine", "h100", "--why", *sets]) == 0
     assert "saved tensors" in capsys.readouterr().out
     on_cpu = ["--set", "device.kind=cpu", "--set", "train.micro_batch=1"]
     assert main(["train", f"{path}", "--dry-run", *sets, *on_cpu]) == 0
-    told = "".join(capsys.readouterr())
-    assert "as planned" in told and "saved tensors" in told
+    output = "".join(capsys.readouterr())
+    assert "as planned" in output and "saved tensors" in output
     assert main(["plan", f"{path}", "--machine", "h100", "--sweep", "gpus=1,2", *sets]) == 4
     assert "known from a trace of the model" in capsys.readouterr().err

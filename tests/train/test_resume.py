@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.job import Config
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaler
+from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
 from offloadtrain.train import saved_state
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.trainer import Trainer
 from tests.numerics.test_compiled_blocks import generates
 from tests.train.conftest import StopAfter
@@ -24,31 +28,43 @@ from tests.train.small_job import events_of, history, run, small_job, tensor_has
 
 
 @pytest.mark.parametrize(
-    "precision", ["fp16", *(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "fp32"))]
+    "precision",
+    ["fp16", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("bf16", "fp32"))],
 )
 def test_resume_is_bit_exact(
     tmp_path: Path, stop_after: StopAfter, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
+    """Also behind the last step, and from a damaged checkpoint, which is set aside."""
     fast = partial(LossScaler, scale=64.0, growth_interval=3)  # grows within the test
     monkeypatch.setattr("offloadtrain.engine.step_report.LossScaler", fast)
     job = small_job(tmp_path, f"offload.precision={precision}")
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run(job, whole) == 0
+    uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
+    assert run(job, uninterrupted) == 0
     for already, limit in ((0, 1), (1, 4), (5, 2)):
         stop_after(limit)
         assert run(job, parted, resume="auto" if already == 0 else str(parted)) == 75
     stop_after(None)
     assert run(job, parted, resume=str(parted)) == 0
 
-    assert history(parted) == history(whole)
-    scales = {e.loss_scale for e in events_of(whole, schema.Step)}
+    assert_same_run(parted, uninterrupted)
+    scales = {e.loss_scale for e in events_of(uninterrupted, schema.Step)}
     assert scales == ({64.0, 128.0, 256.0, 512.0} if precision == "fp16" else {None})
     assert [e.step for e in events_of(parted, schema.Step)] == list(range(1, 13))
-    evaluated = [[(e.step, e.val_loss) for e in events_of(p, schema.Eval)] for p in (whole, parted)]
+    evaluated = [
+        [(e.step, e.val_loss) for e in events_of(path, schema.Eval)]
+        for path in (uninterrupted, parted)
+    ]
     assert evaluated[0] == evaluated[1] and len(evaluated[0]) == 4
-    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+    longer = small_job(tmp_path, f"offload.precision={precision}", "train.steps=13")
+    assert run(longer, parted, resume=str(parted)) == 0
     starts = [e.start_step for e in events_of(parted, schema.RunStarted)]
-    assert starts == [0, 1, 5, 7]
+    assert starts == [0, 1, 5, 7, 12]
+
+
+def assert_same_run(path: Path, expected: Path) -> None:
+    """All steps and the final tensors, to the bit."""
+    assert history(path) == history(expected)
+    assert tensor_hashes(path, 12) == tensor_hashes(expected, 12)
 
 
 SKIPS = [
@@ -59,80 +75,68 @@ SKIPS = [
 
 
 @pytest.mark.slow
-@pytest.mark.draws(0.5)
 @pytest.mark.parametrize(
     ("overrides", "limits"),
     [
-        (["offload.working=host", "offload.activation=offload"], (1, 4, 2)),
-        pytest.param(
-            ["offload.update=speculative", "offload.state=int8", "offload.clip_norm=0.3"],
-            (1, 4, 2),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["offload.clip_norm=0", "offload.skip_nonfinite=false"],
-            (1, 4, 2),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["optim.name=muon", "optim.lr=0.02", "offload.state=split16", "offload.clip_norm=0.3"],
-            (1, 4, 2),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["offload.update=delayed", "offload.warmup_steps=2"],
-            (1, 4, 2),
-            marks=pytest.mark.slow,
-        ),
+        (["offload.update=speculative", "offload.state=int8", "offload.clip_norm=0.3"], (1, 4)),
+        (["optim.name=muon", "optim.lr=0.02", "offload.state=split16"], (4, 3)),
         (["offload.update=delayed", "offload.working=host", "offload.state=split16"], (4, 3)),
         pytest.param(
             ["offload.compile_blocks=true", "offload.working=host", "offload.activation=recompute"],
-            (1, 4, 2),
+            (4, 2),
             marks=[pytest.mark.filterwarnings("ignore"), generates],  # torch warns of torch
         ),
-        pytest.param(SKIPS, (1, 4, 2), marks=pytest.mark.slow),
-        pytest.param([*SKIPS, "offload.state=int8"], (4, 3), marks=pytest.mark.slow),
+        ([*SKIPS, "offload.state=int8"], (4, 3)),
     ],
 )
 def test_every_mode_and_placement_resumes(
     tmp_path: Path, stop_after: StopAfter, overrides: list[str], limits: tuple[int, ...]
 ) -> None:
     job = small_job(tmp_path, *overrides)
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run(job, whole) == 0
+    uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
+    assert run(job, uninterrupted) == 0
     for number, limit in enumerate(limits):
         stop_after(limit)
         assert run(job, parted, resume="auto" if number == 0 else str(parted)) == 75
     stop_after(None)
     assert run(job, parted, resume=str(parted)) == 0
-    assert history(parted) == history(whole)
-    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
-    of_experts = [read_steps(path) for path in (whole, parted)]
+    assert_same_run(parted, uninterrupted)
+    of_experts = [read_steps(path) for path in (uninterrupted, parted)]
     assert of_experts[0] == of_experts[1] and (len(of_experts[0]) > 4) == (SKIPS[0] in overrides)
 
 
 def read_steps(path: Path) -> set[int]:
-    """The steps of experts that the last checkpoint knows."""
-    found = checkpoint.verify(checkpoint.find(path / "checkpoints")[0])
-    steps = found.state["optimizer"].get("expert_steps", {})
-    return {step for one in steps.values() for step in one}
+    """Return the steps of experts in the last checkpoint."""
+    last = checkpoint.verify(checkpoint.find(path / "checkpoints")[0])
+    steps = last.state["optimizer"].get("expert_steps", {})
+    return {step for of_parameter in steps.values() for step in of_parameter}
 
 
-@pytest.mark.slow
-def test_killed_between_checkpoints_goes_on_from_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_killed_between_checkpoints_goes_on_from_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The steps after the checkpoint are done again, with the same losses."""
+    """The steps after it are done again, with the same losses. A damaged checkpoint is set aside,
+    and without a good one it is an error."""
     job = small_job(tmp_path)
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run(job, whole) == 0
+    uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
+    assert run(job, uninterrupted) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_between_steps", _crash_after(5))
+        patch.setattr(Trainer, "_between_steps", _crash_after(8))
         with pytest.raises(RuntimeError, match="crash"):
             run(job, parted)
+    damaged = parted / "checkpoints" / "step-00000006" / "state.json"
+    damaged.write_text(damaged.read_text().replace("0", "1", 1))
     assert run(job, parted, resume="auto") == 0
-    assert sorted(set(history(parted))) == history(whole)
-    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+    assert sorted(set(history(parted))) == history(uninterrupted)
+    assert tensor_hashes(parted, 12) == tensor_hashes(uninterrupted, 12)
+    assert [w.code for w in events_of(parted, schema.Warning_)] == ["checkpoint-damaged"]
+    assert "state.json has changed" in capsys.readouterr().err
+    checkpoints = parted / "checkpoints"
+    assert len(list(checkpoints.glob("damaged-step-00000006-*"))) == 1
+    for saved in checkpoint.find(checkpoints):
+        (saved / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        run(small_job(tmp_path, "train.steps=13"), parted, resume="auto")
 
 
 def _crash_after(step: int) -> Callable[[Trainer], None]:
@@ -144,25 +148,6 @@ def _crash_after(step: int) -> Callable[[Trainer], None]:
         real(self)
 
     return between_steps
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_set_aside(
-    tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = small_job(tmp_path)
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run(job, whole) == 0
-    stop_after(7)
-    assert run(job, parted) == 75
-    state = parted / "checkpoints" / "step-00000007" / "state.json"
-    state.write_text(state.read_text().replace("0", "1", 1))
-    stop_after(None)
-    assert run(job, parted, resume="auto") == 0
-    warnings = events_of(parted, schema.Warning_)
-    assert [w.code for w in warnings] == ["checkpoint-damaged"]
-    assert "state.json has changed" in capsys.readouterr().err
-    assert len(list((parted / "checkpoints").glob("damaged-step-00000007-*"))) == 1
-    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
 
 
 def test_all_random_states_come_back() -> None:
@@ -202,10 +187,10 @@ def test_a_precision_that_was_measured_is_kept(
         monkeypatch.setattr("offloadtrain.runtime.device.cpu_bf16_speedup", lambda x=speedup: x)
         stop_after(limit)
         assert run(job, path, resume="auto") == (75 if limit else 0)
-    told = [start.plan for start in events_of(path, schema.RunStarted)]
+    plans = [start.plan for start in events_of(path, schema.RunStarted)]
     precision = "bf16" if before > 1 else "fp32"
-    assert [plan["precision"] for plan in told] == [precision] * 2
-    assert told[1]["why"] == "as before"
+    assert [plan["precision"] for plan in plans] == [precision] * 2
+    assert plans[1]["why"] == "as before"
 
 
 @pytest.fixture
@@ -237,24 +222,75 @@ def test_torch_s_threads_are_kept(
     torch_threads(3)
     stop_after(None)
     assert run(small_job(tmp_path, "train.steps=4", *overrides), path, resume="auto") == 0
-    told = [start.plan["threads"] for start in events_of(path, schema.RunStarted)]
-    assert told == [1, threads] and torch.get_num_threads() == threads
+    numbers = [start.plan["threads"] for start in events_of(path, schema.RunStarted)]
+    assert numbers == [1, threads] and torch.get_num_threads() == threads
     warnings = [e for e in events_of(path, schema.Warning_) if e.code != "job-changed"]
     assert [warning.code for warning in warnings] == codes
     assert all("1 threads" in w.message and "2 now" in w.message for w in warnings)
 
 
-def test_training_on_after_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    assert run(small_job(tmp_path), path) == 0
-    assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
-    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 15))
+# ---- a run folder that has lost a part
+
+PARTS = ("events", "events/rank000.jsonl", "events/rank000.ring", "run.json", "job.toml",
+         "resolved.toml", "lock", "control")  # fmt: skip
 
 
-def test_nothing_good_is_an_error(tmp_path: Path, stop_after: StopAfter) -> None:
-    path = tmp_path / "run"
-    stop_after(2)
-    assert run(small_job(tmp_path), path) == 75
-    (path / "checkpoints" / "step-00000002" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="no valid checkpoint"):
-        run(small_job(tmp_path), path, resume="auto")
+@pytest.fixture(scope="module")
+def job_and_hashes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, dict[str, str]]:
+    """A job, and the hashes of its final tensors after a run without interruption."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    job = small_job(folder)
+    assert run(job, folder / "run") == 0
+    return job, tensor_hashes(folder / "run", 12)
+
+
+def test_a_stopped_run_without_one_of_its_parts_resumes_with_the_same_bits(
+    tmp_path: Path, stop_after: StopAfter, job_and_hashes: tuple[Config, dict[str, str]]
+) -> None:
+    job, expected = job_and_hashes
+    stop_after(7)
+    assert run(job, tmp_path / "stopped") == 75
+    stop_after(None)
+    for number, part in enumerate(PARTS):
+        folder = Path(shutil.copytree(tmp_path / "stopped", tmp_path / f"{number}"))
+        _remove(folder / part)
+        assert run(job, folder, resume=str(folder)) == 0
+        assert tensor_hashes(folder, 12) == expected, part
+        assert [step for step, *_ in history(folder)][-5:] == [8, 9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("part", ["events", "events/rank000.jsonl"])
+def test_a_run_whose_log_is_removed_warns_at_once_and_continues_it(
+    part: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    job_and_hashes: tuple[Config, dict[str, str]],
+) -> None:
+    job, expected = job_and_hashes
+    folder = tmp_path / "run"
+    before_step = RunLog.before_step
+
+    def remove_before_step_6(log: RunLog, optimizer: AnyOptimizer) -> None:
+        before_step(log, optimizer)
+        if log._progress.step == 5:
+            log._writer.flush()
+            _remove(folder / part)
+
+    monkeypatch.setattr(RunLog, "before_step", remove_before_step_6)
+    assert run(job, folder) == 0
+    assert tensor_hashes(folder, 12) == expected
+    assert [step for step, *_ in history(folder)] == list(range(6, 13))
+    removal, *rest = events_of(folder, schema.Warning_)
+    message = f"{folder / 'events' / 'rank000.jsonl'} was removed or renamed"
+    assert removal.code == "log-removed" and removal.message.startswith(message)
+    assert "log-removed" not in {warning.code for warning in rest}
+    output = capsys.readouterr().err
+    assert output.count("removed or renamed") == output.count(message) == 1
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

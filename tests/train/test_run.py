@@ -1,120 +1,109 @@
-"""What a run leaves behind, and what it does about steps and disks that fail."""
+"""The remains of a run, how it kept to its plan, and steps and disks that fail."""
 
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
+import shutil
 import tomllib
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from offloadtrain_tui.reading.listing import list_runs
 
 from offloadtrain.cli.main import main
 from offloadtrain.config import job as jobs
+from offloadtrain.config.job import Config
+from offloadtrain.config.sections import TrainConfig
 from offloadtrain.events import log_lines, schema
+from offloadtrain.events import writer as event_writer
+from offloadtrain.hardware.machine import dump, find
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import LossScaleError
 from offloadtrain.plan.placement import PlanError
-from offloadtrain.runtime import kernels
+from offloadtrain.plan.plan import Plan
 from offloadtrain.train import build
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.log.console import Console
+from offloadtrain.train.log.run_log import Pace
 from offloadtrain.train.saving import TrainingError
-from offloadtrain.train.trainer import MAX_SKIPS
-from tests import levels
+from offloadtrain.train.trainer import MAX_SKIPS, Trainer
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, kinds, run, small_job
 
 SAMPLED = ("train.sample_tokens=8", "train.sample_prompt=1 + ")
 
 
-def test_the_run_folder_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run"
-    job = small_job(tmp_path, *SAMPLED)
-    assert run(job, path) == 0
-    found = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
+class Trained(NamedTuple):
+    """A run, and its output."""
+
+    job: Config
+    path: Path
+    phases: list[str]
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder, phases = tmp_path_factory.mktemp("trained"), list[str]()
+    job = small_job(folder, *SAMPLED, "optim.schedule=linear", "optim.min_lr_ratio=0")
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(Console, "doing", lambda self, phase: phases.append(phase))
+        assert run(job, folder / "run") == 0
+    return Trained(job, folder / "run", phases, out.getvalue(), err.getvalue())
+
+
+def test_the_run_folder_is_complete(trained: Trained) -> None:
+    path = trained.path
+    files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
     tensors = [
         f"checkpoints/step-{step:08d}/{name}"
         for step in (9, 12)
         for name in ("manifest.json", "state.json", "rank-000.bin")
     ]
     events = {"events/rank000.jsonl", "events/rank000.ring"}
-    assert found == {"run.json", "job.toml", "resolved.toml", "lock", *events, *tensors}
-    assert jobs.load(path / "resolved.toml") == job
+    assert files == {"run.json", "job.toml", "resolved.toml", "lock", *events, *tensors}
+    assert jobs.load(path / "resolved.toml") == trained.job
     assert json.loads((path / "run.json").read_text())["name"] == "small"
     assert (path / "run.json").stat().st_uid == os.getuid()
-
-    out, err = capsys.readouterr()
-    assert out == f"{path}\n", "stdout is data: the run folder"
+    assert trained.out == f"{path}\n", "stdout is data: the run folder"
     for part in ("training loss by step", "validation loss (nats", "sample\n  1 + ", "next:"):
-        assert part in err
-
-
-def test_what_is_under_way_is_known_at_any_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever takes long can be told about."""
-    doing: list[str] = []
-    monkeypatch.setattr(Console, "doing", lambda self, what: doing.append(what))
-    assert run(small_job(tmp_path, "train.steps=2", *SAMPLED), tmp_path / "run") == 0
-    assert doing == [
-        "loading torch",
-        "preparing data and model",
-        "validation",
-        "step 1",
-        "step 2",
-        "validation",
-        "saving a checkpoint",
-        "writing a sample",
+        assert part in trained.err
+    phases = [phase for phase in trained.phases if not phase.startswith("step")]
+    assert phases == [
+        *("loading torch", "preparing data and model", "validation"),
+        *("saving a checkpoint", "validation") * 3,
+        *("saving a checkpoint", "writing a sample"),
     ]
+    assert len(trained.phases) == len(phases) + 12
 
 
-def test_numba_is_named_while_it_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step takes many times as long as the others then."""
-    doing: list[str] = []
-    monkeypatch.setattr(Console, "doing", lambda self, what: doing.append(what))
-    numba = replace(kernels.backend(), name="numba")
-    monkeypatch.setattr("offloadtrain.runtime.kernels.backend", lambda: numba)
-    assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "run") == 0
-    steps = [what for what in doing if what.startswith("step")]
-    assert steps == ["step 1 (Numba compiles the CPU kernels)", "step 2"]
-
-
-@pytest.mark.slow
-def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run"
-    assert (
-        run(small_job(tmp_path, "offload.update=speculative", "offload.clip_norm=1e9"), path) == 0
-    )
-    steps = events_of(path, schema.Step)
-    assert [step.speculation_hit for step in steps] == [None, *[True] * 11]
-    assert all(step.early_buckets > 0 for step in steps[1:])
-    assert "speculation: 11 steps predicted, 0 of them mispredicted" in capsys.readouterr().err
-
-
-def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    assert run(small_job(tmp_path, *SAMPLED), path) == 0
+def test_the_event_log_is_well_formed(trained: Trained) -> None:
+    path = trained.path
     lines = (path / "events" / "rank000.jsonl").read_bytes().splitlines(keepends=True)
     records = [log_lines.from_line(line) for line in lines]
     assert all(line.endswith(b"\n") for line in lines) and None not in records
-    told = [record.event for record in records if record]
+    events = [record.event for record in records if record]
     # A slow set-up is sampled before the log begins.
-    started = next(event for event in told if not isinstance(event, schema.System))
-    assert isinstance(started, schema.RunStarted) and isinstance(told[-1], schema.RunEnded)
+    started = next(event for event in events if not isinstance(event, schema.System))
+    assert isinstance(started, schema.RunStarted) and isinstance(events[-1], schema.RunEnded)
     expected = {"run_started", "set_up", "step", "memory", "span", "eval", "checkpoint", "sample"}
     sampled = {"live_memory", "step_memory"}  # in their own time, if the run is long enough
-    assert kinds(told) - sampled == expected | {"system", "plan_compared", "run_ended"}
-    assert told[-1].status == "done" and told[-1].step == 12
+    assert kinds(events) - sampled == expected | {"system", "plan_compared", "run_ended"}
+    assert events[-1].status == "done" and events[-1].step == 12
     (set_up,) = events_of(path, schema.SetUp)
     assert 0 < set_up.parts_s["reading weights"] < set_up.duration_s
-    assert tomllib.loads((path / "resolved.toml").read_text())["optim"] == _plain(started)
+    assert tomllib.loads((path / "resolved.toml").read_text())["optim"] == started.config["optim"]
 
     steps = events_of(path, schema.Step)
     assert [step.step for step in steps] == list(range(1, 13))
@@ -129,21 +118,30 @@ def test_the_event_log_is_well_formed(tmp_path: Path) -> None:
     assert {"working weights", "master weights", "exp_avg", "exp_avg_sq"} <= owners
 
 
-def _plain(started: schema.Event) -> object:
-    assert isinstance(started, schema.RunStarted)
-    return started.config["optim"]
-
-
-@pytest.mark.slow
-def test_the_schedule_reaches_the_optimizer(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    assert run(small_job(tmp_path, "optim.schedule=linear", "optim.min_lr_ratio=0"), path) == 0
-    rates = [step.lr for step in events_of(path, schema.Step)]
+def test_it_learns_by_its_schedule(trained: Trained, tmp_path: Path) -> None:
+    losses = [e.val_loss for e in events_of(trained.path, schema.Eval)]
+    assert losses[-1] < losses[0] - 0.5
+    steps = events_of(trained.path, schema.Step)
+    rates = [step.lr for step in steps]
     assert rates[:3] == pytest.approx([5e-3, 1e-2, 9e-3]) and rates[-1] == 0.0
-    state = checkpoint.verify(path / "checkpoints" / "step-00000012").state
+    state = checkpoint.verify(trained.path / "checkpoints" / "step-00000012").state
     decays = [group["weight_decay"] for group in state["param_groups"]]
     assert decays == [0.1, 0.0], "matrices decay, norms do not"
     assert [group["lr"] for group in state["param_groups"]] == [0.0, 0.0]
+    assert run(small_job(tmp_path, "train.seed=7", "train.steps=3"), tmp_path / "run") == 0
+    assert history(tmp_path / "run")[0] != history(trained.path)[0]
+
+
+@pytest.mark.slow
+def test_speculation_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    assert (
+        run(small_job(tmp_path, "offload.update=speculative", "offload.clip_norm=1e9"), path) == 0
+    )
+    steps = events_of(path, schema.Step)
+    assert [step.speculation_hit for step in steps] == [None, *[True] * 11]
+    assert all(step.early_buckets > 0 for step in steps[1:])
+    assert "speculation: 11 steps predicted, 0 of them mispredicted" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -156,15 +154,6 @@ def test_each_group_follows_the_schedule_from_its_own_rate(tmp_path: Path) -> No
     groups = json.loads((newest / "state.json").read_text())["param_groups"]
     rates = {(group["use_muon"], group["lr"]) for group in groups}
     assert rates == {(True, lr), (False, lr * (1e-3 / 1e-2))}
-
-
-def test_learning_happens_and_seeds_matter(tmp_path: Path) -> None:
-    for name, overrides in (("one", ()), ("two", ()), ("three", ("train.seed=7",))):
-        assert run(small_job(tmp_path, *overrides), tmp_path / name) == 0
-    one, two, three = (history(tmp_path / name) for name in ("one", "two", "three"))
-    assert one == two and one != three
-    losses = [e.val_loss for e in events_of(tmp_path / "one", schema.Eval)]
-    assert losses[-1] < losses[0] - 1.0
 
 
 @pytest.fixture
@@ -200,11 +189,12 @@ def test_a_skipped_step_is_counted_and_changes_nothing(
     assert (progress["step"], progress["skipped"], progress["skipped_in_a_row"]) == (12, 3, 0)
 
 
-def test_documents_that_lose_their_ends_are_told_of(tmp_path: Path) -> None:
+def test_documents_that_lose_their_ends_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "run"
     assert run(small_job(tmp_path, "data.packing=padded", "train.steps=4"), path) == 0
-    (told,) = [e.message for e in events_of(path, schema.Warning_) if e.code == "documents-cut"]
-    assert "documents are longer than data.seq_len = 32 and lose their ends" in told
+    warnings = events_of(path, schema.Warning_)
+    (message,) = [event.message for event in warnings if event.code == "documents-cut"]
+    assert "documents are longer than data.seq_len = 32 and lose their ends" in message
 
 
 def test_skips_without_end_abort_with_a_checkpoint(
@@ -212,43 +202,29 @@ def test_skips_without_end_abort_with_a_checkpoint(
 ) -> None:
     path = tmp_path / "run"
     not_finite(range(8, 10**6))
-    told = rf"{MAX_SKIPS} steps in a row .* in step 5 the gradients of '\w.* more are .*optim.lr"
-    with pytest.raises(TrainingError, match=told):
+    message = rf"{MAX_SKIPS} steps in a row .* in step 5 the gradients of '\w.* more are .*optim.lr"
+    with pytest.raises(TrainingError, match=message):
         run(small_job(tmp_path), path)
     assert checkpoint.verify(checkpoint.find(path / "checkpoints")[0]).step == 4
     ended = events_of(path, schema.RunEnded)[-1]
     assert ended.status == "failed" and "TrainingError" in ended.message
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("precision", "advised"),
-    [
-        ("fp32", ""),
-        ("bf16", ', or set offload.precision = "fp32"'),
-        ("fp16", ', or set offload.precision = "bf16" or "fp32"'),
-    ],
-)
-def test_what_is_advised_is_not_what_is_set(
-    tmp_path: Path, not_finite: Callable[[Iterable[int]], None], precision: str, advised: str
-) -> None:
-    not_finite(range(8, 10**6))
-    with pytest.raises(TrainingError, match=f"warmup_steps{advised}.$"):
-        run(small_job(tmp_path, f"offload.precision={precision}"), tmp_path / "run")
-
-
 UNSKIPPED = ("offload.skip_nonfinite=false", "train.keep_last=2")
 
 
-@pytest.mark.cover(0, levels.ALL)
 @pytest.mark.parametrize(
     "overrides",
     [
         ("offload.clip_norm=0",),
-        ("offload.clip_norm=1.0",),
-        ("offload.update=speculative",),
-        ("offload.update=delayed", "offload.warmup_steps=2"),
-        ("offload.state=split16", "offload.working=host"),
+        *(
+            pytest.param(overrides, marks=pytest.mark.slow)
+            for overrides in (
+                ("offload.update=speculative",),
+                ("offload.update=delayed", "offload.warmup_steps=2"),
+                ("offload.state=split16", "offload.working=host"),
+            )
+        ),
     ],
 )
 def test_what_is_not_finite_is_never_saved(
@@ -273,8 +249,8 @@ def test_what_is_not_finite_is_never_saved(
     with pytest.raises(TrainingError, match=r"after step 9 the weights of .* are not finite"):
         run(job, path)
     for folder in (tmp_path / "loss", path):
-        found = checkpoint.find(folder / "checkpoints")
-        assert [checkpoint.verify(saved).step for saved in found] == [6, 3]
+        checkpoints = checkpoint.find(folder / "checkpoints")
+        assert [checkpoint.verify(saved).step for saved in checkpoints] == [6, 3]
 
 
 @pytest.mark.slow
@@ -357,13 +333,6 @@ def test_stopped_before_the_first_step(tmp_path: Path, stop_after: StopAfter) ->
     assert run(small_job(tmp_path), path, resume="auto") == 0
 
 
-@pytest.mark.slow
-def test_the_debug_model_learns_in_thirty_steps(tmp_path: Path) -> None:
-    job = small_job(tmp_path, "model.d_model=64", "model.num_heads=4", "train.steps=30")
-    assert run(job, tmp_path / "run") == 0
-    assert events_of(tmp_path / "run", schema.Eval)[-1].val_loss < 3.0
-
-
 def test_a_precision_chosen_here_is_held_to_the_same_rules(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,3 +343,219 @@ def test_a_precision_chosen_here_is_held_to_the_same_rules(
     )
     with pytest.raises(jobs.ConfigError, match=r"\(offload.precision = fp16: no bf16\)"):
         run(job, tmp_path / "run")
+
+
+# ---- the plan
+
+
+def compared(path: Path) -> dict[str, schema.PlanRow]:
+    (event,) = events_of(path, schema.PlanCompared)
+    return {row.what: row for row in event.rows}
+
+
+def warnings(path: Path) -> list[str]:
+    return [event.message for event in events_of(path, schema.Warning_)]
+
+
+def test_bytes_are_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path), path) == 0
+    rows = compared(path)
+    for tier in ("host bytes", "device bytes"):
+        assert rows[tier].measured == pytest.approx(rows[tier].planned, rel=0.01)
+    assert rows["step"].unit == "s" and rows["step"].measured > 0
+    assert "found / planned" in capsys.readouterr().err
+    assert not any("not as planned" in text for text in warnings(path))
+
+
+def test_bytes_that_differ_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    host = Plan.host.func
+    monkeypatch.setattr(Plan, "host", property(lambda plan: host(plan) | {"forgotten": 1 << 30}))
+    assert run(small_job(tmp_path), path) == 0
+    (message,) = (text for text in warnings(path) if "not as planned" in text)
+    assert "host bytes: planned 1." in message and "step" not in message
+
+
+def test_times_are_held_to_a_measured_machine(tmp_path: Path) -> None:
+    """Its file says a thousandth of what any machine does."""
+    path, file = tmp_path / "run", tmp_path / "slow.toml"
+    machine = find("cpu2")[1]
+    slow = replace(machine, bf16_tflops=1e-6, fp16_tflops=1e-6, fp32_tflops=1e-6)
+    file.write_text(dump(slow, "Slow"))
+    assert run(small_job(tmp_path, f"device.machine={file}"), path) == 0
+    (message,) = (text for text in warnings(path) if "not as planned" in text)
+    assert "step: planned" in message and "bytes" not in message
+
+
+def test_a_file_that_leaves_rates_open_does_not_refuse_a_job(tmp_path: Path) -> None:
+    """doctor measures no fp16 on a CPU, where torch computes in it all the same."""
+    file = tmp_path / "mine.toml"
+    machine = replace(find("cpu2")[1], fp16_tflops=0.0, node_link_gbps=0.0)
+    file.write_text(dump(machine, "Mine"))
+    overrides = [f"device.machine={file}", "offload.precision=fp16", "train.steps=2"]
+    assert run(small_job(tmp_path, *overrides, "optim.warmup_steps=0"), tmp_path / "run") == 0
+
+
+# ---- the remaining time
+
+
+def test_the_trainer_counts_what_held_it_up() -> None:
+    """Steps of 2 s, an evaluation of 5 s after every 4th, and 3 s for a checkpoint after it."""
+    now_s = 0.0
+    pace = Pace(TrainConfig(steps=12, eval_every=4, checkpoint_every=4), lambda: now_s)
+    assert math.isnan(pace.seconds_left(0))
+    for step in range(1, 9):
+        pace.begin_step(step - 1)
+        now_s += 2.0
+        pace.end_step(2.0)
+        if step % 4 == 0:
+            now_s += 5.0 + 3.0
+            pace.evaluated(5.0)
+    pace.begin_step(8)
+    assert pace.seconds_left(8) == pytest.approx(4 * 2.0 + 5.0 + 3.0)
+    assert pace.seconds_left(12) == 0.0
+
+
+# ---- a disk without room
+
+
+def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    real = os.statvfs
+
+    def statvfs(path: object) -> os.statvfs_result:
+        block, fragment, blocks, _, _, *rest = real(path)  # type: ignore[arg-type]
+        left = num_bytes // fragment
+        return os.statvfs_result((block, fragment, blocks, left, left, *rest))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+
+
+def test_a_disk_too_small_is_reported_or_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = ("train.steps=4", "train.eval_every=0")
+    for mib, overrides, warns in (
+        (4, ("train.checkpoint_every=1",), True),  # 1.6 MiB each with some room, three at once
+        (5, ("train.checkpoint_every=1",), False),
+        (3, ("train.checkpoint_every=0",), False),  # one is all there will be
+    ):
+        path = tmp_path / f"{mib}"
+        with monkeypatch.context() as patch:
+            free(patch, mib << 20)
+            assert run(small_job(tmp_path, *short, *overrides), path) == 0
+        messages = [e.message for e in events_of(path, schema.Warning_) if e.code == "disk-small"]
+        assert len(messages) == warns
+        assert all("which is 2 times" in message for message in messages)
+        assert all("keep_last = 2 takes 3 times" in message for message in messages)
+    free(monkeypatch, 1 << 20)
+    monkeypatch.setattr(Transformer, "forward", lambda *_, **__: pytest.fail("trained"))
+    with pytest.raises(CheckpointError, match=r"a checkpoint needs 1\.\d MiB and 1\.0 MiB is free"):
+        run(small_job(tmp_path), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_room_that_the_next_save_makes_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    assert run(small_job(tmp_path), path) == 0
+    torn = path / "checkpoints" / "step-00000014.tmp-0123abcd"
+    torn.mkdir()
+    (torn / "rank-000.bin").write_bytes(bytes(3 << 20))
+    real = os.statvfs
+
+    def statvfs(path: object) -> os.statvfs_result:
+        block, fragment, blocks, *_ = facts = real(path)  # type: ignore[arg-type]
+        left = (1 << 20 if torn.exists() else 4 << 20) // fragment
+        return os.statvfs_result((block, fragment, blocks, left, left, *facts[5:]))
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert run(small_job(tmp_path, "train.steps=14"), path, resume=str(path)) == 0
+    assert not torn.exists() and (path / "checkpoints" / "step-00000014").is_dir()
+
+
+class Full:
+    """The disk of a run's log: full while `full` returns true."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
+        self.full: Callable[[], bool] = lambda: False
+        self._log, self._write = log, os.write
+        self._given_back = False
+        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(event_writer, "_reserved", lambda _: self)
+        monkeypatch.setattr(event_writer, "RETRY_S", 0.01)
+        monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
+
+    def write(self, fd: int, data: bytes) -> int:
+        is_log = self._log.exists() and os.path.samestat(os.fstat(fd), self._log.stat())
+        if is_log and self.full() and not self._given_back:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._write(fd, data)
+
+    def close(self) -> None:
+        self._given_back = True
+
+
+@pytest.fixture
+def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
+    """The trainer of the run in this process, once there is one."""
+    made: list[Trainer] = []
+    real = Trainer.train
+    monkeypatch.setattr(
+        Trainer, "train", lambda self, *rest: (made.append(self), real(self, *rest))[1]
+    )
+    return made
+
+
+def test_a_log_whose_disk_is_full_for_some_steps_is_whole(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainers: list[Trainer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "run"
+    disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
+    disk.full = lambda: bool(trainers) and 3 <= trainers[0].progress.step < 10
+    assert run(small_job(tmp_path), path) == 0
+    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 13))
+    assert events_of(path, schema.RunEnded)[-1].status == "done"
+    output = capsys.readouterr().err
+    assert output.count("the event log cannot be written (No space left on device)") == 1
+    assert "written again; 0 records were lost" in output
+
+
+def test_a_run_that_ends_on_a_full_disk_is_not_called_killed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trainers: list[Trainer],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "run"
+    disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
+    disk.full = lambda: bool(trainers) and trainers[0].progress.step >= 3
+    assert run(small_job(tmp_path), path) == 0
+    (row,) = list_runs(tmp_path, 0.0)
+    assert (row.state, row.folder) == ("done", path)
+    (lost,) = [e for e in events_of(path, schema.Warning_) if e.code == "events-dropped"]
+    assert "events were lost: the log's disk refused (No space left on device)" in lost.message
+
+
+def test_a_run_folder_that_is_removed_meanwhile_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, real = tmp_path / "run", Trainer._between_steps
+
+    def removed(self: Trainer) -> None:
+        if self.progress.step == 5:
+            shutil.rmtree(path)
+        real(self)
+
+    monkeypatch.setattr(Trainer, "_between_steps", removed)
+    assert run(small_job(tmp_path), path) == 0
+    output, log = capsys.readouterr().err, path / "events" / "rank000.jsonl"
+    assert f"{log} was removed or renamed during the run" in output
+    assert [saved.name for saved in sorted((path / "checkpoints").iterdir())] == [
+        "step-00000009",
+        "step-00000012",
+    ]

@@ -27,18 +27,18 @@ def test_resume_is_bit_exact_on_a_gpu(
         f"offload.precision={precision}",
         "train.deterministic=true",
     )
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    assert run(job, whole) == 0
+    uninterrupted, parted = tmp_path / "whole", tmp_path / "parted"
+    assert run(job, uninterrupted) == 0
     stop_after(5)
     assert run(job, parted) == 75
     stop_after(None)
     assert run(job, parted, resume="auto") == 0
-    assert history(parted) == history(whole)
-    assert tensor_hashes(parted, 12) == tensor_hashes(whole, 12)
+    assert history(parted) == history(uninterrupted)
+    assert tensor_hashes(parted, 12) == tensor_hashes(uninterrupted, 12)
 
-    losses = [e.val_loss for e in events_of(whole, schema.Eval)]
+    losses = [e.val_loss for e in events_of(uninterrupted, schema.Eval)]
     assert losses[-1] < losses[0] - 1.0
-    owners = {(row.owner, row.tier) for row in events_of(whole, schema.Memory)[-1].rows}
+    owners = {(row.owner, row.tier) for row in events_of(uninterrupted, schema.Memory)[-1].rows}
     assert (("activations and gradients", "device") in owners) == HAS_GPU
 
 

@@ -1,11 +1,14 @@
-"""Run folders: made private, named by time, locked for the run's life, found again."""
+"""Run folders: made private, named by time, locked for the run's life, found again; a start that
+comes to nothing changes nothing."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,26 +20,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from offloadtrain_tui.reading.listing import list_runs
+from torch import Tensor
 
+from offloadtrain.cli.commands.train import run_job
+from offloadtrain.cli.exit_codes import HUNG
+from offloadtrain.cli.main import main
+from offloadtrain.config import job as jobs
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.job import Config, load
+from offloadtrain.data.tokens import HEADER_BYTES, DataError, TokenFile
 from offloadtrain.events import schema
+from offloadtrain.model.transformer import Transformer
 from offloadtrain.train import run_folder
-from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job
-from tests.train.small_job import events_of, small_job
-from tests.train.small_job import run as small_job_run
+from offloadtrain.train.checkpoint import checkpoint
+from offloadtrain.train.checkpoint.manifest import CheckpointError
+from offloadtrain.train.run_folder import RunFolder, RunFolderError, of_job, open_run
+from offloadtrain.train.signals import guarded
+from tests.data.tiny import write_tokens
+from tests.train.conftest import StopAfter
+from tests.train.small_job import JOB, events_of, run, small_job, write_text
 
 HOLDER = """
 import sys, time
 from pathlib import Path
 from offloadtrain.train.run_folder import RunFolder
-run = RunFolder(Path(sys.argv[1]))
-run.begin("")
+run = RunFolder.new(Path(sys.argv[1]), "job", Path(sys.argv[2]))
+run.begin("", "\\xfc = \\u2192")
+run.keep()
 print("locked", flush=True)
 time.sleep(60)
 """
 
 
 def is_running(path: Path) -> bool:
-    """Whether a process holds the folder's lock; false where there is no lock to see."""
+    """Tell whether a process holds the folder's lock; false where no lock is visible."""
     try:
         fd = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -50,17 +68,8 @@ def is_running(path: Path) -> bool:
     return False
 
 
-def test_the_names_above_a_checkpoint_are_durable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: set[Path] = set()
-    monkeypatch.setattr(run_folder, "sync_folder", synced.add)
-    with made(tmp_path / "a" / "runs") as run:
-        assert synced == {tmp_path, tmp_path / "a", tmp_path / "a" / "runs", run.path}
-
-
 def made(runs: Path, name: str = "job", path: Path | None = None) -> RunFolder:
-    """One that has taken its first step."""
+    """Return the folder of a run that has taken its first step."""
     run = RunFolder.new(runs, name, path)
     with ExitStack() as on_failure:
         on_failure.callback(run.close)
@@ -86,63 +95,31 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     return Clock
 
 
-def test_a_folder_is_made_with_everything_in_it(tmp_path: Path, clock: Any) -> None:
-    with made(tmp_path / "deep" / "runs") as run:
-        assert run.path == tmp_path / "deep" / "runs" / "20260304-050607-job"
-        assert run.run_id == run.path.name
-        assert (run.path / "job.toml").read_text() == "job = 1\n"
-        assert (run.path / "resolved.toml").read_text() == "resolved = 1\n"
-        assert run.checkpoints.is_dir()
-        assert run.events() == run.path / "events" / "rank000.jsonl"
-        assert run.events(12).name == "rank012.jsonl" and run.events().parent.is_dir()
-
-
-def test_nobody_else_can_read_it(tmp_path: Path) -> None:
-    before = os.umask(0)
+def test_a_folder_is_made_durable_and_private_with_everything_in_it(
+    tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Path] = set()
+    monkeypatch.setattr(run_folder, "sync_folder", synced.add)
+    runs, before = tmp_path / "deep" / "runs", os.umask(0)
     try:
-        with made(tmp_path / "runs") as run:
-            run.write_run({})
-            for path in (run.path, *run.path.iterdir()):
-                assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+        with made(runs) as run:
+            run.write_run({"num_params": 7, "where": Path("x")})
     finally:
         os.umask(before)
-
-
-def test_text_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from offloadtrain.train.run_folder import RunFolder\n"
-        "run = RunFolder.new(Path(sys.argv[1]), 'job')\n"
-        "run.begin('', '\\xfc = \\u2192'); run.keep()"
-    )
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    root = Path(schema.__file__).parent.parent.parent
-    subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=root, env=environment, check=True
-    )
-    assert (tmp_path / "latest" / "job.toml").read_bytes() == "\xfc = \u2192".encode()
-
-
-def test_run_json_says_who_runs(tmp_path: Path) -> None:
-    with made(tmp_path) as run:
-        run.write_run({"num_params": 7, "where": Path("x")})
-        facts = json.loads((run.path / "run.json").read_text())
+    assert synced == {tmp_path, tmp_path / "deep", runs, run.path}
+    assert run.path == runs / "20260304-050607-job" and run.run_id == run.path.name
+    assert (run.path / "job.toml").read_text() == "job = 1\n"
+    assert (run.path / "resolved.toml").read_text() == "resolved = 1\n"
+    assert run.checkpoints.is_dir()
+    assert run.events() == run.path / "events" / "rank000.jsonl"
+    assert run.events(12).name == "rank012.jsonl" and run.events().parent.is_dir()
+    for path in (run.path, *run.path.iterdir()):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+    facts = json.loads((run.path / "run.json").read_text())
     assert facts["run_id"] == run.run_id and facts["schema"] == schema.SCHEMA
     assert facts["pid"] == os.getpid() and facts["argv"] == sys.argv
     assert facts["pid_start_ticks"] > 0 and abs(facts["started_s"] - time.time()) < 60
     assert facts["num_params"] == 7 and facts["where"] == "x"
-
-
-def test_runs_of_one_second_get_names_of_their_own(tmp_path: Path, clock: Any) -> None:
-    names = []
-    for _ in range(12):
-        with made(tmp_path) as run:
-            names.append(run.run_id)
-    assert names[:3] == [f"20260304-050607-job{end}" for end in ("", "+1", "+2")]
-    assert len(set(names)) == 12
-    assert [path.name for path in of_job(tmp_path, "job")] == [
-        f"20260304-050607-job{end}" for end in (*(f"+{n}" for n in range(11, 0, -1)), "")
-    ]
 
 
 def test_runs_made_at_once_get_names_of_their_own(tmp_path: Path, clock: Any) -> None:
@@ -155,37 +132,34 @@ def test_runs_made_at_once_get_names_of_their_own(tmp_path: Path, clock: Any) ->
     assert len({run.path for run in runs}) == 8
     assert all(is_running(run.path) for run in runs)
     assert (tmp_path / "latest").resolve() in {run.path for run in runs}
-    for run in runs:
-        run.close()
+    for made_run in runs:
+        made_run.close()
 
 
 def test_latest_follows_and_never_replaces_a_users_file(tmp_path: Path, clock: Any) -> None:
-    for _ in range(2):
-        with made(tmp_path) as run:
-            assert (tmp_path / "latest").resolve() == run.path
-            assert os.readlink(tmp_path / "latest") == run.run_id, "must survive a move"
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").write_text("mine")
+    latest = tmp_path / "latest"
+    latest.symlink_to("gone")
+    for path in (None, None, tmp_path / "named"):
+        with made(tmp_path, path=path) as run:
+            assert latest.resolve() == run.path
+            assert os.readlink(latest) == run.run_id, "must survive a move"
+    latest.unlink()
+    latest.write_text("mine")
     made(tmp_path).close()
-    assert (tmp_path / "latest").read_text() == "mine"
+    assert latest.read_text() == "mine"
     assert not list(tmp_path.glob(".latest*"))
 
 
-def test_latest_replaces_a_dangling_link(tmp_path: Path) -> None:
-    (tmp_path / "latest").symlink_to("gone")
-    with made(tmp_path) as run:
-        assert (tmp_path / "latest").resolve() == run.path
-
-
-def test_a_clock_that_is_set_back_makes_no_run_the_older_one(tmp_path: Path, clock: Any) -> None:
+def test_runs_are_ordered_whatever_the_clock_shows(tmp_path: Path, clock: Any) -> None:
+    """Of one second, and where the clock is set back."""
     names = []
-    for year in (2026, 2025, 2024, 2027):
+    for year in (2026, *[2026] * 11, 2025, 2027):
         clock.now = clock.now.replace(year=year)
         with made(tmp_path) as run:
             names.append(run.run_id)
-        assert of_job(tmp_path, "job")[0].name == names[-1], "the newest"
-    assert names[1:3] == ["20260304-050607-job+1", "20260304-050607-job+2"]
-    assert names[3] == "20270304-050607-job"
+        assert [path.name for path in of_job(tmp_path, "job")] == names[::-1]
+    prefix = "20260304-050607-job"
+    assert names == [prefix, *(f"{prefix}+{n}" for n in range(1, 13)), "20270304-050607-job"]
 
 
 def test_the_newest_is_of_exactly_this_job(tmp_path: Path, clock: Any) -> None:
@@ -196,108 +170,83 @@ def test_the_newest_is_of_exactly_this_job(tmp_path: Path, clock: Any) -> None:
     (tmp_path / "29990101-000000-job").write_text("a file")
     (tmp_path / "notes-job").mkdir()
     for name in ("job", "job-2", "my-job", "job.1", "job-1"):
-        (found,) = of_job(tmp_path, name)
-        assert found.name.split("-", 2)[2] == name
+        (newest,) = of_job(tmp_path, name)
+        assert newest.name.split("-", 2)[2] == name
     assert of_job(tmp_path, "jo") == []
-
-
-def test_a_named_folder_among_the_runs_is_the_latest_too(tmp_path: Path) -> None:
-    with made(tmp_path / "runs", path=tmp_path / "runs" / "mine") as run:
-        assert (tmp_path / "runs" / "latest").resolve() == run.path
 
 
 # ---- the lock
 
 
-def test_a_running_folder_is_refused_and_says_who_runs(tmp_path: Path) -> None:
+def test_a_running_folder_is_refused_with_its_process(tmp_path: Path) -> None:
     run = made(tmp_path)
+    (run.path / "lock").chmod(0o400)  # looking needs no right to write
     assert is_running(run.path)
-    with pytest.raises(RunFolderError, match=rf"already running, pid {os.getpid()}: stop it"):
-        RunFolder(run.path)
+    for open_again in (
+        lambda: RunFolder(run.path),
+        lambda: RunFolder.new(tmp_path, "job", run.path),
+    ):
+        with pytest.raises(RunFolderError, match=rf"already running, pid {os.getpid()}"):
+            open_again()
+    assert (run.path / "job.toml").read_text() == "job = 1\n"
     run.close()
     run.close()
     assert not is_running(run.path)
+    looking = os.open(run.path / "lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.03, lambda: os.close(looking)).start()
     with RunFolder(run.path) as again:
         assert again.path == run.path and is_running(run.path)
 
 
-def test_where_no_locks_are_kept_a_run_goes_on_and_says_so(
+def test_where_no_locks_are_kept_a_run_goes_on_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lustre, mounted without flock."""
-    with made(tmp_path) as run:
-        assert run.has_locks
 
     def refused(fd: int, how: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with made(tmp_path) as run:
-        assert not run.has_locks
     job, path = small_job(tmp_path, "train.steps=3", "train.eval_every=0"), tmp_path / "run"
-    assert small_job_run(job, path) == 0
-    (told,) = [w for w in events_of(path, schema.Warning_) if w.code == "no-locks"]
-    assert "keeps no locks" in told.message
+    assert run(job, path) == 0
+    (warning,) = [w for w in events_of(path, schema.Warning_) if w.code == "no-locks"]
+    assert "keeps no locks" in warning.message
 
 
 def test_a_killed_run_is_not_running(tmp_path: Path) -> None:
-    run = made(tmp_path)
-    run.close()
-    root = Path(schema.__file__).parent.parent.parent
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(run.path)], cwd=root, stdout=subprocess.PIPE
-    ) as holder:
+    """Its job is UTF-8 whatever the locale."""
+    path, root = tmp_path / "run", Path(schema.__file__).parent.parent.parent
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), str(path)]
+    with subprocess.Popen(command, cwd=root, env=plain, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
-        assert is_running(run.path)
+        assert is_running(path)
         with pytest.raises(RunFolderError, match=f"pid {holder.pid}"):
-            RunFolder(run.path)
+            RunFolder(path)
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    assert not is_running(run.path)
-    RunFolder(run.path).close()
-
-
-def test_one_who_looks_at_the_lock_stops_nobody(tmp_path: Path) -> None:
-    run = made(tmp_path)
-    run.close()
-    looking = os.open(run.path / "lock", os.O_RDONLY)
-    fcntl.flock(looking, fcntl.LOCK_SH)
-    threading.Timer(0.03, lambda: os.close(looking)).start()
-    RunFolder(run.path).close()
-
-
-def test_looking_needs_no_right_to_write(tmp_path: Path) -> None:
-    run = made(tmp_path)
-    (run.path / "lock").chmod(0o400)
-    assert is_running(run.path)
-    run.close()
-    assert not is_running(run.path) and not is_running(tmp_path)
+    assert not is_running(path)
+    RunFolder(path).close()
+    assert (path / "job.toml").read_bytes() == "\xfc = \u2192".encode()
 
 
 # ---- a folder asked for by name
 
 
 def test_a_named_folder_is_made_once(tmp_path: Path) -> None:
-    mine = tmp_path / "a b" / "mine"
-    with made(tmp_path / "runs", path=mine) as run:
-        assert run.path == mine
-        assert list((tmp_path / "a b").iterdir()) == [mine], "no link in a folder of the user's"
+    named = tmp_path / "a b" / "mine"
+    with made(tmp_path / "runs", path=named) as run:
+        assert run.path == named
+        assert list((tmp_path / "a b").iterdir()) == [named], "no link in a folder of the user's"
         run.write_run({})
     with pytest.raises(
         RunFolderError, match=r"already contains a run: it has no checkpoint yet; .*--resume auto"
     ):
-        made(tmp_path / "runs", path=mine)
-    (mine / "checkpoints" / "step-00000001").mkdir()
+        made(tmp_path / "runs", path=named)
+    (named / "checkpoints" / "step-00000001").mkdir()
     with pytest.raises(RunFolderError, match="already contains a run: resume it with --resume"):
-        made(tmp_path / "runs", path=mine)
-
-
-def test_a_named_folder_in_which_a_run_begins_is_left_as_it_is(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    with made(tmp_path, path=mine):  # has not written run.json yet
-        with pytest.raises(RunFolderError, match="already running"):
-            RunFolder.new(tmp_path, "job", mine)
-        assert (mine / "job.toml").read_text() == "job = 1\n"
+        made(tmp_path / "runs", path=named)
 
 
 def test_of_two_starts_at_once_the_second_takes_nothing_of_the_first_away(
@@ -315,8 +264,8 @@ def test_of_two_starts_at_once_the_second_takes_nothing_of_the_first_away(
     monkeypatch.setattr(run_folder, "_lock", first_is_faster)
     with pytest.raises(RunFolderError, match="already running"), second:
         second.begin("", "")
-    found = {path.name for path in (tmp_path / "mine").iterdir()}
-    assert found == {"lock", "job.toml", "resolved.toml", "events", "checkpoints"}
+    names = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert names == {"lock", "job.toml", "resolved.toml", "events", "checkpoints"}
     assert is_running(tmp_path / "mine")
 
 
@@ -336,14 +285,11 @@ def test_a_lock_whose_file_was_taken_away_meanwhile_is_taken_again(
     os.close(fd)
 
 
-def test_what_is_no_run_folder_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_or_is_no_run_is_one_sentence(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunFolderError, match="is not a run folder"):
             RunFolder(path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match=r"cannot be made at .*file/runs/.*: Not a directory"):
         made(tmp_path / "file" / "runs")
@@ -363,3 +309,331 @@ def test_a_disk_that_fails_leaves_no_lock_behind(
             made(tmp_path, path=tmp_path / "mine")
     assert not is_running(tmp_path / "mine")
     made(tmp_path, path=tmp_path / "mine").close()
+
+
+# ---- starts: one that comes to nothing changes nothing
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Return every name below a folder, with a link's target or a file's hash."""
+    names = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            names[name] = f"to {os.readlink(path)}"
+        else:
+            names[name] = "" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+    return names
+
+
+def started(job: Config, *, resume: str = "never", run_dir: Path | None = None) -> int:
+    """As the command starts it, in a dated folder if none is named."""
+    with guarded(job, hung_code=HUNG) as guards:
+        return run_job(job, jobs.dump(job), guards, run_dir=run_dir, resume=resume)
+
+
+@pytest.fixture(scope="module")
+def complete_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("complete")
+    assert started(small_job(folder, "train.steps=4", "train.eval_every=0")) == 0
+    return folder
+
+
+@pytest.fixture
+def complete(complete_once: Path, tmp_path: Path) -> Path:
+    """The folder of a run that is done."""
+    shutil.copytree(complete_once, tmp_path, symlinks=True, dirs_exist_ok=True)
+    return (tmp_path / "runs" / "latest").resolve()
+
+
+REFUSED = ["model.d_model=64", "offload.precision=fp32", "data.source=absent", "data.seq_len=16"]
+
+
+def test_a_refused_resume_leaves_the_run_as_it_was(tmp_path: Path, complete: Path) -> None:
+    """A damaged checkpoint too stays in its place."""
+    before = tree(complete.parent)
+    for change in REFUSED:
+        with pytest.raises(OffloadTrainError):
+            started(small_job(tmp_path, change), resume=str(complete))
+        assert tree(complete.parent) == before, change
+    (row,) = list_runs(complete.parent, 0.0)
+    assert row.state == "done" and row.step == 4
+    (complete / "checkpoints" / "step-00000004" / "state.json").write_text("{}")
+    before = tree(complete)
+    with pytest.raises(ConfigError, match="another model"):
+        started(small_job(tmp_path, "model.d_model=64"), resume=str(complete))
+    assert tree(complete) == before
+    longer = small_job(tmp_path, "train.steps=6", "train.eval_every=0")
+    assert started(longer, resume=str(complete)) == 0, "as the run itself advises"
+
+
+FAILING = [
+    "data.source=absent",
+    "device.kind=cuda",
+    "model.vocab_size=100",
+    "data.seq_len=100000",
+    "device.machine=nowhere",
+    "offload.state=split16 offload.precision=fp32",
+    "device.process_memory_limit=1GiB",
+    "model.d_model=65536 model.num_layers=9",
+]
+
+
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("offloadtrain.hardware.telemetry.available_bytes", lambda: 100 << 30)
+    write_text(tmp_path)
+    job, runs = tmp_path / "job.toml", tmp_path / "runs"
+    job.write_text(JOB.format(folder=tmp_path))
+    for number, overrides in enumerate(FAILING):
+        where = ["--run-dir", str(runs / "mine")] if number % 2 else []
+        assert main(["train", str(job), *where, "--set", *overrides.split()]) != 0
+        assert not runs.exists(), overrides
+
+
+@pytest.mark.slow
+def test_a_failure_in_the_first_step_leaves_nothing_either(
+    tmp_path: Path, complete: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tree(complete.parent)
+    named = tmp_path / "mine"
+    named.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Transformer, "forward", lambda *_, **__: 1 / 0)
+        for run_dir in (None, named, tmp_path / "new"):
+            with pytest.raises(ZeroDivisionError):
+                started(small_job(tmp_path), run_dir=run_dir)
+    assert tree(complete.parent) == before
+    assert list(named.iterdir()) == [] and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("by", ["--resume", pytest.param("--run-dir", marks=pytest.mark.slow)])
+def test_a_run_named_by_a_link_stays_in_its_folder_when_the_link_moves(
+    tmp_path: Path, complete: Path, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    link, other = complete.parent / "latest", complete.parent / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    before, forward = tree(other), Transformer.forward
+
+    def moves(*arguments: Any, **options: Any) -> Tensor:
+        link.unlink()
+        link.symlink_to(other.name)
+        return forward(*arguments, **options)
+
+    monkeypatch.setattr(Transformer, "forward", moves)
+    longer = small_job(tmp_path, "train.steps=6", "train.eval_every=0")
+    if by == "--resume":
+        assert started(longer, resume=str(link)) == 0
+    else:
+        assert started(longer, resume="auto", run_dir=link) == 0
+    assert tree(other) == before
+    assert (complete / "checkpoints" / "step-00000006").is_dir()
+    assert json.loads((complete / "run.json").read_text())["run_id"] == complete.name
+
+
+def test_a_link_that_cannot_be_made_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(link: Path, target: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(link))
+
+    monkeypatch.setattr(Path, "symlink_to", refused)
+    assert started(small_job(tmp_path, "train.steps=3", "train.eval_every=0")) == 0
+    (path,) = (tmp_path / "runs").iterdir()
+    (warning,) = [e for e in events_of(path, schema.Warning_) if e.code == "latest-failed"]
+    assert "Operation not permitted" in warning.message
+
+
+def test_a_failure_after_the_first_step_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("offloadtrain.train.trainer.Trainer._between_steps", fails)
+    with pytest.raises(ZeroDivisionError):
+        started(small_job(tmp_path))
+    (row,) = list_runs(tmp_path / "runs", 0.0)
+    assert (row.state, row.step) == ("failed", 1)
+    assert (tmp_path / "runs" / "latest").resolve() == row.folder
+
+
+@pytest.mark.slow
+def test_auto_passes_over_newer_runs_without_a_good_checkpoint(
+    tmp_path: Path, stop_after: StopAfter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, runs = small_job(tmp_path), tmp_path / "runs"
+    good, damaged, empty, other = (
+        runs / f"2030010{day}-000000-{name}"
+        for day, name in ((1, "small"), (2, "small"), (3, "small"), (4, "other"))
+    )
+    stop_after(2)
+    for path in (good, damaged, other):
+        assert run(job, path) == 75
+    for saved in checkpoint.find(damaged / "checkpoints"):
+        (saved / "state.json").write_text("{}")
+    (empty / "events").mkdir(parents=True)
+    (empty / "checkpoints").mkdir()
+    (empty / "run.json").write_text("{}")
+    left = {path: tree(path) for path in (damaged, empty, other)}
+    stop_after(None)
+    assert started(job, resume="auto") == 0
+    assert [e.start_step for e in events_of(good, schema.RunStarted)] == [0, 2]
+    assert {path: tree(path) for path in left} == left
+    output = capsys.readouterr().err
+    assert f"{empty.name} (no checkpoint)" in output
+    assert f"{damaged.name} (no valid checkpoint)" in output
+
+
+_KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from offloadtrain.train import trainer
+from offloadtrain.cli.main import main
+at = getattr(trainer.Trainer, sys.argv[1])
+log = Path(sys.argv[sys.argv.index("--run-dir") + 1], "events", "rank000.jsonl")
+def killed(self, *rest):
+    if self.progress.step >= int(sys.argv[2]):
+        while b"run_started" not in log.read_bytes():  # it is written by another thread
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return at(self, *rest)
+setattr(trainer.Trainer, sys.argv[1], killed)
+main(sys.argv[3:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "step"),
+    [("_evaluate", 0), ("_step", 1)],
+)
+def test_killed_before_the_first_checkpoint_the_same_command_starts_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str, step: int
+) -> None:
+    write_text(tmp_path)
+    job, named = tmp_path / "job.toml", tmp_path / "mine"
+    job.write_text(JOB.format(folder=tmp_path))
+    command = ["train", str(job), "--run-dir", str(named), "--resume", "auto"]
+    program = [sys.executable, "-c", _KILLED, method, str(step), *command]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    killed = subprocess.run(program, env=alone, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL
+    before = (named / "events" / "rank000.jsonl").read_bytes()
+    with pytest.raises(RunFolderError, match=r"--run-dir .*mine --resume auto"):
+        started(small_job(tmp_path), run_dir=named)
+    with pytest.raises(ConfigError, match=r"--run-dir .*mine --resume auto"):
+        started(small_job(tmp_path), resume=str(named))
+    assert main(command) == 0
+    assert f"{named} has no checkpoint: starting over in it" in capsys.readouterr().err
+    assert (named / "events" / "rank000.jsonl").read_bytes().startswith(before)
+    assert [e.start_step for e in events_of(named, schema.RunStarted)] == [0, 0]
+    assert checkpoint.verify(checkpoint.find(named / "checkpoints")[0]).step == 12
+
+
+def test_only_damaged_checkpoints_are_left_for_a_person(
+    tmp_path: Path, stop_after: StopAfter
+) -> None:
+    """And who begins second of two starts of one command is refused, and removes nothing."""
+    job, path = small_job(tmp_path), tmp_path / "run"
+    late = open_run(job, run_dir=path, resume="never", say=print)
+    stop_after(2)
+    assert run(job, path) == 75
+    before = tree(path)
+    with late.run, pytest.raises(RunFolderError, match="already contains a run"):
+        late.begin(job="other", resolved="other")
+    assert tree(path) == before
+    (path / "checkpoints" / "step-00000002" / "state.json").write_text("{}")
+    before = tree(path)
+    for resume in ("auto", str(path)):
+        with pytest.raises(CheckpointError, match=r"no valid checkpoint .*not changed"):
+            run(job, path, resume=resume)
+    assert tree(path) == before
+
+
+def flip_training_data(folder: Path) -> Path:
+    (path,) = (folder / "data").rglob("train.bin")
+    raw = bytearray(path.read_bytes())
+    raw[HEADER_BYTES + 100 : HEADER_BYTES + 200] = bytes(100)
+    path.write_bytes(raw)
+    return path
+
+
+def test_changed_training_data_is_refused_at_start_and_at_resume(
+    tmp_path: Path, stop_after: StopAfter
+) -> None:
+    job, named = small_job(tmp_path), tmp_path / "mine"
+    stop_after(2)
+    assert run(job, named) == 75
+    before = tree(named)
+    path = flip_training_data(tmp_path)
+    for run_dir, resume in ((tmp_path / "new", "never"), (named, "auto")):
+        with pytest.raises(DataError, match=r"train\.bin: the tokens changed .* hash is \w+, but"):
+            run(job, run_dir, resume=resume)
+    assert tree(named) == before and not (tmp_path / "new").exists()
+    path.unlink()
+    stop_after(None)
+    assert run(job, named, resume="auto") == 0, "prepared again as the message says"
+
+
+@pytest.mark.slow
+def test_other_held_out_tokens_are_reported_at_resume(
+    tmp_path: Path, stop_after: StopAfter
+) -> None:
+    named = tmp_path / "mine"
+    stop_after(2)
+    assert run(small_job(tmp_path), named) == 75
+    folder = tmp_path / "data" / "text"
+    files = [f"data.train={folder}/train.bin", f"data.val={tmp_path}/other.bin", "data.source="]
+    tokens = TokenFile(folder / "val.bin").tokens[::-1]
+    write_tokens(tmp_path / "other.bin", [tokens], vocab_size=256, tokenizer="bytes")
+    assert run(small_job(tmp_path, *files), named, resume="auto") == 75
+    (changed,) = [e for e in events_of(named, schema.Warning_) if e.code == "job-changed"]
+    assert "the held-out tokens" in changed.message
+
+
+# ---- which folder `--resume` and `--run-dir` mean
+
+
+def opened(job: Config, resume: str, run_dir: Path | None = None) -> tuple[RunFolder, bool]:
+    """Return the folder, begun as a start does, and whether it has a checkpoint."""
+    messages: list[str] = []
+    start = open_run(job, run_dir=run_dir, resume=resume, say=messages.append)
+    assert start.begin(job="text", resolved=jobs.dump(job)) == []
+    start.run.keep()
+    start.run.close()
+    assert (resume == "auto" and not start.checkpoint) == bool(messages)
+    return start.run, start.checkpoint is not None
+
+
+def test_auto_takes_the_newest_run_of_the_job_that_is_not_complete(
+    tmp_path: Path, stop_after: StopAfter
+) -> None:
+    job, runs = small_job(tmp_path), tmp_path / "runs"
+    assert opened(job, "auto")[1] is False
+    stop_after(2)
+    for name in ("20300101-000000-small", "20300102-000000-small", "20300103-000000-other"):
+        assert run(job, runs / name) == 75
+    assert opened(job, "auto")[0].path == runs / "20300102-000000-small"
+    stop_after(None)
+    assert run(job, runs / "20300102-000000-small", resume="auto") == 0
+    longer = small_job(tmp_path, "train.steps=20")
+    folder, resumes = opened(longer, "auto")
+    assert resumes and load(folder.path / "resolved.toml") == longer, "the job as run now"
+    assert opened(job, "auto")[1] is False, "complete, so a new run"
+
+
+def test_a_run_dir_is_made_or_gone_on_with(tmp_path: Path, stop_after: StopAfter) -> None:
+    job, named = small_job(tmp_path), tmp_path / "named"
+    stop_after(2)
+    assert run(job, named, resume="auto") == 75
+    with RunFolder(named), pytest.raises(RunFolderError, match="already running"):
+        opened(job, str(named))
+    assert opened(job, "auto", named)[1] is True
+    with pytest.raises(RunFolderError, match="already contains a run"):
+        opened(job, "never", named)
+    with pytest.raises(ConfigError, match="are different folders"):
+        opened(job, str(named), tmp_path / "other")
+    for resume in ("absent", "Auto", "."):
+        with pytest.raises(ConfigError, match=r"no checkpoint .* give a run folder"):
+            opened(job, resume)

@@ -22,7 +22,7 @@ from offloadtrain.train.build import assemble
 from offloadtrain.train.log import run_memory
 from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import RunLog
-from offloadtrain.train.log.run_memory import RunMemory
+from offloadtrain.train.log.run_memory import RunMemory, UnaccountedMemory, anonymous_bytes
 from offloadtrain.train.progress import Progress, StepClock, StepStats
 from offloadtrain.train.run_folder import RunFolder
 from tests.runtime.fake_allocator import FakeAllocator
@@ -48,21 +48,21 @@ def test_a_step_is_told_for_little_more_than_its_line(tmp_path: Path) -> None:
         h2d_bytes=1,
         comm_bytes=0,
     )
-    clock, told = StepClock(), StepStats(1.0, (1.0,), False, False, False)
+    clock, stats = StepClock(), StepStats(1.0, (1.0,), False, False, False)
     clock.lap("forward")
     folder = RunFolder.new(tmp_path, "timed")
     folder.begin("", "")
     ratios = []
     with folder, RunLog(folder, job, Console(io.StringIO(), every_s=1e3)) as log:
         log.started(parts, Progress())
-        log.step(2, Progress(), report, clock, told, lr=1e-3)
+        log.step(2, Progress(), report, clock, stats, lr=1e-3)
         log._writer.flush()
         (step,) = (
             r.event for r in log_lines.read(folder.events()) if isinstance(r.event, schema.Step)
         )
         for number in range(3, 1003):
             began = time.thread_time_ns()
-            log.step(number, Progress(), report, clock, told, lr=1e-3)
+            log.step(number, Progress(), report, clock, stats, lr=1e-3)
             between = time.thread_time_ns()
             log_lines.to_line(step, 0, 0.0)
             ratios.append((between - began) / (time.thread_time_ns() - between))
@@ -129,3 +129,69 @@ def test_a_run_on_a_cpu_logs_the_memory_of_the_host(tmp_path: Path) -> None:
 
 def _no_warning(code: str, message: str) -> None:
     raise AssertionError(message)
+
+
+# ---- memory that nothing accounts for
+
+
+class Process:
+    """A process whose memory is set by the test."""
+
+    def __init__(self) -> None:
+        self.ledger, self.other = Ledger(), 3 * GIB
+        self.ledger.add("master weights", Tier.HOST, 90 * GIB)
+        self.memory = UnaccountedMemory(self.ledger, self.read)
+
+    def read(self) -> int:
+        return self.ledger.total(Tier.HOST) + self.other
+
+
+def test_unaccounted_growth_is_reported_once_with_its_likely_owner() -> None:
+    process = Process()
+    process.ledger.add("block inputs", Tier.HOST, 16 * GIB)  # accounted for
+    process.other += 2 * GIB  # libraries
+    assert [process.memory.look() for _ in range(3)] == [None] * 3
+    process.other += 15 * GIB
+    assert process.memory.look() is None, "it may be on its way into the Ledger"
+    message = process.memory.look()
+    assert message is not None
+    assert "grown by 17.0 GiB since training began" in message
+    assert "about the size of 'block inputs' (16.0 GiB)" in message
+    assert "126.0 GiB" in message and "106.0 GiB" in message and "train.micro_batch" in message
+    assert process.memory.look() is None, "once"
+
+
+def test_real_memory_and_the_mapping_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_memory, "ALLOWED_BYTES", 64 << 20)
+    memory = UnaccountedMemory(Ledger())
+    before = anonymous_bytes()
+    assert memory.look() is None and before is not None
+    ones = torch.ones(256 << 20, dtype=torch.uint8)
+    now = anonymous_bytes()
+    assert now is not None and now - before >= 200 << 20
+    assert memory.look() is None
+    message = memory.look()
+    assert message is not None and "Largest mappings: " in message and "MiB" in message
+    assert int(ones[0]) == 1
+
+
+def test_a_run_looks_every_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    FakeAllocator(32 * GIB).install(monkeypatch)
+    monkeypatch.setattr(run_memory, "gpu_uuid", lambda device: "GPU-1")
+    process, codes = Process(), []
+    monkeypatch.setattr(run_memory, "anonymous_bytes", process.read)
+    optimizer: Any = SimpleNamespace(
+        device=torch.device("cuda", 0), ledger=process.ledger, pinned=True
+    )
+    memory = RunMemory(
+        optimizer,
+        lambda event: None,
+        tmp_path / "rank000.ring",
+        nvml=Nvml(),
+        warn=lambda code, message: codes.append(code),
+    )
+    process.other += 20 * GIB
+    for _ in range(3):
+        memory._sampler._each_second()
+    assert codes == ["host-memory"]
+    memory.close()

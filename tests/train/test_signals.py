@@ -31,16 +31,22 @@ def not_under_nohup() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", STOPS)
-def test_the_first_signal_is_only_noted(number: int, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(number)
-    with StopRequests() as stop:
+def test_the_first_signal_is_only_noted(capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank leaves the second one to its launcher."""
+    for number in STOPS:
+        before = signal.getsignal(number)
+        with StopRequests() as stop:
+            stop.defer()
+            assert stop.requested is None
+            signal.raise_signal(number)
+            assert stop.requested == signal.Signals(number).name
+        assert signal.getsignal(number) is before
+        assert "repeat: end at once" in capfd.readouterr().err
+    with StopRequests(aborts=False, quiet=True) as stop:
         stop.defer()
-        assert stop.requested is None
-        signal.raise_signal(number)
-        assert stop.requested == signal.Signals(number).name
-    assert signal.getsignal(number) is before
-    assert "repeat: end at once" in capfd.readouterr().err
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
 
 
 class Clock:
@@ -114,30 +120,11 @@ with StopRequests() as stop:
     assert process.returncode == 1 and "ended at once" in err
 
 
-def test_signals_of_a_forked_child_are_not_those_of_its_parent() -> None:
-    """A data loader ends its workers by SIGTERM."""
-    code = """
-import os, signal
-from offloadtrain.train.signals import StopRequests
-with StopRequests() as stop:
-    stop.defer()
-    child = os.fork()
-    if child == 0:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-print(stop.requested)
-"""
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "None\n"
-
-
-@pytest.mark.parametrize("number", STOPS)
-def test_a_signal_before_the_first_step_ends_building(number: int) -> None:
-    with StopRequests() as stop, pytest.raises(StoppedEarlyError, match="SIG"):
-        signal.raise_signal(number)
-    assert stop.requested == signal.Signals(number).name
+def test_a_signal_before_the_first_step_ends_building() -> None:
+    for number in STOPS:
+        with StopRequests() as stop, pytest.raises(StoppedEarlyError, match="SIG"):
+            signal.raise_signal(number)
+        assert stop.requested == signal.Signals(number).name
 
 
 def test_a_stop_that_a_finalizer_has_swallowed_is_not_lost() -> None:
@@ -163,51 +150,42 @@ def test_a_stop_in_the_midst_of_an_import_ends_building_behind_it(
     assert sys.modules.pop("stopped_module").whole == 1
 
 
-def test_usr1_asks_for_a_checkpoint() -> None:
-    with StopRequests() as stop:
-        signal.raise_signal(signal.SIGUSR1)
-        assert stop.wants_checkpoint and stop.requested is None
-
-
-def test_a_rank_leaves_the_second_signal_to_its_launcher(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with StopRequests(aborts=False, quiet=True) as stop:
-        stop.defer()
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-    assert capfd.readouterr().err == ""
-
-
 def test_blocked_signals_arrive_once_they_are_handled() -> None:
-    """A launcher starts its ranks with signals blocked."""
+    """A launcher starts its ranks with signals blocked. USR1 asks for a checkpoint."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
     with StopRequests() as stop:
-        assert stop.wants_checkpoint
+        assert stop.wants_checkpoint and stop.requested is None
 
 
-def test_nohup_is_respected() -> None:
+def test_nohup_is_respected_and_a_forked_child_is_another_process() -> None:
+    """A data loader ends its workers by SIGTERM."""
     code = """
-import importlib
-import signal
+import os, signal
 from offloadtrain.train.signals import StopRequests
 with StopRequests() as stop:
     signal.raise_signal(signal.SIGHUP)
-    print(stop.requested)
+    stop.defer()
+    child = os.fork()
+    if child == 0:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(stop.requested)
 """
     command = ["nohup", sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "None\n"
 
 
 def test_outside_the_main_thread_signals_are_left_alone() -> None:
-    before, seen = signal.getsignal(signal.SIGTERM), []
+    before, states = signal.getsignal(signal.SIGTERM), []
 
     def elsewhere() -> None:
         with StopRequests() as stop:
-            seen.append((stop.requested, signal.getsignal(signal.SIGTERM)))
+            states.append((stop.requested, signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert seen == [(None, before)]
+    assert states == [(None, before)]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import alerts, schema
 from offloadtrain.train import trainer
@@ -37,8 +36,8 @@ def plant(patch: pytest.MonkeyPatch, *steps: int, times: float = 40.0) -> None:
         real_accumulate(self, clock)
         bad = False
 
-    def loss_of(*given: Any) -> Any:
-        return real_loss(*given) * (times if bad else 1.0)
+    def loss_of(*arguments: Any) -> Any:
+        return real_loss(*arguments) * (times if bad else 1.0)
 
     patch.setattr(Trainer, "_accumulate", accumulate)
     patch.setattr(trainer, "loss_of", loss_of)
@@ -105,13 +104,13 @@ def test_rollback_goes_on_with_other_data_and_resumes_to_the_bit(
     """Checkpoints at 3, 6, 9 …; the batch of step 11 spikes: back to 9, on with that of step 12."""
     spoil(11)
     job = job_of(tmp_path, "rollback")
-    whole, killed, stopped = (tmp_path / name for name in ("whole", "killed", "stopped"))
-    assert run(job, whole) == 0
-    steps = [step.step for step in events_of(whole, schema.Step)]
+    uninterrupted, killed, stopped = (tmp_path / name for name in ("whole", "killed", "stopped"))
+    assert run(job, uninterrupted) == 0
+    steps = [step.step for step in events_of(uninterrupted, schema.Step)]
     assert steps == [*range(1, 12), *range(10, STEPS + 1)]
-    (told,) = warnings_of(whole, "rolled-back")
-    assert "back to step 9; the data goes on at sample 88 of epoch 0" in told
-    assert "rollback 1 of 3" in told
+    (message,) = warnings_of(uninterrupted, "rolled-back")
+    assert "back to step 9; the data goes on at sample 88 of epoch 0" in message
+    assert "rollback 1 of 3" in message
 
     real = Trainer._between_steps
 
@@ -129,8 +128,8 @@ def test_rollback_goes_on_with_other_data_and_resumes_to_the_bit(
     stop_after(None)
     assert run(job, stopped, resume="auto") == 0
     for path in (killed, stopped):
-        assert tensor_hashes(path, STEPS) == tensor_hashes(whole, STEPS)
-        assert history(path)[-3:] == history(whole)[-3:]
+        assert tensor_hashes(path, STEPS) == tensor_hashes(uninterrupted, STEPS)
+        assert history(path)[-3:] == history(uninterrupted)[-3:]
     assert len(warnings_of(killed, "rolled-back")) == 2, "it met the same spike again"
     assert len(warnings_of(stopped, "rolled-back")) == 1
 
@@ -151,36 +150,30 @@ def test_a_step_whose_checkpoint_is_damaged_is_saved_again(
 
     monkeypatch.setattr(Trainer, "_between_steps", between)
     assert run(job_of(tmp_path, "rollback", "train.keep_last=9"), path) == 0
-    (told,) = warnings_of(path, "rolled-back")
-    assert "back to step 6" in told
-    names = {one.name for one in (path / "checkpoints").iterdir()}
+    (message,) = warnings_of(path, "rolled-back")
+    assert "back to step 6" in message
+    names = {saved.name for saved in (path / "checkpoints").iterdir()}
     assert {"step-00000006", "step-00000009", "step-00000012"} <= names
     assert any(name.startswith("damaged-step-00000009-") for name in names)
     assert not warnings_of(path, "checkpoint-failed")
 
 
 @pytest.mark.slow
-def test_rollbacks_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, *range(11, 40))
+def test_rollbacks_and_skips_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, *range(11, 60))
     path = tmp_path / "run"
     with pytest.raises(TrainingError, match=r"train.max_rollbacks = 2 rollbacks are used up"):
         run(job_of(tmp_path, "rollback", "train.max_rollbacks=2"), path)
     assert len(warnings_of(path, "rolled-back")) == 2
     with pytest.raises(TrainingError, match="there is no checkpoint to go back to"):
         run(job_of(tmp_path, "rollback", "train.checkpoint_every=100"), tmp_path / "without")
-
-
-@pytest.mark.slow
-def test_skips_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, *range(11, 60))
     monkeypatch.setattr(trainer, "MAX_SKIPS", 4)
     with pytest.raises(TrainingError, match=r"4 steps in a row were skipped: loss .* before"):
-        run(job_of(tmp_path, "skip"), tmp_path / "run")
+        run(job_of(tmp_path, "skip"), tmp_path / "skipped")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
+def test_jobs_that_contradict_themselves(tmp_path: Path) -> None:
+    for overrides, message in (
         (["train.on_spike=rollback", "train.checkpoint_every=0"], "set train.checkpoint_every"),
         (
             ["train.on_spike=skip", "offload.skip_nonfinite=false", "offload.clip_norm=0"],
@@ -188,8 +181,6 @@ def test_skips_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["train.on_spike=ignore"], "train.on_spike"),
         (["train.spike_score=0"], "train.spike_score = 0.0 must be above 0"),
-    ],
-)
-def test_jobs_that_contradict_themselves(tmp_path: Path, overrides: list[str], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        jobs.dump(small_job(tmp_path, *overrides))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            small_job(tmp_path, *overrides)

@@ -37,8 +37,8 @@ def one_thread() -> Iterator[None]:
 
 
 def cases_of(name: str, scratch: Path) -> list[Case]:
-    found: list[Case] = importlib.import_module(f"tests.train.storage.{name}").cases(scratch)
-    return found
+    cases: list[Case] = importlib.import_module(f"tests.train.storage.{name}").cases(scratch)
+    return cases
 
 
 def run(cases: list[Case], scratch: Path) -> None:
@@ -55,12 +55,12 @@ def run(cases: list[Case], scratch: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "whole", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a slice", "all"]
+    "complete", [False, pytest.param(True, marks=pytest.mark.long)], ids=["a slice", "all"]
 )
 @pytest.mark.parametrize("name", SLICES)
-def test_no_fault_of_storage_loses_a_checkpoint(name: str, whole: bool, tmp_path: Path) -> None:
+def test_no_fault_of_storage_loses_a_checkpoint(name: str, complete: bool, tmp_path: Path) -> None:
     cases = cases_of(name, tmp_path)
-    run(cases if whole else random.Random(7).sample(cases, SLICES[name]), tmp_path)
+    run(cases if complete else random.Random(7).sample(cases, SLICES[name]), tmp_path)
 
 
 @pytest.mark.slow

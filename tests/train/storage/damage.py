@@ -36,11 +36,11 @@ def cases(scratch: Path) -> list[Case]:
     for step in (OLD, NEWER):
         _save(good, step)
     kinds = list(DAMAGES)
-    found = []
+    made = []
     for number in range(COUNT):
         name = kinds[number % len(kinds)]
-        found.append(Case(f"{name}: {number}", partial(_damaged, good, name, f"{SEED} {number}")))
-    return found
+        made.append(Case(f"{name}: {number}", partial(_damaged, good, name, f"{SEED} {number}")))
+    return made
 
 
 def _save(folder: Path, step: int) -> None:
@@ -57,54 +57,56 @@ def _damaged(good: Path, name: str, seed: str, root: Path) -> str:
     entries = checkpoint.open_checkpoint(path).manifest.entries
     named = DAMAGES[name](path, draw)
     with one_thread():
-        said = _met_while_loading(folder) if draw.random() < 0.5 else _met_while_verifying(folder)
-    assert said.isprintable() and str(path) in said, said
-    _check_named(named, said, entries)
-    return "tensor named" if " of '" in said else "file named"
+        message = (
+            _met_while_loading(folder) if draw.random() < 0.5 else _met_while_verifying(folder)
+        )
+    assert message.isprintable() and str(path) in message, message
+    _check_named(named, message, entries)
+    return "tensor named" if " of '" in message else "file named"
 
 
 def _met_while_verifying(folder: Path) -> str:
     reported: list[str] = []
-    found = checkpoint.newest_good(folder, lambda _, error: reported.append(str(error)))
-    assert found is not None and found.step == OLD, "the damage is not noticed"
-    _loads(found)
-    (said,) = reported
-    return said
+    newest = checkpoint.newest_good(folder, lambda _, error: reported.append(str(error)))
+    assert newest is not None and newest.step == OLD, "the damage is not noticed"
+    _loads(newest)
+    (message,) = reported
+    return message
 
 
 def _met_while_loading(folder: Path) -> str:
     """As `--resume` does: tensors are verified while they are loaded."""
     reported: list[str] = []
-    found = checkpoint.newest_good(folder, lambda _, e: reported.append(str(e)), verified=False)
-    assert found is not None
-    if found.step == NEWER:
+    newest = checkpoint.newest_good(folder, lambda _, e: reported.append(str(e)), verified=False)
+    assert newest is not None
+    if newest.step == NEWER:
         with pytest.raises(DamagedCheckpointError) as caught:
-            restore(found, *filled(99))
+            restore(newest, *filled(99))
         reported.append(str(caught.value))
-        found = checkpoint.newest_good(folder, _never, verified=False, before=NEWER)
-        assert found is not None
-    _loads(found)
-    (said,) = reported
-    return said
+        newest = checkpoint.newest_good(folder, _never, verified=False, before=NEWER)
+        assert newest is not None
+    _loads(newest)
+    (message,) = reported
+    return message
 
 
 def _never(path: Path, damage: DamagedCheckpointError) -> None:
     raise AssertionError(f"{path}: {damage}")
 
 
-def _loads(found: checkpoint.Checkpoint) -> None:
+def _loads(opened: checkpoint.Checkpoint) -> None:
     model, state = filled(99)
-    restore(found, model, state)
-    assert found.step == OLD and same(state, filled(OLD)[1])
+    restore(opened, model, state)
+    assert opened.step == OLD and same(state, filled(OLD)[1])
 
 
-def _check_named(named: str, said: str, entries: tuple[Entry, ...]) -> None:
+def _check_named(named: str, message: str, entries: tuple[Entry, ...]) -> None:
     file, *span = named.split(":")
-    assert file in said, (file, said)
+    assert file in message, (file, message)
     if span:
         lo, hi = map(int, span)
         hit = [e for e in entries if e.file == file and e.span[0] < hi and lo < e.span[1]]
-        assert any(f"{e.kind} of '{e.name}'" in said for e in hit), (named, said)
+        assert any(f"{e.kind} of '{e.name}'" in message for e in hit), (named, message)
 
 
 # ---- accidents
@@ -185,9 +187,9 @@ def exchange_files(path: Path, draw: random.Random) -> str:
             (path / "state.json", path / "manifest.json"),
         )
     )
-    one, other = first.read_bytes(), second.read_bytes()
+    content, other = first.read_bytes(), second.read_bytes()
     first.write_bytes(other)
-    second.write_bytes(one)
+    second.write_bytes(content)
     return ""
 
 
@@ -198,10 +200,10 @@ def exchange_blocks(path: Path, draw: random.Random) -> str:
     places = range(0, len(content), size)
     while True:
         a, b = draw.sample(places, 2)
-        one, other = content[a : a + size], content[b : b + size]
-        if one != other:
+        block, other = content[a : a + size], content[b : b + size]
+        if block != other:
             break
-    content[a : a + size], content[b : b + size] = other, one
+    content[a : a + size], content[b : b + size] = other, block
     file.write_bytes(content)
     return file.name
 
@@ -234,7 +236,7 @@ def lie(path: Path, draw: random.Random, edit: Callable[[list[Any], random.Rando
 
 def _pair(tensors: list[Any], draw: random.Random) -> tuple[Any, Any]:
     """Two tensors with bytes of their own, of one file."""
-    filled_ = [one for one in tensors if one["xxh3_128"]]
+    filled_ = [entry for entry in tensors if entry["xxh3_128"]]
     while True:
         first, second = draw.sample(filled_, 2)
         if first["file"] == second["file"] and first["xxh3_128"] != second["xxh3_128"]:
@@ -247,7 +249,7 @@ def repeat(tensors: list[Any], draw: random.Random) -> None:
 
 
 def leave_out(tensors: list[Any], draw: random.Random) -> None:
-    tensors.remove(draw.choice([one for one in tensors if one["count"]]))
+    tensors.remove(draw.choice([entry for entry in tensors if entry["count"]]))
 
 
 def overlap_bytes(tensors: list[Any], draw: random.Random) -> None:
@@ -259,11 +261,11 @@ def overlap_bytes(tensors: list[Any], draw: random.Random) -> None:
 
 def overlap_ranges(tensors: list[Any], draw: random.Random) -> None:
     """A piece that reaches into the piece of the other rank, or leaves a gap before it."""
-    one = draw.choice([one for one in tensors if one["range"][1] - one["range"][0] > 1])
-    lo, hi = one["range"]
-    one["range"] = draw.choice(([lo, hi - 1], [lo + 1, hi], [max(0, lo - 1), hi], [lo, hi + 1]))
-    if one["range"] == [lo, hi]:
-        one["range"] = [lo, hi - 1]
+    entry = draw.choice([entry for entry in tensors if entry["range"][1] - entry["range"][0] > 1])
+    lo, hi = entry["range"]
+    entry["range"] = draw.choice(([lo, hi - 1], [lo + 1, hi], [max(0, lo - 1), hi], [lo, hi + 1]))
+    if entry["range"] == [lo, hi]:
+        entry["range"] = [lo, hi - 1]
 
 
 def exchange_hashes(tensors: list[Any], draw: random.Random) -> None:
@@ -279,8 +281,8 @@ def exchange_order(tensors: list[Any], draw: random.Random) -> None:
 
 def move(tensors: list[Any], draw: random.Random) -> None:
     """A tensor is said to begin elsewhere."""
-    one = draw.choice([one for one in tensors if one["xxh3_128"]])
-    one["offset"] = one["span"][1] - draw.randrange(4)
+    entry = draw.choice([entry for entry in tensors if entry["xxh3_128"]])
+    entry["offset"] = entry["span"][1] - draw.randrange(4)
 
 
 LIES = (
@@ -300,5 +302,5 @@ DAMAGES: dict[str, Damage] = {
     "blocks exchanged": exchange_blocks,
     "a file of the one before": older_file,
     "the folder of the one before": older_folder,
-    **{f"a lie ({one.__name__.replace('_', ' ')})": partial(lie, edit=one) for one in LIES},
+    **{f"a lie ({edit.__name__.replace('_', ' ')})": partial(lie, edit=edit) for edit in LIES},
 }

@@ -33,15 +33,15 @@ class FailingOs(FaultyOs):
 def cases(scratch: Path) -> list[Case]:
     """Every call of every kind of save with each error; how long it lasts takes turns."""
     ASYNC.make_reference(scratch)
-    found = []
+    made = []
     for kind in (*KINDS, ASYNC):
         for at, name in enumerate(calls_of(kind, scratch)):
             for number, code in enumerate(CODES):
                 count = LENGTHS[(at + number) % len(LENGTHS)]
                 lasting = {1: "once", 3: "for a moment"}.get(count, "for good")
                 title = f"{kind.name}: {errno.errorcode[code]} at call {at} ({name}), {lasting}"
-                found.append(Case(title, partial(_refused, kind, at, count, code)))
-    return found
+                made.append(Case(title, partial(_refused, kind, at, count, code)))
+    return made
 
 
 def _refused(kind: Kind, at: int, count: int, code: int, root: Path) -> str:
@@ -49,9 +49,9 @@ def _refused(kind: Kind, at: int, count: int, code: int, root: Path) -> str:
     with through(FailingOs(at, count, code)):
         raised = on_threads(kind.ranks, partial(kind.perform, folder))
     published = (folder / f"step-{NEW:08d}").exists()
-    assert published or all(isinstance(one, CheckpointError) for one in raised), raised
+    assert published or all(isinstance(error, CheckpointError) for error in raised), raised
     for error in raised:
         assert error is None or isinstance(error, CheckpointError | OSError), repr(error)
         assert error is None or ("\n" not in str(error) and os.strerror(code) in str(error)), error
-    kept = kind.check(folder, {NEW if published else kind.newest})
-    return "saved" if kept == NEW else "refused, the one before"
+    newest = kind.check(folder, {NEW if published else kind.newest})
+    return "saved" if newest == NEW else "refused, the one before"

@@ -25,7 +25,7 @@ def cases(scratch: Path) -> list[Case]:
     """
     for trained in (ASYNC, *MODES):
         trained.make_reference(scratch)
-    found = []
+    made = []
     for kind in (*KINDS, ASYNC, *MODES):
         calls = calls_of(kind, scratch)
         for at, name in enumerate(calls):
@@ -33,8 +33,8 @@ def cases(scratch: Path) -> list[Case]:
                 for whom in _whom(kind, at):
                     how = "half-way through" if tear else "before"
                     title = f"{kind.name}: {how} call {at} ({name}), {whom}"
-                    found.append(Case(title, partial(_killed, kind, at, tear, whom)))
-    return found
+                    made.append(Case(title, partial(_killed, kind, at, tear, whom)))
+    return made
 
 
 def _whom(kind: Kind, at: int) -> Iterator[str]:
@@ -76,8 +76,8 @@ def _killed(kind: Kind, at: int, tear: bool, whom: str, root: Path) -> str:
         assert codes == [-signal.SIGKILL], codes
     # A rank may have fewer calls than that: then nobody was killed, and all is saved.
     ended = codes == [0] * kind.ranks
-    kept = kind.check(folder, {NEW} if ended else {kind.newest, NEW})
-    return "saved" if kept == NEW else "the one before"
+    newest = kind.check(folder, {NEW} if ended else {kind.newest, NEW})
+    return "saved" if newest == NEW else "the one before"
 
 
 def _kill_group(name: str) -> None:

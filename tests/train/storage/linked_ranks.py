@@ -55,8 +55,8 @@ class LinkedRanks(Ranks):
         return self.gather(value)[0]
 
     def all_gather_host(self, row: Sequence[float] | Tensor) -> Tensor:
-        own = torch.as_tensor(row, dtype=torch.float64).reshape(-1)
-        return torch.tensor(self.gather(own.tolist()), dtype=torch.float64)
+        values = torch.as_tensor(row, dtype=torch.float64).reshape(-1)
+        return torch.tensor(self.gather(values.tolist()), dtype=torch.float64)
 
 
 def _received(end: socket.socket) -> bytes:
@@ -64,13 +64,13 @@ def _received(end: socket.socket) -> bytes:
 
 
 def _exactly(end: socket.socket, count: int) -> bytes:
-    found = b""
-    while len(found) < count:
-        more = end.recv(count - len(found))
+    received = b""
+    while len(received) < count:
+        more = end.recv(count - len(received))
         if not more:
             raise ConnectionError("closed")
-        found += more
-    return found
+        received += more
+    return received
 
 
 def on_threads(size: int, fn: Callable[[Ranks], object]) -> list[BaseException | None]:

@@ -23,17 +23,17 @@ def cases(scratch: Path) -> list[Case]:
 def _of(kind: Kind, scratch: Path) -> list[Case]:
     root = scratch / f"recorded-{kind.name}"
     folder, recorder, returned = record(kind, root)
-    draw, seen, found = random.Random(SEED), set[int](), []
+    draw, known, made = random.Random(SEED), set[int](), []
     for at, (call, top) in enumerate(recorder.moments):
         allowed: set[int | None] = {NEW} if at >= returned else {kind.newest, NEW}
         for state in states(top, draw):
             # Of a state that several moments may leave, the first behind the return asks more.
-            if (key := hash((_frozen(state()), at >= returned))) not in seen:
-                seen.add(key)
+            if (key := hash((_frozen(state()), at >= returned))) not in known:
+                known.add(key)
                 title = f"{kind.name}: behind call {at} ({call})"
                 inside = folder.relative_to(root)
-                found.append(Case(title, partial(_lost_power, kind, state, inside, allowed)))
-    return found
+                made.append(Case(title, partial(_lost_power, kind, state, inside, allowed)))
+    return made
 
 
 def record(kind: Kind, root: Path) -> tuple[Path, Recorder, int]:
@@ -59,8 +59,8 @@ def _lost_power(
 ) -> str:
     _lay(state(), root)
     with one_thread():
-        found = kind.check_newest(root / inside, allowed)
-    return "saved" if found == NEW else "the one before"
+        newest = kind.check_newest(root / inside, allowed)
+    return "saved" if newest == NEW else "the one before"
 
 
 def _lay(tree: Tree, folder: Path) -> None:

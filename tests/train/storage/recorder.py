@@ -67,32 +67,32 @@ class Folder:
         return cls({p.name: cls.of(p) if p.is_dir() else File(p.read_bytes()) for p in inside})
 
     def at(self, parts: tuple[str, ...]) -> File | Folder:
-        found: File | Folder = self
+        node: File | Folder = self
         for part in parts:
-            assert isinstance(found, Folder)
-            found = entered(found.safe, found.pending)[part]
-        return found
+            assert isinstance(node, Folder)
+            node = entered(node.safe, node.pending)[part]
+        return node
 
     def settle(self) -> None:
         self.safe, self.pending = entered(self.safe, self.pending), []
 
 
 def written(content: bytes, writes: list[Written]) -> bytes:
-    found = bytearray(content)
+    result = bytearray(content)
     for offset, data in writes:
-        found.extend(bytes(max(0, offset + len(data) - len(found))))
-        found[offset : offset + len(data)] = data
-    return bytes(found)
+        result.extend(bytes(max(0, offset + len(data) - len(result))))
+        result[offset : offset + len(data)] = data
+    return bytes(result)
 
 
 def entered(names: dict[str, File | Folder], changes: list[Entered]) -> dict[str, File | Folder]:
-    found = dict(names)
+    result = dict(names)
     for name, node, before in changes:
-        found.pop(before, None)
-        found.pop(name, None)
+        result.pop(before, None)
+        result.pop(name, None)
         if node is not None:
-            found[name] = node
-    return found
+            result[name] = node
+    return result
 
 
 class Recorder(FaultyOs):
@@ -204,15 +204,15 @@ def _choices(count: int, draw: random.Random) -> list[tuple[bool, ...]]:
     return [(False,) * count, (True,) * count, *sorted(some)]
 
 
-def _folders(folder: Folder, seen: set[int]) -> Iterator[Folder]:
+def _folders(folder: Folder, visited: set[int]) -> Iterator[Folder]:
     """Every folder that has, had or may get a name."""
-    if id(folder) in seen:
+    if id(folder) in visited:
         return
-    seen.add(id(folder))
+    visited.add(id(folder))
     yield folder
     for node in (*folder.safe.values(), *(change.node for change in folder.pending)):
         if isinstance(node, Folder):
-            yield from _folders(node, seen)
+            yield from _folders(node, visited)
 
 
 def _made(top: Folder, names: Names, way: Way | None, seed: float) -> Tree:
@@ -248,19 +248,19 @@ def _sizes_only(file: File, draw: random.Random) -> bytes:
 
 def _reordered(file: File, draw: random.Random) -> bytes:
     """Any of the writes are lost."""
-    return written(file.safe, [one for one in file.pending if draw.random() < 0.5])
+    return written(file.safe, [write for write in file.pending if draw.random() < 0.5])
 
 
 def _torn(file: File, draw: random.Random) -> bytes:
     """Some sectors are lost, and the file may end early."""
     sector, old = draw.choice((512, 4096)), draw.choice((b"\0", b"\xa5"))
-    whole = bytearray(written(file.safe, file.pending))
-    for at in range(0, len(whole), sector):
+    complete = bytearray(written(file.safe, file.pending))
+    for at in range(0, len(complete), sector):
         if draw.random() < 0.5:
-            size = len(whole[at : at + sector])
-            whole[at : at + sector] = file.safe[at : at + sector].ljust(size, old)
-    shortest = min(len(file.safe), len(whole))
-    return bytes(whole[: draw.choice([len(whole), draw.randint(shortest, len(whole))])])
+            size = len(complete[at : at + sector])
+            complete[at : at + sector] = file.safe[at : at + sector].ljust(size, old)
+    shortest = min(len(file.safe), len(complete))
+    return bytes(complete[: draw.choice([len(complete), draw.randint(shortest, len(complete))])])
 
 
 Way = Callable[[File, random.Random], bytes]

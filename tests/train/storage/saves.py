@@ -98,16 +98,16 @@ class Kind:
 
     def check(self, folder: Path, allowed: set[int | None]) -> int | None:
         """Return the newest step, which was compared to the bit; then save another one."""
-        found = self.check_newest(folder, allowed)
+        newest = self.check_newest(folder, allowed)
         save(folder, NEW + 1, *filled(NEW + 1), {"step": NEW + 1})
         assert loaded_step(folder) == NEW + 1
         none_unfinished(folder)
-        return found
+        return newest
 
     def check_newest(self, folder: Path, allowed: set[int | None]) -> int | None:
-        found = loaded_step(folder)
-        assert found in allowed, f"step {found} is the newest, not one of {allowed}"
-        return found
+        newest = loaded_step(folder)
+        assert newest in allowed, f"step {newest} is the newest, not one of {allowed}"
+        return newest
 
 
 KINDS = (
@@ -201,13 +201,13 @@ def _save_while_training(
 
 def _as_reference(folder: Path, reference: Path) -> int | None:
     """Return the newest step, after comparing its files with those of the reference."""
-    found = checkpoint.newest_good(folder, refuse_damage)
-    if found is None:
+    newest = checkpoint.newest_good(folder, refuse_damage)
+    if newest is None:
         return None
     for name in ("rank-000.bin", "state.json", "manifest.json"):
-        expected = (reference / found.path.name / name).read_bytes()
-        assert (found.path / name).read_bytes() == expected, name
-    return found.step
+        expected = (reference / newest.path.name / name).read_bytes()
+        assert (newest.path / name).read_bytes() == expected, name
+    return newest.step
 
 
 def refuse_damage(path: Path, damage: DamagedCheckpointError) -> None:
@@ -217,16 +217,16 @@ def refuse_damage(path: Path, damage: DamagedCheckpointError) -> None:
 def loaded_step(folder: Path) -> int | None:
     """Return the step of the newest checkpoint, after comparing all its values with those of that
     step; none of the others may be damaged."""
-    found = checkpoint.newest_good(folder, refuse_damage)
-    if found is None:
+    newest = checkpoint.newest_good(folder, refuse_damage)
+    if newest is None:
         return None
     for path in checkpoint.find(folder)[1:]:
         checkpoint.verify(path)
     model, state = filled(99)
-    restore(found, model, state)
-    assert same(state, filled(found.step)[1]) and model.seen == found.step
-    assert found.state == {"step": found.step}
-    return found.step
+    restore(newest, model, state)
+    assert same(state, filled(newest.step)[1]) and model.seen == newest.step
+    assert newest.state == {"step": newest.step}
+    return newest.step
 
 
 def none_unfinished(folder: Path) -> None:

@@ -79,23 +79,25 @@ def _filled(disk: Path, first: int, last: int) -> Iterator[None]:
 
 def _checked(root: Path, disk: Path) -> str:
     """Train; what is saved loads, the log is whole or says what it lost."""
-    job, path, said = small_job(root, *SMALL), disk / "run", io.StringIO()
+    job, path, output = small_job(root, *SMALL), disk / "run", io.StringIO()
     try:
-        with redirect_stdout(said), redirect_stderr(said):
+        with redirect_stdout(output), redirect_stderr(output):
             code = run(job, path)
     except (CheckpointError, RunFolderError) as error:
         assert "\n" not in str(error), error
         if path.exists():
             checkpoint.newest_good(path / "checkpoints", refuse_damage)
         return "ended with one line"
-    assert code == 0 and "Traceback" not in said.getvalue()
-    found = checkpoint.newest_good(path / "checkpoints", refuse_damage)
-    assert found is not None and found.step == STEPS
+    assert code == 0 and "Traceback" not in output.getvalue()
+    newest = checkpoint.newest_good(path / "checkpoints", refuse_damage)
+    assert newest is not None and newest.step == STEPS
     steps = {event.step for event in events_of(path, schema.Step)}
     lost = STEPS - len(steps)
-    told = re.search(r"([1-9]\d*) (?:records|events) were lost", _told(path) + said.getvalue())
-    assert not lost or told, (steps, said.getvalue()[-2000:])
-    refused = "could not be saved" in said.getvalue() or "a checkpoint needs" in said.getvalue()
+    reported = re.search(
+        r"([1-9]\d*) (?:records|events) were lost", _told(path) + output.getvalue()
+    )
+    assert not lost or reported, (steps, output.getvalue()[-2000:])
+    refused = "could not be saved" in output.getvalue() or "a checkpoint needs" in output.getvalue()
     saves = "a save refused" if refused else "all saved"
     return f"trained on, {saves}, {'events lost, and said' if lost else 'log whole'}"
 

@@ -43,7 +43,7 @@ def test_the_commands_that_clusters_start_are_ours() -> None:
     assert job["spec"]["template"]["spec"]["subdomain"] == name
     kubernetes = " ".join(container["args"])
     skypilot = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())["run"]
-    slurm = (EXAMPLES / "slurm.sbatch").read_text().replace('"${folder[@]}" &', "")
+    slurm = (EXAMPLES / "slurm.sbatch").read_text().replace('"${folder[@]}"', "").replace("&", "")
     for text in (kubernetes, skypilot, slurm):
         started = re.findall(r"offloadtrain (train .*)", text.replace("\\\n", " "))
         assert started
@@ -52,7 +52,7 @@ def test_the_commands_that_clusters_start_are_ours() -> None:
 
 
 def outside(command: list[object], home: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of a tool that writes into the home folder, with another home and no GPU."""
+    """Run a command that writes into the home folder, with another home and no GPU."""
     environment = os.environ | {"HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     return subprocess.run(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import levels
@@ -174,27 +174,6 @@ def test_a_seed_is_a_draw(suite: list[pytest.Item], level: levels.Level) -> None
     part = [item for item in suite if item.name.startswith(("test_many", "test_slow"))]
     expected = [item for item in levels.selected(suite, level, 7) if item in part]
     assert levels.selected(part, level, 7) == expected
-
-
-@pytest.mark.parametrize(("level", "count"), [("quick", 20), ("rest", 100), ("full", 500)])
-def test_a_level_has_its_number_of_examples(
-    level: levels.Level, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hypothesis times none of them, which would fail on a busy machine."""
-    assert settings().deadline is None
-    assert HealthCheck.too_slow in settings().suppress_health_check
-    monkeypatch.setattr(levels, "_at", "quick")
-    levels.choose(level)
-    drawn: list[int] = []
-
-    @levels.examples(100)
-    @given(n=st.integers())
-    def test(n: int) -> None:
-        drawn.append(n)
-
-    test()
-    assert len(drawn) == count
-    assert [mark.name for mark in test.pytestmark] == ["draws"]
 
 
 def test_a_case_that_is_named_is_run(

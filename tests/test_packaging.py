@@ -149,32 +149,3 @@ def test_the_source_package_is_ready_for_an_index(tmp_path: Path) -> None:
     assert "License-Expression: Apache-2.0" in readme
     targets = re.findall(r"\]\(([^)\s]+)\)", readme)
     assert targets and not [t for t in targets if not t.startswith(("https://", "#"))]
-
-
-@pytest.mark.slow
-def test_the_files_of_the_repository_follow_their_schemas() -> None:
-    version = PYPROJECT["project"]["version"]
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
-    forms = [
-        path
-        for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")
-        if "config" not in path.name
-    ]
-    assert workflows and forms
-    for schema, files in (
-        ("github-workflows", workflows),
-        ("github-issue-forms", forms),
-        ("citation-file-format", [ROOT / "CITATION.cff"]),
-    ):
-        _run("check_jsonschema", "--builtin-schema", f"vendor.{schema}", *files)
-
-
-@pytest.mark.slow
-def test_the_container_file_has_no_known_fault() -> None:
-    # DL3008 asks for versions of Debian's packages, which its archive drops within weeks.
-    hadolint = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run(
-        [hadolint, "--ignore", "DL3008", ROOT / "Dockerfile"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout

@@ -10,26 +10,22 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.clock import Clock, ManualClock, ReplayClock
-from offloadtrain_tui.dialogs import Ask, Confirm, Raw
+from offloadtrain_tui.dialogs import Ask, Confirm
 from offloadtrain_tui.frame import screen_text
-from offloadtrain_tui.help import Help
 from offloadtrain_tui.keys import with_keys
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.widgets.chart import Chart
-from offloadtrain_tui.widgets.lanes import Timeline
 from textual.widget import Widget
-from textual.widgets import Button, DataTable, Input
+from textual.widgets import Button
 
-from offloadtrain.events import schema
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, plain, unlucky, write
+from tests.tui.recordings import BEGIN_S, plain, write
 from tests.tui.test_runs import live, trainer
 
 SIZES = {"wide": (160, 45), "medium": (110, 34), "small": (80, 24)}
@@ -84,100 +80,6 @@ def messages(app: Monitor) -> str:
     return "\n".join(notification.message for notification in app._notifications)
 
 
-@pytest.mark.slow
-def test_the_whole_screen_goes_back_in_time(tmp_path: Path) -> None:
-    write(tmp_path / "run", plain())
-
-    async def test() -> None:
-        async with watching(tmp_path / "run") as (app, press):
-            assert "step 100/100" in text(app)
-            await press("[", "[", "[")
-            assert app.shown.view.step == 97 and not app.shown.is_live
-            assert "step 97/100" in text(app) and "End: live" in text(app)
-            await press("]")
-            assert app.shown.view.step == 98
-            await press("{")
-            assert app.shown.view.step == 75, "the checkpoint before"
-            await press("{")
-            assert app.shown.view.step == 50
-            assert app.shown.view.val_loss == pytest.approx(2.1 + 10 / 50)
-            await press("4")
-            assert app.query_one("#timeline-lanes", Timeline).lanes.step == 42
-            for panel in "127":  # with tables
-                await press(panel, "[")
-                assert not app.shown.is_live
-                await press("end")
-                assert app.shown.is_live and app.shown.view.step == 100, f"from screen {panel}"
-            await press("g")
-            assert isinstance(app.screen, Ask)
-            await press("3", "0", "enter")
-            assert app.shown.view.step == 30
-            await press("space")
-            assert app.shown.is_live
-            await press("space")
-            assert app.shown.cursor == 99, "stopped at the newest"
-
-    go(test())
-
-
-def test_charts_and_timeline_zoom_and_the_timeline_is_exported(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", plain())
-
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            newest = text(app)
-            await press("[", "5", "end", "1")
-            assert text(app) == newest, "a chart that is shown again is drawn completely"
-            await press("5")
-            loss = app.query_one("#plots-loss", Chart)
-            assert (loss.plot.window.lo, loss.plot.window.hi) == (0, 100)
-            await press("+", "+")
-            assert (loss.plot.window.lo, loss.plot.window.hi) == (75, 100)
-            await press("-")
-            assert loss.plot.window.lo == 50 and loss.plot.curves[0].label == "mean"
-            await press("m", "m", "m", "y")
-            assert loss.plot.curves[0].label == "" and loss.plot.log
-            await press("4")
-            lanes = app.query_one("#timeline-lanes", Timeline)
-            assert "adam 2" in text(app)
-            await press("up", "up", "up")
-            assert lanes.lanes.zoom == 8.0
-            begin = lanes.lanes.shown[0]
-            await press("right")
-            assert lanes.lanes.shown[0] > begin
-            await press("down", "down", "down", "down")
-            assert lanes.lanes.zoom == 1.0
-            await press("x")
-            await app.workers.wait_for_complete()
-            await press()
-            assert "trace.json" in messages(app)
-            entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
-            assert any(entry["name"] == "adam 2" for entry in entries)
-
-    go(test())
-
-
-@pytest.mark.slow
-def test_events_are_filtered_opened_and_gone_to(tmp_path: Path) -> None:
-    write(tmp_path / "run", unlucky())
-
-    async def test() -> None:
-        async with watching(tmp_path / "run") as (app, press):
-            await press("7")
-            table = app.query_one("#events-rows", DataTable)
-            count = table.row_count
-            await press("slash", *"skipped")
-            assert 0 < table.row_count < count
-            assert isinstance(app.focused, Input)
-            await press("enter", "enter")
-            assert isinstance(app.screen, Raw)
-            assert '"k": "' in text(app) and '"step": 45' in text(app)
-            await press("escape", "j")
-            assert app.shown.view.step == 45
-
-    go(test())
-
-
 def requests_in(folder: Path) -> list[tuple[str, str]]:
     paths = sorted((folder / "control").glob("*.json"))
     requests = [json.loads(path.read_text()) for path in paths]
@@ -221,6 +123,30 @@ def test_requests_are_confirmed_and_sent_to_runs_that_are_running(tmp_path: Path
     with trainer(folder):
         go(here())
     assert not (ended / "control").exists()
+
+
+def test_the_palette_opens_a_screen_and_the_timeline_is_exported(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", plain())
+
+    async def test() -> None:
+        async with watching(folder) as (app, press):
+            newest = text(app)
+            await press("[", "5", "end", "1")
+            assert text(app) == newest, "a chart that is shown again is drawn completely"
+            await press("ctrl+p")
+            await press(*"timeline")
+            await until(lambda: "Screen 4: timeline" in text(app))
+            await press("escape", "x")
+            await app.workers.wait_for_complete()
+            await press()
+            assert "trace.json" in messages(app)
+            entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
+            assert any(entry["name"] == "adam 2" for entry in entries)
+
+    go(test())
+    names = [f"panel {number}" for number in range(1, 12)]
+    keys = [key for key, _ in with_keys(names)]
+    assert keys == [*"1234567890", ""], "the eleventh panel has no key"
 
 
 @pytest.mark.slow
@@ -305,45 +231,6 @@ def test_without_a_run_the_machine_is_shown() -> None:
             assert re.search(r"HOST [\d.]+ (GiB )?of [\d.]+ [GT]iB", text(app))
 
     go(test())
-
-
-@pytest.mark.slow
-def test_owners_of_each_rank(tmp_path: Path) -> None:
-    first, second = recordings.ranks(2, steps=5)
-    (row, *rest) = recordings.memory(5).rows
-    memory = schema.Memory(step=5, rows=(replace(row, owner="rank 1's", num_bytes=3 << 30), *rest))
-    folder = write(tmp_path / "run", first, [*second, (second[-1][0], memory)])
-
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            await press("2")
-            for rank in (0, 1, 0):
-                assert f"owner on rank {rank}" in text(app)
-                assert ("rank 1's" in text(app)) == (rank == 1)
-                await press("v")
-
-    go(test())
-
-
-def test_help_and_palette(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", plain())
-
-    async def test() -> None:
-        async with watching(folder) as (app, press):
-            await press("question_mark")
-            assert "hundred steps" in text(app) and "GPU→CPU" in text(app)
-            await press("question_mark")
-            assert not isinstance(app.screen, Help)
-            await press("question_mark", "escape")
-            assert not isinstance(app.screen, Help)
-            await press("ctrl+p")
-            await press(*"timeline")
-            await until(lambda: "Screen 4: timeline" in text(app))
-
-    go(test())
-    names = [f"panel {number}" for number in range(1, 12)]
-    keys = [key for key, _ in with_keys(names)]
-    assert keys == [*"1234567890", ""], "the eleventh panel has no key"
 
 
 def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(

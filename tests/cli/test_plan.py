@@ -31,9 +31,16 @@ def plan(*arguments: object) -> int:
     return main(["plan", *map(str, arguments)])
 
 
-def values_of(capsys: Captured) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return values
+def printed(capsys: Captured, *arguments: object, code: int = 0) -> str:
+    """Run the command and return its stdout."""
+    assert plan(*arguments) == code
+    return capsys.readouterr().out
+
+
+def as_json(capsys: Captured, *arguments: object) -> dict[str, Any]:
+    """Run the command and return the object that it prints."""
+    parsed: dict[str, Any] = json.loads(printed(capsys, *arguments, "--json"))
+    return parsed
 
 
 def test_the_plan_in_words(capsys: Captured) -> None:
@@ -48,33 +55,29 @@ def test_the_plan_in_words(capsys: Captured) -> None:
     verdict = out.splitlines()[0]
     assert verdict.startswith("It fits: GPU 28.4 GiB of 31.0 GiB, host 117.0 GiB of 128.0 GiB; ")
     assert "e+0" not in out and "e-0" not in out and " GB " not in out
-    printed = []
+    plans = []
     for machine in ([], ["--machine", "v100_32gb"], ["--machine", "dgx2"]):
-        assert plan("gpt_13b_v100", *machine, "--set", "model.num_layers=2") == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] != printed[2]
+        plans.append(printed(capsys, "gpt_13b_v100", *machine, "--set", "model.num_layers=2"))
+    assert plans[0] == plans[1] != plans[2]
 
 
 def test_the_values_as_json_add_up(capsys: Captured) -> None:
-    assert plan("demo", "--machine", "dgx2", "--gpus", 4, "--json", *SMALL) == 0
-    values = values_of(capsys)
+    values = as_json(capsys, "demo", "--machine", "dgx2", "--gpus", 4, *SMALL)
     assert values["ranks"] == 4 and values["hosts"] == 1 and values["zero_stage"] == 2
     assert values["host_peak_bytes"]["step"] == 4 * sum(values["host_bytes"].values())
     assert values["fits"] and values["problems"] == [] == values["changes"]
     step = values["step"]
     waited = sum(step["exposed_s"].values())
     assert step["seconds"] == pytest.approx(step["busy_s"]["compute"] + waited)
-    assert plan("demo", "--json") == 0
-    assert "this machine" in values_of(capsys)["machine"]
+    assert "this machine" in as_json(capsys, "demo")["machine"]
 
 
 def test_experts_count_in_bytes_and_those_of_a_token_in_flops(capsys: Captured) -> None:
     """A step takes the FLOPs of a model with two experts that all tokens use."""
     plans = []
     for experts in (2, 8):
-        changed = ("--set", f"model.num_experts={experts}", "--json")
-        assert plan("demo_experts", "--machine", "cpu2", *changed) == 0
-        plans.append(values_of(capsys))
+        changed = ("--set", f"model.num_experts={experts}")
+        plans.append(as_json(capsys, "demo_experts", "--machine", "cpu2", *changed))
     few, many = plans
     assert few["params"] == few["active_params"]
     router = 4 * 6 * 192  # of four layers, for six more experts
@@ -85,8 +88,7 @@ def test_experts_count_in_bytes_and_those_of_a_token_in_flops(capsys: Captured) 
         assert grown == 4 * (many["params"] - few["params"])
     flops = [each["step"]["tflops"] * each["step"]["seconds"] * 1e12 for each in plans]
     assert flops[1] - flops[0] == pytest.approx(6 * router * many["batch_tokens"])
-    assert plan("demo_experts", "--machine", "cpu2") == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "demo_experts", "--machine", "cpu2")
     assert "5.41M parameters, 1.88M active per token (2 of 8 experts)" in out
 
 
@@ -98,15 +100,15 @@ def changes_in(out: str) -> list[tuple[float, str]]:
 
 def test_a_plan_that_does_not_fit_proposes_changes_that_do(capsys: Captured) -> None:
     arguments = ["demo", "--machine", "v100_32gb", "--gpu-memory", "2GiB", *SMALL]
-    assert plan(*arguments) == 4
-    out = capsys.readouterr().out
+    out = printed(capsys, *arguments, code=4)
     assert "It does not fit:" in out and "the device needs" in out
     changes = changes_in(out)
     assert changes == sorted(changes, key=lambda change: -change[0])
     assert plan(*arguments, *changes[-1][1].split()) == 0
     capsys.readouterr()
-    assert plan("demo", "--machine", "cpu2", "--host-memory", "100MB") == 4
-    assert "the host" in capsys.readouterr().out
+    assert "the host" in printed(
+        capsys, "demo", "--machine", "cpu2", "--host-memory", "100MB", code=4
+    )
     assert plan("demo", "--machine", "cpu2") == 0
 
 
@@ -118,14 +120,15 @@ def test_a_measured_machine_is_planned_for(
     done = main(["doctor", "--quick", "--save", str(file), "--folder", str(tmp_path)])
     assert done in (0, 1) and file.exists()
     capsys.readouterr()
-    assert plan("demo", "--machine", file, "--json") == 0
-    assert values_of(capsys)["machine"] == "mine"
+    assert as_json(capsys, "demo", "--machine", file)["machine"] == "mine"
 
 
 @pytest.mark.slow
 def test_the_largest_model(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan("--largest", "--machine", "v100_32gb", "--json") == 0
-    rows = {(row["weights"], row["state"]): row for row in values_of(capsys)["rows"]}
+    rows = {
+        (row["weights"], row["state"]): row
+        for row in as_json(capsys, "--largest", "--machine", "v100_32gb")["rows"]
+    }
     assert set(rows) == {(w, s) for w in ("device", "host") for s in ("fp32", "int8")}
     for row in rows.values():
         values = row["plan"]
@@ -134,8 +137,7 @@ def test_the_largest_model(capsys: Captured, monkeypatch: pytest.MonkeyPatch) ->
         assert values["batch_tokens"] in (32768, 16 * 1024)
     assert rows["device", "int8"]["params"] > rows["device", "fp32"]["params"]
     monkeypatch.setattr(largest, "MODELS", models("Qwen2.5-1.5B", "gpt2-124m"))
-    assert plan("--largest", "--gpu-memory", "24GiB", "--host-memory", "64GiB", "--json") == 0
-    values = values_of(capsys)
+    values = as_json(capsys, "--largest", "--gpu-memory", "24GiB", "--host-memory", "64GiB")
     assert "no GPU" in values["machine"] or "this machine" in values["machine"]
     for row in values["rows"]:
         assert sum(row["plan"]["device_bytes"].values()) < 24 << 30
@@ -177,16 +179,18 @@ def test_rows_of_the_largest_models_are_printed_one_by_one(
     lines = largest.table(rows, machine, 1)
     head, first = next(lines), next(lines)
     assert "tokens/s" in head and "gpt2-124m" in first and len(computed) == 1
-    assert plan("--largest", "--machine", "v100_32gb", "--host-memory", "3GiB") == 4
-    assert "-" in capsys.readouterr().out
+    assert "-" in printed(
+        capsys, "--largest", "--machine", "v100_32gb", "--host-memory", "3GiB", code=4
+    )
 
 
 @pytest.mark.parametrize("keys", [["ranks.tensor=2"], ["ranks.expert=2", "model.num_experts=4"]])
 def test_a_sweep_of_divided_jobs(capsys: Captured, keys: list[str]) -> None:
     """From the fewest GPUs that can be divided so; of others it says why not."""
     changes = [part for key in (*keys, "train.sample_tokens=0") for part in ("--set", key)]
-    assert plan("demo", "--machine", "dgx2", "--sweep", "gpus=1,2,4", "--json", *changes) == 0
-    points = values_of(capsys)["points"]
+    points = as_json(capsys, "demo", "--machine", "dgx2", "--sweep", "gpus=1,2,4", *changes)[
+        "points"
+    ]
     ours = [point for point in points if point["system"] == "offloadtrain"]
     assert {point["stage"] for point in ours} == {1, 2, 3}
     alone, *divided = (point["problem"] for point in ours if point["stage"] == 1)
@@ -195,8 +199,7 @@ def test_a_sweep_of_divided_jobs(capsys: Captured, keys: list[str]) -> None:
 
 def test_a_sweep(tmp_path: Path, capsys: Captured) -> None:
     arguments = ["demo", "--machine", "dgx2", "--sweep", "gpus=4,1,16,32", *SMALL]
-    assert plan(*arguments, "--json") == 0
-    points = values_of(capsys)["points"]
+    points = as_json(capsys, *arguments)["points"]
     systems = {(p["system"], p["stage"]) for p in points}
     ours = {("offloadtrain", stage) for stage in (1, 2, 3)}
     pipelines = {("gpipe", 0), ("flush", 0), ("2bw", 0)}
@@ -207,10 +210,10 @@ def test_a_sweep(tmp_path: Path, capsys: Captured) -> None:
         assert [p["gpus"] for p in line] == counts
         rates = [p["tokens_per_s"] for p in line]
         assert rates == sorted(rates) and line[0]["efficiency"] == 1.0
-    assert plan(*arguments) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 7 * 4 + 3 * 2
-    assert plan("demo", "--machine", "rtx4090", "--sweep", "gpus=1,4", "--json", *SMALL[:3]) == 0
-    points = values_of(capsys)["points"]
+    assert len(printed(capsys, *arguments).splitlines()) == 2 + 7 * 4 + 3 * 2
+    points = as_json(capsys, "demo", "--machine", "rtx4090", "--sweep", "gpus=1,4", *SMALL[:3])[
+        "points"
+    ]
     problems = {p["gpus"]: p["problem"] for p in points if p["system"] == "offloadtrain"}
     assert problems[1] == "" and "one host" in problems[4]
     pytest.importorskip("matplotlib")
@@ -224,8 +227,7 @@ def test_two_gpus_of_a_desktop_share_its_lanes(capsys: Captured) -> None:
     """Each has half the bandwidth of one alone."""
     plans = []
     for gpus in (1, 2):
-        assert plan("llama_1b", "--machine", "rtx3090", "--gpus", gpus, "--json") == 0
-        plans.append(values_of(capsys))
+        plans.append(as_json(capsys, "llama_1b", "--machine", "rtx3090", "--gpus", gpus))
     assert plans[1]["ranks"] == 2 and plans[1]["hosts"] == 1
     rates = [run["step"]["d2h_bytes"] / run["step"]["busy_s"]["d2h"] / 1e9 for run in plans]
     assert rates == pytest.approx([24, 12], rel=0.02)
@@ -240,15 +242,22 @@ def test_the_largest_model_of_two_gpus(capsys: Captured, monkeypatch: pytest.Mon
     monkeypatch.setattr(largest, "MODELS", models("Llama-2-7B", "Qwen2.5-3B", "gpt2-355m"))
     rows = []
     for gpus in (1, 2):
-        assert plan("--largest", "--machine", "rtx3090", "--gpus", gpus, "--json") == 0
-        rows.append({(r["weights"], r["state"]): r for r in values_of(capsys)["rows"]})
+        rows.append(
+            {
+                (r["weights"], r["state"]): r
+                for r in as_json(capsys, "--largest", "--machine", "rtx3090", "--gpus", gpus)[
+                    "rows"
+                ]
+            }
+        )
     single, double = rows
     streamed = double["host", "int8"]["plan"]
     assert streamed["ranks"] == 2 and streamed["fits"]
     for row in single:  # the host is the same, and its bytes are shared out
         assert double[row]["model"] == single[row]["model"] != ""
-    assert plan("--largest", "--machine", "rtx3090", "--gpus", 2) == 0
-    assert "2 GPUs: device of each" in capsys.readouterr().out
+    assert "2 GPUs: device of each" in printed(
+        capsys, "--largest", "--machine", "rtx3090", "--gpus", 2
+    )
 
 
 @pytest.mark.slow
@@ -259,8 +268,7 @@ def test_a_batch_whose_sums_do_not_fit_is_replaced_by_the_largest_that_does(
     arguments = ["llama_1b", "--machine", "rtx4090", "--host-memory", "64GiB", "--set",
                  "model.size=llama-8b", "data.seq_len=1024", "train.micro_batch=1",
                  "train.global_batch_tokens=65536"]  # fmt: skip
-    assert plan(*arguments) == 4
-    out = capsys.readouterr().out
+    out = printed(capsys, *arguments, code=4)
     assert "fewer tokens" in out and "29.9 GiB" in out
     assert changes_in(out)
     for _, text in changes_in(out):
@@ -318,8 +326,9 @@ def test_a_model_of_transformers_by_its_folder(tmp_path: Path, capsys: Captured)
         model = transformers.LlamaForCausalLM(config)
         assert values["params"] == sum(param.numel() for param in model.parameters())
         assert values["device_bytes"]["activations"] > 0
-    assert plan("--hf", tmp_path, "--machine", "rtx4090", *small) == 0
-    assert "one microbatch was traced" in capsys.readouterr().out
+    assert "one microbatch was traced" in printed(
+        capsys, "--hf", tmp_path, "--machine", "rtx4090", *small
+    )
     sizes = {"d_model": 64, "num_layers": 2, "num_heads": 4, "d_ff": 128, "vocab_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", **sizes}))
     assert plan("--hf", tmp_path, "--machine", "rtx4090") == 2
@@ -332,26 +341,21 @@ def test_the_question_whether_a_model_can_be_fine_tuned(capsys: Captured) -> Non
     sizes = {"8B": "llama-8b", "350m": "gpt2-355m", "GPT2-1.5B": "gpt2-1.5b"}
     assert {text: question.sized(text) for text in sizes} == sizes
     arguments = ["--fine-tune", "1.3B", "--machine", "rtx4090", "--gpu", "12GiB", "--host"]
-    assert plan(*arguments, "32GiB") == 0
-    first, second, *_ = capsys.readouterr().out.splitlines()
+    first, second, *_ = printed(capsys, *arguments, "32GiB").splitlines()
     assert first.startswith("Yes: 1.3B (llama-1.3b") and second.startswith("It fits: GPU ")
-    assert plan(*arguments, "32GiB", "--json") == 0
-    values = values_of(capsys)
+    values = as_json(capsys, *arguments, "32GiB")
     assert values["fits"] and values["batch_tokens"] == 32768
     rates = [change["tokens_per_s"] for change in values["changes"]]
     assert max(rates, default=0) <= values["step"]["tokens_per_s"] / (1 - suggest.SAME)
-    assert plan(*arguments, "12GiB") == 4
-    assert capsys.readouterr().out.startswith("No: 1.3B (llama-1.3b")
+    assert printed(capsys, *arguments, "12GiB", code=4).startswith("No: 1.3B (llama-1.3b")
 
 
 def test_the_search_prints_divisions_and_the_keys_of_the_fastest(capsys: Captured) -> None:
     search = ("debug", "--machine", "rtx4090", "--gpus", "2", "--search")
     small = ("--set", "device.kind=auto", "model.tie_embeddings=false", "model.num_layers=4")
-    assert plan(*search, *small) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, *search, *small)
     assert "2bw (PipeDream-2BW)" in out and "The fastest job: --set ranks.pipeline=" in out
-    assert plan(*search, *small, "--json") == 0
-    rows = values_of(capsys)["rows"]
+    rows = as_json(capsys, *search, *small)["rows"]
     assert {row["stages"] for row in rows} == {1, 2}
     assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
     assert plan(*search, "--set", "device.kind=auto", "model.tie_embeddings=true") == 0

@@ -62,7 +62,8 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
                 await press("m")
                 mean, *_, overlaid = plots.plot("loss", app.shown).curves
                 kinds = (type(mean.series), type(overlaid.series))
-                smoothed[app.shown.span] = (kinds, mean.series.values[-1])
+                newest = mean.series.values[-1] if mean.label else None
+                smoothed[app.shown.span] = (kinds, newest)
             assert list(smoothed) == [100, 500, 0, 20]
             assert smoothed.pop(0)[0] == (Series, Series)
             assert all(kinds == (Smoothed, Smoothed) for kinds, _ in smoothed.values())

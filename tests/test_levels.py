@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import levels
@@ -18,7 +18,7 @@ pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).parent
 MOST_IN_QUICK = 4900
-"""Cases that every change runs. A new product of parameters that exceeds it wants `cover`."""
+"""Cases that every change runs. A new product of parameters that exceeds it needs `cover`."""
 
 SUITE = """
 import pytest
@@ -77,8 +77,8 @@ def test_draws(a, n): ...
 
 def ids(items: Sequence[pytest.Item], name: str = "") -> set[str]:
     """The names of the cases, or of the cases of one test."""
-    found = {item.nodeid.rpartition("::")[2] for item in items}
-    return {one for one in found if not name or one.partition("[")[0] == name}
+    names = {item.nodeid.rpartition("::")[2] for item in items}
+    return {case for case in names if not name or case.partition("[")[0] == name}
 
 
 _COLLECTED: list[pytest.Item] = []
@@ -89,25 +89,11 @@ _COLLECTED: list[pytest.Item] = []
 def suite(request: pytest.FixtureRequest) -> list[pytest.Item]:
     """All cases of `SUITE`, as pytest collects them."""
     if not _COLLECTED:
-        _COLLECTED.extend(_collect(request.getfixturevalue("pytester")))
+        pytester = request.getfixturevalue("pytester")
+        marks = ("slow", "long", "draws", "cover")
+        pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"  {mark}:\n" for mark in marks))
+        _COLLECTED.extend(pytester.getitems(SUITE))
     return _COLLECTED
-
-
-def _collect(pytester: pytest.Pytester) -> list[pytest.Item]:
-    marks = ("slow", "long", "draws", "cover")
-    pytester.makeini("[pytest]\nmarkers =\n" + "".join(f"  {mark}:\n" for mark in marks))
-    return pytester.getitems(SUITE)
-
-
-def written(suite: list[pytest.Item], pytester: pytest.Pytester) -> Path:
-    """Under the name that it was collected by: draws depend on it."""
-    return pytester.makepyfile(**{suite[0].path.stem: SUITE})
-
-
-def test_drawn_cases_are_not_timed() -> None:
-    """Hypothesis would fail slow ones, on a busy machine any."""
-    assert settings().deadline is None
-    assert HealthCheck.too_slow in settings().suppress_health_check
 
 
 Cases = list[levels.Axes]
@@ -118,67 +104,53 @@ def cases_of_a_test(draw: st.DrawFn) -> Cases:
     """Some, seldom all, of a product of parameters."""
     values = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     product = list(itertools.product(*map(range, values)))
-    kept = draw(st.lists(st.sampled_from(product), min_size=1, max_size=60, unique=True))
-    return [tuple(enumerate(one)) for one in kept]
+    chosen = draw(st.lists(st.sampled_from(product), min_size=1, max_size=60, unique=True))
+    return [tuple(enumerate(case)) for case in chosen]
 
 
 @levels.examples(200)
 @given(cases=cases_of_a_test(), strength=st.integers(0, 3))
-def test_what_any_case_holds_is_held(cases: Cases, strength: int) -> None:
-    """Pairs that no case holds are not waited for, and no case is chosen in vain."""
-
-    def held(chosen: Cases) -> set[levels.Axes]:
+def test_a_covering_array_has_every_combination_and_no_useless_case(
+    cases: Cases, strength: int
+) -> None:
+    def combinations(chosen: Cases) -> set[levels.Axes]:
         count = min(strength, len(cases[0]))
-        return {one for case in chosen for one in itertools.combinations(case, count) if one}
+        return {axes for case in chosen for axes in itertools.combinations(case, count) if axes}
 
     chosen = levels.covering(cases, cases, strength)
-    assert held(chosen) == held(cases) and len(set(chosen)) == len(chosen)
+    assert combinations(chosen) == combinations(cases) and len(set(chosen)) == len(chosen)
     assert (chosen == []) is (strength == 0)
     for number in range(len(chosen)):
-        assert held(chosen[:number]) != held(chosen[: number + 1])
+        assert combinations(chosen[:number]) != combinations(chosen[: number + 1])
 
 
-def test_a_covering_array_is_small() -> None:
-    """120 cases hold 300 pairs, and a case six of them."""
-    cases = [tuple(enumerate(one)) for one in itertools.product(*[range(5)] * 3)]
-    assert 25 <= len(levels.covering(cases, cases, 2)) <= 32
+def test_levels_quick_and_rest(suite: list[pytest.Item]) -> None:
+    quick, rest = (levels.selected(suite, level, 0) for level in ("quick", "rest"))
 
+    def count(items: list[pytest.Item]) -> dict[str, int]:
+        names = [item.name.partition("[")[0] for item in items]
+        return {name: names.count(name) for name in sorted(set(names))}
 
-def test_quick_holds_every_pair_and_draws_a_few_others(suite: list[pytest.Item]) -> None:
-    quick = levels.selected(suite, "quick", 0)
     assert [item for item in suite if item in quick] == quick, "in their order"
-    assert ids(quick, "test_alone") and len(ids(quick, "test_few")) == 10, "a few cases are all run"
     many = [item for item in quick if item.name.startswith("test_many")]
     pairs = {pair for item in many for pair in itertools.combinations(levels.axes(item), 2)}
     assert len(pairs) == 6 * 5 + 6 * 2 + 5 * 2 and 30 < len(many) < 45
     values = [item for item in quick if item.name.startswith("test_values")]
-    assert {axis for item in values for axis in levels.axes(item)} == {
-        *itertools.product([0], map(str, range(5))),
-        *itertools.product([1], map(str, range(6))),
+    assert len({axis for item in values for axis in levels.axes(item)}) == 5 + 6
+    assert count(quick) | {"test_many": 0} == {
+        **{"test_alone": 1, "test_few": 10, "test_many": 0, "test_draw": 1, "test_later": 1},
+        **{"test_values": 6 + 1, "test_one_is_slow": 1, "test_draws": 1, "test_some": 1},
     }
-    assert (
-        len(values) == 6 + 1 and len(ids(quick, "test_draw")) == len(ids(quick, "test_later")) == 1
-    )
+    assert count(rest) | {"test_many": 0, "test_values": 0} == {
+        **{"test_slow": 30, "test_slow_values": 6 + 3, "test_one_is_slow": 1, "test_draws": 1},
+        **{"test_some": 9, "test_draw": 3, "test_later": 30, "test_many": 0, "test_values": 0},
+    }
     assert ids(quick, "test_one_is_slow") == {"test_one_is_slow[0]"}
-    assert ids(quick, "test_draws") == {"test_draws[0]"}
-    assert not ids(quick, "test_slow") and not ids(quick, "test_long")
-    assert not ids(quick, "test_slow_values")
-
-
-def test_rest_is_what_is_slow_a_larger_draw_and_what_draws_itself(suite: list[pytest.Item]) -> None:
-    rest = levels.selected(suite, "rest", 0)
-    assert not ids(rest, "test_alone") and not ids(rest, "test_few") and not ids(rest, "test_long")
-    assert len(ids(rest, "test_slow")) == 30, "all of them"
-    assert len(ids(rest, "test_slow_values")) == 6 + 3, "every value, and a tenth of the others"
     assert ids(rest, "test_one_is_slow") == {"test_one_is_slow[1]"}
-    assert ids(rest, "test_draws") == {"test_draws[0]"}
-    assert len(ids(rest, "test_some")) == 9, "three tenths of thirty"
-    assert len(ids(rest, "test_draw")) == 3, "a tenth of thirty"
-    assert len(ids(rest, "test_later")) == 30 and len(rest) == len(set(rest))
 
 
 def test_no_case_is_out_of_reach(suite: list[pytest.Item]) -> None:
-    """What is left out of quick comes up in the draws of some seeds; what is long, in full."""
+    """Every case is drawn with some seed; `long` ones are run at level full."""
     assert levels.selected(suite, "full", 0) == suite
     reached = {
         item
@@ -195,61 +167,37 @@ def test_no_case_is_out_of_reach(suite: list[pytest.Item]) -> None:
 
 @pytest.mark.parametrize("level", ["quick", "rest"])
 def test_a_seed_is_a_draw(suite: list[pytest.Item], level: levels.Level) -> None:
-    """Whatever other tests are collected beside it."""
+    """Whatever other tests are collected with it."""
     draws = [frozenset(ids(levels.selected(suite, level, seed))) for seed in range(20)]
     assert draws == [frozenset(ids(levels.selected(suite, level, seed))) for seed in range(20)]
     assert len(set(draws)) > 10
     part = [item for item in suite if item.name.startswith(("test_many", "test_slow"))]
-    whole = levels.selected(suite, level, 7)
-    assert levels.selected(part, level, 7) == [item for item in whole if item in part]
-
-
-@pytest.mark.parametrize(("level", "count"), [("quick", 20), ("rest", 100), ("full", 500)])
-def test_a_level_has_its_number_of_examples(
-    level: levels.Level, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(levels, "_at", "quick")
-    levels.choose(level)
-    seen: list[int] = []
-
-    @levels.examples(100)
-    @given(n=st.integers())
-    def test(n: int) -> None:
-        seen.append(n)
-
-    test()
-    assert len(seen) == count
-    assert [mark.name for mark in test.pytestmark] == ["draws"]
-
-
-def collected(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, *arguments: str
-) -> set[str]:
-    """What pytest would run with these arguments."""
-    monkeypatch.setattr(levels, "_at", "quick")  # that of this session comes back
-    done = pytester.inline_run("-p", "tests.conftest", "--collect-only", "-q", *arguments)
-    assert done.ret == 0
-    items: Sequence[pytest.Item] = done.getcalls("pytest_collection_finish")[0].session.items
-    return ids(items)
+    expected = [item for item in levels.selected(suite, level, 7) if item in part]
+    assert levels.selected(part, level, 7) == expected
 
 
 def test_a_case_that_is_named_is_run(
     suite: list[pytest.Item], pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = written(suite, pytester)
-    left_out = ids(suite, "test_many") - ids(levels.selected(suite, "quick", 0))
-    for name in (min(left_out), "test_long[x]"):
-        assert collected(pytester, monkeypatch, f"{file.name}::{name}") == {name}
-    assert "test_long[x]" not in collected(pytester, monkeypatch, file.name)
-    level = ("--level", "quick", "--seed", "0")
-    asked = collected(pytester, monkeypatch, *level, file.name)
-    assert asked == ids(levels.selected(suite, "quick", 0))
+    # Under the name that it was collected by: draws depend on it.
+    file = pytester.makepyfile(**{suite[0].path.stem: SUITE})
+
+    def collected(*arguments: str) -> set[str]:
+        monkeypatch.setattr(levels, "_at", "quick")  # that of this session is restored
+        done = pytester.inline_run("-p", "tests.conftest", "--collect-only", "-q", *arguments)
+        assert done.ret == 0
+        return ids(done.getcalls("pytest_collection_finish")[0].session.items)
+
+    quick = ids(levels.selected(suite, "quick", 0))
+    for name in (min(ids(suite, "test_many") - quick), "test_long[x]"):
+        assert collected(f"{file.name}::{name}") == {name}
+    assert collected("--level", "quick", "--seed", "0", file.name) == quick
 
 
 @pytest.mark.slow
 def test_workers_run_the_same_cases(suite: list[pytest.Item], pytester: pytest.Pytester) -> None:
-    """Also without a seed on the command line: those of the seed that the header tells."""
-    file = written(suite, pytester)
+    """Those of the seed that the header prints."""
+    file = pytester.makepyfile(**{suite[0].path.stem: SUITE})
     folder = pytester.mkpydir("tests")
     for name in ("levels.py", "drawn_lanes.py"):
         shutil.copy(HERE / name, folder)

@@ -1,4 +1,4 @@
-"""The GPU's one command at toy size on a CPU: it measures, keeps, goes on; the README's table."""
+"""The GPU's one command at toy size on a CPU: it measures, stores, resumes."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
+def test_a_run_is_stored_and_resumed(tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path), "--toy", "--budget-minutes", "30"]
     arguments += ["--only", "machine,13b"]
     first = command(*arguments)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
-    found = json.loads(path.read_text())
-    assert found["machine"]["torch"] and "--toy" in found["command"]
-    machine, alone = found["measurements"].values()
+    values = json.loads(path.read_text())
+    assert values["machine"]["torch"] and "--toy" in values["command"]
+    machine, alone = values["measurements"].values()
     assert machine["bus_gbps"]["both"] > 0 and machine["adam_gparams"]["1"]["fp32"] > 0
     assert alone["figures"]["tokens_per_s"] > 0 and alone["losses"][-1] < alone["losses"][0]
     assert alone["figures"]["exposed_by_lane"].keys() == {"d2h", "host", "h2d"}
@@ -59,19 +59,19 @@ def test_a_run_is_kept_and_goes_on(tmp_path: Path) -> None:
     assert json.loads((tmp_path / f"{path.stem}-trace.json").read_text())["traceEvents"]
     again = command(*arguments)
     assert again.stderr.count("measured before") == 2
-    assert json.loads(path.read_text())["measurements"] == found["measurements"]
+    assert json.loads(path.read_text())["measurements"] == values["measurements"]
 
 
-def test_only_usual_steps_tell_what_compute_waits() -> None:
+def test_waits_are_of_usual_steps_only() -> None:
     """Not the first, none after a rest, none whose sampling waits for the lanes at its end."""
     running = Running(TINY, torch.device("cpu"))
     running.steps(2)
     running.measured(3)
     running.sample()
-    found = running.found([1.0], None)
+    values = running.found([1.0], None)
     running.system.close()
-    waits = [report["exposed_ms"] for report in found["reports"]]
-    assert len(waits) == 6 and found["figures"]["exposed_ms"] == sorted(waits[2:5])[1]
+    waits = [report["exposed_ms"] for report in values["reports"]]
+    assert len(waits) == 6 and values["figures"]["exposed_ms"] == sorted(waits[2:5])[1]
 
 
 def test_a_step_counts_guesses_and_the_memory_of_its_process() -> None:
@@ -80,25 +80,19 @@ def test_a_step_counts_guesses_and_the_memory_of_its_process() -> None:
     right = measure(replace(TINY, options=options | {"clip_norm": 1e9}))["figures"]
     wrong = measure(replace(TINY, options=options | {"clip_norm": 1e-6}))["figures"]
     assert right["right_guesses"] == 1.0 and wrong["right_guesses"] == 0.0
-    found = measure(replace(TINY, size="gpt2-124m"))["figures"]
-    assert found["right_guesses"] is None
-    assert 0.9 < found["anonymous_bytes"] / found["host_bytes"] < 3.0
-
-
-def test_ours_and_the_resident_one_from_the_same_weights() -> None:
-    ours, theirs = (measure(replace(TINY, system=name)) for name in ("offloadtrain", "resident"))
-    count = len(theirs["losses"])  # the norm that clips is fp64 in one, fp32 in the other
-    assert ours["losses"][:count] == pytest.approx(theirs["losses"], rel=1e-3)
+    values = measure(replace(TINY, size="gpt2-124m"))["figures"]
+    assert values["right_guesses"] is None
+    assert 0.9 < values["anonymous_bytes"] / values["host_bytes"] < 3.0
 
 
 @pytest.mark.slow
 def test_a_job_with_its_run_folder(tmp_path: Path) -> None:
-    found = job.train(tmp_path / "run", toy=True)
-    assert len(found["losses"]) == 4 and found["checkpoints"] > 0 and found["tokens_per_s"] > 0
-    assert "4 steps" in found["summary"] and (tmp_path / "run" / "resolved.toml").exists()
+    values = job.train(tmp_path / "run", toy=True)
+    assert len(values["losses"]) == 4 and values["checkpoints"] > 0 and values["tokens_per_s"] > 0
+    assert "4 steps" in values["summary"] and (tmp_path / "run" / "resolved.toml").exists()
 
 
-def test_what_the_time_does_not_allow_is_left_out(
+def test_measurements_that_the_time_does_not_allow_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["gpu", "--out", str(tmp_path), "--toy"]
@@ -115,25 +109,18 @@ def test_what_the_time_does_not_allow_is_left_out(
         main()
 
 
-def test_a_failure_is_told_and_tried_again(tmp_path: Path) -> None:
-    results = Results(tmp_path, "Some GPU 80GB")
-    assert results.path.name.startswith("some-gpu-80gb-")
-    results.add("one", {"error": "out of memory"})
-    results.add("two", {"missing": "deepspeed is not installed"})
-    again = Results(tmp_path, "Some GPU 80GB")
-    assert not again.has("one") and again.has("two") and not again.has("three")
-
-
-def test_midnight_begins_no_new_file(tmp_path: Path) -> None:
-    """But a day later the machine may be another one."""
+def test_results_are_stored_per_card_and_failures_are_tried_again(tmp_path: Path) -> None:
+    """Midnight begins no new file; a day later the machine may be another one."""
     late = datetime(2026, 11, 21, 23, 50, tzinfo=UTC)
-    first = Results(tmp_path, "Some GPU", late)
-    first.add("one", {"figures": {}})
-    after = Results(tmp_path, "Some GPU", late + timedelta(minutes=20))
-    assert after.path == first.path and after.has("one")
+    results = Results(tmp_path, "Some GPU 80GB", late)
+    assert results.path.name.startswith("some-gpu-80gb-")
+    results.add("failed", {"error": "out of memory"})
+    results.add("missing", {"missing": "deepspeed is not installed"})
+    after = Results(tmp_path, "Some GPU 80GB", late + timedelta(minutes=20))
+    assert after.path == results.path and not after.has("failed") and after.has("missing")
     other = Results(tmp_path, "Some GPU Ti", late + timedelta(minutes=20))
-    assert other.path != first.path and not other.has("one")
-    assert not Results(tmp_path, "Some GPU", late + timedelta(hours=25)).has("one")
+    assert other.path != results.path and not other.has("missing")
+    assert not Results(tmp_path, "Some GPU 80GB", late + timedelta(hours=25)).has("missing")
 
 
 @pytest.mark.parametrize(
@@ -148,14 +135,14 @@ def test_midnight_begins_no_new_file(tmp_path: Path) -> None:
 )
 def test_every_system_trains_the_same_model(keys: dict[str, Any]) -> None:
     """From the same weights on the same tokens: the first losses agree in their precision."""
-    found = measure(replace(TINY, **keys))
-    assert found["losses"][0] == pytest.approx(measure(TINY)["losses"][0], rel=2e-3)
-    assert found["losses"][-1] < found["losses"][0]
+    values = measure(replace(TINY, **keys))
+    assert values["losses"][0] == pytest.approx(measure(TINY)["losses"][0], rel=2e-3)
+    assert values["losses"][-1] < values["losses"][0]
 
 
 def test_ours_have_a_plan(tmp_path: Path) -> None:
     """Once the machine is measured; other systems have none."""
-    ours, theirs = (
+    ours, resident = (
         Item(group="peers", list=1, name=system, seconds=1, spec=replace(TINY, system=system))
         for system in ("offloadtrain", "resident")
     )
@@ -164,12 +151,14 @@ def test_ours_have_a_plan(tmp_path: Path) -> None:
     assert with_plan(ours, results, measured) == measured
     results.add("machine", {"machine": asdict(find("h200")[1])})
     assert with_plan(ours, results, measured)["planned"]["step_s"] > 0
-    assert with_plan(theirs, results, measured) == measured
+    assert with_plan(resident, results, measured) == measured
     assert with_plan(ours, results, {"error": "killed"}) == {"error": "killed"}
 
 
-def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another system it is a finding, of ours a failure."""
+def test_a_model_that_does_not_fit_is_a_result_of_others_and_a_failure_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other systems may be missing; copies use the lanes of the engine."""
     import benchmarks.gpu.running as running_module
 
     def full(*_: Any) -> Any:
@@ -179,33 +168,26 @@ def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not fit" in measure(replace(TINY, system="resident"))["missing"]
     with pytest.raises(torch.OutOfMemoryError):
         measure(TINY)
-
-
-def test_peers_that_are_not_here_are_told() -> None:
     for system in ("deepspeed", "torchao"):
-        found = measure(replace(TINY, system=system))
-        told = found.get("missing", "")
-        assert "figures" in found or "not installed" in told or "needs a GPU" in told
-
-
-def test_the_copies_go_through_the_engines_lanes() -> None:
-    found = bus.rates(torch.device("cpu"), 1 << 20)
-    assert found.keys() == {"h2d", "d2h", "both", "pinned"}
-    assert min(found["h2d"], found["d2h"], found["both"]) > 0 and found["pinned"] == 0
+        measured = measure(replace(TINY, system=system))
+        missing = measured.get("missing", "")
+        assert "figures" in measured or "not installed" in missing or "needs a GPU" in missing
+    copies = bus.rates(torch.device("cpu"), 1 << 20)
+    assert min(copies["h2d"], copies["d2h"], copies["both"]) > 0 and copies["pinned"] == 0
 
 
 def test_the_suite() -> None:
     """Names are unique, specs survive their text, the tests come first, and a cap reaches all."""
     for toy in (True, False):
-        found = items(Here(flops=989e12), toy=toy)
-        names = [item.name for item in found]
+        values = items(Here(flops=989e12), toy=toy)
+        names = [item.name for item in values]
         assert len(set(names)) == len(names)
-        specs = [item.spec for item in found if item.spec is not None]
+        specs = [item.spec for item in values if item.spec is not None]
         assert {spec.system for spec in specs} == set(SYSTEMS)
         for spec in specs:
             assert Spec.loads(spec.dumps()) == spec and spec.shape.num_layers > 0
-        assert [item.group for item in found][:3] == ["tests", "machine", "resident"]
-        assert [item.list for item in found] == sorted(item.list for item in found)
+        assert [item.group for item in values][:3] == ["tests", "machine", "resident"]
+        assert [item.list for item in values] == sorted(item.list for item in values)
     capped = items(Here(cap=20 * GIB), toy=False)
     caps = {item.spec.gpu_memory for item in capped if item.spec is not None}
     assert caps == {20 * GIB, 24 * GIB, 32 * GIB}
@@ -215,36 +197,30 @@ def test_every_system_has_a_resident_run_to_be_compared_with() -> None:
     """In the same list or the one before: but for what does not fit resident."""
     specs = [item.spec for item in items(Here(), toy=False) if item.spec is not None]
     resident = {(spec.size, spec.step_tokens) for spec in specs if spec.system == "resident"}
-    others = {spec.size for spec in specs if (spec.size, spec.step_tokens) not in resident}
-    assert others == {"llama-8b", "gpt-13b"}
+    alone = {spec.size for spec in specs if (spec.size, spec.step_tokens) not in resident}
+    assert alone == {"llama-8b", "gpt-13b"}
 
 
-def test_a_card_without_bf16_is_measured_in_fp16() -> None:
-    found = items(Here(precision="fp16"), toy=False)
-    assert {item.spec.precision for item in found if item.spec is not None} == {"fp16"}
-    assert not any("split16" in item.name for item in found)
+def test_a_card_without_bf16_is_measured_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_bf16, precision in ((True, "bf16"), (False, "fp16")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda value=has_bf16, **_: value)
+        assert precision_of(torch.device("cuda", 0)) == precision
+    values = items(Here(precision="fp16"), toy=False)
+    assert {item.spec.precision for item in values if item.spec is not None} == {"fp16"}
+    assert not any("split16" in item.name for item in values)
 
 
 @pytest.mark.parametrize("card", ["h100", "h200"])
 def test_the_first_list_ends_within_six_minutes_and_everything_fits(card: str) -> None:
     """A host as it is rented with one card: 16 cores and 125 GiB."""
     machine = replace(find(card)[1], host_memory="118GiB", cores=16)
-    found = items(Here(flops=989e12), toy=False)
-    assert sum(item.seconds for item in found if item.list == 1) <= 360
-    for item in found:
+    values = items(Here(flops=989e12), toy=False)
+    assert sum(item.seconds for item in values if item.list == 1) <= 360
+    for item in values:
         if item.spec is not None and item.spec.system == "offloadtrain":
             plan = planned(item.spec, machine)
             assert plan["fits"] and plan["step_s"] > 0, item.name
             assert plan["host_bytes"] < 110 * GIB, item.name
-
-
-@pytest.mark.parametrize(("has_bf16", "chosen"), [(True, "bf16"), (False, "fp16")])
-def test_the_precision_of_a_card(
-    has_bf16: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: has_bf16)
-    assert precision_of(torch.device("cuda", 0)) == chosen
-    assert precision_of(torch.device("cpu")) == "bf16"
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -252,10 +228,10 @@ def test_the_tests_run_on_ten_processes(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where pytest-xdist is there; without it on one."""
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 0, "480 passed", "")
 
     monkeypatch.setattr(suite_command, "find_spec", lambda name: installed or name != "xdist")
@@ -263,15 +239,11 @@ def test_the_tests_run_on_ten_processes(
     arguments = ["gpu", "--out", str(tmp_path), "--only", "tests"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert main() == 0
-    assert ("-n" in asked[-1]) == installed and "tests/gpu/test_engine_cuda.py" in asked[-1]
+    assert ("-n" in commands[-1]) == installed and "tests/gpu/test_engine_cuda.py" in commands[-1]
+    marked, left_out = gpu_test_files()
+    assert "tests/gpu/test_plan_cuda.py" in marked and left_out == []
     (file,) = tmp_path.glob("*.json")
     assert json.loads(file.read_text())["measurements"]["tests"]["summary"] == "480 passed"
-
-
-def test_the_tests_of_a_gpu_are_found() -> None:
-    marked, left_out = gpu_test_files()
-    assert {"tests/gpu/test_engine_cuda.py", "tests/gpu/test_plan_cuda.py"} <= set(marked)
-    assert left_out == []
 
 
 @pytest.mark.slow
@@ -296,14 +268,14 @@ assert measure(tiny)["figures"]["tokens_per_s"] > 0
 
 def test_a_smaller_card_is_enforced(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's allocator, for this process: the fraction of the card that the cap is."""
-    card, told = SimpleNamespace(total_memory=80 * GIB), []
+    card, caps = SimpleNamespace(total_memory=80 * GIB), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda *asked: told.append(asked)
+        torch.cuda, "set_per_process_memory_fraction", lambda *cap: caps.append(cap)
     )
     gpu = torch.device("cuda", 0)
     cap(32 * GIB, gpu)
     cap(96 * GIB, gpu)
     cap(0, gpu)
     cap(32 * GIB, torch.device("cpu"))
-    assert told == [(0.4, gpu), (1.0, gpu)]
+    assert caps == [(0.4, gpu), (1.0, gpu)]

@@ -16,6 +16,7 @@ from benchmarks.gpu.spec import Spec
 from offloadtrain.cli import results_tables
 from offloadtrain.cli.main import main
 
+Captured = pytest.CaptureFixture[str]
 ROOT = Path(__file__).resolve().parents[2]
 WIDE = Spec(size="llama-3b", seq_len=2048, micro_batch=16)
 USUAL = replace(WIDE, micro_batch=4)
@@ -73,15 +74,15 @@ def write(folder: Path, gpu: str = "NVIDIA X", **more: Any) -> Path:
     return path
 
 
-def told(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+def report(folder: Path, capsys: Captured, *arguments: str) -> list[str]:
     assert main(["report", str(folder), *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goals(tmp_path: Path, capsys: Captured) -> None:
     """Each with what was measured, and whether that is enough."""
     write(tmp_path)
-    lines = told(tmp_path, capsys, "--all")
+    lines = report(tmp_path, capsys, "--all")
     goals = [line for line in lines if "≤" in line or "≥" in line]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in goals]
     assert [row[2:4] for row in cells] == [
@@ -97,7 +98,7 @@ def test_goals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_what_is_not_of_a_goal_does_not_count(tmp_path: Path) -> None:
+def test_runs_of_other_settings_do_not_count_for_a_goal(tmp_path: Path) -> None:
     """Another model, other options, fewer tokens: the goal of 3B is about fp32 at 32k tokens."""
     write(tmp_path)
     (file,) = results_tables.read(tmp_path)
@@ -115,11 +116,11 @@ def test_what_is_not_of_a_goal_does_not_count(tmp_path: Path) -> None:
         assert wide.worst(file) is None
 
 
-def test_steps_beside_the_resident_run_of_the_same_model_and_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_steps_are_compared_with_the_resident_run_of_the_same_model_and_tokens(
+    tmp_path: Path, capsys: Captured
 ) -> None:
     write(tmp_path, note="one socket")
-    text = "\n".join(told(tmp_path, capsys))
+    text = "\n".join(report(tmp_path, capsys))
     assert text.startswith("`nvidia-x-20261121.json`: one socket")
     ours, resident = WIDE.name, replace(WIDE, system="resident").name
     figures = "`resident` | 2.160 s | 15.2k | 92.6 % | 42.0 % | 32.0 GiB | 40.0 GiB |"
@@ -129,11 +130,7 @@ def test_steps_beside_the_resident_run_of_the_same_model_and_tokens(
     )
     assert f"| {USUAL.name} | `resident` | 0.800 s | 10.2k | - |" in text
     assert "Goals" not in text and "torchao" not in text
-
-
-def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path)
-    text = "\n".join(told(tmp_path, capsys, "--all"))
+    text = "\n".join(report(tmp_path, capsys, "--all"))
     assert f"| {LARGE.name} | 16.000 s | 20.000 s | 1.25 | 12 ms (h2d 9, host 3) | - |" in text
     assert f"| {LARGE.name} | 40.0 GiB | 44.0 GiB | 1.10 |" in text
     assert "| pinned copies, both | 98.0 GB/s |" in text
@@ -141,62 +138,54 @@ def test_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "| torchao | torchao is not installed |" in text
 
 
-def test_only_what_was_measured_on_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert told(tmp_path, capsys) == [results_tables.NOTHING]
+def test_only_what_was_measured_on_a_gpu(tmp_path: Path, capsys: Captured) -> None:
+    assert report(tmp_path, capsys) == [results_tables.NOTHING]
     write(tmp_path, machine={"cores": 2})
     (tmp_path / "other.json").write_text('{"rows": []}')
     (tmp_path / "list.json").write_text("[]")
-    assert told(tmp_path, capsys) == [results_tables.NOTHING]
+    assert report(tmp_path, capsys) == [results_tables.NOTHING]
     write(tmp_path, gpu="NVIDIA Y", measurements={})
-    assert told(tmp_path, capsys) == ["`nvidia-y-20261121.json`: NVIDIA Y"]
+    assert report(tmp_path, capsys) == ["`nvidia-y-20261121.json`: NVIDIA Y"]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("{", "cannot be read"),
-        ('{"schema": 1, "machine": {"gpu": "X"}}', "not as make gpu writes it"),
-        ('{"schema": 1, "machine": {"gpu": "X"}, "device": "X", "measurements": 3}', "not as"),
-    ],
-)
-def test_damaged_files(
-    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "broken.json").write_text(text)
-    assert main(["report", str(tmp_path)]) == 1
-    assert why in capsys.readouterr().err
+def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured) -> None:
+    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "plots")]) == 1
+    assert results_tables.NOTHING in capsys.readouterr().err
+    gpu = '"schema": 1, "machine": {"gpu": "X"}'
+    damaged = {
+        "{": "cannot be read",
+        f"{{{gpu}}}": "not as make gpu writes it",
+        f'{{{gpu}, "device": "X", "measurements": 3}}': "not as",
+    }
+    for text, reason in damaged.items():
+        (tmp_path / "broken.json").write_text(text)
+        assert main(["report", str(tmp_path)]) == 1
+        assert reason in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent")]) == 1
     assert "no such folder" in capsys.readouterr().err
 
 
-def test_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plots(tmp_path: Path, capsys: Captured) -> None:
     """One of each; none of what was not measured."""
     pytest.importorskip("matplotlib")
     write(tmp_path)
-    told(tmp_path, capsys, "--plot", str(tmp_path / "plots"))
+    report(tmp_path, capsys, "--plot", str(tmp_path / "plots"))
     drawn = sorted((tmp_path / "plots").iterdir())
     names = ["exposed.svg", "rates.svg", "ratios.svg"]
     assert [path.name for path in drawn] == names
     assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in drawn)
     write(tmp_path, measurements={})
-    told(tmp_path, capsys, "--plot", str(tmp_path / "empty"))
+    report(tmp_path, capsys, "--plot", str(tmp_path / "empty"))
     assert list((tmp_path / "empty").iterdir()) == []
-
-
-def test_a_plot_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "plots")]) == 1
-    assert results_tables.NOTHING in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("page", "printed"),
     [("README.md", results_tables.summary), ("docs/gpu.md", results_tables.everything)],
 )
-def test_pages_have_what_the_results_say(
+def test_pages_have_the_tables_of_the_results(
     page: str, printed: Callable[[Sequence[results_tables.ResultsFile]], str]
 ) -> None:
     text = (ROOT / page).read_text()
-    (said,) = re.findall(r"<!-- results -->\n(.*?)\n<!-- /results -->", text, re.DOTALL)
-    assert said == printed(results_tables.read(ROOT / "benchmarks" / "results"))
+    (table,) = re.findall(r"<!-- results -->\n(.*?)\n<!-- /results -->", text, re.DOTALL)
+    assert table == printed(results_tables.read(ROOT / "benchmarks" / "results"))

@@ -34,21 +34,21 @@ def doctor(*flags: object) -> int:
 
 
 def test_json_and_the_machine_file(tmp_path: Path, capsys: Captured) -> None:
-    """Which takes the place of the one of before."""
+    """A machine file that exists is replaced."""
     file = tmp_path / "mine.toml"
-    file.write_text(dump(find("h100")[1], "of before"))
+    file.write_text(dump(find("h100")[1], "old"))
     assert doctor("--quick", "--json", "--folder", tmp_path, "--save", file) in (0, 1)
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    assert {check["status"] for check in found["checks"]} <= set(Status)
-    names = [check["name"] for check in found["checks"]]
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert {check["status"] for check in report["checks"]} <= set(Status)
+    names = [check["name"] for check in report["checks"]]
     assert names[:2] == ["versions", "gpu"] and {"disk", "CPU kernels", "DRAM"} <= set(names)
-    machine = Machine(**found["machine"])
+    machine = Machine(**report["machine"])
     assert loads(dump(machine, "title"), "text") == machine == find(str(file))[1]
     assert machine.fp32_gparams == machine.disk_gbps == 0.0
     assert machine.fp32_tflops > 0 and machine.flash_share > 0 and machine.launch_us > 0
     assert machine.on_cpu is not torch.cuda.is_available()
-    assert "wrote" in told.err and file.read_text().startswith("# Quickly measured by")
+    assert "wrote" in captured.err and file.read_text().startswith("# Quickly measured by")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]
 
 
@@ -57,13 +57,13 @@ def test_lines(tmp_path: Path, capsys: Captured) -> None:
     """Adam in every format and the disk; the plan of state on it takes these rates."""
     file = tmp_path / "mine.toml"
     code = doctor("--folder", tmp_path, "--save", file)
-    told = capsys.readouterr()
-    lines = told.out.splitlines()
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
     assert all(line.startswith(("PASS  ", "WARN  ", "FAIL  ", "      ")) for line in lines)
     assert code == any(line.startswith("FAIL") for line in lines)
     by_name = {line[6:20].strip(): line for line in lines if line[0] != " "}
     assert "split16" in by_name["Adam"] and "written at" in by_name["disk"]
-    assert "measuring the bus" in told.err and list(tmp_path.iterdir()) == [file]
+    assert "measuring the bus" in captured.err and list(tmp_path.iterdir()) == [file]
     machine = find(str(file))[1]
     assert kind_of(tmp_path) in IN_MEMORY or with_rates(machine) == machine
 
@@ -79,62 +79,51 @@ def test_a_card_that_torch_has_no_kernels_for(
     monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=1)))
     file = tmp_path / "v100.toml"
     assert doctor("--quick", "--json", "--folder", tmp_path, "--save", file) == 1
-    told = capsys.readouterr()
-    found = json.loads(told.out)
-    by_name = {check["name"]: check for check in found["checks"]}
-    assert found["machine"] is None and not file.exists() and "is not written" in told.err
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    by_name = {check["name"]: check for check in report["checks"]}
+    assert report["machine"] is None and not file.exists() and "is not written" in captured.err
     assert by_name["torch kernels"]["status"] == "FAIL"
     assert "CUDA 12.6" in by_name["torch kernels"]["advice"]
     assert by_name["bf16"]["status"] == by_name["PCIe"]["status"] == "WARN"
     assert by_name["pinning"]["status"] == "PASS" and "DRAM" not in by_name
 
 
-def test_a_gpu_behind_a_torch_for_cpus(
+def test_a_gpu_that_torch_cannot_use_is_never_planned_as_a_cpu(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine, "torch_gpus", lambda: ((), ""))
-    monkeypatch.setattr(torch.version, "cuda", None)
+    """A torch without CUDA; then a GPU without NVML that torch counts and cannot start."""
+    monkeypatch.setattr(examine, "torch_gpus", lambda: ((), "all devices are busy"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=1)))
     assert doctor("--quick", "--folder", tmp_path) == 1
-    told = capsys.readouterr().out
-    assert "FAIL  gpu             NVIDIA H200, but this torch is built without CUDA" in told
-    assert "Install a CUDA build of torch" in told
-
-
-def test_a_gpu_without_nvml_and_without_a_context(
-    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch counts it, and cannot start it: never a plan for the CPU in its place."""
-    monkeypatch.setattr(examine, "torch_gpus", lambda: ((), "all devices are busy"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    out = capsys.readouterr().out
+    assert "FAIL  gpu             NVIDIA H200, but this torch is built without CUDA" in out
+    assert "Install a CUDA build of torch" in out
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(examine, "Nvml", lambda: Nvml(lambda: FakeNvml(gpus=0)))
     assert doctor("--quick", "--json", "--folder", tmp_path) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["machine"] is None
-    assert found["checks"][1]["found"] == ("a GPU, but torch cannot use it: all devices are busy")
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"] is None
+    assert report["checks"][1]["found"] == ("a GPU, but torch cannot use it: all devices are busy")
 
 
 def test_a_full_disk_fails_and_the_rest_is_measured(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(examine, "free_bytes", lambda folder: 1000)
-    assert doctor("--quick", "--json", "--folder", tmp_path) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["machine"] is not None
-    assert {"name": "disk", "status": "FAIL"}.items() <= dict(found["checks"][-5]).items()
-
-
-def test_a_disk_that_cannot_be_written_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     def refuse(folder: Path) -> float:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(examine, "drive_rates", refuse)
-    assert examine._drive(tmp_path) == "cannot be written: Permission denied"
+    with monkeypatch.context() as patch:
+        patch.setattr(examine, "drive_rates", refuse)
+        assert examine._drive(tmp_path) == "cannot be written: Permission denied"
+    monkeypatch.setattr(examine, "free_bytes", lambda folder: 1000)
+    assert doctor("--quick", "--json", "--folder", tmp_path) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"] is not None
+    assert {"name": "disk", "status": "FAIL"}.items() <= dict(report["checks"][-5]).items()
 
 
 def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> None:
@@ -146,28 +135,30 @@ def test_one_clear_line_for_bad_arguments(tmp_path: Path, capsys: Captured) -> N
         ("--save", str(tmp_path / "mine.json")): "ends in .toml",
         ("--save", str(tmp_path / "none/mine.toml")): "create it",
     }
-    for flags, said in wrong.items():
+    for flags, message in wrong.items():
         assert doctor("--quick", *flags) == USAGE
-        told = capsys.readouterr()
-        assert told.out == "" and said in told.err and len(told.err.splitlines()) == 1
+        captured = capsys.readouterr()
+        assert (
+            captured.out == "" and message in captured.err and len(captured.err.splitlines()) == 1
+        )
     assert (tmp_path / "notes.toml").read_text() == "answer = 42\n"
 
 
 def test_a_machine_file_that_cannot_be_written(
     tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one of before is still there, and nothing else."""
+    """The old one is still there, and nothing else."""
 
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
     file, report = tmp_path / "mine.toml", examine.Report(machine=find("h100")[1])
-    file.write_text(dump(find("h200")[1], "of before"))
+    file.write_text(dump(find("h200")[1], "old"))
     monkeypatch.setattr(examine, "examine", lambda *args, **kwargs: report)
     monkeypatch.setattr("os.fsync", full)
     assert doctor("--save", file) == USAGE
-    told = capsys.readouterr().err
-    assert told == f"--save {file} cannot be written: No space left on device\n"
+    err = capsys.readouterr().err
+    assert err == f"--save {file} cannot be written: No space left on device\n"
     assert list(tmp_path.iterdir()) == [file] and find(str(file))[1] == find("h200")[1]
 
 
@@ -178,8 +169,8 @@ def test_a_gpu_is_measured(
     if not torch.cuda.is_available():
         small_doctor(monkeypatch)
     doctor("--json", "--folder", tmp_path)
-    found = json.loads(capsys.readouterr().out)
-    machine = Machine(**found["machine"])
+    report = json.loads(capsys.readouterr().out)
+    machine = Machine(**report["machine"])
     assert machine.gpu == torch.cuda.get_device_name(0)
     assert machine.gpus == torch.cuda.device_count()
     assert 0 < machine.gpu_reserved_bytes < machine.gpu_memory_bytes

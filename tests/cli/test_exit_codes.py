@@ -156,41 +156,37 @@ def test_codes_of_failures(
     assert message in err and "Traceback" not in err and out == ""
 
 
-def test_4_when_the_device_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "code", "last_line", "has_traceback"),
+    [
+        (
+            torch.OutOfMemoryError("no 24.8 GiB on the device"),
+            4,
+            "no 24.8 GiB on the device",
+            False,
+        ),
+        (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "a.bin"), 1, "a.bin: Stale file", False),
+        (ZeroDivisionError("a mistake of ours"), 1, "ZeroDivisionError: a mistake of ours", True),
+    ],
+)
+def test_codes_of_exceptions(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    last_line: str,
+    has_traceback: bool,
 ) -> None:
-    def full(*arguments: object) -> None:
-        raise torch.OutOfMemoryError("no 24.8 GiB on the device")
+    """A full device; a refusal of the system, in one line without --debug; an unknown one."""
 
-    monkeypatch.setattr("offloadtrain.train.run.assemble", full)
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("offloadtrain.train.run.assemble", fail)
     arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
-    assert main(arguments) == 4
-    assert capsys.readouterr().err == "no 24.8 GiB on the device\n"
-
-
-def test_what_the_system_refuses_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refused(*arguments: object) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), tmp_path / "some.bin")
-
-    monkeypatch.setattr("offloadtrain.train.run.assemble", refused)
-    arguments = ["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]
-    assert main(arguments) == 1
-    said = capsys.readouterr().err
-    assert said.splitlines()[-1].startswith(f"{tmp_path / 'some.bin'}: {os.strerror(errno.ESTALE)}")
-    assert "Traceback" not in said
-    assert main([*arguments, "--debug"]) == 1
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_an_unknown_exception_is_1_with_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def broken(*arguments: object) -> None:
-        raise ZeroDivisionError("a mistake of ours")
-
-    monkeypatch.setattr("offloadtrain.train.run.assemble", broken)
-    assert main(["train", str(job_file(tmp_path)), "--run-dir", str(tmp_path / "run")]) == 1
+    assert main(arguments) == code
     err = capsys.readouterr().err
-    assert "Traceback" in err and "ZeroDivisionError: a mistake of ours" in err
+    assert err.splitlines()[-1].startswith(last_line) and ("Traceback" in err) == has_traceback
+    assert main([*arguments, "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err

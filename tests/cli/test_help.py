@@ -9,35 +9,12 @@ import pytest
 
 from offloadtrain.cli.main import main
 
-COMMANDS = [
-    *(
-        "train",
-        "export",
-        "checkpoints",
-        "convert",
-        "generate",
-        "eval",
-        "plan",
-        "doctor",
-        "prepare",
-        "ls",
-        "cp",
-        "trace",
-        "report",
-        "version",
-        "tag",
-    ),
-]
+COMMANDS = (
+    "train export checkpoints convert generate eval plan doctor prepare ls cp trace report version "
+    "tag"
+).split()
 MOST_MODULES = 400
 """That help loads: each takes a millisecond or less."""
-
-
-def offloadtrain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "offloadtrain", *arguments],
-        capture_output=True,
-        text=True,
-    )
 
 
 Captured = pytest.CaptureFixture[str]
@@ -48,24 +25,19 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=lambda c: "".join(c))
-def test_help_ends_with_two_examples(command: list[str], capsys: Captured) -> None:
-    assert main([*command, "--help"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    head, _, examples = out.partition("Examples:\n")
-    assert head.startswith("Usage: offloadtrain")
-    lines = examples.strip("\n").split("\n")
-    assert len(lines) == 2 and all(line.strip().startswith("offloadtrain ") for line in lines)
-
-
-def test_docstrings_break_no_line_of_help(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_ends_with_two_examples(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ([], *([name] for name in COMMANDS)):
+        assert main([*command, "--help"]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        head, _, examples = out.partition("Examples:\n")
+        assert head.startswith("Usage: offloadtrain")
+        lines = examples.strip("\n").split("\n")
+        assert len(lines) == 2 and all(line.strip().startswith("offloadtrain ") for line in lines)
     monkeypatch.setenv("COLUMNS", "500")
     assert main(["train", "--help"]) == 0
     (line,) = [row for row in capsys.readouterr().out.splitlines() if "--resume STR" in row]
-    assert "never: start" in line and "A run folder: resume it." in line
+    assert "never: start" in line and "A run folder: resume it." in line, "no line is broken"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["ls"], ["--version"]])
@@ -81,34 +53,27 @@ def test_little_and_nothing_heavy_is_imported(arguments: list[str]) -> None:
     assert heavy == [] and int(count) < MOST_MODULES
 
 
-def test_the_command_itself() -> None:
-    done = offloadtrain("--help")
-    assert done.returncode == 0 and done.stdout.startswith("Usage: offloadtrain")
-    done = offloadtrain("trai")
+WRONG_USE = [
+    (["trai"], 'Did you mean "train"'),
+    (["train"], "JOB requires an argument"),
+    (["train", "demo", "--sett", "a=1"], "Did you mean --set"),
+    (["train", "dmo"], "did you mean demo"),
+    (["train", "absent.toml"], "absent.toml"),
+    (["train", "demo", "--set", "optim.lrr=1"], "did you mean lr"),
+    (["train", "demo", "--set", "train.steps=0"], "train.steps"),
+    (["train", "demo", "--set", "train.steps"], "section.key=value"),
+    (["cp", "dmo"], "did you mean demo"),
+]
+
+
+def test_wrong_use_is_2_and_reports_the_reason(capsys: Captured) -> None:
+    for arguments, message in WRONG_USE:
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert message in err and out == "" and "Traceback" not in err
+    command = [sys.executable, "-m", "offloadtrain", "trai"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and 'Did you mean "train"' in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["trai"], 'Did you mean "train"'),
-        (["train"], "JOB requires an argument"),
-        (["train", "demo", "--sett", "a=1"], "Did you mean --set"),
-        (["train", "dmo"], "did you mean demo"),
-        (["train", "absent.toml"], "absent.toml"),
-        (["train", "demo", "--set", "optim.lrr=1"], "did you mean lr"),
-        (["train", "demo", "--set", "train.steps=0"], "train.steps"),
-        (["train", "demo", "--set", "train.steps"], "section.key=value"),
-        (["cp", "dmo"], "did you mean demo"),
-    ],
-)
-def test_wrong_usage_is_2_and_says_what(
-    arguments: list[str], message: str, capsys: Captured
-) -> None:
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert message in err and out == ""
-    assert "Traceback" not in err
 
 
 def test_debug_shows_the_traceback(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

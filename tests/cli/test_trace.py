@@ -24,20 +24,20 @@ def span(step: int, lane: str, start_ms: float) -> schema.LaneSpan:
     return schema.LaneSpan(step=step, lane=lane, name="work", start_ms=start_ms, duration_ms=2.0)
 
 
-def test_every_lane_has_a_place() -> None:
+def test_every_lane_has_a_track() -> None:
     assert {lane.value for lane in Lane} < set(LANES)
 
 
 def test_spans_lie_in_their_steps() -> None:
     steps = [schema.Step(step=n, loss=1.0 / n, lr=0.1, tokens=n, step_ms=50.0) for n in (1, 2)]
-    kept = [
+    records = [
         record(steps[0], 100.05),
         record(span(2, "host", 10.0), 100.1),
         record(span(3, "host", 10.0), 100.1),  # of a step that never ended
         record(steps[1], 100.1),
         record(steps[1], 100.2, rank=1),
     ]
-    made = chrome_trace(kept)["traceEvents"]
+    made = chrome_trace(records)["traceEvents"]
     slices = {(e["name"], e["pid"]): (e["ts"], e["dur"]) for e in made if e["ph"] == "X"}
     assert slices == {
         ("step 1", 0): pytest.approx((0.0, 50e3), abs=1e-3),
@@ -60,14 +60,16 @@ def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["trace", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "trace.json")
     made = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    seen = {e["cat"] for e in made if "cat" in e}
-    assert seen == {"compute", "wait", "d2h", "host", "h2d", "load"}
+    categories = {e["cat"] for e in made if "cat" in e}
+    assert categories == {"compute", "wait", "d2h", "host", "h2d", "load"}
     ends = [e["ts"] + e["dur"] for e in made if e.get("cat")]
     last = max(e["ts"] + e["dur"] for e in made if e["name"].startswith("step "))
     assert 0 < max(ends) <= last + 1e4
 
 
-def test_what_cannot_be_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_sampled_steps_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["trace", str(tmp_path)]) == FAILED
     assert "is not a run folder" in capsys.readouterr().err
     (tmp_path / "events").mkdir()

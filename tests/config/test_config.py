@@ -74,38 +74,36 @@ def test_a_size_may_be_varied_or_spelled_out() -> None:
     assert shape == ModelShape(vocab_size=50, num_layers=1, d_model=32, num_heads=2)
 
 
-def test_an_int_is_accepted_for_a_float_and_becomes_one() -> None:
-    clip_norm = job("offload.clip_norm=2").offload.clip_norm
-    assert clip_norm == 2.0 and type(clip_norm) is float
+OVERRIDES: dict[str, tuple[str, object]] = {
+    "offload.clip_norm=2": ("offload.clip_norm", 2.0),
+    "optim.lr=3e-4": ("optim.lr", 3e-4),
+    "optim.betas=[0.8, 0.99]": ("optim.betas", (0.8, 0.99)),
+    "optim.schedule=linear": ("optim.schedule", "linear"),
+    'optim.schedule="linear"': ("optim.schedule", "linear"),
+    "data.source=/a b/c=d.txt": ("data.source", "/a b/c=d.txt"),
+    'data.source=/a "b"\\c': ("data.source", '/a "b"\\c'),
+    "offload.pin_memory=false": ("offload.memory.pin", False),
+    "train.steps=1_000": ("train.steps", 1000),
+    " name = other ": ("name", "other"),
+    "train={steps=7, seed=1}": ("train.steps", 7),
+    "offload.host_memory_limit=24 GiB": ("offload.memory.host_limit", 24 << 30),
+    "offload.host_memory_limit=25769803776": ("offload.memory.host_limit", 24 << 30),
+    "train.checkpoint_spill=1 MiB": ("offload.memory.checkpoint_spill", 0),  # without saves
+}
 
 
-@pytest.mark.parametrize(
-    ("override", "key", "value"),
-    [
-        ("optim.lr=3e-4", "optim.lr", 3e-4),
-        ("optim.betas=[0.8, 0.99]", "optim.betas", (0.8, 0.99)),
-        ("optim.schedule=linear", "optim.schedule", "linear"),
-        ('optim.schedule="linear"', "optim.schedule", "linear"),
-        ("data.source=/a b/c=d.txt", "data.source", "/a b/c=d.txt"),
-        ("offload.pin_memory=false", "offload.memory.pin", False),
-        ("train.steps=1_000", "train.steps", 1000),
-        ("name=other", "name", "other"),
-        (" name = other ", "name", "other"),
-        ('train={steps=7, seed=1}', "train.steps", 7),
-    ],
-)  # fmt: skip
-def test_overrides(override: str, key: str, value: object) -> None:
-    found = attrgetter(key)(job(override))
-    assert found == value and type(found) is type(value)
-
-
-def test_an_override_sets_one_key_and_no_more() -> None:
-    (only,) = problems(JOB, "train.steps=1\noptim.lr=2")
-    assert only == "--set: train.steps = '1\\noptim.lr=2' must be a whole number"
-
-
-def test_the_last_override_wins() -> None:
+def test_an_override_sets_its_key_to_a_value_of_its_type() -> None:
+    """The last of several overrides of a key wins; each sets only its key. The job loads back
+    equal."""
+    for override, (key, expected) in OVERRIDES.items():
+        resolved = job(override)
+        value = attrgetter(key)(resolved)
+        assert (value, type(value)) == (expected, type(expected)), override
+        assert jobs.loads(jobs.dump(resolved)) == resolved, override
     assert job("train.seed=1", "train.seed=2").train.seed == 2
+    assert problems(JOB, "train.steps=1\noptim.lr=2") == (
+        "--set: train.steps = '1\\noptim.lr=2' must be a whole number",
+    )
 
 
 def test_accumulation_follows_from_the_global_batch() -> None:
@@ -134,18 +132,11 @@ def test_reading_a_file(tmp_path: Path) -> None:
 
 BAD_VALUES = [
     ("optim.lr=0", "optim.lr = 0.0 must be above 0"),
-    ("optim.lr=-1e-4", "optim.lr = -0.0001 must be above 0"),
-    ("optim.lr=nan", "optim.lr = nan must be a finite number"),
     ("optim.lr=inf", "optim.lr = inf must be a finite number"),
-    ("optim.lr=1e999", "optim.lr = inf must be a finite number"),
-    ("optim.lr=true", "optim.lr = true must be a finite number"),
     ("optim.lr='1e-3'", "optim.lr = '1e-3' must be a finite number"),
-    ("optim.lr=", "optim.lr = '' must be a finite number"),
     ("optim.betas=0.9", "optim.betas = 0.9 must be a list of 2 numbers"),
     ("optim.betas=[0.9]", "optim.betas = [0.9] must be a list of 2 numbers"),
     ("optim.betas=[0.9, 1]", "optim.betas = (0.9, 1.0) must be each from 0 to below 1"),
-    ("optim.betas=[-0.1, 0]", "optim.betas = (-0.1, 0.0) must be each from 0 to below 1"),
-    ("optim.betas=[0.9, nan]", "optim.betas = [0.9, nan] must be a finite number"),
     ("optim.eps=0", "optim.eps = 0.0 must be above 0"),
     ("optim.weight_decay=-0.1", "optim.weight_decay = -0.1 must be 0 or more"),
     ("offload.clip_norm=-1", "offload.clip_norm = -1.0 is not positive"),
@@ -156,7 +147,6 @@ BAD_VALUES = [
         "optim.schedule=cosin",
         "optim.schedule = 'cosin' must be one of cosine, linear, constant; did you mean cosine?",
     ),
-    ("optim.schedule=1", "optim.schedule = 1 must be one of cosine, linear, constant"),
     (
         "optim.name=shampoo",
         "optim.name = 'shampoo' must be one of adamw, adam, lion, sgd, adagrad, lamb, muon",
@@ -171,23 +161,17 @@ BAD_VALUES = [
     ("offload.zero_stage=4", "offload.zero_stage = 4 is not one of 0, 1, 2, 3"),
     ("offload.cast_inputs=1", "offload.cast_inputs = 1 must be true or false"),
     ("offload.keep_fp32=head", "offload.keep_fp32 = 'head' must be a list of strings"),
-    ("offload.keep_fp32=[1]", "offload.keep_fp32 = [1] must be a list of strings"),
     (
         "offload.host_memory_limit=much",
         "offload.host_memory_limit = 'much' must be a size such as \"10 GiB\"",
     ),
-    ("offload.device_memory_limit=-1", "offload.device_memory_limit = -1 is not positive"),
-    ("offload.pin_memory=1", "offload.pin_memory = 1 must be true or false"),
     ("offload.pin_memory=yes", "offload.pin_memory = 'yes' must be true or false"),
     ("device.threads=-1", "device.threads = -1 must be 0 (as torch chooses) to 4096"),
     ("train.steps=0", "train.steps = 0 must be at least 1"),
-    ("train.steps=true", "train.steps = true must be a whole number"),
     ("train.steps=1e3", "train.steps = 1000.0 must be a whole number"),
-    ("train.steps='100'", "train.steps = '100' must be a whole number"),
     (f"train.seed={2**63}", f"train.seed = {2**63} must be a whole number of at most 64 bits"),
     ("train.seed=-1", "train.seed = -1 must be 0 or more"),
     ("train.micro_batch=0", "train.micro_batch = 0 must be at least 1"),
-    ("train.grad_accum_steps=0", "train.grad_accum_steps = 0 is not positive"),
     (
         "train.global_batch_tokens=1000",
         "train.global_batch_tokens = 1000 must be a multiple of train.micro_batch * "
@@ -232,7 +216,6 @@ BAD_VALUES = [
         "model.num_heads = 4 must be a multiple of num_kv_heads = 3",
     ),
     ("model.dropout=1", "model.dropout = 1.0 must be in [0, 1)"),
-    ("model.bias=1", "model.bias = 1 must be true or false"),
     ("model=3", "model = 3 must be a table: [model]"),
     (
         "model.positions=alibi",
@@ -241,11 +224,11 @@ BAD_VALUES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("override", "sentence"), BAD_VALUES, ids=[o for o, _ in BAD_VALUES])
-def test_a_bad_value_is_told_in_one_sentence(override: str, sentence: str) -> None:
-    # A rule between two keys is told for the one that the sentence begins with.
-    origin = "--set" if sentence.startswith(override.split("=")[0]) else "job.toml"
-    assert problems(JOB, override) == (f"{origin}: {sentence}",)
+def test_a_bad_value_is_reported_in_one_sentence() -> None:
+    for override, sentence in BAD_VALUES:
+        # A rule between two keys is reported for the key that the sentence begins with.
+        origin = "--set" if sentence.startswith(override.split("=")[0]) else "job.toml"
+        assert problems(JOB, override) == (f"{origin}: {sentence}",)
 
 
 BAD_TOGETHER = [
@@ -325,20 +308,19 @@ BAD_TOGETHER = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "sentence"), BAD_TOGETHER, ids=lambda v: str(v)[:40])
-def test_a_contradiction_is_told_in_one_sentence(overrides: list[str], sentence: str) -> None:
-    (only,) = problems(JOB, *overrides)
-    assert only.partition(": ")[2].startswith(sentence)
+def test_a_contradiction_is_reported_in_one_sentence() -> None:
+    for overrides, sentence in BAD_TOGETHER:
+        (problem,) = problems(JOB, *overrides)
+        assert problem.partition(": ")[2].startswith(sentence), overrides
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bf16", "auto"])
-def test_weights_of_the_shipped_transformer_have_one_dtype(precision: str) -> None:
+def test_weights_of_the_shipped_transformer_have_one_dtype() -> None:
     """Its products refuse two in the first forward."""
-    kept = ["offload.keep_fp32=['*norm*']", f"offload.precision={precision}"]
-    (only,) = problems(JOB, *kept)
-    assert "without model.hf" in only and "set offload.precision = 'fp32'" in only
-    assert job(*kept, "offload.precision=fp32").offload.weights.keep_fp32 == ("*norm*",)
+    for precision in ("bf16", "auto"):
+        norms = ["offload.keep_fp32=['*norm*']", f"offload.precision={precision}"]
+        (problem,) = problems(JOB, *norms)
+        assert "without model.hf" in problem and "set offload.precision = 'fp32'" in problem
+    assert job(*norms, "offload.precision=fp32").offload.weights.keep_fp32 == ("*norm*",)
 
 
 UNKNOWN_KEYS = [
@@ -369,11 +351,11 @@ UNKNOWN_KEYS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "rest"), UNKNOWN_KEYS, ids=[key for key, _ in UNKNOWN_KEYS])
-def test_an_unknown_key_comes_with_the_nearest_right_name(key: str, rest: str) -> None:
-    (only,) = problems(JOB, f"{key}=1")
-    unknown = key.removesuffix(".qqq") if key.startswith("trian") else key  # nothing is like qqq
-    assert only.startswith(f"--set: {unknown} is unknown{rest}")
+def test_an_unknown_key_comes_with_the_nearest_right_name() -> None:
+    for key, rest in UNKNOWN_KEYS:
+        (problem,) = problems(JOB, f"{key}=1")
+        unknown = key.removesuffix(".qqq") if key.startswith("trian") else key
+        assert problem.startswith(f"--set: {unknown} is unknown{rest}")
 
 
 BAD_TEXTS = [
@@ -396,26 +378,23 @@ BAD_TEXTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "start"), BAD_TEXTS, ids=lambda text: text[-40:].strip())
-def test_a_bad_text_is_told_in_one_sentence(text: str, start: str) -> None:
-    first = problems(text)[0]
-    assert first.startswith(start)
-    assert first.isprintable()
+BAD_OVERRIDES = {
+    "optim.lr": "--set 'optim.lr': give section.key=value, for example optim.lr=3e-4",
+    "=3": "--set '=3': give section.key=value, for example optim.lr=3e-4",
+    "optim..lr=3": "--set 'optim..lr=3': give section.key=value, for example optim.lr=3e-4",
+    "name.\x1b.x=3": "--set 'name.\\x1b.x=3': name is not a table",
+    "optim.lr.x=3": "--set: optim.lr = {'x': 3} must be a finite number",
+}
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        ("optim.lr", "--set 'optim.lr': give section.key=value, for example optim.lr=3e-4"),
-        ("=3", "--set '=3': give section.key=value, for example optim.lr=3e-4"),
-        ("optim..lr=3", "--set 'optim..lr=3': give section.key=value, for example optim.lr=3e-4"),
-        ("name.x=3", "--set 'name.x=3': name is not a table"),
-        ("name.\x1b.x=3", "--set 'name.\\x1b.x=3': name is not a table"),
-        ("optim.lr.x=3", "--set: optim.lr = {'x': 3} must be a finite number"),
-    ],
-)
-def test_a_bad_override_is_told_in_one_sentence(override: str, sentence: str) -> None:
-    assert problems(JOB, override) == (sentence,)
+def test_a_bad_text_or_override_is_reported_in_one_sentence() -> None:
+    for text, start in BAD_TEXTS:
+        first = problems(text)[0]
+        assert first.startswith(start) and first.isprintable()
+    for override, sentence in BAD_OVERRIDES.items():
+        assert problems(JOB, override) == (sentence,)
+    (problem,) = problems(JOB, f"optim.name={'x' * 1000}")
+    assert len(problem) < 200, "long values are cut"
 
 
 LONG_JOB = """
@@ -436,54 +415,49 @@ sample_prompt = "def "
 """
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told", "kept"),
-    [
-        (
-            ["train.steps=40"],
-            ["optim.warmup_steps 700 -> 4 (train.steps = 40)"],
-            {"optim.warmup_steps": 4, "train.steps": 40},
-        ),
-        (["train.steps=5"], ["optim.warmup_steps 700 -> 0 (train.steps = 5)"], {}),
-        (["train.steps=700"], [], {"optim.warmup_steps": 700}),
-        (["train.steps=40", "optim.warmup_steps=9"], [], {"optim.warmup_steps": 9}),
-        (
-            ["train.sample_tokens=0"],
-            ["train.sample_prompt = 'def ' of the job is overridden by train.sample_tokens = 0"],
-            {"train.sample_prompt": ""},
-        ),
-        (
-            ["data.train=a.bin", "data.val=b.bin"],
-            ["data.source = 'corpus' of the job is overridden by data.train = 'a.bin'"],
-            {"data.source": "", "data.train": "a.bin"},
-        ),
-        (
-            ["train.grad_accum_steps=2"],
-            [
-                "train.global_batch_tokens = 4096 of the job is overridden by "
-                "train.grad_accum_steps = 2"
-            ],
-            {"train.grad_accum_steps": 2, "train.global_batch_tokens": 0},
-        ),
-        (
-            ["data.val_fraction=0"],
-            ["train.eval_every = 500 of the job is overridden by data.val_fraction = 0"],
-            {"train.eval_every": 0},
-        ),
-        (["optim.lr=1e-4"], [], {"optim.warmup_steps": 700, "data.source": "corpus"}),
-    ],
-    ids=str,
-)
-def test_what_an_override_makes_impossible_gives_way_aloud(
-    overrides: list[str], told: list[str], kept: dict[str, object]
-) -> None:
-    said: list[str] = []
-    found = jobs.loads(LONG_JOB, "job.toml", overrides, said.append)
-    assert said == told
-    assert {key: attrgetter(key)(found) for key in kept} == kept
-    again: list[str] = []
-    assert jobs.loads(jobs.dump(found), "resolved.toml", [], again.append) == found
-    assert not again
+OVERRIDDEN: list[tuple[list[str], list[str], dict[str, object]]] = [
+    (
+        ["train.steps=40"],
+        ["optim.warmup_steps 700 -> 4 (train.steps = 40)"],
+        {"optim.warmup_steps": 4, "train.steps": 40},
+    ),
+    (["train.steps=5"], ["optim.warmup_steps 700 -> 0 (train.steps = 5)"], {}),
+    (["train.steps=700"], [], {"optim.warmup_steps": 700}),
+    (["train.steps=40", "optim.warmup_steps=9"], [], {"optim.warmup_steps": 9}),
+    (
+        ["train.sample_tokens=0"],
+        ["train.sample_prompt = 'def ' of the job is overridden by train.sample_tokens = 0"],
+        {"train.sample_prompt": ""},
+    ),
+    (
+        ["data.train=a.bin", "data.val=b.bin"],
+        ["data.source = 'corpus' of the job is overridden by data.train = 'a.bin'"],
+        {"data.source": "", "data.train": "a.bin"},
+    ),
+    (
+        ["train.grad_accum_steps=2"],
+        ["train.global_batch_tokens = 4096 of the job is overridden by train.grad_accum_steps = 2"],
+        {"train.grad_accum_steps": 2, "train.global_batch_tokens": 0},
+    ),
+    (
+        ["data.val_fraction=0"],
+        ["train.eval_every = 500 of the job is overridden by data.val_fraction = 0"],
+        {"train.eval_every": 0},
+    ),
+    (["optim.lr=1e-4"], [], {"optim.warmup_steps": 700, "data.source": "corpus"}),
+]
+"""Overrides, the lines that they print, and values of the job afterwards."""
+
+
+def test_a_setting_of_the_file_that_an_override_contradicts_is_dropped_with_a_message() -> None:
+    for overrides, expected, values in OVERRIDDEN:
+        lines: list[str] = []
+        resolved = jobs.loads(LONG_JOB, "job.toml", overrides, lines.append)
+        assert lines == expected
+        assert {key: attrgetter(key)(resolved) for key in values} == values
+        lines.clear()
+        assert jobs.loads(jobs.dump(resolved), "resolved.toml", [], lines.append) == resolved
+        assert not lines
 
 
 @pytest.mark.parametrize(
@@ -516,45 +490,38 @@ def test_an_override_drops_options_of_the_file_that_need_another_value(
     assert not lines
 
 
-def test_a_file_that_contradicts_itself_is_refused_all_the_same() -> None:
+def test_a_file_that_contradicts_itself_is_refused() -> None:
     (only,) = problems(LONG_JOB.replace("steps = 20000", "steps = 40"))
     assert only == "job.toml: optim.warmup_steps = 700 must be at most train.steps = 40"
     (only,) = problems(LONG_JOB, "optim.warmup_steps=900", "train.steps=800")
     assert only == "--set: optim.warmup_steps = 900 must be at most train.steps = 800"
 
 
-def test_all_problems_are_told_at_once_and_with_their_origin() -> None:
+def test_all_problems_are_reported_at_once_and_with_their_origin() -> None:
     text = JOB.replace("seq_len = 128", "seq_len = 1\nshuffle = true")
-    found = problems(text, "optim.lrr=1", "train.steps=x")
-    assert [p.split(" ")[:2] for p in found] == [
+    reported = problems(text, "optim.lrr=1", "train.steps=x")
+    assert [p.split(" ")[:2] for p in reported] == [
         ["job.toml:", "data.shuffle"],
         ["--set:", "optim.lrr"],
         ["--set:", "train.steps"],
     ]
 
 
-def test_long_values_are_cut_in_messages() -> None:
-    (only,) = problems(JOB, f"optim.name={'x' * 1000}")
-    assert len(only) < 200
-
-
-def test_files_that_are_no_job(tmp_path: Path) -> None:
-    def told(path: Path) -> str:
-        with pytest.raises(ConfigError) as caught:
-            jobs.load(path)
-        return str(caught.value).replace(str(tmp_path), "")
-
-    assert told(tmp_path / "none.toml") == "/none.toml: cannot be read: No such file or directory"
-    assert told(tmp_path) == ": cannot be read: it is a folder, not a regular file"
+def test_a_file_that_cannot_be_read_is_reported_with_the_reason(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    assert told(tmp_path / "fifo") == "/fifo: cannot be read: it is a FIFO, not a regular file"
     (tmp_path / "latin").write_bytes(b"name = '\xe9'")
-    assert told(tmp_path / "latin").endswith("/latin: cannot be read: it is not UTF-8 text: byte 8")
     (tmp_path / "large").write_bytes(b"#" * (2 << 20))
-    assert told(tmp_path / "large") == (
-        "/large: cannot be read: it has 2,097,152 bytes, and at most 1,048,576 are read"
-    )
-    assert "cannot be read" in told(tmp_path / "nul\0")
+    reasons = {
+        "none.toml": "No such file or directory",
+        "": "it is a folder, not a regular file",
+        "fifo": "it is a FIFO, not a regular file",
+        "latin": "it is not UTF-8 text: byte 8",
+        "large": "it has 2,097,152 bytes, and at most 1,048,576 are read",
+        "nul\0": "",
+    }
+    for name, reason in reasons.items():
+        with pytest.raises(ConfigError, match=f"cannot be read: {reason}"):
+            jobs.load(tmp_path / name)
 
 
 # ---- there and back
@@ -635,8 +602,10 @@ def _configs(draw: st.DrawFn) -> Config:
     data = dict(zip(("source", "train", "val"), map(st.just, files), strict=True))
     data |= {"tokenizer": _PATHS | _NONE, "field": _PATHS}
     data["chat_template"] = _PATHS | _NONE if files[0] else _NONE
-    kept = [(state, kind) for state, kinds in STATE_PRECISIONS.items() for kind in (*kinds, "auto")]
-    state, precision = draw(st.sampled_from(kept))
+    formats = [
+        (state, kind) for state, kinds in STATE_PRECISIONS.items() for kind in (*kinds, "auto")
+    ]
+    state, precision = draw(st.sampled_from(formats))
     update = draw(st.sampled_from(("exact", "speculative", "delayed")))
     on_disk = ("disk",) if update != "speculative" else ()
     working = draw(st.sampled_from(("device", "host", *on_disk)))
@@ -725,14 +694,14 @@ def _configs(draw: st.DrawFn) -> Config:
 
 @levels.examples(100)
 @given(_configs())
-def test_what_is_dumped_loads_back_equal(resolved: Config) -> None:
+def test_a_dumped_job_loads_back_equal(resolved: Config) -> None:
     text = jobs.dump(resolved)
     assert jobs.loads(text) == resolved
     assert jobs.dump(jobs.loads(text)) == text
 
 
 @given(st.text(), st.lists(st.text(), max_size=2))
-def test_no_text_does_worse_than_a_config_error(text: str, overrides: Sequence[str]) -> None:
+def test_any_text_ends_at_most_in_a_config_error(text: str, overrides: Sequence[str]) -> None:
     for job_text in (text, JOB + text):
         try:
             jobs.loads(job_text, "job.toml", overrides)
@@ -740,30 +709,26 @@ def test_no_text_does_worse_than_a_config_error(text: str, overrides: Sequence[s
             assert all(problem.isprintable() for problem in error.problems)
 
 
-@pytest.mark.parametrize("value", [True, "1", None, [1], {}, nan, inf, 10**400])
-def test_no_other_type_passes_for_a_number(value: object) -> None:
-    with pytest.raises(ValueError, match="number"):
-        converted(float, value)
+NO_NUMBERS: list[object] = [True, "1", None, [1], {}, nan, inf, 10**400]
+NO_WHOLE_NUMBERS: list[object] = [True, False, "1", None, 1.0, [1], 2**63]
 
 
-@pytest.mark.parametrize("value", [True, False, "1", None, 1.0, [1], 2**63])
-def test_no_other_type_passes_for_a_whole_number(value: object) -> None:
-    with pytest.raises(ValueError, match="whole number"):
-        converted(int, value)
+def test_no_value_of_another_type_is_accepted_for_a_number() -> None:
+    for value in NO_NUMBERS:
+        with pytest.raises(ValueError, match="number"):
+            converted(float, value)
+    for value in NO_WHOLE_NUMBERS:
+        with pytest.raises(ValueError, match="whole number"):
+            converted(int, value)
 
 
-def test_the_ground_is_light() -> None:
+def test_a_job_is_read_without_difflib() -> None:
     code = "import sys, offloadtrain.config.job; print('difflib' in sys.modules)"
     root = Path(jobs.__file__).parent.parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_every_size_is_the_shape_it_names(size: str) -> None:
-    assert job(f"model.size={size}").model == SIZES[size]
 
 
 def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
@@ -774,63 +739,44 @@ def test_every_shipped_job_resolves_and_loads_back_equal() -> None:
         assert jobs.loads(jobs.dump(resolved)) == resolved, path.name
 
 
-@pytest.mark.parametrize(
-    ("state", "precision", "said"),
-    [
-        (
-            "split16",
-            "fp16",
-            "does not fit in 16 bits. Use state = 'int8' or 'fp32', or precision =",
-        ),
-        ("split16", "fp32", "as its 16-bit working weight, but precision is 'fp32': use state ="),
-        ("int8", "fp32", "use state = 'fp32', or precision = 'bf16'"),
-    ],
-)
-def test_a_state_that_the_precision_cannot_have(state: str, precision: str, said: str) -> None:
-    (problem,) = problems(JOB, f"offload.state={state}", f"offload.precision={precision}")
-    assert problem.startswith(f"--set: offload.state = '{state}' ")
-    assert said in problem
+STATES_WITHOUT = [
+    ("split16", "fp16", "does not fit in 16 bits. Use state = 'int8' or 'fp32', or precision ="),
+    ("split16", "fp32", "its 16-bit working weight, but precision is 'fp32': use state ="),
+    ("int8", "fp32", "use state = 'fp32', or precision = 'bf16'"),
+]
 
 
-# ---- [offload]: what `offload` takes, under the same names
+def test_a_state_that_the_precision_cannot_have_is_refused() -> None:
+    for state, precision, sentence in STATES_WITHOUT:
+        (problem,) = problems(JOB, f"offload.state={state}", f"offload.precision={precision}")
+        assert problem.startswith(f"--set: offload.state = '{state}' ") and sentence in problem
 
 
-def test_sizes_are_written_as_people_do() -> None:
-    for text in ("24 GiB", "'24GiB'", "25769803776"):
-        assert job(f"offload.host_memory_limit={text}").offload.memory.host_limit == 24 << 30
+# ---- [offload]: the options of `offload()`, by the same names
 
 
-def test_a_spill_is_a_size_and_goes_with_regular_saves() -> None:
+def test_a_spill_is_a_size_and_needs_regular_saves() -> None:
     assert job("train.checkpoint_every=5").offload.memory.checkpoint_spill == 64 << 20
-    assert (
-        job("train.checkpoint_every=5", "train.checkpoint_spill=0").offload.memory.checkpoint_spill
-        == 0
-    )
-    one = job("train.checkpoint_every=5", "train.checkpoint_spill=1 MiB")
-    assert one.offload.memory.checkpoint_spill == one.train.checkpoint_spill == 1 << 20
-    assert jobs.loads(jobs.dump(one)) == one
-    assert job("train.checkpoint_spill=1 MiB").offload.memory.checkpoint_spill == 0
+    spill = job("train.checkpoint_every=5", "train.checkpoint_spill=1 MiB")
+    assert spill.offload.memory.checkpoint_spill == spill.train.checkpoint_spill == 1 << 20
+    assert jobs.loads(jobs.dump(spill)) == spill
     resident = job("train.checkpoint_every=5", "offload.state_on=device")
     assert resident.offload.memory.checkpoint_spill == 0
 
 
-@pytest.mark.parametrize("key", ["clip_norm", "host_memory_limit", "device_memory_limit"])
-def test_zero_is_none(key: str) -> None:
-    assert job(f"offload.{key}=0").offload.value(key) is None
+def test_zero_is_none_and_none_is_left_out() -> None:
+    for key in ("clip_norm", "host_memory_limit", "device_memory_limit"):
+        assert job(f"offload.{key}=0").offload.value(key) is None
     assert "clip_norm = 0\n" in jobs.dump(job("offload.clip_norm=0"))
-
-
-def test_what_is_none_is_left_out() -> None:
     text = jobs.dump(job())
     for key in ("resident_blocks", "cast_inputs", "host_memory_limit", "device_memory_limit"):
         assert f"{key} =" not in text
-    assert "resident_blocks = 0" in jobs.dump(
-        job("offload.resident_blocks=0", "offload.working=host")
-    )
+    resident = job("offload.resident_blocks=0", "offload.working=host")
+    assert "resident_blocks = 0" in jobs.dump(resident)
 
 
 def test_batches_and_seed_are_those_of_the_run() -> None:
-    """However the job is made: loaded, or changed by who shares or plans it."""
+    """Also of a job that was changed after it was loaded."""
     loaded = job("train.global_batch_tokens=4096", "train.seed=7")
     assert (loaded.offload.grad_accum_steps, loaded.offload.state.seed) == (4, 7)
     changed = replace(loaded, train=replace(loaded.train, grad_accum_steps=3))

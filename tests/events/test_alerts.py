@@ -31,13 +31,13 @@ GPU = GpuSample(
 )
 
 
-class Watched:
-    """The rules, a clock, and what they said."""
+class Run:
+    """The rules, a clock, and the alerts that they sent."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.told: list[Alert] = []
-        self.alerts = Alerts(self.told.append, lambda: self.now_s)
+        self.sent: list[Alert] = []
+        self.alerts = Alerts(self.sent.append, lambda: self.now_s)
         self.number = 0
         self.draw = random.Random(0)
 
@@ -57,151 +57,164 @@ class Watched:
             )
             self.alerts.step(replace(step, **changed))  # type: ignore[arg-type]
 
+    def systems(self, count: int, system: System) -> None:
+        for _ in range(count):
+            self.alerts.system(system)
+
     @property
-    def said(self) -> list[tuple[str, str]]:
-        return [(alert.code, alert.state) for alert in self.told]
+    def codes(self) -> list[str]:
+        return [f"{alert.code} {alert.state}" for alert in self.sent]
+
+
+def available(gib: int) -> System:
+    return replace(SYSTEM, host_available_bytes=gib * GIB)
+
+
+def with_gpu(**changed: object) -> System:
+    return replace(SYSTEM, gpus=(replace(GPU, **changed),))  # type: ignore[arg-type]
+
+
+def ranks(*times_ms: float) -> dict[str, object]:
+    return {"ranks_ms": times_ms}
+
+
+Stage = tuple[int, "dict[str, object] | System", list[str]]
+"""So many steps with these fields, or samples of the machine; and the alerts that they add."""
+
+SCENARIOS: dict[str, list[Stage]] = {
+    "not-finite": [
+        (5, {}, []),
+        (3, {"loss": math.nan}, ["not-finite raised"]),
+        (9, {}, []),
+        (1, {}, ["not-finite cleared"]),
+    ],
+    "a spike against the spread of the losses": [
+        (50, {}, []),
+        (1, {"loss": 2.2}, []),
+        (1, {"loss": 9.0}, ["loss-spike raised"]),
+        (20, {}, ["loss-spike cleared"]),
+    ],
+    "a loss that falls is no spike, and nan does not change the spread": [
+        (50, {}, []),
+        (1, {"loss": 0.1}, []),
+        (40, {"loss": math.nan}, ["not-finite raised"]),
+        (3, {}, []),
+        (1, {"loss": 9.0}, ["loss-spike raised"]),
+    ],
+    "skips in a row": [
+        (3, {"skipped": True}, []),
+        (2, {"skipped": True}, ["skips raised"]),
+        (1, {}, ["skips cleared"]),
+    ],
+    "the floor of the loss scale": [
+        (2, {"loss_scale": 2.0}, []),
+        (2, {"loss_scale": 1.0}, ["loss-scale-floor raised"]),
+    ],
+    "a slower run, without flutter": [
+        (100, {}, []),
+        (10, {"tokens_per_s": 700.0}, ["slower raised"]),
+        (30, {"tokens_per_s": 850.0}, []),
+        (40, {"tokens_per_s": 1000.0}, ["slower cleared"]),
+    ],
+    "host memory with hysteresis": [
+        (1, available(6), []),
+        (1, available(4), ["host-memory raised"]),
+        (1, available(6), []),
+        (1, available(9), ["host-memory cleared"]),
+        (1, available(6), []),
+        (1, available(4), ["host-memory raised"]),
+    ],
+    "swap that grows": [
+        (1, SYSTEM, []),
+        (1, replace(SYSTEM, swap_used_bytes=GIB + (32 << 20)), []),
+        (1, replace(SYSTEM, swap_used_bytes=2 * GIB), ["swap raised"]),
+    ],
+    "a link that is narrow while it is busy": [
+        (5, with_gpu(pcie_width=8, utilization_percent=3.0), []),
+        (3, with_gpu(pcie_width=8), ["link-gpu0 raised"]),
+        (3, with_gpu(), ["link-gpu0 cleared"]),
+    ],
+    "throttled clocks": [(3, with_gpu(throttle="power brake"), ["throttle-gpu0 raised"])],
+    "a slow rank": [
+        (40, ranks(100.0, 104.0, 98.0, 101.0), []),
+        (19, ranks(100.0, 104.0, 130.0, 101.0), ["rank-skew raised"]),
+        (40, ranks(100.0, 104.0, 98.0, 101.0), ["rank-skew cleared"]),
+    ],
+    "two ranks": [(30, ranks(100.0, 120.0), ["rank-skew raised"])],
+    "few slow steps of a rank": [
+        (30, ranks(100.0, 100.0), []),
+        (5, ranks(100.0, 400.0), []),
+        (30, ranks(100.0, 100.0), []),
+    ],
+}
 
 
 def test_an_ordinary_run_is_quiet() -> None:
-    run = Watched()
+    run = Run()
     for _ in range(40):
         run.steps(25)
         run.alerts.system(replace(SYSTEM, gpus=(GPU,)), 10 * GIB)
-    assert run.said == []
+    assert run.codes == []
 
 
-def test_a_loss_that_is_no_number_is_one_alert() -> None:
-    run = Watched()
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_an_alert_is_raised_once_and_cleared(scenario: str) -> None:
+    run = Run()
+    for count, stage, added in SCENARIOS[scenario]:
+        before = len(run.sent)
+        if isinstance(stage, System):
+            run.systems(count, stage)
+        else:
+            run.steps(count, **stage)
+        assert run.codes[before:] == added
+
+
+def test_messages_name_the_value_and_the_part() -> None:
+    run = Run()
     run.steps(5)
-    run.steps(3, loss=math.nan)
-    assert run.said == [("not-finite", "raised")]
-    assert "loss of step 6 is nan" in run.told[0].message and run.told[0].level == "error"
-    run.steps(9)
-    assert len(run.said) == 1
-    run.steps(1)
-    assert run.said[-1] == ("not-finite", "cleared")
-
-
-def test_a_spike_against_the_spread_of_the_losses() -> None:
-    run = Watched()
-    run.steps(50)
-    run.steps(1, loss=2.2)
-    assert run.said == []
-    run.steps(1, loss=9.0)
-    assert run.said == [("loss-spike", "raised")]
-    run.steps(20)
-    assert run.said[-1] == ("loss-spike", "cleared")
-
-
-def test_a_loss_that_falls_is_no_spike_and_no_number_no_measure_of_later_ones() -> None:
-    run = Watched()
-    run.steps(50)
-    run.steps(1, loss=0.1)
-    assert run.said == []
-    run.steps(40, loss=math.nan)
-    run.steps(3)
-    assert "loss-spike" not in [code for code, _ in run.said]
-    run.steps(1, loss=9.0)
-    assert run.said[-1] == ("loss-spike", "raised")
-
-
-def test_skips_in_a_row() -> None:
-    run = Watched()
-    run.steps(3, skipped=True)
-    assert run.said == []
-    run.steps(2, skipped=True)
-    assert run.said == [("skips", "raised")]
-    run.steps(1)
-    assert run.said[-1] == ("skips", "cleared")
-
-
-def test_the_floor_of_the_loss_scale() -> None:
-    run = Watched()
-    run.steps(2, loss_scale=2.0)
-    run.steps(2, loss_scale=1.0)
-    assert run.said == [("loss-scale-floor", "raised")]
-
-
-def test_a_slower_run_and_no_flutter() -> None:
-    run = Watched()
-    run.steps(100)
-    run.steps(10, tokens_per_s=700.0)
-    assert run.said == [("slower", "raised")]
-    run.steps(30, tokens_per_s=850.0)
-    assert run.said == [("slower", "raised")], "better, and not well yet"
-    run.steps(40, tokens_per_s=1000.0)
-    assert run.said[-1] == ("slower", "cleared")
+    run.steps(1, loss=math.nan)
+    run.systems(3, replace(available(4), gpus=(replace(GPU, pcie_width=8),)))
+    run.steps(30, ranks_ms=(100.0, 104.0, 130.0, 101.0))
+    messages = {alert.code: alert.message for alert in run.sent}
+    assert "loss of step 6 is nan" in messages["not-finite"] and run.sent[0].level == "error"
+    assert "the kernel may end the run" in messages["host-memory"]
+    assert "8 lanes of 16" in messages["link-gpu0"]
+    assert "rank 2 takes 130 ms per step and the others 101 ms" in messages["rank-skew"]
+    run.alerts.standing("not-pinned", "m")
+    run.alerts.standing("not-pinned", "m")
+    assert run.codes.count("not-pinned raised") == 1
 
 
 @pytest.mark.parametrize("step_ms", [1000.0, 60_000.0])
 def test_a_stall_is_relative_to_the_steps(step_ms: float) -> None:
-    run = Watched()
-    run.steps(10, step_ms=step_ms)
-    patience_s = max(STALL_S, 4 * step_ms / 1e3)
-    run.now_s += patience_s - 1
-    run.alerts.system(SYSTEM)
-    assert run.said == []
-    run.now_s += 2
-    run.alerts.system(SYSTEM)
-    run.alerts.system(SYSTEM)
-    assert run.said == [("stall", "raised")]
-    run.steps(1)
-    assert run.said[-1] == ("stall", "cleared")
-
-
-def test_before_the_first_step_nothing_stalls() -> None:
-    run = Watched()
+    run = Run()
     run.now_s = 1e6
-    run.alerts.system(SYSTEM)
-    assert run.said == []
-
-
-def test_host_memory_with_hysteresis() -> None:
-    run = Watched()
-    for gib, expected in ((6, 0), (4, 1), (6, 1), (9, 2), (6, 2), (4, 3)):
-        run.alerts.system(replace(SYSTEM, host_available_bytes=gib * GIB))
-        assert len(run.said) == expected, gib
-    assert "the kernel may end the run" in run.told[0].message
-
-
-def test_swap_that_grows() -> None:
-    run = Watched()
-    run.alerts.system(SYSTEM)
-    run.alerts.system(replace(SYSTEM, swap_used_bytes=GIB + (32 << 20)))
-    assert run.said == []
-    run.alerts.system(replace(SYSTEM, swap_used_bytes=2 * GIB))
-    assert run.said == [("swap", "raised")]
+    run.systems(1, SYSTEM)
+    run.steps(10, step_ms=step_ms)
+    run.now_s += max(STALL_S, 4 * step_ms / 1e3) - 1
+    run.systems(1, SYSTEM)
+    assert run.codes == [], "before the first step nothing stalls"
+    run.now_s += 2
+    run.systems(2, SYSTEM)
+    assert run.codes == ["stall raised"]
+    run.steps(1)
+    assert run.codes[1:] == ["stall cleared"]
 
 
 def test_a_disk_too_small_for_the_next_checkpoint() -> None:
-    run = Watched()
+    run = Run()
     run.alerts.system(SYSTEM, free_disk_bytes=GIB)
-    assert run.said == []
+    assert run.codes == []
     run.alerts.checkpoint(10 * GIB)
     run.alerts.system(SYSTEM, free_disk_bytes=11 * GIB)
-    assert run.said == [("disk", "raised")]
+    assert run.codes == ["disk raised"]
     run.alerts.system(SYSTEM, free_disk_bytes=13 * GIB)
-    assert run.said[-1] == ("disk", "cleared")
+    assert run.codes[1:] == ["disk cleared"]
     run.alerts.system(SYSTEM, None)
 
 
-def test_a_link_that_is_narrow_only_while_it_works() -> None:
-    run = Watched()
-    narrow = replace(GPU, pcie_width=8)
-    for _ in range(5):
-        run.alerts.system(replace(SYSTEM, gpus=(replace(narrow, utilization_percent=3.0),)))
-    assert run.said == []
-    for _ in range(3):
-        run.alerts.system(replace(SYSTEM, gpus=(narrow,)))
-    assert run.said == [("link-gpu0", "raised")]
-    assert "8 lanes of 16" in run.told[0].message
-    for _ in range(3):
-        run.alerts.system(replace(SYSTEM, gpus=(GPU,)))
-    assert run.said[-1] == ("link-gpu0", "cleared")
-
-
-def test_a_bus_below_what_was_measured() -> None:
-    run = Watched()
+def test_a_bus_slower_than_measured() -> None:
+    run = Run()
     run.alerts.calibrated_gbps = {"h2d": 50.0, "d2h": 50.0}
 
     def at(gbps: float, count: int, gib: float = 1.0) -> None:
@@ -212,49 +225,11 @@ def test_a_bus_below_what_was_measured() -> None:
 
     at(45.0, 30)
     at(20.0, 40, gib=0.01)
-    assert run.said == [], "small copies say nothing"
+    assert run.codes == [], "small copies do not count"
     at(30.0, 20)
-    assert run.said == [("bus-h2d", "raised")]
-    assert "30.0 GB/s, but 50.0 GB/s were measured" in run.told[0].message
+    assert run.codes == ["bus-h2d raised"]
+    assert "30.0 GB/s, but 50.0 GB/s were measured" in run.sent[0].message
     at(38.0, 40)
-    assert len(run.said) == 1, "better, and not well yet"
+    assert len(run.codes) == 1, "better, and not well yet"
     at(45.0, 20)
-    assert run.said[-1] == ("bus-h2d", "cleared")
-
-
-def test_what_stands_is_told_once() -> None:
-    run = Watched()
-    run.alerts.standing("not-pinned", "m")
-    run.alerts.standing("not-pinned", "m")
-    assert run.said == [("not-pinned", "raised")]
-
-
-def test_clocks_that_are_held_back() -> None:
-    run = Watched()
-    for _ in range(3):
-        run.alerts.system(replace(SYSTEM, gpus=(replace(GPU, throttle="power brake"),)))
-    assert run.said == [("throttle-gpu0", "raised")]
-
-
-def test_a_slow_rank_is_named_and_forgotten() -> None:
-    run = Watched()
-    run.steps(40, ranks_ms=(100.0, 104.0, 98.0, 101.0))
-    run.steps(19, ranks_ms=(100.0, 104.0, 130.0, 101.0))
-    assert run.said == [("rank-skew", "raised")]
-    assert "rank 2 takes 130 ms per step and the others 101 ms" in run.told[0].message
-    run.steps(40, ranks_ms=(100.0, 104.0, 98.0, 101.0))
-    assert run.said[1:] == [("rank-skew", "cleared")]
-
-
-def test_two_ranks_can_be_skewed_too() -> None:
-    run = Watched()
-    run.steps(30, ranks_ms=(100.0, 120.0))
-    assert run.said == [("rank-skew", "raised")] and "rank 1" in run.told[0].message
-
-
-def test_one_slow_step_of_a_rank_is_nothing() -> None:
-    run = Watched()
-    run.steps(30, ranks_ms=(100.0, 100.0))
-    run.steps(5, ranks_ms=(100.0, 400.0))
-    run.steps(30, ranks_ms=(100.0, 100.0))
-    assert run.said == []
+    assert run.codes[1:] == ["bus-h2d cleared"]

@@ -1,4 +1,4 @@
-"""The ring file: what is written is read once, in order, and what is not whole is not read."""
+"""The ring file: every sample is read once, in order, and a torn one is not read."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ def point(number: int) -> MemoryPoint:
     return MemoryPoint(1e9 + number, number, allocated=number << 30, rss=123, available=None)
 
 
-@pytest.mark.slow
 def test_every_sample_is_read_once_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "rank000.ring"
     writer, reader = RingWriter(path), RingReader(path)
     assert reader.poll() == []
-    found = []
+    points = []
     for number in range(1, 2500):
         writer.write(point(number))
         if number % 700 == 0:
-            found += reader.poll()
-    found += reader.poll()
-    assert found == [point(number) for number in range(1, 2500)]
+            points += reader.poll()
+    points += reader.poll()
+    assert points == [point(number) for number in range(1, 2500)]
     assert reader.poll() == []
     assert path.stat().st_size == FILE_BYTES == HEADER + CAPACITY * SLOT
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.slow
-def test_a_reader_that_was_lapped_goes_on_with_what_is_left(tmp_path: Path) -> None:
+def test_a_reader_that_was_lapped_continues_with_the_oldest_sample(tmp_path: Path) -> None:
     path = tmp_path / "rank000.ring"
     writer, reader = RingWriter(path), RingReader(path)
     for number in range(1, 3 * CAPACITY + 10):
@@ -53,19 +51,19 @@ def test_a_reader_that_was_lapped_goes_on_with_what_is_left(tmp_path: Path) -> N
     assert reader.poll() == [point(last + 1)]
 
 
-def test_half_a_sample_is_read_when_it_is_whole(tmp_path: Path) -> None:
+def test_half_a_sample_is_read_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "rank000.ring"
     writer, reader = RingWriter(path), RingReader(path)
     writer.write(point(1))
     assert len(reader.poll()) == 1
     writer.write(point(2))
-    whole = path.read_bytes()
+    content = path.read_bytes()
     for cut in (8, 50, SLOT - 1):
         begin = HEADER + SLOT
-        torn = whole[: begin + cut] + bytes(FILE_BYTES - begin - cut)
+        torn = content[: begin + cut] + bytes(FILE_BYTES - begin - cut)
         _overwrite(path, torn)
         assert reader.poll() == []
-    _overwrite(path, whole)
+    _overwrite(path, content)
     assert reader.poll() == [point(2)]
 
 
@@ -81,21 +79,20 @@ def test_the_ring_of_a_new_start_is_read_from_its_beginning(tmp_path: Path) -> N
     assert reader.poll() == [point(77)]
 
 
-def test_what_is_no_ring_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_ring_is_refused(tmp_path: Path) -> None:
     """Wrong sizes; and another magic, version, size of a slot or number of slots."""
     path = tmp_path / "rank000.ring"
     RingWriter(path).close()
-    whole = path.read_bytes()
-    wrong = [b"", b"x", bytes(FILE_BYTES), b"OTMEMRNG" * 100, whole[:-1], whole + b"x"]
+    right = path.read_bytes()
+    wrong = [b"", b"x", bytes(FILE_BYTES), b"OTMEMRNG" * 100, right[:-1], right + b"x"]
     for offset in (0, 8, 12, 16):
-        wrong.append(whole[:offset] + bytes([whole[offset] ^ 0xFF]) + whole[offset + 1 :])
+        wrong.append(right[:offset] + bytes([right[offset] ^ 0xFF]) + right[offset + 1 :])
     for content in wrong:
         path.write_bytes(content)
         with pytest.raises(UnsafeFileError):
             RingReader(path).poll()
 
 
-@pytest.mark.slow
 def test_links_and_endless_files_are_refused(tmp_path: Path) -> None:
     RingWriter(tmp_path / "real").close()
     for name, target in (("link", str(tmp_path / "real")), ("zero", "/dev/zero")):
@@ -109,7 +106,6 @@ def test_links_and_endless_files_are_refused(tmp_path: Path) -> None:
         RingReader(tmp_path / "none").poll()
 
 
-@pytest.mark.slow
 def test_the_documented_layout_is_the_written_one(tmp_path: Path) -> None:
     path = tmp_path / "rank000.ring"
     writer = RingWriter(path)

@@ -16,10 +16,10 @@ def walked(step: int, steps: int, step_s: float, every: int, pause_s: float) -> 
     return spent
 
 
-def test_the_time_left_is_that_of_the_steps_and_the_pauses() -> None:
+def test_the_time_left_is_the_sum_of_steps_and_pauses() -> None:
     for steps in (1, 7, 20, 21):
         for step in range(steps + 1):
             for every in (1, 2, 5, 20, 30):
-                found = seconds_left(step, steps, 3.0, [Pause(every, 10.0)])
-                assert found == pytest.approx(walked(step, steps, 3.0, every, 10.0))
+                left_s = seconds_left(step, steps, 3.0, [Pause(every, 10.0)])
+                assert left_s == pytest.approx(walked(step, steps, 3.0, every, 10.0))
     assert seconds_left(3, 10, 2.0, [Pause(0, 99.0)]) == 14.0

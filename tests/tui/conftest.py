@@ -1,4 +1,4 @@
-"""Every screen of the runs that several tests look at, drawn once."""
+"""Every screen of the recorded runs, drawn once."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.display import PANELS
 from offloadtrain_tui.keys import with_keys
+from rich.color import Color
+from rich.segment import Segment
 
 from benchmarks.generated_runs import generate
-from tests.tui.recordings import Timed, plain, ranks, unlucky, write
+from tests.tui.recordings import Timed, divided, plain, ranks, unlucky, write
 
+RECORDINGS: dict[str, Callable[[], list[list[Timed]]]] = {
+    "plain": lambda: [plain()],
+    "unlucky": lambda: [unlucky()],
+    "ranks": ranks,
+    "divided": divided,
+    "nothing": lambda: [[]],
+}
 GPUS = {"gpu": 1, "gpus": 4}
 """Recordings that are generated runs of the 13B job, and their ranks."""
 
@@ -24,7 +34,39 @@ GENERATED_STEPS = 2000
 Screens = dict[str, str]
 """What each screen shows, by its name."""
 
-THEMES = ("textual-dark", "textual-light")
+THEMES = ("textual-dark", "textual-light", "color-blind-safe")
+
+LEAST = 2.5
+"""Contrast as WCAG 2 defines it, 1 (of the same color) to 21; of dim text too."""
+
+
+def luminance(color: Color) -> float:
+    parts = (part / 255 for part in color.get_truecolor())
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(color: Color, other: Color) -> float:
+    low, high = sorted((luminance(color), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def unreadable(app: Monitor) -> Iterator[Segment]:
+    """Yield what is drawn in nearly the color behind it, or in colors that are not known."""
+    for strip in app.screen._compositor.render_strips():
+        for segment in strip:
+            style = segment.style
+            if segment.control or not any(map(str.isalnum, segment.text)):
+                continue  # spaces, and the borders of fields
+            if style is None or style.color is None or style.bgcolor is None:
+                yield segment
+            elif contrast(style.color, style.bgcolor) < LEAST:
+                yield segment
+
+
+def themes(recording: str) -> tuple[str, ...]:
+    """Those in which the screens of a recording are drawn, with the same text."""
+    return THEMES if recording in GPUS or recording == "unlucky" else THEMES[:1]
 
 
 @pytest.fixture(scope="session")
@@ -59,46 +101,39 @@ def screens(
 ) -> Callable[..., Screens]:
     """Return a function of a recording, a size and a theme; times are in UTC, paths are cut short.
 
-    Of a generated run all that is drawn also stands out from what is behind it.
+    All text stands out from its background.
     """
     from tests.tui.test_app import text, watching
-    from tests.tui.test_colors import unreadable
 
     @cache
     def both(recording: str, size: str) -> dict[str, Screens]:
-        logs: dict[str, list[list[Timed]]] = {
-            "plain": [plain()],
-            "unlucky": [unlucky()],
-            "ranks": ranks(),
-            "nothing": [[]],
-        }
         if recording in GPUS:
             folder = generated(recording)
         else:
             folder = tmp_path_factory.mktemp("screens") / "runs/20261121-080000-demo"
-            write(folder, *logs[recording])
+            write(folder, *RECORDINGS[recording]())
         base = folder.parent.parent
 
         async def one_by_one() -> dict[str, Screens]:
-            found: dict[str, Screens] = {}
+            by_theme: dict[str, Screens] = {}
             async with watching(folder, size=size) as (app, press):
-                for theme in THEMES if recording in GPUS else THEMES[:1]:
+                for theme in themes(recording):
                     app.theme = theme
                     await press()  # its colors are computed
-                    shown = found[theme] = {}
+                    shown = by_theme[theme] = {}
                     for key, name in with_keys(PANELS):
                         await press(key) if key else app.action_panel(name)
                         shown[name] = text(app).replace(str(base), "…")
-                        assert recording not in GPUS or not list(unreadable(app)), (theme, name)
-            return found
+                        assert not list(unreadable(app)), (theme, name)
+            return by_theme
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TZ", "UTC")
             time.tzset()
             patch.chdir(base)
-            found = asyncio.run(one_by_one())
+            drawn = asyncio.run(one_by_one())
         time.tzset()
-        return found
+        return drawn
 
     def look(recording: str, size: str, theme: str = THEMES[0]) -> Screens:
         return both(recording, size)[theme]

@@ -1,4 +1,4 @@
-"""Runs as their logs tell them, made from a seed: what the monitor's tests look at."""
+"""Logs of runs, made from a seed, for the tests of the monitor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEGIN_S = 1_795_000_000.0
 GIB = 1 << 30
 
 Timed = tuple[float, Event]
-"""Unix seconds and what happened then."""
+"""Unix seconds, and the event of that time."""
 
 
 def start(name: str = "demo", *, steps: int = 100, **changed: object) -> schema.RunStarted:
@@ -99,11 +99,11 @@ def memory(number: int) -> schema.Memory:
         ("exp_avg", "host", 48 * GIB),
         ("exp_avg_sq", "host", 48 * GIB),
     ]
-    found = tuple(
+    table = tuple(
         schema.MemoryRow(owner=owner, tier=tier, num_bytes=size, peak_bytes=size)
         for owner, tier, size in rows
     )
-    return schema.Memory(step=number, rows=found)
+    return schema.Memory(step=number, rows=table)
 
 
 def system(draw: random.Random, *, gpus: int = 1) -> schema.System:
@@ -142,50 +142,50 @@ def plain(steps: int = 100, *, seed: int = 0, name: str = "demo") -> list[Timed]
     now_s = BEGIN_S
     parts_s = {"reading weights": 40.0, "page-locking host memory": 22.0}
     set_up = schema.SetUp(duration_s=92.0, parts_s=parts_s)
-    told: list[Timed] = [(now_s, start(name, steps=steps)), (now_s, set_up), (now_s, memory(0))]
+    events: list[Timed] = [(now_s, start(name, steps=steps)), (now_s, set_up), (now_s, memory(0))]
     for number in range(1, steps + 1):
-        one = step(number, draw)
-        now_s += one.step_ms / 1e3
-        told.append((now_s, one))
+        event = step(number, draw)
+        now_s += event.step_ms / 1e3
+        events.append((now_s, event))
         if number % 20 == 2:
-            told += [(now_s, span) for span in spans(number)]
+            events += [(now_s, span) for span in spans(number)]
         if number % 5 == 0:
-            told.append((now_s, system(draw)))
+            events.append((now_s, system(draw)))
         if number % 25 == 0:
-            told.append((now_s, schema.Eval(step=number, val_loss=2.1 + 10 / number)))
+            events.append((now_s, schema.Eval(step=number, val_loss=2.1 + 10 / number)))
             saved = schema.Checkpoint(step=number, path=f"checkpoints/step-{number}", num_bytes=GIB)
-            told.append((now_s, saved))
+            events.append((now_s, saved))
     ended = schema.RunEnded(status="done", step=steps, val_loss=2.2, duration_s=now_s - BEGIN_S)
-    return [*told, (now_s + 1.0, ended)]
+    return [*events, (now_s + 1.0, ended)]
 
 
 def unlucky(steps: int = 60) -> list[Timed]:
     """NaN, skips, an alert, a stop, a note, a resume, an alert again, and no end: it was killed."""
-    told = plain(steps)[:-1]
-    found: list[Timed] = []
+    events = plain(steps)[:-1]
+    changed: list[Timed] = []
     later_s = 0.0
-    for at_s, event in told:
+    for at_s, event in events:
         time_s = at_s + later_s
         number = event.step if isinstance(event, schema.Step) else 0
         if isinstance(event, schema.Step) and number == 12:
             event = replace(event, loss=math.nan, grad_norm=math.nan, skipped=True)
         if isinstance(event, schema.Step) and number in (30, 31, 44, 45):
             event = replace(event, skipped=True, grad_norm=math.inf)
-        found.append((time_s, event))
+        changed.append((time_s, event))
         if number == 31:
             text = "tokens/s fell by a fifth"
-            found.append((time_s, schema.Alert(code="slow", state="raised", message=text)))
+            changed.append((time_s, schema.Alert(code="slow", state="raised", message=text)))
         if number == 40:
             later_s = 60.0
-            found.append((time_s, schema.RunEnded(status="stopped", step=40)))
-            found.append((time_s + 60, start(steps=steps, start_step=40, pid=4712)))
-            found.append((time_s + 60, schema.Control(
+            changed.append((time_s, schema.RunEnded(status="stopped", step=40)))
+            changed.append((time_s + 60, start(steps=steps, start_step=40, pid=4712)))
+            changed.append((time_s + 60, schema.Control(
                 id="1", action="note", state="done", message="disk \x1b[31mchanged\x07"
             )))  # fmt: skip
         if number == 45:
             text = "2 steps in a row were skipped"
-            found.append((time_s, schema.Alert(code="skips", state="raised", message=text)))
-    return found
+            changed.append((time_s, schema.Alert(code="skips", state="raised", message=text)))
+    return changed
 
 
 def ranks(count: int = 8, steps: int = 50) -> list[list[Timed]]:
@@ -194,29 +194,40 @@ def ranks(count: int = 8, steps: int = 50) -> list[list[Timed]]:
     for rank in range(count):
         draw = random.Random(rank)
         now_s = BEGIN_S
-        told: list[Timed] = [(now_s, start("gpt-13b", steps=1000, world_size=count))]
-        told.append((now_s, memory(0)))
+        events: list[Timed] = [(now_s, start("gpt-13b", steps=1000, world_size=count))]
+        events.append((now_s, memory(0)))
         for number in range(1, steps + 1 - (2 if rank == count - 1 else 0)):
-            one = step(number, draw, scale=1.2)  # all wait for rank 3
-            now_s += one.step_ms / 1e3
-            waited_ms = 0.0 if rank == 3 else one.step_ms / 6
-            busy = one.busy_ms | {"comm": 60.0 + waited_ms}
-            own_ms = one.step_ms - waited_ms
-            told.append((now_s, replace(one, busy_ms=busy, comm_bytes=3 * GIB, own_ms=own_ms)))
-        told.append((now_s, system(draw, gpus=count)))
-        logs.append(told)
+            event = step(number, draw, scale=1.2)  # all wait for rank 3
+            now_s += event.step_ms / 1e3
+            waited_ms = 0.0 if rank == 3 else event.step_ms / 6
+            busy = event.busy_ms | {"comm": 60.0 + waited_ms}
+            own_ms = event.step_ms - waited_ms
+            events.append((now_s, replace(event, busy_ms=busy, comm_bytes=3 * GIB, own_ms=own_ms)))
+        events.append((now_s, system(draw, gpus=count)))
+        logs.append(events)
     return logs
 
 
-def lines(told: Iterable[Timed], rank: int = 0) -> list[bytes]:
-    return [log_lines.to_line(event, rank, time_s) for time_s, event in told]
+def divided() -> list[list[Timed]]:
+    """Four ranks: two stages of two parts of matrices, in groups that share the state."""
+    logs = []
+    for rank, log in enumerate(ranks(4, steps=30)):
+        stage = ("stage 1 of 2 (layers 0 to 1)", "stage 2 of 2 (layers 2 to 3)")[rank // 2]
+        role = {"stage": stage, "part": f"part {rank % 2 + 1} of 2", "group": f"group {rank % 2}"}
+        (time_s, _), *rest = log
+        logs.append([(time_s, start("gpt-13b", plan=start().plan | role)), *rest])
+    return logs
+
+
+def lines(events: Iterable[Timed], rank: int = 0) -> list[bytes]:
+    return [log_lines.to_line(event, rank, time_s) for time_s, event in events]
 
 
 def write(folder: Path, *logs: Iterable[Timed], host: str = "elsewhere") -> Path:
-    """A run folder; of another host, unless told otherwise, so that its locks say nothing."""
+    """Write a run folder; by default of another host, so that its locks have no meaning."""
     (folder / "events").mkdir(parents=True)
-    for rank, told in enumerate(logs):
-        (folder / "events" / f"rank{rank:03d}.jsonl").write_bytes(b"".join(lines(told, rank)))
+    for rank, events in enumerate(logs):
+        (folder / "events" / f"rank{rank:03d}.jsonl").write_bytes(b"".join(lines(events, rank)))
     facts = {"run_id": folder.name, "host": host, "pid": 4711, "pid_start_ticks": 1}
     (folder / "run.json").write_text(json.dumps(facts))
     (folder / "lock").touch()

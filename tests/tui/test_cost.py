@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.reading.history import fold
 from offloadtrain_tui.reading.log_reader import Snapshot
@@ -31,6 +32,7 @@ from tests.tui.test_app import watching
 from tests.tui.test_runs import live, trainer
 
 SLACK = 3.0
+Press = Callable[..., Awaitable[None]]
 
 
 def cpu_s(work: Callable[[], object], times: int = 5) -> float:
@@ -71,93 +73,74 @@ def test_a_chart_of_a_long_run_reads_as_little_as_one_of_a_short_run() -> None:
     assert cpu_s(lambda: look(long)) < 3.0 * SLACK * cpu_s(lambda: look(short))
 
 
-def test_a_new_step_redraws_few_lines(tmp_path: Path) -> None:
-    """Of twelve charts with 1,000 steps."""
-    folder = live(tmp_path / "run", steps=1000)
-    redrawn: list[int] = []
-    refresh = Chart.refresh
-
-    def counted(self: Chart, *regions: Region, **options: object) -> Chart:
-        if regions:
-            redrawn.append(sum(region.height for region in regions))
-        return refresh(self, *regions, **options)  # type: ignore[arg-type]
-
-    async def test() -> None:
-        async with watching(folder, size="wide") as (app, press):
-            await press("5")
-            charts = [chart for chart in app.query("#plots-charts Chart") if chart.display]
-            lines_of_all = sum(chart.size.height for chart in charts)
-            assert len(charts) == 12
-            Chart.refresh = counted  # type: ignore[method-assign]
-            draw = random.Random(1)
-            for number in range(1001, 1005):
-                with open(folder / "events/rank000.jsonl", "ab") as log:
-                    log.write(lines([(time.time(), recordings.step(number, draw))])[0])
-                while app.shown.view.step < number:
-                    await asyncio.sleep(0.01)
-                await press()
-            assert 0 < sum(redrawn) < 0.7 * 4 * lines_of_all
-
-    try:
-        with trainer(folder):
-            asyncio.run(test())
-    finally:
-        Chart.refresh = refresh  # type: ignore[method-assign]
+async def add_steps(app: Monitor, press: Press, folder: Path, first: int, count: int) -> None:
+    """Append steps to the log of a run, one after the other is on the screen."""
+    draw = random.Random(1)
+    for number in range(first, first + count):
+        with open(folder / "events/rank000.jsonl", "ab") as log:
+            log.write(lines([(time.time(), recordings.step(number, draw))])[0])
+        while app.shown.view.step < number:
+            await asyncio.sleep(0.01)
+        await press()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("panel", ["overview", "transfers", "ranks"])
-def test_new_steps_lay_nothing_out(
-    panel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_new_step_redraws_few_lines_and_lays_nothing_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A layout of the whole screen takes longer than drawing what has changed in it."""
+    """Of twelve charts with 1,000 steps. A layout of the whole screen takes longer than drawing
+    what has changed in it."""
     folder = live(tmp_path / "run", steps=1000)
-    laid_out: list[str] = []
-    refresh = Screen._refresh_layout
+    redrawn: list[int] = []
+    laid_out: list[object] = []
+    refresh, layout = Chart.refresh, Screen._refresh_layout
 
-    def counted(self: Screen[object], *sizes: Any, **options: Any) -> None:
-        laid_out.append(panel)
-        refresh(self, *sizes, **options)
+    def count_lines(self: Chart, *regions: Region, **options: Any) -> Chart:
+        redrawn.append(sum(region.height for region in regions))
+        return refresh(self, *regions, **options)
+
+    def count_layouts(self: Screen[object], *sizes: Any, **options: Any) -> None:
+        laid_out.append(self)
+        layout(self, *sizes, **options)
 
     async def test() -> None:
         async with watching(folder, size="wide") as (app, press):
-            app.action_panel(panel)
-            await press()
-            monkeypatch.setattr(Screen, "_refresh_layout", counted)
-            draw = random.Random(1)
-            for number in range(1001, 1009):
-                with open(folder / "events/rank000.jsonl", "ab") as log:
-                    log.write(lines([(time.time(), recordings.step(number, draw))])[0])
-                while app.shown.view.step < number:
-                    await asyncio.sleep(0.01)
+            for panel in ("plots", "overview", "transfers", "ranks"):
+                app.action_panel(panel)
                 await press()
+                with monkeypatch.context() as patch:
+                    patch.setattr(Chart, "refresh", count_lines)
+                    patch.setattr(Screen, "_refresh_layout", count_layouts)
+                    redrawn.clear()
+                    laid_out.clear()
+                    first = app.shown.view.step
+                    await add_steps(app, press, folder, first + 1, 4)
+                if panel == "plots":
+                    charts = [chart for chart in app.query("#plots-charts Chart") if chart.display]
+                    assert len(charts) == 12
+                    height = sum(chart.size.height for chart in charts)
+                    assert 0 < sum(redrawn) < 0.7 * 4 * height
+                else:
+                    assert len(laid_out) <= 2, panel
 
     with trainer(folder):
         asyncio.run(test())
-    assert len(laid_out) <= 2
 
 
-def test_the_monitor_loads_no_torch_and_stays_small() -> None:
+def test_the_monitor_loads_no_torch_and_scripts_load_no_textual() -> None:
     program = (
-        "import json, sys, offloadtrain_tui.app, offloadtrain_tui.command;"
+        "import json, sys, offloadtrain_tui.reports; reports = 'textual' in sys.modules;"
+        "import offloadtrain_tui.app, offloadtrain_tui.command;"
         "status = dict(line.split(':', 1) for line in open('/proc/self/status'));"
-        "print(json.dumps([sorted(sys.modules), int(status['VmHWM'].split()[0])]))"
+        "print(json.dumps([reports, sorted(sys.modules), int(status['VmHWM'].split()[0])]))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    modules, kib = json.loads(done.stdout)
-    heavy = {"torch", "numpy", "numba", "safetensors"} & set(modules)
-    assert not heavy
+    loads_textual, modules, kib = json.loads(done.stdout)
+    assert not loads_textual
+    assert not {"torch", "numpy", "numba", "safetensors"} & set(modules)
     assert kib < 80 * 1024
-
-
-def test_what_scripts_use_loads_no_textual() -> None:
-    program = "import sys, offloadtrain_tui.reports; print('textual' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.slow

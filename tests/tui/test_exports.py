@@ -1,4 +1,4 @@
-"""Comparing and keeping: jobs' differences, charts as CSV, SVG and PNG, the clipboard."""
+"""Comparing and saving: jobs' differences, charts as CSV, SVG and PNG, the clipboard."""
 
 from __future__ import annotations
 
@@ -30,40 +30,50 @@ def another(steps: int = 30) -> list[Timed]:
     return [(at_s, start("other", config=config)), *rest]
 
 
-def test_jobs_differ_where_they_differ() -> None:
-    ours = {"train": {"steps": 3, "seed": 1}, "model": {"d": 5}}
-    theirs = {"train": {"steps": 4, "seed": 1}, "model": {}, "name": "x"}
-    found = list(differences(ours, theirs))
-    assert found == [("train.steps", "3", "4"), ("model.d", "5", "-"), ("name", "-", "x")]
-
-
 def test_two_runs_are_compared(tmp_path: Path) -> None:
-    ours, theirs = write(tmp_path / "ours", plain()), write(tmp_path / "theirs", another())
+    """Their jobs, their charts as CSV and SVG, and their smoothed losses."""
+    job = {"train": {"steps": 3, "seed": 1}, "model": {"d": 5}}
+    other = {"train": {"steps": 4, "seed": 1}, "model": {}, "name": "x"}
+    rows = [("train.steps", "3", "4"), ("model.d", "5", "-"), ("name", "-", "x")]
+    assert list(differences(job, other)) == rows
+    first, second = write(tmp_path / "first", plain()), write(tmp_path / "second", another())
 
     async def test() -> None:
-        async with watching(ours, theirs) as (app, press):
+        async with watching(first, second) as (app, press):
             await press("8")
             assert "differences" not in text(app)
-            app._overlaid = {theirs}
+            app._overlaid = {second}
             app._show()
             await press("8")
             shown = " ".join(text(app).split())
-            assert "differences to theirs" in shown
+            assert "differences to second" in shown
             assert "train.steps 100 here, 30 there" in shown
             assert "train.seed - here, 7 there" in shown and "d_model 5120 here" not in shown
             rows = list(csv.reader(io.StringIO(exports.as_csv("loss", app.shown))))
-            assert rows[0] == ["step", "loss", "val_loss", "loss of theirs"]
+            assert rows[0] == ["step", "loss", "val_loss", "loss of second"]
             assert len(rows) == 101 and rows[100][3] == "" and rows[30][3] != ""
             series = app.shown.newest.history.series
             assert [float(row[1]) for row in rows[1:]] == list(series["loss"].values)
             picture = ElementTree.fromstring(exports.as_svg("loss", app.shown))
-            lines = [one for one in picture if one.tag.endswith("polyline")]
-            assert [len(one.attrib["points"].split()) for one in lines] == [100, 4, 30]
+            curves = [element for element in picture if element.tag.endswith("polyline")]
+            assert [len(curve.attrib["points"].split()) for curve in curves] == [100, 4, 30]
+            smoothed = {}
+            await press("1")  # with the chart of the loss
+            for _ in range(4):
+                await press("m")
+                mean, *_, overlaid = plots.plot("loss", app.shown).curves
+                kinds = (type(mean.series), type(overlaid.series))
+                newest = mean.series.values[-1] if mean.label else None
+                smoothed[app.shown.span] = (kinds, newest)
+            assert list(smoothed) == [100, 500, 0, 20]
+            assert smoothed.pop(0)[0] == (Series, Series)
+            assert all(kinds == (Smoothed, Smoothed) for kinds, _ in smoothed.values())
+            assert smoothed[20][1] != smoothed[500][1]
 
     go(test())
 
 
-def test_a_step_tried_twice_and_no_number_is_one_line(tmp_path: Path) -> None:
+def test_a_repeated_step_and_a_loss_that_is_no_number_are_left_out(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", unlucky())
 
     async def test() -> None:
@@ -77,16 +87,15 @@ def test_a_step_tried_twice_and_no_number_is_one_line(tmp_path: Path) -> None:
     go(test())
 
 
-def test_charts_go_to_files_and_the_clipboard_when_asked(
+def test_charts_are_saved_and_copied_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(Monitor, "copy_to_clipboard", lambda self, text: copied.append(text))
+    monkeypatch.setattr(Monitor, "tell", lambda self, text, level="": messages.append(text))
     monkeypatch.chdir(tmp_path)
     folder = write(tmp_path / "run", plain())
-
-    told: list[str] = []
-    monkeypatch.setattr(Monitor, "tell", lambda self, text, level="": told.append(text))
 
     async def test() -> None:
         async with watching(folder) as (app, press):
@@ -95,7 +104,7 @@ def test_charts_go_to_files_and_the_clipboard_when_asked(
                 await press(key)
                 app.screen.query_one(Input).value = name
                 await press("enter")
-                return told[-1]
+                return messages[-1]
 
             assert "saved" in await answer("e", "loss.csv")
             assert "exists: it is left" in await answer("e", "loss.csv")
@@ -110,15 +119,11 @@ def test_charts_go_to_files_and_the_clipboard_when_asked(
             assert "copied as CSV" in await answer("k", "lr")
             app.shown = replace(app.shown, readonly=True)
             await press("e")
-            assert "nothing is written" in told[-1]
+            assert "nothing is written" in messages[-1]
 
     go(test())
-    assert sorted(one.name for one in tmp_path.iterdir()) == [
-        "loss.csv",
-        "loss.png",
-        "lr.svg",
-        "run",
-    ]
+    files = ["loss.csv", "loss.png", "lr.svg", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
     assert (tmp_path / "loss.csv").read_text().startswith("step,loss,val_loss\n1,")
     assert curve_in(tmp_path / "loss.png")
     assert copied[0].startswith("step,lr\n1,") and len(copied) == 1
@@ -132,28 +137,6 @@ def curve_in(picture: Path) -> bool:
         pixels = image.convert("RGB").load()
         assert pixels is not None and pixels[0, height - 1] == (255, 255, 255)
         blue = (0, 0x72, 0xB2)
-        found = [(x, y) for x in range(width) for y in range(height) if pixels[x, y] == blue]
-    left, right = found[0], found[-1]
+        curve = [(x, y) for x in range(width) for y in range(height) if pixels[x, y] == blue]
+    left, right = curve[0], curve[-1]
     return left[0] < 0.2 * width and right[0] > 0.9 * width and left[1] < right[1] - 0.3 * height
-
-
-def test_smoothing_has_a_factor(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", plain())
-    overlaid = write(tmp_path / "theirs", another())
-
-    async def test() -> None:
-        async with watching(folder, overlaid) as (app, press):
-            app._overlaid = {overlaid}
-            app._show()
-            seen = {}
-            for _ in range(4):
-                await press("m")
-                ours, *_, theirs = plots.plot("loss", app.shown).curves
-                values = [curve.series.values[-1] for curve in (ours, theirs) if ours.label]
-                seen[app.shown.span] = (type(ours.series), type(theirs.series), *values)
-            assert list(seen) == [100, 500, 0, 20]
-            assert seen[0] == (Series, Series)
-            assert all(found[:2] == (Smoothed, Smoothed) for span, found in seen.items() if span)
-            assert seen[20][2:] != seen[500][2:]
-
-    go(test())

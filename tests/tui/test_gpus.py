@@ -17,7 +17,7 @@ from tests.tui.recordings import BEGIN_S, lines
 def view(*, uuid: str, nvlink: float | None = None) -> View:
     """A rank on the GPU of this UUID, of a machine with two, and what they do each 5 s."""
     plan = {"gpu_uuid": uuid, "device": "cuda:0"}
-    told: list[recordings.Timed] = [(BEGIN_S, recordings.start(plan=plan))]
+    events: list[recordings.Timed] = [(BEGIN_S, recordings.start(plan=plan))]
     for number in range(10):
         gpus = tuple(
             replace(
@@ -37,8 +37,8 @@ def view(*, uuid: str, nvlink: float | None = None) -> View:
             swap_used_bytes=0,
             gpus=gpus,
         )
-        told.append((BEGIN_S + 5 * number, system))
-    return View.at(fold(lines(told)))
+        events.append((BEGIN_S + 5 * number, system))
+    return View.at(fold(lines(events)))
 
 
 def test_a_rank_has_the_history_of_its_own_gpu() -> None:
@@ -47,26 +47,21 @@ def test_a_rank_has_the_history_of_its_own_gpu() -> None:
         assert list(shown.curves[0].series.values) == [first + number for number in range(10)]
         assert shown.axis == ("45s before", "last sample")
     assert not view(uuid="GPU-9").history.gpu.times, "it is not on this machine"
+    shown = plot(KINDS["nvlink"], view(uuid="GPU-1", nvlink=25e9))
+    assert [curve.series.last(curve.length) for curve in shown.curves] == [25e9, 25e9]
+    assert shown.is_mirrored and shown.form(25e9) == "25"
 
 
 def test_a_moment_has_the_samples_until_then_and_zoom_the_newest() -> None:
-    whole = view(uuid="GPU-1")
-    then = plot(KINDS["clock"], View.at(whole.history, BEGIN_S + 21))
+    newest = view(uuid="GPU-1")
+    then = plot(KINDS["clock"], View.at(newest.history, BEGIN_S + 21))
     assert (then.curves[0].length, then.window.hi) == (5, 5)
     history = GpuHistory()
     for number in range(100):
         history.add(BEGIN_S + number, [{"power_w": float(number)}], "")
     assert list(history.series["power_w"].values)[-1] == 99.0, "the only GPU needs no name"
-    whole.history.gpu = history
-    assert plot(KINDS["power"], whole, 4).window.lo == 75
-
-
-def test_nvlink_is_shown_where_there_is_one() -> None:
-    there, none = view(uuid="GPU-1", nvlink=25e9), view(uuid="GPU-1")
-    shown = plot(KINDS["nvlink"], there)
-    assert [curve.series.last(curve.length) for curve in shown.curves] == [25e9, 25e9]
-    assert shown.is_mirrored and shown.form(25e9) == "25"
-    assert none.history.gpu.series["nvlink_rx_bytes_per_s"].last(10) is None
+    newest.history.gpu = history
+    assert plot(KINDS["power"], newest, 4).window.lo == 75
 
 
 def test_a_hostile_sample_is_no_number() -> None:

@@ -1,4 +1,4 @@
-"""Tags, notes and pins of runs: kept beside the run, whole, and listed."""
+"""Tags, notes and pins of runs: stored with the run, and listed."""
 
 from __future__ import annotations
 
@@ -39,40 +39,32 @@ def test_a_run_is_labelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert sorted(os.listdir(old)) == ["events", "labels.json", "lock", "run.json"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["two\nlines"], "printable"),
-        (["x" * 41], "at most 40"),
-        (["--note", "\x1b[31m"], "printable"),
-        ([f"t{number}" for number in range(33)], "at most 32"),
-    ],
-)
-def test_labels_that_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str
+REFUSED = {
+    "printable": (["two\nlines"], ["--note", "\x1b[31m"]),
+    "at most 40": (["x" * 41],),
+    "at most 32": ([f"t{number}" for number in range(33)],),
+}
+
+
+def test_bad_labels_are_refused_and_foreign_ones_are_text_on_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write(tmp_path / "run", plain(3))
-    assert main(["tag", str(run), *arguments]) == 2
-    assert told in capsys.readouterr().err and labels.read(run) == NONE
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"tags": 3, "note": [], "pinned": "yes"}', "{" * 99]
-)
-def test_a_file_of_something_else_is_no_label(tmp_path: Path, content: str) -> None:
-    (tmp_path / "labels.json").write_text(content)
-    assert labels.read(tmp_path) == NONE
-
-
-def test_foreign_labels_are_text_on_a_line(tmp_path: Path) -> None:
+    for message, commands in REFUSED.items():
+        for arguments in commands:
+            assert main(["tag", str(run), *arguments]) == 2
+            assert message in capsys.readouterr().err and labels.read(run) == NONE
+    for content in ("", "[]", '{"tags": 3, "note": [], "pinned": "yes"}', "{" * 99):
+        (run / "labels.json").write_text(content)
+        assert labels.read(run) == NONE
     foreign = {"tags": ["a\x1b[31m\nb", 7], "note": "x" * 9999, "pinned": True}
-    (tmp_path / "labels.json").write_text(json.dumps(foreign))
-    found = labels.read(tmp_path)
-    assert len(found.tags) == 1 and found.text.isprintable() and len(found.text) < 600
+    (run / "labels.json").write_text(json.dumps(foreign))
+    shown = labels.read(run)
+    assert len(shown.tags) == 1 and shown.text.isprintable() and len(shown.text) < 600
 
 
 def test_a_link_is_neither_followed_nor_written_through(tmp_path: Path) -> None:
-    run, elsewhere = write(tmp_path / "run", plain(3)), tmp_path / "mine.json"
+    run, elsewhere = write(tmp_path / "run", plain(3)), tmp_path / "target.json"
     elsewhere.write_text('{"pinned": true}')
     (run / "labels.json").symlink_to(elsewhere)
     assert labels.read(run) == NONE

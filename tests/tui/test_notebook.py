@@ -17,7 +17,7 @@ import offloadtrain as ot
 from offloadtrain.events import schema
 from tests.tui import recordings
 from tests.tui.recordings import BEGIN_S, lines, plain, write
-from tests.tui.test_runs import live, trainer
+from tests.tui.test_runs import trainer
 
 pytestmark = pytest.mark.slow
 
@@ -27,29 +27,26 @@ def words(picture: str) -> str:
 
 
 def test_without_ipython_it_is_a_picture(tmp_path: Path) -> None:
-    seen = ot.watch(write(tmp_path / "run", plain()))
-    assert "step 100/100" in words(seen._repr_html_())
-    assert repr(seen).startswith("run: done  step 100/100")
+    watch = ot.watch(write(tmp_path / "run", plain()))
+    assert "step 100/100" in words(watch._repr_html_())
+    assert repr(watch).startswith("run: done  step 100/100")
     memory = ot.watch(tmp_path, screen="memory", size=(80, 24)).svg()
     assert "Adam m" in words(memory)
 
 
-def test_what_cannot_be_watched_is_said(tmp_path: Path) -> None:
+def test_a_run_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not there: give a run folder"):
         ot.watch(tmp_path / "none")
     with pytest.raises(ValueError, match="choose one of overview, memory"):
         ot.watch(tmp_path, screen="none")
-
-
-def test_nothing_of_ipython_or_the_monitor_is_imported_before() -> None:
     code = (
         "import offloadtrain, sys; sys.exit(any('tui' in m or 'IPython' in m for m in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "not imported before"
 
 
 class Display:
-    """What IPython does with a picture, and what it has been told to show since."""
+    """IPython's display: the pictures that it was asked to show."""
 
     def __init__(self) -> None:
         self.pictures: list[str] = []
@@ -70,7 +67,7 @@ class Display:
             assert self.changed.wait_for(lambda: text in words(self.pictures[-1]), 120), text
 
 
-def test_it_is_refreshed_in_place_until_the_run_ends(
+def test_a_watch_is_refreshed_in_place_until_the_run_ends_or_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = Display()
@@ -82,28 +79,18 @@ def test_it_is_refreshed_in_place_until_the_run_ends(
     step = recordings.step(20, random.Random(0), scale=600.0)
     folder = write(tmp_path / "run", [(BEGIN_S, recordings.start(steps=20)), (time.time(), step)])
     with trainer(folder):
-        seen = ot.watch(folder, every_s=0.1)
-        seen._ipython_display_()
+        stopped, watch = (ot.watch(folder, every_s=0.1) for _ in range(2))
+        stopped._ipython_display_()
+        stopped.stop()
+        count = len(shown.pictures)
+        time.sleep(0.5)
+        assert len(shown.pictures) == count
+        watch._ipython_display_()
         shown.wait_for("running")
         with (folder / "events/rank000.jsonl").open("ab") as out:
             out.write(b"".join(lines([(time.time(), schema.RunEnded(status="done", step=20))])))
         shown.wait_for("✔ done")
-        assert seen._thread is not None
-        seen._thread.join(120)
-        assert not seen._thread.is_alive(), "nothing more to follow"
-        seen.stop()
-
-
-def test_it_stops_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Display()
-    module = types.ModuleType("IPython.display")
-    module.HTML, module.display = str, shown.display  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "IPython.display", module)
-    folder = live(tmp_path / "run")
-    with trainer(folder):
-        seen = ot.watch(folder, every_s=0.1)
-        seen._ipython_display_()
-        seen.stop()
-        count = len(shown.pictures)
-        time.sleep(0.5)
-        assert len(shown.pictures) == count
+        assert watch._thread is not None
+        watch._thread.join(120)
+        assert not watch._thread.is_alive(), "nothing more to follow"
+        watch.stop()

@@ -25,30 +25,18 @@ from tests.tui.test_runs import live, trainer
 def test_status_in_words_and_as_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "run", plain())
     assert main(["status", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "done  step 100/100" in shown and "device: 29.1 GiB" in shown
-    assert main(["status", str(folder), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert "done  step 100/100" in out and "device: 29.1 GiB" in out
+    assert main(["status", str(folder), "--live", "--json"]) == 0, "it ends with the run"
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["state"] == "done" and facts["step"] == facts["steps"] == 100
     assert facts["busy_ms"]["host"] > 0 and facts["val_loss"] == pytest.approx(2.2)
     assert facts["end"]["status"] == "done"
-
-
-def test_a_killed_run_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path / "run", unlucky(), host=socket.gethostname())
+    folder = write(tmp_path / "killed", unlucky(), host=socket.gethostname())
     assert main(["status", str(folder)]) == 1
-    shown = capsys.readouterr().out
-    assert "killed" in shown and "alert: skips" in shown
-    assert "alert: slow" not in shown, "that was before the resume"
-
-
-def test_live_status_ends_with_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = live(tmp_path / "run")
-    with trainer(folder) as process:
-        process.kill()
-        assert main(["status", str(folder), "--live", "--json"]) == 1
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines[-1]["state"] == "killed"
+    out = capsys.readouterr().out
+    assert "killed" in out and "alert: skips" in out
+    assert "alert: slow" not in out, "that was before the resume"
 
 
 @pytest.mark.slow
@@ -59,13 +47,13 @@ def test_watched_status_has_a_line_per_change(
     folder = live(tmp_path / "run", steps=20)
     log = folder / "events/rank000.jsonl"
     now_s = time.time()
-    told = "x \x1b[31m" + "y" * 9
+    code = "x \x1b[31m" + "y" * 9
     ticks: list[list[Event]] = [
         [],
         [],
         [step(21, random.Random(0))],
         [],
-        [schema.Alert(code=told, state="raised", message="many")],
+        [schema.Alert(code=code, state="raised", message="many")],
         [schema.RunEnded(status="done", step=21)],
     ]
 
@@ -77,12 +65,12 @@ def test_watched_status_has_a_line_per_change(
     with trainer(folder):
         assert main(["status", str(folder), "--watch"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [one.split("  ")[0] for one in shown] == ["running"] * 3 + ["done"]
+    assert [line.split("  ")[0] for line in shown] == ["running"] * 3 + ["done"]
     assert ["step 20/20" in shown[0], "step 21/20" in shown[1]] == [True, True]
     assert "! x" in shown[2] and "\x1b" not in shown[2] and "!" not in shown[1]
 
 
-def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_and_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "20260101-000000-a", plain(30))
     write(tmp_path / "20260201-000000-b", plain(40))
     assert main(["runs", str(tmp_path)]) == 0
@@ -94,50 +82,52 @@ def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [json.loads(x)["step"] for x in capsys.readouterr().out.splitlines()] == [40, 30]
     assert main(["runs", str(tmp_path / "none")]) == 0
     assert "no runs in" in capsys.readouterr().err
-
-
-def test_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write(tmp_path / "run", unlucky())
     assert main(["events", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert "skips: 2 steps in a row" in shown and "note done" in shown
-    assert "\x1b" not in shown and "\x07" not in shown
+    out = capsys.readouterr().out
+    assert "skips: 2 steps in a row" in out and "note done" in out
+    assert "\x1b" not in out and "\x07" not in out
     assert main(["events", str(folder), "--json"]) == 0
     raw = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {"step", "span", "system", "run_started"} <= {line["k"] for line in raw}
 
 
-def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("status", "events"):
-        assert main([command, str(tmp_path / "none")]) == 2
-        assert "is not there: give a run folder" in capsys.readouterr().err
+def test_a_folder_or_file_that_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(tmp_path / "none")]) == main(["events", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.count("is not there: give a run folder") == 2
     assert main(["tui", str(tmp_path / "none"), "--once"]) == 2
     assert main(["tui", "--once", "--screen", "none"]) == 2
     assert "choose one of overview" in capsys.readouterr().err
     assert main(["status", "--runs-dir", str(tmp_path)]) == 2
-    (tmp_path / "notes.txt").write_text("hello\nworld\n")
+    assert main(["tui", str(write(tmp_path / "run", plain(2)))]) == 2
+    assert "--once" in capsys.readouterr().err, "without a terminal"
     (tmp_path / "blob").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "empty/events").mkdir(parents=True)
+    (tmp_path / "notes.txt").write_text("hello\nworld\n")
     for command in (["status"], ["tui", "--once"]):
         for name in ("blob", "empty", "notes.txt"):
             assert main([*command, str(tmp_path / name)]) == 1
-            told = capsys.readouterr().err
-            assert "there is no record of a run in it" in told
-        assert told.endswith(": 2 lines are no records\n")
+            err = capsys.readouterr().err
+            assert "there is no record of a run in it" in err
+        assert err.endswith(": 2 lines are no records\n")
 
 
-def test_ctl_asks_and_hears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctl_sends_a_request_and_waits_for_the_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = live(tmp_path / "run")
     with trainer(folder):
         assert main(["ctl", str(folder), "note", "hello", "--wait", "0"]) == 0
         assert main(["ctl", str(folder), "dance"]) == 2
         assert "'dance' is not one of checkpoint" in capsys.readouterr().err
-        asked = Requests(folder).poll()
-        assert [(one.action, one.message) for one in asked] == [("note", "hello")]
+        requests = Requests(folder).poll()
+        assert [(request.action, request.message) for request in requests] == [("note", "hello")]
         assert main(["ctl", str(folder), "checkpoint", "--wait", "0.3"]) == 1
         assert "no answer yet" in capsys.readouterr().err
-    over = write(tmp_path / "over", plain())
-    assert main(["ctl", str(over), "stop"]) == 1
+    ended = write(tmp_path / "ended", plain())
+    assert main(["ctl", str(ended), "stop"]) == 1
     assert "is not running: it is done" in capsys.readouterr().err
 
 
@@ -156,11 +146,3 @@ def test_a_frame_as_text_and_as_svg(
     picture = tmp_path / "frame.svg"
     assert main(["tui", str(folder), "--screenshot", str(picture), "--screen", "plots"]) == 0
     assert picture.read_text().startswith("<svg") and "gradient" in picture.read_text()
-
-
-def test_without_a_terminal_it_says_what_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write(tmp_path / "run", plain())
-    assert main(["tui", str(folder)]) == 2
-    assert "--once" in capsys.readouterr().err

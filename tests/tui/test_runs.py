@@ -20,7 +20,6 @@ from pathlib import Path
 import pytest
 from offloadtrain_tui.reading import listing, runs, tail
 from offloadtrain_tui.reading.history import History, fold
-from offloadtrain_tui.reading.listing import list_runs
 from offloadtrain_tui.reading.log_reader import RunReader
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.summary import before_first_step, headline, numbers, when
@@ -28,7 +27,7 @@ from offloadtrain_tui.view_state import ViewState
 
 from offloadtrain.events import schema
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, lines, plain, ranks, unlucky, write
+from tests.tui.recordings import BEGIN_S, Timed, lines, plain, ranks, unlucky, write
 
 _TRAINER = """
 import os, sys, time
@@ -70,39 +69,53 @@ def state(folder: Path, now_s: float | None = None) -> str:
         last = (folder / "events/rank000.jsonl").read_bytes().splitlines()[-1]
         now_s = json.loads(last)["t"] + 1.0
     reader = RunReader(runs.open_run(folder))
-    found = reader.read_to_end(now_s).state
+    snapshot = reader.read_to_end(now_s)
     reader.close()
-    return found
+    return snapshot.state
 
 
 def live(folder: Path, steps: int = 20) -> Path:
     """A run whose last step was just now."""
-    told = plain(steps)[:-1]
-    shift = time.time() - told[-1][0]
-    return write(folder, [(t + shift, e) for t, e in told])
+    events = plain(steps)[:-1]
+    shift = time.time() - events[-1][0]
+    return write(folder, [(time_s + shift, event) for time_s, event in events])
 
 
-def test_a_kill_is_seen_at_once(tmp_path: Path) -> None:
+def rewrite_run(folder: Path, name: str) -> None:
+    """Add 1 to a number of run.json."""
+    values = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(values | {name: values[name] + 1}))
+
+
+def test_the_state_of_a_run_follows_its_process(tmp_path: Path) -> None:
+    """Running; slow but not dead in a long step; starting before it writes; killed at once."""
+    now_s = time.time()  # before its last event: what follows may take seconds
     folder = live(tmp_path / "run")
+    step = recordings.step(1, random.Random(0), scale=60.0)
     with trainer(folder) as process:
-        assert state(folder) == "running"
+        assert state(folder, now_s + 29) == "running"
+        assert state(folder, now_s + 60) == state(folder, now_s + 6000) == "slow"
+        log = folder / "events/rank000.jsonl"
+        short_steps = log.read_bytes()
+        log.write_bytes(b"".join(lines([(BEGIN_S, recordings.start()), (now_s, step)])))
+        assert state(folder, now_s + 200) == "running", "its steps take a minute"
+        assert state(folder, now_s + 300) == "slow"
+        log.write_bytes(short_steps)
+        facts = (folder / "run.json").read_text()
+        rewrite_run(folder, "pid")  # a resumed run reads its checkpoint: the log is of another pid
+        assert state(folder) == "starting"
+        (folder / "run.json").write_text(facts)
+        rewrite_run(folder, "pid_start_ticks")  # another process with the pid
+        assert runs.is_alive(folder) is False
+        (folder / "run.json").write_text(facts)
         process.kill()
-        began = time.perf_counter()
+        deadline = time.monotonic() + 120
         while runs.is_alive(folder):  # not reaped: a zombie is dead too
-            assert time.perf_counter() - began < 120
+            assert time.monotonic() < deadline
         assert state(folder) == "killed"
 
 
-def test_a_process_that_has_not_begun_to_write_is_starting(tmp_path: Path) -> None:
-    """A resumed run reads its checkpoint while the log still ends with the killed one's steps."""
-    folder = live(tmp_path / "run")
-    with trainer(folder):
-        known = json.loads((folder / "run.json").read_text())
-        (folder / "run.json").write_text(json.dumps(known | {"pid": known["pid"] + 1}))
-        assert state(folder) == "starting"
-
-
-def test_a_child_that_keeps_the_lock_is_no_run(tmp_path: Path) -> None:
+def test_a_child_that_holds_the_lock_is_no_run(tmp_path: Path) -> None:
     folder = live(tmp_path / "run")
     with trainer(folder, "fork") as process:
         assert runs.is_alive(folder)
@@ -112,57 +125,30 @@ def test_a_child_that_keeps_the_lock_is_no_run(tmp_path: Path) -> None:
         assert runs.is_alive(folder) is False
 
 
-def test_another_process_with_the_pid_is_no_run(tmp_path: Path) -> None:
-    folder = live(tmp_path / "run")
-    with trainer(folder):
-        known = json.loads((folder / "run.json").read_text())
-        known["pid_start_ticks"] += 1
-        (folder / "run.json").write_text(json.dumps(known))
-        assert runs.is_alive(folder) is False
-
-
-def test_a_long_step_is_slow_and_not_dead(tmp_path: Path) -> None:
-    now_s = time.time()  # before its last event: what follows may take seconds
-    folder = live(tmp_path / "run")
-    with trainer(folder):
-        assert state(folder, now_s + 29) == "running"
-        assert state(folder, now_s + 60) == "slow"
-        assert state(folder, now_s + 6000) == "slow"
-
-
-def test_a_run_with_long_steps_is_slow_only_after_four_of_them(tmp_path: Path) -> None:
-    told = [(BEGIN_S, recordings.start())]
-    one = recordings.step(1, recordings.random.Random(0), scale=60.0)
-    last_s = time.time()
-    told.append((last_s, one))
-    folder = write(tmp_path / "run", told)
-    with trainer(folder):
-        assert state(folder, last_s + 200) == "running"
-        assert state(folder, last_s + 300) == "slow"
-
-
-def test_on_another_host_silence_is_not_death(tmp_path: Path) -> None:
+def test_on_another_host_silence_is_not_death_and_clocks_may_differ_by_hours(
+    tmp_path: Path,
+) -> None:
+    """A run whose records arrive is alive, whatever their times; one that is silent is unknown."""
     folder = live(tmp_path / "run")
     assert runs.is_alive(folder) is None
     assert state(folder) == "running"
     assert state(folder, time.time() + 3600) == "unknown"
-
-
-def test_another_host_s_clock_tells_no_lies(tmp_path: Path) -> None:
-    """Its records are hours ahead or behind: what comes is alive, and what stays away is not."""
     for ahead_s in (-7200.0, 7200.0):
-        told = plain(20)[:-1]
-        folder = write(tmp_path / f"run{ahead_s}", told)
-        reader, now_s = RunReader(runs.open_run(folder)), told[-1][0] - ahead_s
+        events = plain(20)[:-1]
+        last_s = events[-1][0]
+        folder = write(tmp_path / f"run{ahead_s}", events)
+        reader, now_s = RunReader(runs.open_run(folder)), last_s - ahead_s
         assert reader.read_to_end(now_s).state == ("unknown" if ahead_s < 0 else "running")
         with open(folder / "events/rank000.jsonl", "ab") as log:
-            log.writelines(lines([(told[-1][0] + 1, recordings.step(21, random.Random(0)))]))
+            log.writelines(lines([(last_s + 1, recordings.step(21, random.Random(0)))]))
         assert reader.read_to_end(now_s + 1).state == "running"
         assert reader.read_to_end(now_s + 600).state == "unknown"
         reader.close()
 
 
-def test_ranks_without_a_log_are_said(tmp_path: Path) -> None:
+def test_logs_that_are_missing_or_may_not_be_read_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write(tmp_path / "run", *ranks(4))
     for rank in (0, 1):
         (folder / f"events/rank{rank:03d}.jsonl").unlink()
@@ -170,64 +156,57 @@ def test_ranks_without_a_log_are_said(tmp_path: Path) -> None:
     assert reader.read_to_end(BEGIN_S).problem == "logs of 2 of 4 ranks, shown is rank 2"
     reader.close()
 
-
-def test_logs_that_may_not_be_read_are_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = write(tmp_path / "run", plain(5))
-
     def refuse(path: Path, **_: object) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
     monkeypatch.setattr(tail, "open_descriptor", refuse)
+    folder = write(tmp_path / "refused", plain(5))
     reader = RunReader(runs.open_run(folder))
-    found = reader.read_to_end(BEGIN_S)
-    assert found.problem == f"not read: {folder / 'events/rank000.jsonl'}: no permission"
+    problem = reader.read_to_end(BEGIN_S).problem
+    assert problem == f"not read: {folder / 'events/rank000.jsonl'}: no permission"
     monkeypatch.setattr(os, "access", lambda *_: False)
-    found = reader.read_to_end(BEGIN_S)
-    assert (found.state, found.problem) == ("unknown", f"not read: {folder}/events: no permission")
+    snapshot = reader.read_to_end(BEGIN_S)
+    assert snapshot.problem == f"not read: {folder}/events: no permission"
+    assert snapshot.state == "unknown"
     reader.close()
+
+
+def shown_after(folder: Path, after_s: float, *later: Timed, steps: int = 20) -> ViewState:
+    """What is shown so many seconds after the begin, of a run whose end was not recorded."""
+    reader = RunReader(runs.open_run(write(folder, [*plain(steps)[:-1], *later])))
+    snapshot = reader.read_to_end(BEGIN_S + after_s)
+    reader.close()
+    return ViewState(snapshot, BEGIN_S + after_s)
 
 
 def test_the_end_of_a_failed_run_is_on_every_screen(tmp_path: Path) -> None:
     end = schema.RunEnded(status="failed", step=21, message="TrainingError: the loss is nan")
     bad = replace(recordings.step(21, random.Random(0)), loss=math.nan)
-    told = [*plain(20)[:-1], (BEGIN_S + 40, bad), (BEGIN_S + 41, end)]
-    reader = RunReader(runs.open_run(write(tmp_path / ("long" * 40), told)))
-    shown = ViewState(reader.read_to_end(BEGIN_S + 50), BEGIN_S + 50)
+    folder = tmp_path / ("long" * 40)
+    shown = shown_after(folder, 50, (BEGIN_S + 40, bad), (BEGIN_S + 41, end))
     assert numbers(shown).plain.startswith(" loss nan")
     assert when(shown, {}).plain == " ✖ TrainingError: the loss is nan"
     assert "✖ failed  step 21, train.steps = 20" in headline(shown, {}, 80).plain[:80]
-    reader.close()
 
 
 def test_a_resumed_run_is_starting_until_its_first_step(tmp_path: Path) -> None:
+    """Also if it has more steps than it is to make."""
     set_up = schema.SetUp(duration_s=92.0, parts_s={"reading weights": 40.0})
-    told = [*plain(20)[:-1], (BEGIN_S + 90, recordings.start(steps=30, start_step=15))]
-    told.append((BEGIN_S + 90, set_up))
-    folder = write(tmp_path / "run", told)
-    reader = RunReader(runs.open_run(folder))
-    view = reader.read_to_end(BEGIN_S + 95).first
+    start = recordings.start(steps=30, start_step=15)
+    shown = shown_after(tmp_path / "run", 95, (BEGIN_S + 90, start), (BEGIN_S + 90, set_up))
+    view = shown.snapshot.first
     assert (view.step, view.total_steps, view.active_alerts()) == (15, 30, [])
-    snapshot = reader.read_to_end(BEGIN_S + 95)
-    assert snapshot.state == "starting"
-    words = before_first_step(ViewState(snapshot, BEGIN_S + 95))
+    assert shown.snapshot.state == "starting"
+    words = before_first_step(shown)
     assert words.startswith("first step: 5s, resumed after step 15; set up in 1m32s")
     assert words.endswith("(reading weights 40 s)")
     assert View.at(view.history, BEGIN_S + 80).step == 20, "before that"
-    reader.close()
-
-
-def test_a_run_resumed_with_fewer_steps_than_it_has(tmp_path: Path) -> None:
-    """There is no step to make, and no share of them."""
-    end = schema.RunEnded(status="done", step=40, message="")
     start = recordings.start(steps=30, start_step=40)
-    told = [*plain(40)[:-1], (BEGIN_S + 90, start), (BEGIN_S + 91, end)]
-    reader = RunReader(runs.open_run(write(tmp_path / "run", told)))
-    shown = ViewState(reader.read_to_end(BEGIN_S + 95), BEGIN_S + 95)
+    end = schema.RunEnded(status="done", step=40, message="")
+    later: list[Timed] = [(BEGIN_S + 90, start), (BEGIN_S + 91, end)]
+    shown = shown_after(tmp_path / "longer", 95, *later, steps=40)
     assert "step 40, train.steps = 30" in headline(shown, {}, 80).plain
     assert numbers(shown).plain == " no step since it resumed at 40"
-    reader.close()
 
 
 def test_ends(tmp_path: Path) -> None:
@@ -251,13 +230,10 @@ def test_the_newest_run_is_found(tmp_path: Path) -> None:
     log = tmp_path / "20260101-000000-a/events/rank000.jsonl"
     assert runs.find([log])[0].logs == (log,)
     assert runs.find([], tmp_path / "nothing") == []
-
-
-def test_what_is_no_run_is_told(tmp_path: Path) -> None:
     with pytest.raises(runs.RunError, match="is not there: give a run folder"):
         runs.find([tmp_path / "none"])
     with pytest.raises(runs.RunError, match="a folder without runs"):
-        runs.find([tmp_path])
+        runs.find([tmp_path / "notes"])
 
 
 def test_every_rank_is_read_also_one_that_comes_late(tmp_path: Path) -> None:
@@ -289,11 +265,11 @@ def test_a_long_log_is_shown_by_its_end_while_it_is_read(tmp_path: Path) -> None
 
 def test_a_log_of_long_lines_is_read_to_its_end(tmp_path: Path) -> None:
     """Samples of eight GPUs take 3 KB each: one reading ends before it has many lines."""
-    sample = lines([(BEGIN_S, recordings.system(recordings.random.Random(0), gpus=8))])[0]
+    sample = lines([(BEGIN_S, recordings.system(random.Random(0), gpus=8))])[0]
     folder = write(tmp_path / "run", [(BEGIN_S, recordings.start())])
     with open(folder / "events/rank000.jsonl", "ab") as log:
         log.write(sample * (3 * (1 << 20) // len(sample)))
-        log.write(lines([(BEGIN_S + 9, recordings.step(77, recordings.random.Random(0)))])[0])
+        log.write(lines([(BEGIN_S + 9, recordings.step(77, random.Random(0)))])[0])
     reader = RunReader(runs.open_run(folder))
     while not reader.is_complete:
         reader.read()
@@ -301,32 +277,26 @@ def test_a_log_of_long_lines_is_read_to_its_end(tmp_path: Path) -> None:
     reader.close()
 
 
-def test_the_list_of_runs(tmp_path: Path) -> None:
-    write(tmp_path / "20260101-000000-a", plain(30))
-    write(tmp_path / "20260201-000000-b", unlucky(), host=socket.gethostname())
-    write(tmp_path / "20260301-000000-long", plain(5000))
-    rows = {row.folder.name[-4:]: row for row in list_runs(tmp_path, BEGIN_S)}
-    assert rows["00-a"].state == "done" and rows["00-a"].step == 30
-    assert rows["00-b"].state == "killed"
-    assert rows["long"].step == 5000 and rows["long"].total == 5000
-    assert rows["long"].loss is not None
-
-
-def test_only_logs_that_have_grown_are_listed_anew(
+def test_the_list_of_runs_reads_only_logs_that_have_grown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "20260101-000000-a", plain(30))
     grows = write(tmp_path / "20260201-000000-b", plain(30)[:-1])
+    write(tmp_path / "20260301-000000-c", unlucky(), host=socket.gethostname())
+    write(tmp_path / "20260401-000000-d", plain(5000))
     read: list[str] = []
     glance = listing.glance
     monkeypatch.setattr(
         listing, "glance", lambda log: read.append(log.parts[-3][-1]) or glance(log)
     )
-    found = listing.Listing(tmp_path)
-    assert [row.step for row in found.rows(BEGIN_S)] == [30, 30] and read == ["b", "a"]
+    runs_list = listing.Listing(tmp_path)
+    rows = runs_list.rows(BEGIN_S)
+    assert [row.step for row in rows] == [5000, 60, 30, 30] and read == ["d", "c", "b", "a"]
+    assert [row.state for row in rows if row.folder != grows] == ["done", "killed", "done"]
+    assert rows[0].total == 5000 and rows[0].loss is not None
     with open(grows / "events/rank000.jsonl", "ab") as log:
-        log.write(lines([(BEGIN_S + 60, recordings.step(31, recordings.random.Random(0)))])[0])
-    assert [row.step for row in found.rows(BEGIN_S)] == [31, 30] and read == ["b", "a", "b"]
+        log.write(lines([(BEGIN_S + 60, recordings.step(31, random.Random(0)))])[0])
+    assert runs_list.rows(BEGIN_S)[2].step == 31 and read == ["d", "c", "b", "a", "b"]
 
 
 def test_an_empty_history_has_a_view() -> None:

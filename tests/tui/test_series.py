@@ -1,4 +1,4 @@
-"""Columns and their pyramids, held against what a loop over all values says."""
+"""Columns and their pyramids, compared with a loop over all values."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ def test_the_extent_of_rising_values_is_the_first_and_the_last() -> None:
     measured=st.dictionaries(st.integers(0, 400), st.floats(-1e6, 1e6), min_size=1, max_size=9),
     data=st.data(),
 )
-def test_what_was_measured_now_and_then(measured: dict[int, float], data: st.DataObject) -> None:
-    """It is joined by lines, never beyond what was measured by then; asked in between too."""
+def test_values_measured_now_and_then_are_joined_by_lines(
+    measured: dict[int, float], data: st.DataObject
+) -> None:
+    """Never beyond the last value of that moment; also if it is asked in between."""
     series, positions = Measured(), sorted(measured)
     for position in positions:
         series.measure(position, measured[position])
@@ -63,14 +65,14 @@ def test_what_was_measured_now_and_then(measured: dict[int, float], data: st.Dat
     line = np.interp(range(positions[-1] + 1), positions, [measured[at] for at in positions])
     expected = line[max(lo, positions[0]) : series.shown(length)]
     if len(expected):
-        found = series.extent(lo, series.shown(length))
-        assert found == pytest.approx((min(expected), max(expected)), rel=1e-9, abs=1e-6)
+        extent = series.extent(lo, series.shown(length))
+        assert extent == pytest.approx((min(expected), max(expected)), rel=1e-9, abs=1e-6)
     else:
         assert series.extent(lo, series.shown(length)) == NOTHING
 
 
-def test_measured_once_more_at_the_same_step() -> None:
-    """A resumed run evaluates again: the line stays, and the newest value is told."""
+def test_a_second_value_of_a_step_is_the_newest() -> None:
+    """A resumed run evaluates again: the line stays."""
     series = Measured()
     for value in (2.0, 1.5):
         series.measure(3, value)
@@ -96,7 +98,7 @@ def test_most_columns_stay_as_a_run_grows() -> None:
     assert len(set(cuts)) < 6
 
 
-def test_the_last_number_is_not_a_gap() -> None:
+def test_the_last_number_is_before_a_gap() -> None:
     series = Series()
     assert series.last(0) is None
     for value in (1.0, None, math.nan):
@@ -124,45 +126,38 @@ def drawn(extents: list[tuple[float, float]], width: int, height: int) -> list[s
     return ["".join(text for text, _ in canvas.row(y)) for y in range(height)]
 
 
-def test_a_line_goes_from_corner_to_corner() -> None:
-    assert drawn([(float(i), float(i)) for i in range(8)], 4, 2) == ["  ⡠⠊", "⡠⠊  "]
-
-
 def test_columns_are_joined_and_gaps_are_not() -> None:
     step = [(0.0, 0.0), (0.0, 0.0), (7.0, 7.0), (7.0, 7.0)]
-    assert drawn(step, 2, 2) == [" ⡏", "⣀⠇"]
     gap = [(0.0, 0.0), NOTHING, NOTHING, (7.0, 7.0)]
-    assert drawn(gap, 2, 2) == [" ⠈", "⡀ "]
+    assert drawn(step, 2, 2) == [" ⡏", "⣀⠇"] and drawn(gap, 2, 2) == [" ⠈", "⡀ "]
+    assert drawn([(float(i), float(i)) for i in range(8)], 4, 2) == ["  ⡠⠊", "⡠⠊  "]
+    assert drawn([(3.0, 3.0)] * 4, 2, 1) == ["⠒⠒"], "a flat line is in the middle"
 
 
-def test_a_flat_line_lies_in_the_middle() -> None:
-    assert drawn([(3.0, 3.0)] * 4, 2, 1) == ["⠒⠒"]
-
-
-def test_logarithms_leave_out_what_has_none() -> None:
+def test_logarithms_are_of_positive_values() -> None:
     assert logarithmic((10.0, 1000.0)) == (1.0, 3.0)
     assert logarithmic((-5.0, 100.0)) == (2.0, 2.0)
     assert logarithmic((-5.0, 0.0)) == NOTHING
 
 
 def test_an_outline_that_grows_is_the_one_computed_anew() -> None:
-    draw, series, kept = random.Random(0), Series(), Outline()
+    draw, series, outline = random.Random(0), Series(), Outline()
     for length in (*range(1, 90), 40, *range(200, 230), 229):
         series.extend(draw.gauss(0, 1) for _ in range(length - len(series)))
         window = Window(max(length - 150, 0) // 50 * 50, length)
-        found = kept.of(series, length, window, 37)
-        assert found == Outline().of(series, length, window, 37)
-        assert found == [series.extent(lo, min(hi, length)) for lo, hi in window.columns(37)]
+        columns = outline.of(series, length, window, 37)
+        assert columns == Outline().of(series, length, window, 37)
+        assert columns == [series.extent(lo, min(hi, length)) for lo, hi in window.columns(37)]
 
 
 def test_an_outline_computes_only_columns_with_new_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    series, kept, window = Series(), Outline(), Window(0, 1024)
+    series, outline, window = Series(), Outline(), Window(0, 1024)
     series.extend(float(n % 7) for n in range(1024))
-    kept.of(series, 1000, window, 64)
-    asked: list[tuple[int, int]] = []
+    outline.of(series, 1000, window, 64)
+    extents: list[tuple[int, int]] = []
     extent = Series.extent
     monkeypatch.setattr(
-        Series, "extent", lambda self, lo, hi: asked.append((lo, hi)) or extent(self, lo, hi)
+        Series, "extent", lambda self, lo, hi: extents.append((lo, hi)) or extent(self, lo, hi)
     )
-    kept.of(series, 1001, window, 64)
-    assert asked == [(992, 1001), (1008, 1001)]
+    outline.of(series, 1001, window, 64)
+    assert extents == [(992, 1001), (1008, 1001)]

@@ -1,11 +1,10 @@
-"""A set-up is seen while it goes on: in the monitor, in `status`, and after a kill."""
+"""A set-up is shown while it runs: in the monitor, in `status`, and after a kill."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -61,119 +60,103 @@ def setting_up(folder: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def seen(folder: Path) -> Snapshot:
+def snapshot_of(folder: Path) -> Snapshot:
     reader = RunReader(runs.open_run(folder))
-    found = reader.read_to_end(time.time())
+    snapshot = reader.read_to_end(time.time())
     reader.close()
-    return found
+    return snapshot
 
 
-def line(snapshot: Snapshot) -> str:
-    return numbers(ViewState(snapshot, time.time())).plain
+def line(folder: Path) -> str:
+    return numbers(ViewState(snapshot_of(folder), time.time())).plain
 
 
-def test_a_new_run_is_seen_before_its_log(
+@pytest.mark.slow
+def test_a_new_run_is_shown_before_its_log_and_after_a_kill(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     with setting_up(folder) as process:
-        assert seen(folder).state == "starting"
-        assert "setting up: page-locking host memory 25% (30.0 GiB of 118.0" in line(seen(folder))
+        assert snapshot_of(folder).state == "starting"
+        assert "setting up: page-locking host memory 25% (30.0 GiB of 118.0" in line(folder)
         assert [row.state for row in list_runs(tmp_path, time.time())] == ["starting"]
         assert reports.status(folder) == 0
         assert "starting  setting up: page-locking host memory 25%" in capsys.readouterr().out
-        process.send_signal(signal.SIGKILL)
+        values = json.loads((folder / "set_up.json").read_text())
+        text = json.dumps(values | {"pid_start_ticks": values["pid_start_ticks"] + 1})
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:  # the process writes its own again, twice a second
+            (folder / "set_up.json").write_text(text)
+            life = runs.life_of(folder, snapshot_of(folder).first, time.time())
+            if life.set_up is None:
+                break
+        assert (life.state, life.set_up) == ("starting", None), "the file of another process"
+        process.kill()
         process.wait()
-        assert seen(folder).state == "killed"
-        said = line(seen(folder))
-        assert re.search(r"set-up, last seen after \d+m?\d*s: page-locking host memory 25%", said)
+        (folder / "set_up.json").write_text(json.dumps(values))
+        assert snapshot_of(folder).state == "killed"
+        words = r"set-up, last seen after \d+m?\d*s: page-locking host memory 25%"
+        assert re.search(words, line(folder))
     assert reports.status(folder) == 1
 
 
-def test_a_resumed_run_is_seen_before_its_log_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_is_shown_before_its_log_continues(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", plain(20), host=os.uname().nodename)
     (folder / "lock").touch()
-    before = seen(folder).state
+    before = snapshot_of(folder).state
     with setting_up(folder):
-        assert seen(folder).state == "starting"
-        assert "page-locking host memory 25%" in line(seen(folder))
-        assert seen(folder).lives_here
-    assert (before, seen(folder).state) == ("done", "killed")
+        assert snapshot_of(folder).state == "starting"
+        assert "page-locking host memory 25%" in line(folder)
+        assert snapshot_of(folder).lives_here
+    assert (before, snapshot_of(folder).state) == ("done", "killed")
     set_up_file.remove(folder)
-    assert seen(folder).state == before, "the log itself is as it was"
+    assert snapshot_of(folder).state == before, "the log itself is unchanged"
 
 
-def test_a_file_of_another_process_is_not_believed(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with setting_up(folder):
-        values = json.loads((folder / "set_up.json").read_text())
-        values["pid_start_ticks"] += 1
-        frozen = ShownSetUp(folder, pytest.fail)._now()
-        assert frozen.pid == os.getpid()
-        text = json.dumps(values)
-        until = time.monotonic() + 60
-        while time.monotonic() < until:  # the process writes its own again, twice a second
-            (folder / "set_up.json").write_text(text)
-            found = runs.life_of(folder, seen(folder).first, time.time())
-            if found.set_up is None:
-                break
-        assert (found.state, found.set_up) == ("starting", None), "its lock is held, by whom ever"
-
-
-def test_on_another_host_it_is_believed_for_a_while(tmp_path: Path) -> None:
+def test_on_another_host_the_file_counts_for_a_while(tmp_path: Path) -> None:
     folder = write(tmp_path / "run", [])
     now = ShownSetUp(folder, pytest.fail)._now()
     values = json.loads(json.dumps({name: getattr(now, name) for name in now.__slots__}))
     (folder / "set_up.json").write_text(json.dumps(values | {"host": "elsewhere"}))
-    view = seen(folder).first
+    view = snapshot_of(folder).first
     assert runs.life_of(folder, view, now.time_s + 5).state == "starting"
     assert runs.life_of(folder, view, now.time_s + 3600).state == "unknown"
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"pid": "1"},
-        {"pid": True},
-        {"done_bytes": -1},
-        {"time_s": 1e300},
-        {"phase": None},
-        {"total_bytes": 1 << 80},
-        {"oom_kills": []},
-    ],
-)
-def test_what_is_no_set_up_is_not_read(tmp_path: Path, changed: dict[str, Any]) -> None:
+WRONG: list[dict[str, Any]] = [
+    *({"pid": value} for value in ("1", True)),
+    *({"done_bytes": -1}, {"time_s": 1e300}, {"phase": None}, {"total_bytes": 1 << 80}),
+    {"oom_kills": []},
+]
+
+
+def test_a_file_with_wrong_values_is_not_read(tmp_path: Path) -> None:
     now = ShownSetUp(tmp_path, pytest.fail)._now()
     set_up_file.write(tmp_path, now)
     assert set_up_file.read(tmp_path) == now
     values = json.loads((tmp_path / "set_up.json").read_text())
-    (tmp_path / "set_up.json").write_text(json.dumps(values | changed))
-    assert set_up_file.read(tmp_path) is None
+    for changed in WRONG:
+        (tmp_path / "set_up.json").write_text(json.dumps(values | changed))
+        assert set_up_file.read(tmp_path) is None, changed
 
 
-def test_its_progress_is_live_and_gone_afterwards(tmp_path: Path) -> None:
+def test_progress_is_live_and_removed_afterwards(tmp_path: Path) -> None:
     beat = Heartbeat()
-    shares: list[int] = []
     with ShownSetUp(tmp_path, pytest.fail, beat):
         for done in range(0, 101, 50):
             beat.advance("reading weights", done, 100)
-            until = time.monotonic() + 60
+            deadline = time.monotonic() + 60
             while (now := set_up_file.read(tmp_path)) is None or now.done_bytes != done:
-                assert time.monotonic() < until
+                assert time.monotonic() < deadline
                 time.sleep(0.01)
-            shares.append(now.done_bytes)
-    assert shares == [0, 50, 100]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    with ShownSetUp(tmp_path / "missing", told.append):
-        until = time.monotonic() + 60
-        while not told and time.monotonic() < until:
+    warnings: list[str] = []
+    with ShownSetUp(tmp_path / "missing", warnings.append):
+        deadline = time.monotonic() + 60
+        while not warnings and time.monotonic() < deadline:
             time.sleep(0.01)
-    assert len(told) == 1
-    assert "the set-up's progress cannot be written" in told[0]
+    (warning,) = warnings
+    assert "the set-up's progress cannot be written" in warning
 
 
 def test_a_refused_start_leaves_nothing(tmp_path: Path) -> None:

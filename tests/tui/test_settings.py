@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
@@ -14,6 +13,8 @@ import pytest
 from offloadtrain_tui import attention, settings
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.clock import LiveClock
+from offloadtrain_tui.reading.log_reader import RunReader
+from offloadtrain_tui.reading.runs import open_run
 from offloadtrain_tui.settings import Settings
 
 from offloadtrain.boundary.safe_open import UnsafeFileError
@@ -44,41 +45,40 @@ def test_settings_are_read_as_written(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+WRONG = [
+    ("theme = 'none'", "theme = 'none' must be one of color-blind-safe, textual-dark"),
+    ("attention = 'loud'", "attention = 'loud' must be one of off, bell, desktop"),
+    ("mean = -1", r"mean = -1 must be 0 \(none\) or more steps"),
+    ("bell = true", "bell is unknown"),
+    ("[keys]\nnext-runn = 'n'", "did you mean next-run"),
+    ("[keys]\nnext-run = 3", "keys.next-run = 3 must be a string"),
+    ("keys = 3", "keys = 3 must be a table"),
+    ("a = [", "not valid TOML"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("theme = 'none'", "theme = 'none' must be one of color-blind-safe, textual-dark"),
-        ("attention = 'loud'", "attention = 'loud' must be one of off, bell, desktop"),
-        ("mean = -1", r"mean = -1 must be 0 \(none\) or more steps"),
-        ("bell = true", "bell is unknown"),
-        ("[keys]\nnext-runn = 'n'", "did you mean next-run"),
-        ("[keys]\nnext-run = 3", "keys.next-run = 3 must be a string"),
-        ("keys = 3", "keys = 3 must be a table"),
-        ("a = [", "not valid TOML"),
-    ],
-)
-def test_what_is_wrong_is_said(tmp_path: Path, text: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told.replace("[", r"\[")):
-        read(tmp_path / "monitor.toml", text)
+def test_a_wrong_setting_is_reported(tmp_path: Path) -> None:
+    for text, message in WRONG:
+        with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+            read(tmp_path / "monitor.toml", text)
 
 
-def test_settings_of_others_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_another_user_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "monitor.toml"
     os.mkfifo(path)
     with pytest.raises(UnsafeFileError, match="FIFO"):
         read(path)
     path.unlink()
     path.write_text("mean = 0")
-    os.chown(path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(
-        os, "geteuid", lambda: 1
-    )
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 1)
     with pytest.raises(UnsafeFileError, match="belongs to user"):
         read(path)
-
-
-def test_no_two_actions_have_one_name() -> None:
-    assert len(set(Monitor.ACTIONS)) == len(Monitor.ACTIONS) == len(Monitor.BINDINGS)
 
 
 @pytest.mark.slow
@@ -87,6 +87,8 @@ def test_keys_and_axes_are_those_of_the_settings(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = write(tmp_path / "run", plain())
+
+    assert len(set(Monitor.ACTIONS)) == len(Monitor.ACTIONS) == len(Monitor.BINDINGS)
 
     async def test() -> None:
         async with watching(folder) as (app, press):
@@ -107,13 +109,13 @@ def test_keys_and_axes_are_those_of_the_settings(
 
 
 @pytest.mark.slow
-def test_news_ring_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run and old alerts ring nothing; a new alert and the end ring once each."""
     rung: list[str] = []
     shown: list[tuple[str, str]] = []
     monkeypatch.setattr(Monitor, "bell", lambda self: rung.append("bell"))
-    monkeypatch.setattr("offloadtrain_tui.app.desktop", lambda *told: shown.append(told))
-    over, folder = write(tmp_path / "over", plain()), live(tmp_path / "run")
+    monkeypatch.setattr("offloadtrain_tui.app.desktop", lambda *message: shown.append(message))
+    ended, folder = write(tmp_path / "ended", plain()), live(tmp_path / "run")
     log = folder / "events/rank000.jsonl"
     old = schema.Alert(code="swap", state="raised", message="old")
 
@@ -122,7 +124,7 @@ def test_news_ring_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             out.write(b"".join(lines([(time.time(), event)])))
 
     async def test() -> None:
-        async with watching(folder, over, clock=LiveClock()) as (app, press):
+        async with watching(folder, ended, clock=LiveClock()) as (app, press):
 
             async def tick() -> None:
                 for reader in app.reader.readers:
@@ -142,19 +144,19 @@ def test_news_ring_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             add(schema.RunEnded(status="done", step=20))
             await tick()
             assert rung == ["bell"], "it is off"
-            assert [one.state for one in app._snapshots] == ["done", "done"]
+            assert [snapshot.state for snapshot in app._snapshots] == ["done", "done"]
 
     add(old)
     with trainer(folder):
         go(test())
 
 
-def test_the_end_is_news_and_text_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
+def test_a_desktop_message_is_no_markup_and_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
     monkeypatch.setattr(attention.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(attention.subprocess, "run", lambda command, **_: asked.append(command))
+    monkeypatch.setattr(attention.subprocess, "run", lambda command, **_: commands.append(command))
     attention.desktop("-x", "<a href='x'>y</a>")
-    (command,) = asked
+    (command,) = commands
     assert command[-3:] == ["--", "-x", "&lt;a href=&#x27;x&#x27;&gt;y&lt;/a&gt;"]
     monkeypatch.setattr(attention.subprocess, "run", _hangs)
     attention.desktop("a", "b")
@@ -164,16 +166,13 @@ def _hangs(command: list[str], **options: object) -> None:
     raise subprocess.TimeoutExpired(command, 5.0)
 
 
-def test_a_run_that_ends_is_news(tmp_path: Path) -> None:
-    from offloadtrain_tui.reading.log_reader import RunReader
-    from offloadtrain_tui.reading.runs import open_run
-
-    folder = write(tmp_path / "run", plain(5)[:-1])
-    (folder / "run.json").write_text(json.dumps({"host": "elsewhere"}))
-    reader, watched = RunReader(open_run(folder)), attention.Watched()
-    begun = plain(5)[-2][0]
-    assert list(watched.news([reader.read_to_end(begun)])) == []
-    with (folder / "events/rank000.jsonl").open("ab") as out:
-        out.write(b"".join(lines([plain(5)[-1]])))
-    assert list(watched.news([reader.read_to_end(begun)])) == [("run: done", "at step 5")]
-    assert list(watched.news([reader.read_to_end(begun)])) == []
+def test_the_end_of_a_run_is_news_once(tmp_path: Path) -> None:
+    *events, end = plain(5)
+    reader = RunReader(open_run(write(tmp_path / "run", events)))
+    watched = attention.Watched()
+    assert list(watched.news([reader.read_to_end(events[-1][0])])) == []
+    with (tmp_path / "run/events/rank000.jsonl").open("ab") as log:
+        log.write(b"".join(lines([end])))
+    news = [list(watched.news([reader.read_to_end(events[-1][0])])) for _ in range(2)]
+    assert news == [[("run: done", "at step 5")], []]
+    reader.close()

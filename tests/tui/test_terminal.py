@@ -89,13 +89,13 @@ def monitor(run: Path, **environ: str) -> Iterator[Terminal]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     # A process that has loaded readline has the size of its own terminal in the environment.
-    others = ("NO_COLOR", "SSH_CONNECTION", "COLUMNS", "LINES")
-    kept = {k: v for k, v in os.environ.items() if k not in others}
+    unset = ("NO_COLOR", "SSH_CONNECTION", "COLUMNS", "LINES")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
     known = {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
     process = subprocess.Popen(
         [sys.executable, "-m", "offloadtrain", "tui", str(run)],
         cwd=ROOT,
-        env=kept | known | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tui'}"} | environ,
+        env=environment | known | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tui'}"} | environ,
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -120,8 +120,10 @@ def run(tmp_path: Path) -> Path:
 def growing(run: Path, per_s: float = 20.0) -> Iterator[None]:
     """A step is appended to the log so many times a second."""
     log, ended = run / "events" / "rank000.jsonl", threading.Event()
-    kept = [line for line in log.read_bytes().splitlines(keepends=True) if b"run_ended" not in line]
-    log.write_bytes(b"".join(kept))
+    lines_before = [
+        line for line in log.read_bytes().splitlines(keepends=True) if b"run_ended" not in line
+    ]
+    log.write_bytes(b"".join(lines_before))
 
     def grow() -> None:
         number = 60
@@ -142,8 +144,8 @@ def growing(run: Path, per_s: float = 20.0) -> Iterator[None]:
 
 def colors(terminal: Terminal) -> set[tuple[bytes, ...]]:
     """Those that are no grey."""
-    found = {match.groups() for match in COLOR.finditer(terminal.everything)}
-    return {color for color in found if len(set(color)) > 1}
+    drawn = {match.groups() for match in COLOR.finditer(terminal.everything)}
+    return {color for color in drawn if len(set(color)) > 1}
 
 
 SHOWN = {
@@ -182,8 +184,8 @@ def test_nothing_flickers(run: Path) -> None:
     written = written[written.index(FRAME) : written.rindex(FRAME)]  # whole frames
     outside = re.sub(re.escape(FRAME) + rb".*?\x1b\[\?2026l", b"", written, flags=re.DOTALL)
     assert len(outside) < 0.02 * len(written)
-    whole = max(map(len, opened.split(FRAME)))  # the first ones draw the whole screen
-    assert len(written) < 0.7 * whole * written.count(FRAME)
+    largest = max(map(len, opened.split(FRAME)))  # the first ones draw the whole screen
+    assert len(written) < 0.7 * largest * written.count(FRAME)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_over_ssh_news_come_once_a_second(
     assert started[0].reader._news_s == news_s
 
 
-def test_news_do_not_come_faster_than_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_news_come_at_most_at_the_chosen_rate(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that this test moves."""
     now_s, looks = 100.0, 0
 
@@ -218,9 +220,9 @@ def test_news_do_not_come_faster_than_asked_for(run: Path, monkeypatch: pytest.M
     with log.open("ab") as file:
         file.write(lines([(BEGIN_S + 99, schema.Step(step=61, loss=2.0, lr=1e-3, tokens=61))])[0])
     now_s += 0.9
-    seen = looks
-    until(lambda: reader.read_bytes == log.stat().st_size and looks > seen + 4)
-    assert not news.acquire(blocking=False), "read, and not said"
+    looks_before = looks
+    until(lambda: reader.read_bytes == log.stat().st_size and looks > looks_before + 4)
+    assert not news.acquire(blocking=False), "read, and not reported"
     now_s += 0.1
     assert news.acquire(timeout=HANGS_S)
     reader.close()

@@ -14,25 +14,25 @@ from offloadtrain_tui.widgets.chart import Curve, Plot
 
 from offloadtrain.events import schema
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, lines, plain
+from tests.tui.recordings import BEGIN_S, lines
 
 
 def view_of(*extra: schema.Event, planned_s: float = 1.0, **changed: object) -> View:
     """Thirty steps of about a second, with these fields."""
     draw = random.Random(0)
     plan = recordings.start().plan | {"step": {"seconds": planned_s}}
-    told: list[recordings.Timed] = [(BEGIN_S, recordings.start(plan=plan))]
+    events: list[recordings.Timed] = [(BEGIN_S, recordings.start(plan=plan))]
     for number in range(1, 31):
-        one = replace(recordings.step(number, draw), step_ms=1000.0, **changed)  # type: ignore[arg-type]
-        told.append((BEGIN_S + number, one))
-    return View.at(fold(lines([*told, *((BEGIN_S + 30, event) for event in extra)])))
+        step = replace(recordings.step(number, draw), step_ms=1000.0, **changed)  # type: ignore[arg-type]
+        events.append((BEGIN_S + number, step))
+    return View.at(fold(lines([*events, *((BEGIN_S + 30, event) for event in extra)])))
 
 
 def wait(lane: str, spent_ms: float) -> schema.LaneSpan:
     return schema.LaneSpan(step=30, lane=schema.WAIT, name=lane, start_ms=0.0, duration_ms=spent_ms)
 
 
-def test_what_bounds_a_step_is_said_with_its_share() -> None:
+def test_a_step_is_compared_with_its_bound_and_its_plan() -> None:
     busy = {"compute": 970.0, "host": 300.0, "d2h": 200.0}
     compute = view_of(busy_ms=busy, exposed_ms=4.0, data_ms=0.0)
     assert bound_by(compute) == "bound by COMPUTE 97%, waits 0.4% (CPU Adam)"
@@ -44,29 +44,25 @@ def test_what_bounds_a_step_is_said_with_its_share() -> None:
     lion = recordings.start(plan={"update_rule": "Lion"})
     slow = view_of(replace(lion), busy_ms={"compute": 200.0, "host": 700.0}, exposed_ms=700.0)
     assert bound_by(slow).startswith("bound by CPU LION 70%")
-
-
-def test_the_speed_is_told_against_the_plan() -> None:
     assert against_plan(view_of(planned_s=1.01)) == "101% of plan"
     assert against_plan(view_of(planned_s=0.01)) == "100x slower than plan"
-    assert against_plan(View.at(fold(lines(plain(3))))) == ""
 
 
 def test_the_end_counts_evaluations_and_checkpoints() -> None:
     """Steps of a second, of which one was slow; after every tenth 5 s of evaluation and 3 s of
     saving."""
     config = {"train": {"steps": 50, "eval_every": 10, "checkpoint_every": 10}}
-    told: list[recordings.Timed] = [(BEGIN_S, recordings.start(config=config))]
+    events: list[recordings.Timed] = [(BEGIN_S, recordings.start(config=config))]
     now_s = BEGIN_S
     for number in range(1, 26):
-        one = replace(recordings.step(number, random.Random(0)), step_ms=1000.0)
+        step = replace(recordings.step(number, random.Random(0)), step_ms=1000.0)
         now_s += 1.0
-        told.append((now_s, replace(one, step_ms=1e6) if number == 15 else one))
+        events.append((now_s, replace(step, step_ms=1e6) if number == 15 else step))
         if number % 10 == 0:
             now_s += 5.0
-            told.append((now_s, schema.Eval(step=number, val_loss=2.0, duration_ms=5000.0)))
+            events.append((now_s, schema.Eval(step=number, val_loss=2.0, duration_ms=5000.0)))
             now_s += 3.0
-    assert time_left_s(View.at(fold(lines(told)))) == pytest.approx(25.0 + 3 * 8.0)
+    assert time_left_s(View.at(fold(lines(events)))) == pytest.approx(25.0 + 3 * 8.0)
 
 
 def test_noise_is_flat_on_an_axis_and_mirrored_curves_have_a_zero() -> None:

@@ -1,4 +1,4 @@
-"""The monitor in a browser: a page, a websocket that draws, keys that ask for nothing."""
+"""The monitor in a browser: a page, a websocket that draws, keys that send no request."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -27,7 +27,7 @@ LONGEST_S = 120.0
 
 @contextmanager
 def served(folder: Path, *options: str) -> Iterator[str]:
-    """A server over a run; its address."""
+    """Yield the address of a server over a run."""
     with server(folder, *options) as (address, _):
         yield address
 
@@ -60,7 +60,7 @@ def _listens(port: int) -> bool:
 
 
 async def drawn(socket_: aiohttp.ClientWebSocketResponse, wanted: str) -> str:
-    """All text that the browser gets until it has seen this."""
+    """Return all text that the browser gets until it has received `wanted`."""
     text = ""
     while wanted not in (shown := re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)):
         message = await socket_.receive(timeout=LONGEST_S)
@@ -70,50 +70,66 @@ async def drawn(socket_: aiohttp.ClientWebSocketResponse, wanted: str) -> str:
     return shown
 
 
+@asynccontextmanager
+async def tab(address: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    """Yield the connection of a page that shows the run."""
+    async with aiohttp.ClientSession() as session:
+        async with session.ws_connect(f"{address}/ws?width=120&height=40") as screen:
+            await drawn(screen, "step 20/20")
+            yield screen
+
+
 @pytest.mark.parametrize("allowed", [False, True])
-def test_a_browser_sees_the_run(tmp_path: Path, allowed: bool) -> None:
+def test_a_browser_shows_the_run(tmp_path: Path, allowed: bool) -> None:
     folder = live(tmp_path / "run")
 
     async def look(address: str) -> None:
-        async with aiohttp.ClientSession() as session:
-            async with session.get(address) as page:
-                assert page.status == 200
-                assert f"{address.replace('http', 'ws')}/ws" in await page.text()
-            async with session.ws_connect(f"{address}/ws?width=120&height=40") as screen:
-                await drawn(screen, "step 20/20")
-                await screen.send_json(["stdin", "S"])
-                await drawn(screen, "end the run?" if allowed else "requests are disabled")
+        async with aiohttp.ClientSession() as session, session.get(address) as page:
+            assert page.status == 200
+            assert f"{address.replace('http', 'ws')}/ws" in await page.text()
+            policy = page.headers["Content-Security-Policy"]
+            assert policy.startswith(f"default-src 'self' {address} ws://127"), "no other host"
+        async with tab(address) as screen:
+            await screen.send_json(["stdin", "S"])
+            await drawn(screen, "end the run?" if allowed else "requests are disabled")
 
     with trainer(folder), served(folder, *["--allow-requests"] * allowed) as address:
         asyncio.run(look(address))
     assert not list((folder / "control").glob("*.json")), "nothing was confirmed"
 
 
-@pytest.mark.parametrize("gone", ["tab", signal.SIGKILL])
-def test_a_tab_ends_with_its_browser_and_with_the_server(
-    tmp_path: Path, gone: str | signal.Signals
-) -> None:
-    """Nobody reads what it draws any more."""
+def monitors_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    monitors = psutil.Process(process.pid).children(recursive=True)
+    assert monitors
+    return monitors
+
+
+def runs(process: psutil.Process) -> bool:
+    """Whether it runs; a zombie that its new parent does not collect does not."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("ended", ["tab", "server"])
+def test_a_monitor_ends_with_its_tab_and_with_a_killed_server(tmp_path: Path, ended: str) -> None:
     folder = live(tmp_path / "run")
-    tabs: list[psutil.Process] = []
 
     async def look(address: str, process: subprocess.Popen[str]) -> None:
-        async with aiohttp.ClientSession() as session:
-            async with session.ws_connect(f"{address}/ws?width=120&height=40") as screen:
-                await drawn(screen, "step 20/20")
-                tabs.extend(psutil.Process(process.pid).children(recursive=True))
-                if isinstance(gone, signal.Signals):
-                    process.send_signal(gone)
-                    process.wait(LONGEST_S)
-            assert tabs
-            end_s = time.monotonic() + LONGEST_S
-            try:
-                while alive := [one for one in tabs if runs(one)]:
-                    assert time.monotonic() < end_s, alive
-                    await asyncio.sleep(0.2)
-            finally:
-                for one in filter(runs, tabs):
-                    one.kill()
+        async with tab(address):
+            monitors = monitors_of(process)
+            if ended == "server":
+                process.kill()
+                process.wait(LONGEST_S)
+        end_s = time.monotonic() + LONGEST_S
+        try:
+            while running := list(filter(runs, monitors)):
+                assert time.monotonic() < end_s, running
+                await asyncio.sleep(0.2)
+        finally:
+            for monitor in filter(runs, monitors):
+                monitor.kill()
 
     with server(folder) as (address, process):
         asyncio.run(look(address, process))
@@ -124,28 +140,18 @@ def test_ctrl_c_does_not_wait_for_an_open_tab(tmp_path: Path) -> None:
     folder = live(tmp_path / "run")
 
     async def look(address: str, process: subprocess.Popen[str]) -> None:
-        async with aiohttp.ClientSession() as session:
-            async with session.ws_connect(f"{address}/ws?width=120&height=40") as screen:
-                await drawn(screen, "step 20/20")
-                tabs = psutil.Process(process.pid).children(recursive=True)
-                process.send_signal(signal.SIGINT)
+        async with tab(address) as screen:
+            monitors = monitors_of(process)
+            process.send_signal(signal.SIGINT)
+            message = await screen.receive(timeout=30)
+            while message.type is aiohttp.WSMsgType.BINARY:
                 message = await screen.receive(timeout=30)
-                while message.type is aiohttp.WSMsgType.BINARY:
-                    message = await screen.receive(timeout=30)
-                assert message.type is aiohttp.WSMsgType.CLOSE
-                assert process.wait(30) == 0
-                assert tabs and not [one for one in tabs if runs(one)]
+            assert message.type is aiohttp.WSMsgType.CLOSE
+            assert process.wait(30) == 0
+            assert not list(filter(runs, monitors))
 
     with server(folder) as (address, process):
         asyncio.run(look(address, process))
-
-
-def runs(process: psutil.Process) -> bool:
-    """Also of one whose new parent does not collect it."""
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:
@@ -164,32 +170,32 @@ def test_a_page_of_another_site_reaches_nothing(tmp_path: Path) -> None:
         asyncio.run(look(address))
 
 
-@pytest.mark.parametrize(
-    ("host", "origin", "at", "is_allowed"),
-    [
-        ("127.0.0.1:8000", None, "127.0.0.1", True),
-        ("localhost:9000", "http://localhost:9000", "127.0.0.1", True),
-        ("127.0.0.1:8000", "http://localhost:8000", "127.0.0.1", True),
-        ("127.0.0.1:8000", "null", "127.0.0.1", False),
-        ("10.1.2.3:8000", "http://10.1.2.3:8000", "0.0.0.0", True),
-        ("10.1.2.3:8000", "http://10.1.2.4:8000", "0.0.0.0", False),
-        ("10.1.2.3:8000", None, "127.0.0.1", False),
-        ("evil.example", "http://evil.example", "0.0.0.0", False),
-        ("[::1", None, "127.0.0.1", False),
-    ],
-)
-def test_who_is_from_here(host: str, origin: str | None, at: str, is_allowed: bool) -> None:
-    assert web.is_from_here(host, origin, at) is is_allowed
+REQUESTS: list[tuple[str, str | None, str, bool]] = [
+    ("127.0.0.1:8000", None, "127.0.0.1", True),
+    ("localhost:9000", "http://localhost:9000", "127.0.0.1", True),
+    ("127.0.0.1:8000", "http://localhost:8000", "127.0.0.1", True),
+    ("127.0.0.1:8000", "null", "127.0.0.1", False),
+    ("10.1.2.3:8000", "http://10.1.2.3:8000", "0.0.0.0", True),
+    ("10.1.2.3:8000", "http://10.1.2.4:8000", "0.0.0.0", False),
+    ("10.1.2.3:8000", None, "127.0.0.1", False),
+    ("evil.example", "http://evil.example", "0.0.0.0", False),
+    ("[::1", None, "127.0.0.1", False),
+]
 
 
-def test_what_cannot_be_served_is_said(
+def test_a_request_is_allowed_from_this_machine_or_its_own_page() -> None:
+    for host, origin, at, is_allowed in REQUESTS:
+        assert web.is_from_here(host, origin, at) is is_allowed
+
+
+def test_a_server_that_cannot_start_gives_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(live(tmp_path / "run"))
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         assert main(["tui", folder, "--web", f"--port={port}"]) == 2
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
     assert main(["tui", folder, "--allow-requests"]) == 2

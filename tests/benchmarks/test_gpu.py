@@ -164,10 +164,11 @@ def test_a_model_that_does_not_fit_is_a_result_of_others_and_a_failure_of_ours(
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(running_module, "make", full)
-    assert "does not fit" in measure(replace(TINY, system="resident"))["missing"]
-    with pytest.raises(torch.OutOfMemoryError):
-        measure(TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(running_module, "make", full)
+        assert "does not fit" in measure(replace(TINY, system="resident"))["missing"]
+        with pytest.raises(torch.OutOfMemoryError):
+            measure(TINY)
     for system in ("deepspeed", "torchao"):
         measured = measure(replace(TINY, system=system))
         missing = measured.get("missing", "")

@@ -130,32 +130,19 @@ EACH = pytest.mark.parametrize(
 @pytest.mark.slow
 @pytest.mark.cover(0, 1)
 @EACH
-@pytest.mark.parametrize("lanes", ["threads", "late"])
 def test_what_is_written_is_the_state_of_its_step(
-    lanes: str, mode: str, placement: str, state: str, precision: str, spill: int
-) -> None:
-    """Whatever a save copies, it writes the same as one that copies nothing."""
-    name = sorted(STREAMED)[0]
-    options = options_of(mode, precision) | PLACEMENTS[placement]
-    chosen: dict[str, Lanes] = {
-        "threads": ThreadLanes(longest_delay_ms=1.0),
-        "late": SeededLanes(7, late=True),
-    }
-    expected = trained(SequentialLanes(), name, state, precision, **options)
-    options["checkpoint_spill"] = spill
-    same(trained(chosen[lanes], name, state, precision, **options), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.cover(0, 1)
-@EACH
-def test_a_real_run_that_saves_has_no_race(
     mode: str, placement: str, state: str, precision: str, spill: int
 ) -> None:
-    lanes = RecordingLanes(SequentialLanes())
-    options = options_of(mode, precision) | PLACEMENTS[placement] | {"checkpoint_spill": spill}
-    trained(lanes, sorted(STREAMED)[0], state, precision, **options)
-    assert prove(lanes.program) == []
+    """Whatever a save copies, it writes the same as one that copies nothing, without a race."""
+    name = sorted(STREAMED)[0]
+    options = options_of(mode, precision) | PLACEMENTS[placement]
+    expected = trained(SequentialLanes(), name, state, precision, **options)
+    options["checkpoint_spill"] = spill
+    recorder = RecordingLanes(SequentialLanes())
+    late = SeededLanes(7, late=True) if spill else ThreadLanes(longest_delay_ms=1.0)
+    for lanes in (recorder, late):
+        same(trained(lanes, name, state, precision, **options), expected)
+    assert prove(recorder.program) == []
 
 
 @pytest.mark.slow

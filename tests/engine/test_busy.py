@@ -12,16 +12,13 @@ import torch
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import (
-    Buffer,
     Interval,
     Lane,
     Lanes,
     SequentialLanes,
     exposed_by_lane,
     on_lanes,
-    threads,
 )
-from offloadtrain.runtime.lanes.base import now_ms
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from tests.numerics.models import Chain, batches, loss_of
 
@@ -98,48 +95,6 @@ def test_the_waits_of_a_sampled_step_are_its_exposed_time(
         if lanes is SequentialLanes:  # over threads all may be hidden
             assert waits and waited_ms == pytest.approx(exposed_ms)
     optimizer.close()
-
-
-@pytest.mark.parametrize("lanes", [SequentialLanes(), ThreadLanes()], ids=["in order", "threads"])
-def test_compute_is_counted_once_and_without_its_waits(
-    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Spans in spans, compute's own operations in a span, and a wait in the middle."""
-    buffer, waits, trainer = Buffer("b", torch.zeros(8)), threading.Event(), threading.get_ident()
-    if isinstance(lanes, SequentialLanes):  # which run each operation where it is launched
-        waits.set()
-
-    def now_of_a_wait() -> float:
-        time_ms = now_ms()
-        if threading.get_ident() == trainer:
-            waits.set()
-        return time_ms
-
-    def sleep(*_: torch.Tensor) -> None:
-        time.sleep(0.02)
-
-    began = time.perf_counter()
-    outer = lanes.open_span("outer", [buffer.whole])
-    inner = lanes.open_span("inner", [buffer.whole])
-    lanes.launch(Lane.COMPUTE, "gather", sleep)
-    lanes.close_span(inner)
-    # Adam begins after this thread has begun to wait for it: all of it is exposed.
-    lanes.launch(Lane.D2H, "gradients", lambda *_: waits.wait(120))
-    lanes.wait(Lane.HOST, lanes.record(Lane.D2H), "gradients")
-    lanes.launch(Lane.HOST, "adam", sleep)
-    done = lanes.record(Lane.HOST)
-    monkeypatch.setattr(threads, "now_ms", now_of_a_wait)
-    lanes.host_wait(done, "adam")
-    lanes.close_span(outer)
-    lanes.launch(Lane.COMPUTE, "after", sleep)
-    wall_ms = 1e3 * (time.perf_counter() - began)
-    spent = lanes.read_totals()
-    began_again = lanes.read_totals().minus(spent)
-    lanes.close()
-    assert 40 <= spent.busy_ms[Lane.COMPUTE] <= wall_ms - spent.exposed_ms
-    assert spent.busy_ms[Lane.HOST] >= 20
-    assert spent.exposed_ms >= spent.busy_ms[Lane.HOST] - 1e-3
-    assert set(began_again.busy_ms.values()) == {0.0}
 
 
 @pytest.mark.parametrize("lanes", [SequentialLanes, ThreadLanes])

@@ -310,13 +310,3 @@ def test_a_device_that_fails_at_every_operation_while_a_checkpoint_is_written(
     for number, case in enumerate(WHILE_SAVING):
         found += fails_while_saving(case, tmp_path / f"{number}", share=0.05)
     print(f"{found} points: the older checkpoint and the emergency checkpoint load at all of them")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_some_points_of_each_mode(tmp_path: Path, mode: str) -> None:
-    case = Case(mode, "fp32", 1, "sequential")
-    reference = Reference(case, tmp_path)
-    count = points_of(case)
-    for number in range(3):
-        fails_at(case, count * (2 * number + 1) // 6, reference, tmp_path / f"{number}")

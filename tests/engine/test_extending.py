@@ -196,11 +196,6 @@ def test_over_the_lanes_of_cuda(options: dict[str, Any]) -> None:
         compare(gpu, Case({"state": TOY, **options}, poison=True))
 
 
-def test_the_code_of_the_page_is_short() -> None:
-    for code, most in ((OPTIMIZER, 15), (FORMAT, 40)):
-        assert len([line for line in code.splitlines() if line.strip()]) <= most
-
-
 # ---- formats that round at random, and scale ---------------------------------------------------
 
 
@@ -390,17 +385,6 @@ def _stored(state: str, values: Sequence[Tensor]) -> Sequence[Tensor]:
     )
     codec.store(fields, values, None)
     return codec.load(fields)
-
-
-@pytest.mark.usefixtures("toy")
-def test_loaded_weights_leave_the_moments_as_they_are() -> None:
-    _, optimizer, model = pair("adamw", TOY)
-    train(None, optimizer, model, batches(2), 1)
-    before = {n: {k: v.clone() for k, v in kept.items()} for n, kept in optimizer.named_state()}
-    model.load_state_dict({name: torch.ones(p.shape) for name, p in model.named_parameters()})
-    for name, kept in optimizer.named_state():
-        assert bool((kept["master"] == 1).all())
-        assert all(torch.equal(kept[k], before[name][k]) for k in ("exp_avg", "exp_avg_sq"))
 
 
 def test_state_that_is_another_rules_is_refused() -> None:

@@ -24,6 +24,7 @@ from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import ARENA_ALIGN, STAGGER_BYTES
+from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -61,10 +62,9 @@ LANES: dict[str, Callable[[], Lanes]] = {
 }
 
 
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("in_cycle", [False, True])
-@pytest.mark.parametrize("options", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("options", "in_cycle", "lanes"), levels.array(PLACEMENTS, [False, True], [*LANES])
+)
 def test_out_of_scope_leaves_what_close_leaves(
     options: dict[str, Any], in_cycle: bool, lanes: str, tmp_path: Path
 ) -> None:

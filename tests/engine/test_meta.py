@@ -14,8 +14,8 @@ import offloadtrain as ot
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.engine import ModelError
 from offloadtrain.model.transformer import Transformer
+from tests.numerics.comparison import assert_same, pair, train
 from tests.numerics.models import Chain, batches, loss_of
-from tests.numerics.test_offload import assert_same, pair, train
 
 SHAPES = {
     "rotary": SIZES["debug"],

@@ -113,22 +113,20 @@ def steps(optimizer: ot.OffloadOptimizer, model: nn.Module) -> None:
 
 
 PLACEMENTS: list[dict[str, Any]] = [
-    {},
     {"activation": "recompute"},
-    {"working": "host"},
     {"working": "host", "device_slots": 1},
     {"working": "host", "activation": "offload"},
     {"activation": "offload_saved", "offload_saved_above": 0},
     {"working": "host", "update": "delayed"},
 ]
-
-
 CASES = [
-    pytest.param(
-        name, options, marks=[] if options in ({}, {"working": "host"}) else pytest.mark.slow
-    )
-    for options in PLACEMENTS
-    for name in (STREAMED if "working" in options else MODELS)
+    *((name, {}) for name in MODELS),
+    *((name, {"working": "host"}) for name in STREAMED),
+    *(
+        pytest.param(name, options, marks=pytest.mark.slow)
+        for options in PLACEMENTS
+        for name in ("tied", "unusual", "shared", "experts")
+    ),
 ]
 
 

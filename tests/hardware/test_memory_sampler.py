@@ -88,17 +88,6 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
 
 
 @pytest.mark.slow
-def test_no_record_is_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where the last sample went into the record before."""
-    monkeypatch.setattr(memory_sampler, "RECORD_S", 0.0)  # one per sample
-    found = Sampled(tmp_path / "ring", None)
-    found.two_more()
-    found.sampler.close()
-    records = [event for event in found.records if isinstance(event, schema.LiveMemory)]
-    assert len(records) > 1 and all(record.rss_kib for record in records)
-
-
-@pytest.mark.slow
 def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
     """A block that is touched and freed within the run is in the peak and in the least."""
     found = Sampled(tmp_path / "ring", None)

@@ -47,15 +47,6 @@ def test_packed_documents_have_the_gradients_they_have_alone(shape: ModelShape) 
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@BOTH
-def test_a_row_of_one_document_is_the_same_as_without_positions(shape: ModelShape) -> None:
-    model, tokens_BT = Transformer(shape).eval(), tokens_of(shape)
-    positions_BT = torch.arange(tokens_BT.shape[1]).expand_as(tokens_BT)
-    torch.testing.assert_close(
-        model(tokens_BT, positions_BT=positions_BT), model(tokens_BT), rtol=1e-5, atol=1e-6
-    )
-
-
 def test_llama_of_transformers_packs_the_same() -> None:
     """By its own `position_ids`, which begin anew with each document, as our positions do."""
     transformers = pytest.importorskip("transformers")

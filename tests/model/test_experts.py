@@ -236,39 +236,6 @@ def check_loss(terms: LossTerms | None) -> None:
     assert measured.item() == pytest.approx(plain.item())
 
 
-@pytest.mark.slow
-def test_the_balance_teaches_the_router() -> None:
-    """A router that prefers one expert learns to use all; at a coefficient of 0 it keeps to it."""
-
-    def after(coef: float) -> float:
-        made = mixture(SWITCH)
-        x_BTD = inputs(SWITCH, rows=64).abs()
-        with torch.no_grad():
-            made.router.weight.mul_(0.1)[0] += 0.1
-        adam = torch.optim.Adam(made.parameters(), lr=3e-3)
-        for _ in range(60):
-            balance = made(x_BTD)[1]
-            (coef * balance).backward()
-            adam.step()
-            adam.zero_grad()
-        return float(balance.detach())
-
-    assert after(0.0) > 3.0 and after(1.0) < 1.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES)
-def test_experts_start_as_an_mlp_does(shape: str) -> None:
-    wide = replace(SHAPES[shape], d_model=128, d_ff=256)
-    model = Transformer(wide, seed=1)
-    for block in model.blocks:
-        made = block.mlp.experts  # type: ignore[union-attr]
-        assert made.up.std().item() == pytest.approx(0.02, rel=0.05)  # type: ignore[union-attr, operator]
-        assert made.down.std().item() == pytest.approx(0.02 / 2, rel=0.05)  # type: ignore[union-attr, operator]
-    other = Transformer(wide, seed=2)
-    assert not torch.equal(model.blocks[0].mlp.experts.up, other.blocks[0].mlp.experts.up)  # type: ignore[union-attr, arg-type]
-
-
 REFUSED: tuple[tuple[dict[str, float], str], ...] = (
     ({"num_experts": 1}, "num_experts = 1 must be at least 2"),
     ({"num_experts": -1}, "num_experts = -1 must be at least 2, or 0"),

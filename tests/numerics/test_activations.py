@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -35,66 +32,14 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched, Waited
 from tests import levels
-from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
+from tests.numerics.comparison import assert_same, make, pair, train
+from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
-from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
-from tests.numerics.test_streaming import MODES
 from tests.plan.tracing.measured import most_allocated
 from tests.step.specs import chain
 
 POLICIES = ["recompute", "offload", "offload_saved"]
 each_policy = pytest.mark.parametrize("activation", POLICIES)
-
-
-PLACED = [("device", name) for name in MODELS] + [("host", name) for name in STREAMED]
-
-
-@pytest.mark.cover(0, 1)
-@each_policy
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize(("working", "name"), PLACED)
-def test_recomputing_changes_no_bit(
-    name: str, precision: str, working: str, activation: str
-) -> None:
-    steps = 10 if precision == "fp16" else 3
-    compare(name, precision, clip=0.5, steps=steps, working=working, activation=activation)
-
-
-@levels.examples(60)
-@given(
-    name=st.sampled_from(STREAMED),
-    precision=st.sampled_from(["bf16", "fp32"]),
-    mode=st.sampled_from(sorted(MODES)),
-    accum=st.integers(1, 3),
-    working=st.sampled_from(["device", "host"]),
-    resident=st.integers(0, 2),
-    activation=st.sampled_from(POLICIES),
-    again=st.none() | st.integers(0, 4),
-    explicit=st.booleans(),
-)
-def test_same_bits_drawn(
-    name: str,
-    precision: str,
-    mode: str,
-    accum: int,
-    working: str,
-    resident: int,
-    activation: str,
-    again: int | None,
-    explicit: bool,
-) -> None:
-    compare(
-        name,
-        precision,
-        accum=accum,
-        steps=3,
-        explicit=explicit,
-        working=working,
-        resident_blocks=resident if working == "host" else None,
-        activation=activation,
-        recompute_blocks=again if activation != "offload_saved" else None,
-        **({"clip": 0.5} | MODES[mode]),
-    )
 
 
 class Dropped(Chain):
@@ -177,20 +122,6 @@ def test_the_first_layers_run_again_and_the_last_ones_keep_what_they_made(activa
     forwards.clear()
     optimizer.backward(loss_of(model, next(iter(batches(1)))))
     assert forwards == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("working", ["device", "host"])
-def test_each_layer_that_is_not_recomputed_takes_as_much_more(working: str) -> None:
-    options = {"working": working, "activation": "recompute"}
-    counts = (20, 16, 12, 8)
-    peaks = [peak_bytes(24, recompute_blocks=count, **options) for count in counts]
-    more = {two - one for one, two in itertools.pairwise(peaks)}
-    assert len(more) == 1 and more.pop() > 0
-    assert peak_bytes(24, recompute_blocks=24, **options) == peak_bytes(24, **options)
-    kept = peak_bytes(24, working=working)
-    assert peak_bytes(24, recompute_blocks=0, **options) == kept
-    assert kept - peaks[-1] == 2 * (peaks[1] - peaks[0])
 
 
 def test_a_number_of_layers_is_for_layers_that_run_again() -> None:
@@ -301,37 +232,12 @@ def test_a_compiled_forward_comes_back() -> None:
     assert model.layers[0].__dict__["forward"] is assigned
 
 
-@pytest.mark.cover(0, levels.ALL)
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 compiles each layer anew")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"working": "host"}, {"working": "host", "activation": "recompute"}],
-    ids=["device", "streamed", "recomputed"],
+    ("how", "working"),
+    [("wrapped", "host"), pytest.param("layer.compile()", "device", marks=pytest.mark.slow)],
 )
-def test_compiled_blocks_have_the_same_bits(options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    model = make("chain")
-    twin = copy.deepcopy(model)
-    for layer in [*model.layers, *twin.layers]:
-        layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
-    optimizer = ot.offload(
-        model, ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1), device="cpu", **options
-    )
-    resident = ResidentRun(twin, torch.bfloat16)
-    compiled = []
-    for tokens in batches(4):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        compiled.append(counter.frame_count)
-    assert compiled[0] > 0 and compiled[-1] == compiled[1]  # slots move, nothing is compiled again
-    assert_same(resident, optimizer, model)
-
-
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 compiles each layer anew")
-@pytest.mark.cover(0, levels.ALL)
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
-@pytest.mark.parametrize("how", ["wrapped", "layer.compile()"])
-@pytest.mark.parametrize("working", ["device", "host"])
 def test_all_compiled_layers_share_one_code(
     how: str, working: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -477,14 +383,6 @@ def test_a_model_is_pickled_without_its_recompute() -> None:
     assert torch.equal(copied(x), model(x))
     assert type(copied[0].forward.__self__) is nn.Sequential
     optimizer.close()
-
-
-def test_evaluation_keeps_nothing() -> None:
-    resident, optimizer, model = pair(make("chain"), activation="offload", working="host")
-    tokens = batches(1)[0]
-    with torch.no_grad():
-        assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
-    assert not [row for row in optimizer.ledger.rows() if row.owner == "block inputs"]
 
 
 @pytest.mark.parametrize("activation", ["keep", *POLICIES])

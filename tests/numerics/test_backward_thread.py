@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.autograd import graph
 
-from tests.numerics.test_offload import compare
+from tests.numerics.comparison import compare
 
 CASES: list[dict[str, Any]] = [
     {"working": "host", "activation": "offload", "recompute_blocks": 2, "accum": 2},

@@ -20,9 +20,9 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from tests import levels
+from tests.numerics.comparison import assert_same, train
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
-from tests.numerics.test_offload import assert_same, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 PLACED: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from offloadtrain.engine.autograd.recompute import Rewind, RewindError
 from offloadtrain.engine.autograd.saved_tensors import ChangedInPlaceError
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.runtime.lanes import on_lanes
+from tests import levels
+from tests.numerics.comparison import assert_same, pair, poisoned, train
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
-from tests.numerics.test_offload import assert_same, pair, poisoned, train
 from tests.numerics.test_streaming import MODES
 
 DEPTH = 5
@@ -84,13 +86,9 @@ RECOMPUTES: dict[str, Callable[[], Chain]] = {
     "wrapped": lambda: of_layers(lambda: checkpoint_wrapper(Scaled(), CheckpointImpl.NO_REENTRANT)),
     "called past": lambda: CalledPast(DEPTH),
 }
-each_recompute = pytest.mark.parametrize("name", RECOMPUTES)
 
 
-@pytest.mark.cover(1)
-@each_recompute
-@pytest.mark.parametrize("slots", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "slots", "mode"), levels.array([*RECOMPUTES], [2, 3], [*MODES]))
 def test_a_recompute_behind_the_hooks_streams_with_the_same_bits(
     name: str, slots: int, mode: str
 ) -> None:
@@ -143,9 +141,7 @@ def test_one_slot_is_enough_where_layers_take_turns(model: Callable[[int], Chain
     assert_same(resident, optimizer, offloaded)
 
 
-@pytest.mark.cover(1, 2)
-@each_recompute
-@pytest.mark.parametrize("activation", ["keep", "recompute"])
+@pytest.mark.parametrize(("name", "activation"), levels.array([*RECOMPUTES], ["keep", "recompute"]))
 def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: str) -> None:
     torch.manual_seed(0)
     resident, optimizer, model = pair(RECOMPUTES[name](), activation=activation, clip=0.5)
@@ -154,9 +150,7 @@ def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: 
         assert optimizer.grad_norm == resident.norms[-1]
 
 
-@pytest.mark.cover(1, 2)
-@each_recompute
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize(("name", "slots"), list(zip(RECOMPUTES, cycle([2, 3]), strict=False)))
 def test_adapters_behind_the_hooks_do_not_lose_the_frozen_weights_under_them(
     name: str, slots: int
 ) -> None:

@@ -14,7 +14,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Layout
 from tests import levels
 from tests.runtime.kernels.format_cases import NARROW, differing, gradient, random_state, stepped
-from tests.runtime.kernels.kernel_cases import each_backend
+from tests.runtime.kernels.kernel_cases import BACKENDS
 
 
 class _Ranks:
@@ -37,13 +37,11 @@ def buckets(numels: list[int], size: int, name: str, dtype: torch.dtype):  # typ
     ]
 
 
-@pytest.mark.cover(1, 2)
-@each_backend
-@pytest.mark.parametrize(("name", "dtype"), NARROW)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("kind", "size", "backend"), levels.array(NARROW, [2, 3, 5], BACKENDS))
 def test_stochastic_rounding_does_not_know_of_shards(
-    name: str, dtype: torch.dtype, size: int, backend: Backend
+    kind: tuple[str, torch.dtype], size: int, backend: Backend
 ) -> None:
+    name, dtype = kind
     held = buckets([700, 1, 3000, 129], size, name, dtype)
     numel, whole = (
         held[0].numel,

@@ -10,50 +10,8 @@ import torch
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, on_device
-from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.proof.prove import prove
-from tests.numerics.models import MODELS, Chain, batches
-from tests.numerics.test_offload import compare, pair, train
-
-LANES: dict[str, Any] = {
-    "in order": SequentialLanes,
-    "threads": ThreadLanes,
-    "seeded": lambda: SeededLanes(7),
-}
-
-
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("accum", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [*((name, precision) for name in MODELS for precision in ("bf16", "fp32")), ("tied", "fp16")],
-)
-def test_the_bits_of_a_resident_run(name: str, precision: str, accum: int) -> None:
-    compare(name, precision, accum=accum, clip=0.5, state_on="device")
-
-
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"activation": "recompute"}, {"activation": "offload"}, {"skip_nonfinite": False}],
-)
-def test_in_any_order(lanes: str, options: dict[str, Any]) -> None:
-    chosen: Lanes = LANES[lanes]()
-    chosen.poison = True
-    with on_lanes(chosen):
-        compare("tied", "bf16", clip=None, state_on="device", **options)
-
-
-@pytest.mark.parametrize("accum", [1, 2])
-def test_no_race(accum: int) -> None:
-    lanes = RecordingLanes(SequentialLanes())
-    with on_lanes(lanes):
-        compare("unusual", "bf16", accum=accum, clip=0.5, state_on="device")
-    assert prove(lanes.program) == []
+from tests.numerics.comparison import pair, train
+from tests.numerics.models import Chain, batches
 
 
 def test_only_norms_are_on_the_host_and_nothing_else_crosses_the_bus() -> None:
@@ -80,35 +38,6 @@ def test_block_inputs_cross_the_bus_all_the_same() -> None:
     (inputs,) = (row.bytes for row in held if row.owner == "block inputs")
     assert report is not None and report.d2h_bytes == report.h2d_bytes == inputs > 0
     optimizer.close()
-
-
-def test_a_state_goes_to_the_device_and_back() -> None:
-    """A state dict of either placement continues in the other to the bit."""
-    stream = batches(6)
-    for before, after in (("host", "device"), ("device", "host")):
-        resident, first, model = pair(Chain(), state_on=before)
-        for tokens in stream[:3]:
-            train(first, model, [tokens])
-            resident.step([tokens], _loss)
-        torch.manual_seed(3)
-        other = Chain()
-        second = ot.offload(
-            other,
-            ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-            device="cpu",
-            state_on=after,
-        )
-        second.load_state_dict(first.state_dict())
-        for tokens in stream[3:]:
-            assert train(second, other, [tokens]) == resident.step([tokens], _loss)
-        first.close()
-        second.close()
-
-
-def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    from tests.numerics.models import loss_of
-
-    return loss_of(model, tokens)
 
 
 @pytest.mark.parametrize(

@@ -11,102 +11,11 @@ import torch
 import offloadtrain as ot
 from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.engine.salvage import SalvageError
-from offloadtrain.runtime.lanes import SequentialLanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.layout.tiers import Tier
-from offloadtrain.step.proof.prove import prove
-from tests.engine.test_proof import CASES, MODES, options_of, run
+from tests.numerics.comparison import pair, train
 from tests.numerics.models import MODELS, Chain, MixedReentrant, batches, loss_of
-from tests.numerics.test_offload import assert_same, compare, make, pair, train
 
 HALF = {"state_on": {"device": 0.5}}
-
-
-@pytest.mark.parametrize("options", [{}, {"skip_nonfinite": False, "clip": None}], ids=str)
-def test_the_bits_of_a_resident_run(options: dict[str, Any]) -> None:
-    compare("unusual", "bf16", **({"clip": 0.5} | HALF | options))
-
-
-@pytest.mark.slow
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("share", [0.3, 1.0])
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("state", "precision"), CASES)
-def test_every_mode_and_format_has_the_bits_of_the_host(
-    state: str, precision: str, mode: str, accum: int, share: float
-) -> None:
-    options = options_of(mode, precision)
-    expected = run(SequentialLanes(), "tied", state, precision, accum=accum, **options)
-    shared = {"state_on": {"device": share}}
-    found = run(ThreadLanes(), "tied", state, precision, accum=accum, **options, **shared)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-def test_buckets_in_pieces(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spec, "STAGING_BYTES", 1000)
-    expected = run(SequentialLanes(), "unusual", **MODES[mode])
-    found = run(SequentialLanes(), "unusual", **MODES[mode], **HALF)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("split", ["host", {"device": 0.5}], ids=str)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("state", "precision"), CASES)
-def test_sums_on_the_device_have_the_bits_of_the_host(
-    state: str, precision: str, mode: str, split: Any
-) -> None:
-    options = options_of(mode, precision) | {"accum": 3}
-    expected = run(SequentialLanes(), "tied", state, precision, **options)
-    found = run(
-        ThreadLanes(), "tied", state, precision, **options, sums_on="device", state_on=split
-    )
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["host", {"device": 0.5}], ids=str)
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("name", ["tied", "unusual"])
-def test_rounded_sums_have_the_bits_of_a_resident_run_that_rounds_them(
-    name: str, precision: str, split: Any
-) -> None:
-    """Once, before their norm, wherever their update runs."""
-    keys: dict[str, Any] = {"sums_on": "device", "sums_down": "working", "state_on": split}
-    resident, optimizer, model = pair(make(name), precision, accum=3, clip=0.5, **keys)
-    resident.rounds_sums = True
-    stream = batches(24)
-    for at in range(0, 24, 3):
-        expected = resident.step(stream[at : at + 3], loss_of)
-        assert train(optimizer, model, stream[at : at + 3]) == expected
-        assert optimizer.grad_norm == resident.norms[-1]
-    assert_same(resident, optimizer, model)
-    optimizer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("state", "precision"), CASES)
-def test_rounded_sums_in_any_order_and_without_a_race(
-    state: str, precision: str, mode: str
-) -> None:
-    options = options_of(mode, precision) | {"accum": 3, "sums_on": "device"}
-    options |= {"sums_down": "working", "working": "host"}
-    recorder = RecordingLanes(SequentialLanes())
-    expected = run(recorder, "chain", state, precision, **options)
-    assert prove(recorder.program) == []
-    lanes = SeededLanes(5)
-    lanes.poison = True
-    found = run(lanes, "chain", state, precision, **options)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.slow
@@ -197,25 +106,6 @@ def test_auto_fills_the_limit() -> None:
     assert held[0.0] < within <= limit
     with pytest.raises(DeviceMemoryError, match="of the state on the device: raise it, or lower"):
         optimizer_of(state_on="device", device_memory_limit=limit)
-
-
-def resumed(splits: list[Any], update: str) -> list[list[float]]:
-    """Losses of two steps in each split, which goes on from the state of the one before."""
-    stream, found, saved = iter(batches(2 * len(splits))), [], None
-    for split in splits:
-        torch.manual_seed(0)
-        _, optimizer, model = pair(Chain(), update=update, state_on=split)
-        if saved is not None:
-            optimizer.load_state_dict(saved)
-        found += [train(optimizer, model, [next(stream)]) for _ in range(2)]
-        saved = optimizer.state_dict()
-    return found
-
-
-@pytest.mark.parametrize("update", ["exact", pytest.param("delayed", marks=pytest.mark.slow)])
-def test_a_state_of_one_split_goes_on_in_another_to_the_bit(update: str) -> None:
-    splits = [{"device": 0.6}, "host", {"device": 0.3}, "device"]
-    assert resumed(splits, update) == resumed(["host"] * 4, update)
 
 
 def test_a_lost_device_takes_its_state_with_it() -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,37 +16,28 @@ from offloadtrain.config.errors import DeviceMemoryError
 from offloadtrain.engine import StaleGraphError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
-from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program.streaming import StreamError
-from tests import levels
-from tests.numerics.models import STREAMED, Chain, Layer, batches, loss_of
-from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, poisoned, train
-from tests.numerics.test_update_modes import assert_equal, delayed_pair, everything, follow
+from tests.numerics.comparison import (
+    DTYPES,
+    assert_same,
+    compare,
+    make,
+    pair,
+    train,
+)
+from tests.numerics.models import Chain, Layer, batches, loss_of
 
 MODES: dict[str, dict[str, Any]] = {
     "exact": {},
     "early": {"skip_nonfinite": False, "clip": None},
     "speculative": {"update": "speculative"},
 }
-each_model = pytest.mark.parametrize("name", STREAMED)
 
 
 def block_bytes(block: Block) -> int:
     """Device memory of a block's working weights."""
     return sum(bucket.spec.nbytes for bucket in block.all_buckets)
-
-
-each_precision = pytest.mark.parametrize("precision", DTYPES)
-
-
-@pytest.mark.cover(1)
-@each_precision
-@pytest.mark.parametrize("slots", [1, 2, 3])
-@each_model
-def test_streaming_changes_no_bit(name: str, slots: int, precision: str) -> None:
-    steps = 10 if precision == "fp16" else 4
-    compare(name, precision, clip=0.5, steps=steps, working="host", device_slots=slots)
 
 
 @pytest.mark.parametrize("activation", ["keep", "recompute"])
@@ -73,60 +62,6 @@ def test_a_backward_through_a_backward(activation: str) -> None:
             optimizer.step()
     masters = (optimizer.master_weights() for optimizer in pair)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(*masters, strict=True))
-
-
-@levels.examples(60)
-@given(
-    name=st.sampled_from(STREAMED),
-    precision=st.sampled_from(sorted(DTYPES)),
-    mode=st.sampled_from(sorted(MODES)),
-    accum=st.integers(1, 3),
-    slots=st.integers(1, 3),
-    resident=st.integers(0, 2),
-    explicit=st.booleans(),
-)
-def test_same_bits_drawn(
-    name: str, precision: str, mode: str, accum: int, slots: int, resident: int, explicit: bool
-) -> None:
-    half = precision == "fp16"
-    compare(
-        name,
-        precision,
-        accum=accum,
-        steps=10 if half else 3,
-        explicit=explicit or half,
-        working="host",
-        device_slots=slots,
-        resident_blocks=resident,
-        **({"clip": 0.5} | MODES["exact" if half and mode == "early" else mode]),
-    )
-
-
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
-@pytest.mark.parametrize("mode", ["exact", "early", "speculative", "delayed"])
-@pytest.mark.parametrize("accum", [1, 2])
-def test_every_format_and_mode_streams(state: str, mode: str, accum: int) -> None:
-    options = MODES.get(mode, {"update": "delayed", "warmup_steps": 1})
-    found = []
-    for working in ("device", "host"):
-        _, optimizer, model = pair(
-            make("unusual"), accum=accum, state=state, working=working, **({"clip": 9.0} | options)
-        )
-        stream = batches(5 * accum)
-        for step in range(5):
-            train(optimizer, model, stream[step * accum : (step + 1) * accum])
-        found.append(everything(optimizer, model))
-        optimizer.close()
-    assert_equal(*found)
-
-
-@each_precision
-def test_delayed_and_streamed(precision: str) -> None:
-    run, optimizer, model = delayed_pair(Chain(5), precision, working="host", clip=0.5)
-    follow(run, optimizer, model, batches(10))
-    run.flush()
-    assert_same(run, optimizer, model)
 
 
 def deep(depth: int = 8) -> nn.Module:
@@ -176,18 +111,6 @@ def test_the_bytes_of_streaming(slots: int, loads: int) -> None:
     assert moved[2] == moved[3] == rest + loads * size
 
 
-def test_blocks_are_loaded_ahead() -> None:
-    _, optimizer, model = pair(deep(), working="host", device_slots=2)
-    train(optimizer, model, batches(1))
-    train(optimizer, model, batches(1))
-    residency, blocks = optimizer._engine.residency, blocks_of(optimizer)
-    assert residency.resident == blocks[:2]  # for the next forward
-    seen: list[bool] = []
-    blocks[3].module.register_forward_hook(lambda *_: seen.append(blocks[4] in residency.resident))
-    train(optimizer, model, batches(1))
-    assert seen == [True]
-
-
 def test_device_memory_does_not_grow_with_depth() -> None:
     held = []
     for depth in (4, 64):
@@ -231,17 +154,6 @@ def test_the_limit_decides_which_blocks_stay() -> None:
         pair(deep(8), device_memory_limit=least)
 
 
-def test_a_tenth_of_the_model_state_is_enough() -> None:
-    model = deep(64)
-    state = 16 * sum(p.numel() for p in model.parameters())
-    resident, optimizer, model = pair(model, working="host", device_memory_limit=state // 10)
-    for tokens in batches(3):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    peak = sum(r.peak_bytes for r in optimizer.ledger.rows() if r.tier == "device")
-    assert peak <= state // 10
-    assert_same(resident, optimizer, model)
-
-
 def test_between_steps_parameters_can_be_read_saved_and_loaded() -> None:
     resident, optimizer, model = pair(deep(4), working="host", clip=0.5)
     stream = batches(6)
@@ -261,15 +173,6 @@ def test_between_steps_parameters_can_be_read_saved_and_loaded() -> None:
     twin.load_state_dict(saved)
     assert first.item() == loss_of(twin, stream[4]).item()
     train(optimizer, model, [stream[5]])
-
-
-def test_evaluation_between_steps_changes_nothing() -> None:
-    resident, optimizer, model = pair(deep(6), working="host")
-    for tokens in batches(4):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        with torch.no_grad():
-            assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
-    assert_same(resident, optimizer, model)
 
 
 def test_a_kept_graph_is_run_again() -> None:
@@ -410,19 +313,6 @@ def test_an_exception_in_backward_is_survived() -> None:
     for tokens in stream[3:]:
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     assert_same(resident, optimizer, model)
-
-
-def test_close_leaves_a_model_that_works() -> None:
-    resident, optimizer, model = pair(deep(4), working="host")
-    tokens = batches(1)[0]
-    assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    optimizer.close()
-    assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
-
-
-def test_a_poisoned_slot_is_never_read() -> None:
-    with on_lanes(poisoned()):
-        compare("recompute", "bf16", accum=2, clip=0.5, working="host", device_slots=1)
 
 
 @pytest.mark.cover(1, 2)

@@ -197,8 +197,11 @@ def compare(gpu: Gpu, case: Case, **options: Any) -> Trained:
 
 
 @pytest.mark.slow
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [(case, HOSTS[number % 2]) for number, case in enumerate(CASES) if number % 3 == 0],
+    indirect=["gpu"],
+)
 def test_state_is_written_beside_whole_steps(gpu: Gpu, case: str) -> None:
     compare(gpu, CASES[case], saves=True)
 

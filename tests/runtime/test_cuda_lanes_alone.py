@@ -19,6 +19,7 @@ from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
+from tests import levels
 from tests.runtime.fake_cuda import (
     HOSTS,
     LONGEST_S,
@@ -332,9 +333,11 @@ WAYS: dict[str, Callable[[LoggedLanes, LaneEvent], None]] = {
 }
 
 
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("lane", [Lane.HOST, *ON_STREAMS[1:]])
+@pytest.mark.parametrize(
+    ("lane", "way", "gpu"),
+    levels.array([Lane.HOST, *ON_STREAMS[1:]], [*WAYS], HOSTS),
+    indirect=["gpu"],
+)
 @timely
 def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     lanes, gate = LoggedLanes(gpu, among_ranks=lane is Lane.D2H), Gate()

@@ -78,21 +78,6 @@ def test_a_reader_waits_for_the_writer_and_says_why() -> None:
     assert order.take() == []
 
 
-def test_readers_do_not_wait_for_each_other() -> None:
-    order = Dependencies()
-    launch(order, Lane.D2H, "x", reads="a")
-    launch(order, Lane.HOST, "y", reads="a")
-    assert waits(order.take()) == []
-
-
-def test_a_lane_does_not_wait_for_itself() -> None:
-    order = Dependencies()
-    for _ in range(2):
-        launch(order, Lane.HOST, "x", reads="a", writes="b")
-        launch(order, Lane.HOST, "y", reads="b", writes="a")
-    assert waits(order.take()) == []
-
-
 def test_a_writer_waits_for_every_reader_and_for_the_writer() -> None:
     order = Dependencies()
     launch(order, Lane.D2H, "w", writes="a")
@@ -109,49 +94,6 @@ def test_a_writer_waits_for_every_reader_and_for_the_writer() -> None:
         "add z overwrites what add x reads",
         "add z overwrites what add y reads",
     ]
-
-
-def test_nothing_is_waited_for_twice() -> None:
-    order = Dependencies()
-    launch(order, Lane.D2H, "x", writes="a")
-    launch(order, Lane.D2H, "y", writes="b")
-    launch(order, Lane.HOST, "z", reads="b")
-    assert waits(order.take()) == [("host", "d2h")]
-    launch(order, Lane.HOST, "z", reads="a")  # which was done before
-    assert waits(order.take()) == []
-    launch(order, Lane.D2H, "x", writes="b")
-    launch(order, Lane.HOST, "z", reads="b")
-    assert waits(order.take()) == [("d2h", "host"), ("host", "d2h")]
-
-
-def test_a_lane_knows_what_the_one_that_it_waited_for_knew() -> None:
-    order = Dependencies()
-    launch(order, Lane.D2H, "x", writes="a")
-    launch(order, Lane.HOST, "y", reads="a", writes="b")
-    launch(order, Lane.H2D, "z", reads="b")
-    launch(order, Lane.H2D, "z", writes="a")
-    assert waits(order.take()) == [("host", "d2h"), ("h2d", "host")]
-
-
-def test_but_not_what_it_learned_behind_the_event() -> None:
-    order = Dependencies()
-    launch(order, Lane.HOST, "y", writes="b")
-    launch(order, Lane.D2H, "x", writes="a")
-    launch(order, Lane.HOST, "y", reads="a")
-    launch(order, Lane.H2D, "z", reads="b")
-    launch(order, Lane.H2D, "z", reads="a")
-    assert waits(order.take()) == [("host", "d2h"), ("h2d", "host"), ("h2d", "d2h")]
-
-
-def test_whoever_knows_most_is_waited_for_first() -> None:
-    """In whatever order the memory is named."""
-    for reads in ("ab", "ba"):
-        order = Dependencies()
-        launch(order, Lane.D2H, "x", writes="a")
-        launch(order, Lane.HOST, "y", reads="a", writes="b")
-        order.take()
-        launch(order, Lane.H2D, "z", reads=reads)
-        assert waits(order.take()) == [("h2d", "host")]
 
 
 def test_an_event_that_is_recorded_late_knows_what_its_lane_has_learned_since() -> None:
@@ -236,15 +178,6 @@ def test_code_that_is_not_launched() -> None:
     assert waits(order.take()) == [("h2d", "compute")]
 
 
-def test_a_need_of_several_waits_for_the_last_of_one_lane() -> None:
-    for names in ("ab", "ba"):
-        order = Dependencies()
-        launch(order, Lane.H2D, "x", writes="a")
-        launch(order, Lane.H2D, "y", writes="b")
-        order.needs(Lane.COMPUTE, map(memory, names), "somebody")
-        assert waits(order.take()) == [("compute", "h2d")]
-
-
 def test_memory_that_becomes_other_memory() -> None:
     """A slot: its first writer waits for all who used it as something else."""
     order = Dependencies()
@@ -272,13 +205,6 @@ def test_of_memory_that_becomes_other_memory_the_last_use_of_each_lane_counts() 
     order.take()
     launch(order, Lane.LOAD, "z", writes="c")
     assert [op.event for op in order.take() if isinstance(op, Wait)] == [last]
-
-
-def test_copies_of_memory_are_apart() -> None:
-    order = Dependencies()
-    order.launch(Launch(Kind.ADAM, Lane.HOST, "x", (), (memory("a", copy=1),)))
-    order.launch(Launch(Kind.WEIGHTS_UP, Lane.H2D, "x", (memory("a", copy=0),)))
-    assert waits(order.take()) == []
 
 
 Told = tuple[Lane, bool, str, str] | Lane

@@ -16,7 +16,7 @@ from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout import buffer_table
 from offloadtrain.step.layout.block_spec import ALIGN, padded, placed
-from offloadtrain.step.layout.buffer_table import arena_rows, device_owners, host_owners
+from offloadtrain.step.layout.buffer_table import arena_rows, device_owners
 from offloadtrain.step.layout.buffers import BufferTable, Memory, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.placement import HEADROOM, check_host_limit, with_second_copies
@@ -210,14 +210,6 @@ def test_as_many_blocks_stay_as_the_device_limit_has_room_for() -> None:
         chain(6, **config, device_memory_limit=none - 1)
     with pytest.raises(DeviceMemoryError, match=r"resident_blocks = 3, and .* has room for 2"):
         chain(6, **config, device_memory_limit=none + 2 * size, resident_blocks=3)
-
-
-def test_frozen_weights_of_blocks_that_stay_are_not_the_steps() -> None:
-    config = OffloadConfig(working="host", resident_blocks=1)
-    blocks = [block(f"b{number}", config, frozen=(200,)) for number in range(2)]
-    spec = laid_out(blocks, config)
-    assert [len(one.frozen) for one in spec.blocks] == [1, 0]
-    assert host_owners(spec)["frozen weights"] == 2 * padded([200])
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=9), st.integers(1, 8))

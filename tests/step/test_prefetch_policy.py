@@ -134,9 +134,3 @@ def test_turns_are_taken_in_the_agreed_order(ready: list[int], order: list[int])
     assert taken == order and list(turns.ready_blocks) == ready
     turns.restart()
     assert turns.rest() == order and not turns.ready_blocks
-
-
-def test_who_is_free_has_its_turn_at_once() -> None:
-    turns = ReduceOrder([2, 1, 0], free=True)
-    assert turns.ready(0) == [0] and turns.ready(2) == [2]
-    assert turns.rest() == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -19,7 +18,6 @@ from offloadtrain.step.program.operations import (
     Launch,
     Operation,
     Operations,
-    Record,
     Ref,
     Undefined,
     Wait,
@@ -35,7 +33,6 @@ from offloadtrain.step.proof.recording import (
     Opened,
     Recorded,
     Waited,
-    trace,
 )
 from offloadtrain.step.proof.recording import Undefined as Undefine
 from tests import levels
@@ -79,10 +76,6 @@ def test_a_kind_of_wait_left_out_is_a_race(spec: StepSpec, who: Lane, whom: Lane
     assert faults(spec, [op for op in driven(spec) if not left_out(op)]) == {"race"}
 
 
-def test_the_programs_that_are_spoiled_have_many_kinds_of_waits() -> None:
-    assert len({*pairs(STREAMED), *pairs(RESIDENT)}) >= 14
-
-
 @pytest.mark.parametrize(
     ("spec", "tier", "lane"), [(SUMMED, "host", Lane.COMPUTE), (RESIDENT, "device", Lane.HOST)]
 )
@@ -112,17 +105,6 @@ def test_a_launch_in_front_of_its_wait_is_a_race() -> None:
     raise AssertionError(f"{moved} of 12 found")
 
 
-def test_what_is_said_to_two_lanes_may_change_places() -> None:
-    """The prover does not care who was told first."""
-    operations, moved = list(driven(STREAMED)), 0
-    for at, (op, after) in enumerate(itertools.pairwise(operations)):
-        if isinstance(op, Record) and isinstance(after, Launch) and op.event.lane != after.lane:
-            moved += 1
-            swapped = [*operations[:at], after, op, *operations[at + 2 :]]
-            assert faults(STREAMED, swapped) == set()
-    assert moved > 10
-
-
 Change = Callable[[Ref], Ref]
 
 
@@ -145,24 +127,6 @@ def test_slots_of_staging_that_overlap_are_a_race(memory: Memory) -> None:
         return ref._replace(owner=0) if ref.memory is memory else ref
 
     assert "race" in faults(STREAMED, changed(driven(STREAMED), one_slot))
-
-
-def test_slots_of_blocks_that_overlap_are_a_race() -> None:
-    def one_slot(ref: Ref) -> Ref:
-        return ref._replace(copy=0) if ref.memory is Memory.WORKING else ref
-
-    assert STREAMED.slots == 2
-    assert "race" in faults(STREAMED, changed(driven(STREAMED), one_slot))
-
-
-def test_a_slot_is_shared_by_the_blocks_in_it() -> None:
-    """Blocks of one size lie at the same address in it; others have addresses of their own."""
-    entries = [e for e in trace(STREAMED, driven(STREAMED)) if isinstance(e, Launched)]
-    loads = {e.name: e.writes[0].lo for e in entries if e.lane is Lane.LOAD}
-    assert len(loads) == 3 and len(set(loads.values())) == STREAMED.slots == 2
-    resident = [e for e in trace(RESIDENT, driven(RESIDENT)) if isinstance(e, Launched)]
-    written = [e.writes[0].lo for e in resident if e.name.startswith("h2d")]
-    assert len(set(written)) == len(RESIDENT.buckets)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +166,6 @@ def test_what_an_operation_changes_in_place_was_written(
     assert any(f"'{reader} " in one and "reads what nobody has written" in one for one in told)
 
 
-def test_weights_that_were_never_loaded_are_not_read() -> None:
-    kinds = (Kind.LOAD, Kind.ALL_GATHER)
-    whole = [op for op in driven(STREAMED) if not (isinstance(op, Launch) and op.kind in kinds)]
-    assert "uninitialised" in faults(STREAMED, whole)
-
-
 # ---- entries, one by one
 
 
@@ -241,27 +199,6 @@ def test_common_bytes_are_found_on_any_page(page: int, size: int) -> None:
         "race"
     ]
     assert found(writes, launched(Lane.H2D, reads=[piece(lo + size, lo + size + 5)])) == []
-
-
-def test_memory_is_undefined_until_it_is_written_and_not_longer() -> None:
-    """Byte by byte."""
-    undefined = Undefine(piece(0, 8))
-    half = launched(Lane.HOST, writes=[piece(0, 4)])
-    rest = launched(Lane.HOST, writes=[piece(4, 8)])
-    middle = launched(Lane.HOST, writes=[piece(2, 6)])
-    reads = launched(Lane.HOST, reads=[piece(0, 4)])
-    assert found(undefined, reads) == ["uninitialised"]
-    assert found(undefined, half, reads) == []
-    assert found(undefined, rest, reads) == ["uninitialised"]
-    assert found(undefined, middle, reads) == ["uninitialised"]
-    assert found(undefined, half, rest, launched(Lane.HOST, reads=[piece(0, 8)])) == []
-    assert found(undefined, half, undefined, reads) == ["uninitialised"]
-
-
-def test_what_an_operation_writes_it_may_read_afterwards_only() -> None:
-    both = launched(Lane.HOST, reads=[piece(0, 4)], writes=[piece(0, 4)])
-    assert found(Undefine(piece(0, 4)), both) == ["uninitialised"]
-    assert found(both, both) == []
 
 
 def test_a_wait_for_nothing() -> None:

@@ -24,7 +24,6 @@ from offloadtrain.step.program.operations import (
     Wait,
 )
 from offloadtrain.step.program.program import Program
-from offloadtrain.step.proof import simulate
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.simulate import Seconds, Steady, ends, steady, timed
 from tests import levels
@@ -58,10 +57,6 @@ def when(*operations: Operation) -> list[float]:
 # ---- by hand
 
 
-def test_a_lane_does_one_thing_after_the_other() -> None:
-    assert when(launch(Lane.HOST, 2), launch(Lane.HOST, 3), launch(Lane.D2H, 4)) == [2, 5, 4]
-
-
 def test_a_lane_waits_for_what_the_event_stands_for() -> None:
     event = Event(Lane.D2H, ())
     found = when(
@@ -76,12 +71,6 @@ def test_a_lane_waits_for_what_the_event_stands_for() -> None:
         launch(Lane.H2D, 1),
     )
     assert found == [2, 5, 15, 1, 6, 7, 1]
-
-
-def test_an_event_in_front_of_everything_holds_nobody_up() -> None:
-    event = Event(Lane.D2H, ())
-    record, wait = Record(event), Wait(Lane.HOST, event, "")
-    assert when(record, launch(Lane.D2H, 5), wait, launch(Lane.HOST, 1)) == [5, 1]
 
 
 def test_nothing_is_launched_before_the_compute_in_front_of_it_is_done() -> None:
@@ -100,34 +89,12 @@ def test_the_thread_holds_every_lane_up() -> None:
     assert found == [3, 4, 4]
 
 
-def test_exact_with_one_block_hides_nothing() -> None:
-    found = steady(chain(1), costing(COSTS))
-    assert found.seconds == 2 + 4 + 1 + 1 + 3 + 1
-    assert found.exposed == {"d2h": 1, "host": 3, "h2d": 1}
-    assert found.busy == {"compute": 2 + 4 + 1, "d2h": 1, "host": 3, "h2d": 1}
-
-
 def test_exact_with_two_blocks_hides_what_there_is_work_beside() -> None:
     """From the last norm on: down 1, Adam 4, up 5, forward 7; the other's Adam 7, up 8, forward 10;
     backward 14, norm 15; backward 19, norm 20."""
     found = steady(chain(2), costing(COSTS))
     assert found.seconds == 20
     assert found.exposed == {"host": 3, "h2d": 1 + 1, "d2h": 1}
-
-
-def test_early_updates_run_beside_backward() -> None:
-    """From the last norm on: down 1, the last Adam of backward 4, up 5 and 6; forward 7 and 9,
-    backward 13, norm 14, and beside what follows down 15, Adam 18; backward 18, norm 19."""
-    found = steady(chain(2, "early"), costing(COSTS))
-    assert found.seconds == 19
-    assert found.exposed == {"host": 3, "h2d": 1, "d2h": 1}
-
-
-def test_delayed_updates_run_beside_the_whole_next_step() -> None:
-    """Forward 2, backward 6, norm 7, the way down 8, and beside it the upload; Adam is hidden."""
-    found = steady(chain(1, "delayed"), costing(COSTS))
-    assert found.seconds == 8
-    assert found.exposed == {"d2h": 1}
 
 
 def test_delayed_is_timed_behind_its_warm_up() -> None:
@@ -179,18 +146,6 @@ def test_a_step_in_the_long_run(case: Case, seed: int) -> None:
         assert found.seconds == pytest.approx(by_long_run(case.spec, drawn(seed)), abs=1e-9)
 
 
-@levels.examples(40)
-@given(case=cases(most_blocks=3), seed=st.integers(0, 2**32))
-def test_more_steps_change_nothing(case: Case, seed: int) -> None:
-    """The one that is timed has settled."""
-    with staging_of(case.staging), pytest.MonkeyPatch.context() as patch:
-        found = steady(case.spec, drawn(seed))
-        patch.setattr(simulate, "_SETTLED", 8)
-        later = steady(case.spec, drawn(seed))
-    assert found.seconds == pytest.approx(later.seconds)
-    assert found.exposed == pytest.approx(later.exposed, abs=1e-9)
-
-
 @levels.examples(30)
 @given(
     mode=st.sampled_from(["exact", "early", "speculative", "delayed"]),
@@ -208,15 +163,6 @@ def test_more_slots_are_never_slower(
         for slots in (1, 2, 3, blocks + 1)
     ]
     assert all(a * (1 + 1e-9) >= b for a, b in itertools.pairwise(found))
-
-
-@levels.examples(40)
-@given(case=cases(most_blocks=3), seed=st.integers(0, 2**32), kind=st.sampled_from(list(Kind)))
-def test_what_takes_longer_ends_no_sooner(case: Case, seed: int, kind: Kind) -> None:
-    program, seconds = timed(case.driven(2)), drawn(seed)
-    slower = ends(program, lambda op: seconds(op) * (3.0 if op.kind is kind else 1.0))
-    for before, after in zip(ends(program, seconds), slower, strict=True):
-        assert after >= before
 
 
 @pytest.mark.parametrize("mode", ["early", "speculative", "delayed"])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import Backend, Fp32State, Int8State, Layout, State
+from offloadtrain.runtime.kernels import Backend, Fp32State, Int8State, Layout, State, codec
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
 from tests.runtime.kernels import format_reference as reference
 from tests.runtime.kernels.format_cases import (
     NARROW,
@@ -19,6 +20,7 @@ from tests.runtime.kernels.format_cases import (
     gradient,
     ids_of,
     random_state,
+    stepped,
     zero_state,
 )
 from tests.runtime.kernels.format_reference import (
@@ -90,15 +92,14 @@ def test_bits_and_values(
     assert changed_elements(found, case.state, case.layout) == 0
 
 
-@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
-@pytest.mark.parametrize("length", LENGTHS)
-def test_lengths_alone(length: int, name: str, dtype: torch.dtype, backend: Backend) -> None:
-    case = one_case(name, dtype, length)
-    found = kernel_step(backend)(case)
-    assert wrong_bits(found, case) == {}
-    assert differing(found, kernel_step(reference.PLAIN)(case)) == {}
+def test_lengths_alone(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    for length in LENGTHS:
+        case = one_case(name, dtype, length)
+        stepped_state = kernel_step(backend)(case)
+        assert wrong_bits(stepped_state, case) == {}, length
+        assert differing(stepped_state, kernel_step(reference.PLAIN)(case)) == {}, length
 
 
 @each_state
@@ -285,6 +286,62 @@ def test_moment_codes_are_the_family_of_the_definition() -> None:
         assert float((half / half[-1] - plain / plain[-1]).abs().max()) < 1e-6
     signs = wide.exp_avg.view(2, 128)[:, 1:].sign().unique(dim=1)
     assert signs.shape == (2, 1) and int(signs.sum()) == 0
+
+
+@each_backend
+@each_state
+def test_a_parameter_may_go_on_beyond_2_to_the_32_elements(
+    name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    """The elements on both sides have another key: one shard has the bits of two."""
+    state, grad = random_state(name, 384, dtype), gradient(384, dtype)
+    both = Layout([0], [384], [5], [2**32 - 128])
+    apart = Layout([0, 128], [128, 256], [5, 5], [2**32 - 128, 2**32])
+    expected = stepped(state, grad, apart, reference.PLAIN)
+    assert differing(stepped(state, grad, both, backend), expected) == {}
+    assert differing(stepped(state, grad, Layout([0], [384], [5]), backend), expected)
+
+
+@pytest.mark.parametrize(
+    "backend", [backend for backend in BACKENDS if backend.name == "native"], ids=lambda b: b.isa
+)
+@each_state
+def test_native_masters_are_those_of_torch(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    """Bit for bit, a NaN and its sign too, at lengths around those of vectors and of threads."""
+    values = patterns(14)
+    for used in threaded(backend):
+        for numel in (*LENGTHS, values.numel()):
+            found, expected = (zero_state(name, numel, dtype) for _ in range(2))
+            with kernels.use(used):
+                kernels.set_master(found, values[-numel:].clone() if numel else values[:0])
+            codec.set_master(expected, values[-numel:].clone() if numel else values[:0])
+            for x, y in zip(found, expected, strict=True):
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.slow
+@each_backend
+@each_state
+def test_masters_are_decoded_as_the_codec_does(
+    name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    """Any bits that a state can hold, at lengths around those of vectors and of threads."""
+    values = patterns(14)
+    state = zero_state(name, values.numel(), dtype)
+    codec.set_master(state, values)
+    for used in threaded(backend):
+        for numel in (*LENGTHS, values.numel()):
+            own = kernels.cut(state.format.fields(ADAM_MOMENTS), state, 0, numel)
+            found, expected = torch.full((numel,), 5.0), codec.master_of(type(state)(*own))
+            with kernels.use(used):
+                kernels.read_master(state.format, ADAM_MOMENTS, own, found)
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@each_state
+def test_masters_of_another_size_are_refused(name: str, dtype: torch.dtype) -> None:
+    with kernels.use(BACKENDS[0]), pytest.raises(ValueError, match="128 elements, 127 are needed"):
+        kernels.set_master(zero_state(name, 128, dtype), torch.zeros(127))
 
 
 @each_backend

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Int8State, Layout
+from tests import levels
 from tests.runtime.kernels import format_reference as reference
 from tests.runtime.kernels.format_cases import (
     NARROW,
@@ -90,12 +91,12 @@ def test_nan_stays_nan(grad: torch.dtype, name: str, dtype: torch.dtype, backend
         check_neighbours(case, bad, backend)
 
 
-@pytest.mark.cover(1, 2)
-@each_backend
-@each_state
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 3e38, -3e38, 1e25, 1e-45, -1e-39])
-def test_extreme_gradients(value: float, name: str, dtype: torch.dtype, backend: Backend) -> None:
-    case = plain_case(name, dtype, torch.float32)
+EXTREME = [float("inf"), -float("inf"), 3e38, -3e38, 1e25, 1e-45, -1e-39]
+
+
+@pytest.mark.parametrize(("value", "state", "backend"), levels.array(EXTREME, EVERY, BACKENDS))
+def test_extreme_gradients(value: float, state: tuple[str, torch.dtype], backend: Backend) -> None:
+    case = plain_case(*state, torch.float32)
     bad = poisoned(case, torch.tensor([value]))
     found, expected = kernel_step(backend)(bad), kernel_step(PLAIN)(bad)
     assert differing(found, expected) == {}
@@ -135,15 +136,15 @@ def graded_case(name: str, dtype: torch.dtype, size: float) -> Case:
     return Case(state, grad, Layout.of_one(NUMEL), replace(SCALARS, step=1, grad_scale=1.0))
 
 
-@pytest.mark.cover(1, 2)
-@each_backend
-@each_state
-@pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-22, 1e-19, 1e-16, 1e-14, 1e-10, 1e18])
+SIZES = [1e-44, 1e-30, 1e-22, 1e-19, 1e-16, 1e-14, 1e-10, 1e18]
+
+
+@pytest.mark.parametrize(("size", "state", "backend"), levels.array(SIZES, EVERY, BACKENDS))
 def test_moments_near_the_ends_of_fp32(
-    size: float, name: str, dtype: torch.dtype, backend: Backend
+    size: float, state: tuple[str, torch.dtype], backend: Backend
 ) -> None:
     """Blocks whose largest second moment is denormal, or whose reciprocal overflows."""
-    case = graded_case(name, dtype, size)
+    case = graded_case(*state, size)
     for step in range(1, 5):
         case = replace(case, scalars=replace(case.scalars, step=step))
         found = kernel_step(backend)(case)

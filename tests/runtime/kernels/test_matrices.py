@@ -13,7 +13,6 @@ from tests.runtime.kernels.kernel_cases import (
     BACKENDS,
     DTYPES,
     different_elements,
-    each_backend,
     threaded,
 )
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
@@ -108,43 +107,39 @@ def test_masters_are_those_of_torchs_add() -> None:
 
 
 @pytest.mark.slow
-@each_backend
 @each_state
 @each_dtype
 @pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
 def test_backends_and_threads_agree_on_averages(
-    in_place: bool, dtype: torch.dtype, name: str, backend: Backend
+    in_place: bool, dtype: torch.dtype, name: str
 ) -> None:
     grad = gradient(NUMEL, dtype)
     expected = blended(name, grad, PLAIN, in_place=False)
-    for used in threaded(backend):
+    for used in (chosen for backend in BACKENDS for chosen in threaded(backend)):
         assert_equal(blended(name, grad, used, in_place=in_place), expected)
 
 
 @pytest.mark.slow
-@each_backend
 @each_state
 @each_dtype
-def test_values_that_are_no_numbers_stay_what_they_are(
-    dtype: torch.dtype, name: str, backend: Backend
-) -> None:
+def test_values_that_are_no_numbers_stay_what_they_are(dtype: torch.dtype, name: str) -> None:
     grad = special_gradient(NUMEL, dtype)
-    found = blended(name, grad, backend, in_place=False)
-    assert_equal(found, blended(name, grad, PLAIN, in_place=False))
-    assert bool(found[1].isnan().any()) and bool(found[1].isfinite().any())
+    expected = blended(name, grad, PLAIN, in_place=False)
+    assert bool(expected[1].isnan().any()) and bool(expected[1].isfinite().any())
+    for backend in BACKENDS:
+        assert_equal(blended(name, grad, backend, in_place=False), expected)
 
 
 @pytest.mark.slow
-@each_backend
 @pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("split16", None), ("fp32", None), *(("fp32", dtype) for dtype in DTYPES)]
 )
 def test_backends_and_threads_agree_on_masters(
-    name: str, dtype: torch.dtype | None, in_place: bool, backend: Backend
+    name: str, dtype: torch.dtype | None, in_place: bool
 ) -> None:
     expected = subtracted(name, dtype, PLAIN, in_place=False)
-    for used in threaded(backend):
+    for used in (chosen for backend in BACKENDS for chosen in threaded(backend)):
         assert_equal(subtracted(name, dtype, used, in_place=in_place), expected)
     if dtype is not None:
         gaps = torch.ones(NUMEL, dtype=torch.bool)

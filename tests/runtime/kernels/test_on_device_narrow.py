@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import AdamScalars, LionScalars, State, on_device_narrow
+from offloadtrain.runtime.kernels import AdamScalars, State, on_device_narrow
 from offloadtrain.runtime.kernels.formats import CODECS
 from offloadtrain.runtime.kernels.state import STATES, Layout
 from offloadtrain.step.layout.formats import ADAM_MOMENTS
@@ -88,12 +88,6 @@ def test_without_triton_that_is_said_once_and_torch_does_it(
         assert [on_device_narrow.compiles(scalars()) for _ in range(2)] == [False, False]
     on_device_narrow._has_compiler.cache_clear()
     assert len(caplog.records) == 1 and "Triton is missing" in caplog.text
-
-
-def test_other_rules_have_no_kernel() -> None:
-    assert not on_device_narrow.compiles(
-        LionScalars(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0, step=1)
-    )
 
 
 def differs(one: Tensor, other: Tensor) -> bool:

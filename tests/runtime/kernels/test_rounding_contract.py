@@ -11,8 +11,9 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Layout
+from offloadtrain.runtime.kernels.codec import random_bits
 from tests.runtime.kernels import format_reference as reference
-from tests.runtime.kernels.format_cases import NARROW, differing, ids_of, zero_state
+from tests.runtime.kernels.format_cases import NARROW, ids_of, zero_state
 from tests.runtime.kernels.format_reference import Case, Step, kernel_step
 from tests.runtime.kernels.kernel_cases import BACKENDS
 
@@ -80,16 +81,6 @@ def test_neighbours_are_independent(name: str, dtype: torch.dtype) -> None:
             assert abs(correlation(a[shift:], a[:-shift])) < SIGMAS, shift
 
 
-@each_state
-def test_the_same_key_draws_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    case = constant_case(name, dtype, SCALARS, 6)
-    expected = KERNEL(case)
-    for backend in BACKENDS:
-        assert differing(kernel_step(backend)(case), expected) == {}
-    other = KERNEL(replace(case, layout=Layout.of_one(COUNT, 7)))
-    assert differing(other, expected) != {}
-
-
 def key_of(seed: int, step: int, parameter: int, element: int) -> int:
     return replace(SCALARS, seed=seed, step=step).key(parameter, element)
 
@@ -104,6 +95,12 @@ def test_keys() -> None:
     assert len(keys | {base}) == len(neighbours + swapped) + 1
     windows = {key_of(1, 1, p, w << 32) for p in range(50) for w in range(50)}
     assert len(windows) == 2500
+
+
+@pytest.mark.parametrize("key", [0, 1, 0x0123456789ABCDEF, 2**64 - 1])
+def test_the_generator_is_the_one_defined(key: int) -> None:
+    expected = reference.random_bits(key, 1 << 12)
+    assert torch.equal(random_bits(key, torch.arange(1 << 12)), expected)
 
 
 def test_windows_beyond_2_to_the_32_draw_other_bits() -> None:

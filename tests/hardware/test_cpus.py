@@ -10,7 +10,7 @@ import torch
 from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
-from offloadtrain.hardware.cpus import CpuPlan, parse_cpulist, plan
+from offloadtrain.hardware.cpus import CpuPlan, plan
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.train.build import _threads
 from offloadtrain.train.run_folder import ResumedSettings
@@ -104,25 +104,10 @@ def test_ranks_divide_a_quota(tmp_path: Path, quota: float, threads: int) -> Non
     assert all(f"cgroup quota {quota:g} for 4 ranks" in p.why for p in plans)
 
 
-def test_affinity_to_sibling_threads_of_one_core(tmp_path: Path) -> None:
-    assert plan(allowed=[3, 11], sysfs=machine(tmp_path, 1, 8, 2)).threads == 1
-
-
-def test_a_node_outside_of_the_affinity_is_ignored(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path, 2, 4, 1)
-    found = plan(rank_gpus=["0000:af:00.0"], allowed=range(4), sysfs=sysfs)
-    assert (found.threads, found.cpus) == (3, ())
-
-
 def test_a_gpu_without_a_node_and_a_machine_without_topology(tmp_path: Path) -> None:
     sysfs = machine(tmp_path / "one", 0, 0, 1)
     for gpu in (None, "0000:3b:00.0", "0000:ff:00.0"):
         assert plan(rank_gpus=[gpu], allowed=range(6), sysfs=sysfs).threads == 5
-
-
-def test_cpulists() -> None:
-    assert parse_cpulist("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
-    assert parse_cpulist("\n") == []
 
 
 def test_the_least_quota_of_the_ancestors_counts(tmp_path: Path) -> None:

@@ -162,15 +162,6 @@ def test_an_hour_is_less_than_a_megabyte() -> None:
     assert written < 1e6
 
 
-def test_a_curve_keeps_its_highest_points() -> None:
-    curve = [(float(i), 1 << 30) for i in range(1000)]
-    curve[333] = (333.0, 7 << 30)
-    few = thinned(curve)
-    assert len(few) <= memory_sampler.CURVE_POINTS
-    assert max(size for _, size in few) == 7 << 20
-    assert few[-1][0] == 999.0
-
-
 @pytest.mark.slow
 def test_sampling_costs_a_fraction_of_a_core(gpu: FakeAllocator, tmp_path: Path) -> None:
     """In CPU time of its thread per sample, beside reading a file of the kernel: at 5 Hz a share of

@@ -48,10 +48,6 @@ def test_a_busy_sibling_takes_the_core(tmp_path: Path) -> None:
     assert seen(tmp_path, [0.0, 0.0, 1.0, 0.0], cores=2) == Busy(2, 1.0)
 
 
-def test_cores_that_are_not_ours_do_not_count(tmp_path: Path) -> None:
-    assert seen(tmp_path, [1.0, 0.0, 0.0, 1.0], allowed=range(1, 3)) == Busy(2, 0.0)
-
-
 @pytest.mark.parametrize(
     ("threads", "found", "asleep"),
     [
@@ -90,10 +86,6 @@ def test_threads_are_those_that_torch_will_have(
 ) -> None:
     """By what the environment says, or the container allows, on 16 cores of which 4 are busy."""
     assert bool(choose(0, environ, lambda: Busy(16, 4.0), quota)) is asleep
-
-
-def test_one_thread_waits_for_nobody() -> None:
-    assert choose(1, {}, lambda: Busy(2, 2.0)) == ""
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])

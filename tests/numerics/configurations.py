@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cache
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout import step_spec
-from tests import levels
 from tests.numerics.models import MODELS, STREAMED
 
 UPDATES: dict[str, dict[str, Any]] = {
@@ -136,29 +135,29 @@ def any_valid() -> st.SearchStrategy[Configuration]:
     return st.builds(Configuration, **axes).filter(lambda configuration: configuration.is_valid)
 
 
-@cache
-def candidates(disk: bool) -> list[Configuration]:
-    """Return many valid configurations, always the same."""
-    draw = random.Random(1)
-    drawn: dict[Configuration, None] = {}
-    axes = AXES | {"placement": tuple(DISK_PLACEMENTS if disk else PLACEMENTS)}
-    while len(drawn) < 1500:
-        configuration = Configuration(**{name: draw.choice(axis) for name, axis in axes.items()})
-        if configuration.is_valid:
-            drawn[configuration] = None
-    return list(drawn)
-
-
 def covering(count: int, *, disk: bool) -> list[Any]:
-    """Return so many configurations that hold as many pairs of values as so many can. Those that
-    hold every value once come first, the others are marked `slow`, as are all that use the disk."""
-    cases = candidates(disk)
-    where = [tuple((name, getattr(case, name)) for name in AXES) for case in cases]
-    first = levels.covering(cases, where, 1)
-    pairs = levels.covering(cases, where, 2)
-    later = [case for case in pairs if case not in first][: count - len(first)]
-    slow = [*first, *later] if disk else later
-    return [
-        *(case for case in first if case not in slow),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in slow),
-    ]
+    """Return so many configurations, always the same, that hold most pairs of values: each is the
+    best of a few that are drawn. Those after every value was there once are marked `slow`, as are
+    all that use the disk."""
+    draw = random.Random(1)
+    axes = AXES | {"placement": tuple(DISK_PLACEMENTS if disk else PLACEMENTS)}
+
+    def valid() -> Iterator[Configuration]:
+        while True:
+            case = Configuration(**{name: draw.choice(axis) for name, axis in axes.items()})
+            if case.is_valid:
+                yield case
+
+    values = {(name, value) for name, axis in axes.items() for value in axis}
+    covered: set[frozenset[tuple[str, Any]]] = set()
+    cases: list[Any] = []
+    for _ in range(count):
+        best = max(islice(valid(), 12), key=lambda case: len(_pairs(case) - covered))
+        covered |= _pairs(best)
+        cases.append(pytest.param(best, marks=pytest.mark.slow) if disk or not values else best)
+        values -= set(vars(best).items())
+    return cases
+
+
+def _pairs(configuration: Configuration) -> set[frozenset[tuple[str, Any]]]:
+    return set(map(frozenset, combinations(vars(configuration).items(), 2)))

@@ -124,16 +124,6 @@ def test_the_first_layers_run_again_and_the_last_ones_keep_what_they_made(activa
     assert forwards == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
 
 
-def test_a_number_of_layers_is_for_layers_that_run_again() -> None:
-    for activation in ("keep", "offload_saved"):
-        with pytest.raises(ValueError, match="recompute_blocks = 3 and activation = "):
-            ot.offload(Chain(4), recompute_blocks=3, activation=activation)
-    with pytest.raises(ValueError, match="recompute_blocks = -1 is negative"):
-        ot.offload(Chain(4), recompute_blocks=-1, activation="recompute")
-    with pytest.raises(ValueError, match="'auto' is decided by the plan of a job"):
-        ot.offload(Chain(4), recompute_blocks="auto", activation="recompute")  # type: ignore[arg-type]
-
-
 def offloader(lanes: Lanes) -> ActivationOffloader:
     """Over a step whose blocks are never used: block inputs and nothing else."""
     program, ledger, device = Program(chain(1)), Ledger(), torch.device("cpu")
@@ -144,17 +134,6 @@ def offloader(lanes: Lanes) -> ActivationOffloader:
     nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
     interpreter = Interpreter(lanes, ranges, functions, nobody)
     return ActivationOffloader(program, interpreter, ranges.inputs)
-
-
-def test_what_goes_to_the_host_comes_back() -> None:
-    inputs = offloader(SequentialLanes())
-    tensors = [torch.randn(7, 11).requires_grad_() for _ in range(6)]
-    offloaded = [inputs.offload(tensor) for tensor in tensors]
-    for one, tensor in zip(reversed(offloaded), reversed(tensors), strict=True):
-        assert torch.equal(one.unpack(), tensor)
-    for one, tensor in zip(offloaded, tensors, strict=True):
-        assert torch.equal(one.unpack(), tensor), "of a graph that is kept, once more"
-    assert not inputs.wants(torch.zeros(3)) and not inputs.wants(tensors[0].t())
 
 
 def test_a_fetch_ahead_that_nobody_used_is_waited_for() -> None:
@@ -221,15 +200,6 @@ def test_copies_and_close_give_the_forward_back(activation: str) -> None:
     optimizer.close()
     assert "forward" not in model.layers[0].__dict__
     assert loss_of(model, tokens).item() == expected
-
-
-def test_a_compiled_forward_comes_back() -> None:
-    model = make("chain")
-    assigned = model.layers[0].forward
-    model.layers[0].forward = assigned
-    optimizer = ot.offload(model, device="cpu", activation="recompute")
-    optimizer.close()
-    assert model.layers[0].__dict__["forward"] is assigned
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 compiles each layer anew")

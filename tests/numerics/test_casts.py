@@ -102,15 +102,6 @@ def test_true_casts_every_input_and_false_none() -> None:
     optimizer.close()
 
 
-def test_fp32_is_left_alone() -> None:
-    model = make()
-    optimizer = ot.offload(model, device="cpu", precision="fp32")
-    hooks = [m._forward_pre_hooks_with_kwargs for m in model.modules()]
-    assert not any(hooks)
-    assert model(**inputs()).item() == make()(**inputs()).item()
-    optimizer.close()
-
-
 class Embedded(nn.Module):
     """Gets hidden states, and hands them to its layers and to a module with its own matrix."""
 
@@ -156,18 +147,6 @@ def test_hidden_states_are_cast_where_a_layer_or_a_matrix_gets_them(working: str
     model(torch.randn(2, 5, WIDTH)).backward()
     optimizer.step()
     assert set(model.inside) == {torch.bfloat16} and len(model.inside) == 4
-
-
-@each_half
-def test_an_encoder_of_torch_with_a_mask(precision: str) -> None:
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    x = torch.randn(2, 5, WIDTH)
-    mask = nn.Transformer.generate_square_subsequent_mask(5)
-    expected = model(x, mask=mask)
-    optimizer = ot.offload(model, device="cpu", precision=precision)
-    torch.testing.assert_close(model(x, mask=mask).float(), expected, atol=0.05, rtol=0.05)
-    optimizer.close()
 
 
 class Scored(Chain):
@@ -298,14 +277,6 @@ def test_weights_that_a_forward_casts_are_told_and_may_be_kept() -> None:
     optimizer.backward(model(x).square().mean())
     optimizer.step()
     assert optimizer.last_step is not None and not optimizer.last_step.skipped
-    optimizer.close()
-
-
-def test_fp32_inputs_inside_of_vmap() -> None:
-    model = make(Layer)
-    optimizer = ot.offload(model, device="cpu")
-    x = torch.randn(2, 3, WIDTH)
-    assert torch.func.vmap(model)(x).shape == x.shape
     optimizer.close()
 
 

@@ -88,12 +88,6 @@ def test_forwards_are_given_back_and_copies_have_their_own(
 
 
 @pytest.mark.slow
-def test_a_model_without_layers_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    ot.offload(nn.Linear(4, 4), device="cpu", compile_blocks=True).close()
-    assert "compile_blocks = True: without effect" in caplog.text
-
-
-@pytest.mark.slow
 def test_a_compilation_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     held_up = []
     make = torch.compile

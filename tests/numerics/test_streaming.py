@@ -12,16 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
-from offloadtrain.config.errors import DeviceMemoryError
-from offloadtrain.engine import StaleGraphError
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.residency import Residency
 from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program.streaming import StreamError
 from tests.numerics.comparison import (
-    DTYPES,
     assert_same,
-    compare,
     make,
     pair,
     train,
@@ -73,28 +68,6 @@ def blocks_of(optimizer: ot.OffloadOptimizer) -> list[Block]:
     return [block for block in optimizer._blocks if block.streamed]
 
 
-@pytest.mark.parametrize("slots", [1, 2, 4])
-def test_never_more_blocks_than_slots(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, optimizer, model = pair(deep(), working="host", device_slots=slots)
-    seen = []
-    original = Residency.enter
-
-    def enter(self: Residency, block: str, slot: int) -> None:
-        original(self, block, slot)
-        on_slots = [
-            b
-            for b in blocks_of(optimizer)
-            if not b.all_buckets[0].slots[0].param.data.isnan().all()
-        ]
-        assert len(on_slots) <= slots
-        seen.append(len(self.resident))
-
-    monkeypatch.setattr(Residency, "enter", enter)
-    for tokens in batches(3):
-        train(optimizer, model, [tokens])
-    assert max(seen) == slots
-
-
 @pytest.mark.parametrize(("slots", "loads"), [(1, 15), (2, 14), (4, 12), (8, 8)])
 def test_the_bytes_of_streaming(slots: int, loads: int) -> None:
     """Each of 8 blocks once in forward, and once in backward unless it is still there."""
@@ -122,57 +95,6 @@ def test_device_memory_does_not_grow_with_depth() -> None:
         assert norms == 8 * len(list(model.parameters()))
         optimizer.close()
     assert held[0] == held[1]
-
-
-@pytest.mark.slow
-def test_the_limit_decides_which_blocks_stay() -> None:
-    sizes = []
-    for extra in (0, 2, 100):
-        _, optimizer, model = pair(deep(8), working="host")
-        size = block_bytes(blocks_of(optimizer)[0])
-        least = sum(r.bytes for r in optimizer.ledger.rows() if r.tier == "device")
-        optimizer.close()
-        limit = least + extra * size
-        resident, optimizer, model = pair(
-            deep(8), working="host", device_memory_limit=limit, clip=0.5
-        )
-        held = sum(r.bytes for r in optimizer.ledger.rows() if r.tier == "device")
-        assert held <= limit
-        sizes.append(len(blocks_of(optimizer)))
-        for tokens in batches(3):
-            assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        assert_same(resident, optimizer, model)
-        optimizer.close()
-    assert sizes == [8, 6, 0]
-    with pytest.raises(DeviceMemoryError, match=r"device_memory_limit is .* needs"):
-        pair(deep(8), working="host", device_memory_limit=least - 1)
-    with pytest.raises(DeviceMemoryError, match=r"resident_blocks = 3, and .* has room for 2"):
-        pair(deep(8), working="host", resident_blocks=3, device_memory_limit=least + 2 * size)
-    with pytest.raises(ValueError, match="resident_blocks = -1 is negative"):
-        pair(deep(8), working="host", resident_blocks=-1)
-    with pytest.raises(DeviceMemoryError, match="working = 'host'"):
-        pair(deep(8), device_memory_limit=least)
-
-
-def test_between_steps_parameters_can_be_read_saved_and_loaded() -> None:
-    resident, optimizer, model = pair(deep(4), working="host", clip=0.5)
-    stream = batches(6)
-    for tokens in stream[:2]:
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    saved = {k: v.clone() for k, v in model.state_dict().items()}
-    for name, param in resident.model.named_parameters():
-        assert torch.equal(saved[name], param), name
-    for tokens in stream[2:4]:
-        train(optimizer, model, [tokens])
-    model.load_state_dict(saved)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, saved[name]), name
-    with torch.no_grad():
-        first = loss_of(model, stream[4])
-    twin = Chain(4).bfloat16()
-    twin.load_state_dict(saved)
-    assert first.item() == loss_of(twin, stream[4]).item()
-    train(optimizer, model, [stream[5]])
 
 
 def test_a_kept_graph_is_run_again() -> None:
@@ -297,37 +219,14 @@ def test_another_order_is_right_and_told_once(caplog: pytest.LogCaptureFixture) 
     assert sum("another order" in record.message for record in caplog.records) == 1
 
 
-def test_an_exception_in_backward_is_survived() -> None:
-    resident, optimizer, model = pair(deep(5), working="host", clip=0.5)
-    stream = batches(5)
-    for tokens in stream[:2]:
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-
-    def fail(_: Tensor) -> Tensor:
-        raise RuntimeError("planted")
-
-    hook = model.layers[2].up.weight.register_hook(fail)
-    with pytest.raises(RuntimeError, match="planted"):
-        optimizer.backward(loss_of(model, stream[2]))
-    hook.remove()
-    for tokens in stream[3:]:
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    assert_same(resident, optimizer, model)
-
-
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", ["chain", "unusual", "frozen", "partly used"])
+@pytest.mark.parametrize(("name", "precision"), [("chain", "bf16"), ("frozen", "fp32")])
 def test_buckets_larger_than_a_staging_slot_go_in_pieces(
-    name: str, precision: str, accum: int, monkeypatch: pytest.MonkeyPatch
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots of 1,000 bytes cut every bucket and parameter. There are as many as the largest bucket
     has pieces, and one more, and no more than a few."""
     monkeypatch.setattr(spec, "STAGING_BYTES", 1000)
-    steps = 10 if precision == "fp16" else 3
-    compare(name, precision, accum=accum, clip=0.5, steps=steps)
-    _, optimizer, _ = pair(make(name), precision, accum=accum)
+    _, optimizer, _ = pair(make(name), precision, accum=2)
     held = {row.owner: row.bytes for row in optimizer.ledger.rows()}
     buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
     pieces = max(-(-bucket.numel * bucket.dtype.itemsize // 1000) for bucket in buckets)
@@ -360,13 +259,3 @@ def test_pieces_of_other_memory_formats(monkeypatch: pytest.MonkeyPatch) -> None
     optimizer.synchronize()
     for name, param in model.named_parameters():
         assert torch.equal(param, resident.params[name]), name
-
-
-def test_a_graph_older_than_its_streamed_weights_raises() -> None:
-    _, optimizer, model = pair(deep(4), working="host")
-    first, second = batches(2)
-    train(optimizer, model, [first])
-    old = model.layers[1](torch.randn(2, 24, dtype=torch.bfloat16)).sum()  # of this block only
-    train(optimizer, model, [second])
-    with pytest.raises(StaleGraphError, match=r"'layers\.1' through a graph"):
-        old.backward()

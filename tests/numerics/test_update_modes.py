@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import offloadtrain as ot
-from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.step.program import modes
 from tests.numerics.comparison import (
     assert_equal,
@@ -70,16 +69,6 @@ def test_a_second_gradient_after_its_update_is_told() -> None:
         loss.backward()
     with pytest.raises(modes.UpdateError, match="between two steps"):
         optimizer.step()
-
-
-def test_a_dropped_step_after_an_update_is_told() -> None:
-    _, optimizer, model = pair(make("chain"), **EARLY)
-    tokens = batches(1)[0]
-    train(optimizer, model, [tokens])
-    optimizer.backward(loss_of(model, tokens))
-    optimizer.zero_grad()
-    with pytest.raises(modes.UpdateError, match="Load a checkpoint"):
-        train(optimizer, model, [tokens])
 
 
 def test_a_loaded_checkpoint_ends_the_trouble() -> None:
@@ -196,44 +185,6 @@ def test_a_second_gradient_undoes_the_guess_of_its_block() -> None:
     assert_same(resident, optimizer, model)
 
 
-def test_it_stops_guessing_where_guesses_are_wrong_and_begins_again() -> None:
-    _, optimizer, model = pair(make("chain"), clip=1e4, **SPECULATIVE)
-    window = modes.SpeculationPolicy.WINDOW
-    guesses = []
-    for number, tokens in enumerate(batches(4 * window)):
-        wrong = number < 2 * window
-        optimizer.backward(loss_of(model, tokens) * (1e6 if wrong else 1.0))
-        optimizer.step()
-        guesses.append(report(optimizer).speculation_hit)
-    assert guesses[:3] == [None, None, None]  # the first one told that the norm is clipped
-    assert guesses[window : 2 * window] == [None] * window
-    assert guesses[-window:] == [True] * window
-
-
-def test_the_memory_limit_decides_how_many_blocks_are_speculated_on() -> None:
-    _, optimizer, _ = pair(make("chain"))
-    base = sum(row.bytes for row in optimizer.ledger.rows() if row.tier == "host")
-    optimizer.close()
-    counts = []
-    for quarters in range(4, 20):
-        try:
-            _, optimizer, model = pair(
-                make("chain"), host_memory_limit=base * quarters // 4, **SPECULATIVE
-            )
-        except HostMemoryError:
-            assert not counts, "a larger limit never fits less"
-            continue
-        for tokens in batches(2):
-            train(optimizer, model, [tokens])
-        held = sum(row.bytes for row in optimizer.ledger.rows() if row.tier == "host")
-        assert held <= base * quarters // 4
-        counts.append(report(optimizer).early_buckets)
-        optimizer.close()
-    assert counts == sorted(counts) and len(set(counts)) > 2
-    with pytest.raises(HostMemoryError, match="host_memory_limit"):
-        pair(make("chain"), host_memory_limit=base // 2, **SPECULATIVE)
-
-
 # ---- delayed ----------------------------------------------------------------------------------
 
 
@@ -301,12 +252,3 @@ def test_the_bytes_that_move(update: str, accum: int) -> None:
         if step >= 2:
             assert report(optimizer).d2h_bytes == 2 * padded * accum
             assert report(optimizer).h2d_bytes == 2 * padded
-
-
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="dynamic loss scaling"):
-        pair(make("chain"), "fp16", skip_nonfinite=False)
-    with pytest.raises(ValueError, match="warmup_steps"):
-        pair(make("chain"), warmup_steps=-1)
-    with pytest.raises(ValueError, match="'exact', 'speculative', 'delayed'"):
-        pair(make("chain"), update="eager")

@@ -139,19 +139,6 @@ def test_a_run_that_is_not_timed_counts_as_long_as_usual(
     lanes.close()
 
 
-@pytest.mark.parametrize("lane", ON_STREAMS[:3])
-@timely
-def test_what_has_not_ended_counts_later(lane: Lane, clock: ManualClock) -> None:
-    with installed(lag_ms=80, clock=clock) as gpu:
-        lanes = LoggedLanes(gpu)
-        lanes.launch(lane, "work", takes(5, clock))
-        done = lanes.record(lane)
-        assert lanes.read_totals().busy_ms[lane] == 0
-        lanes.host_wait(done, "the end")
-        assert lanes.read_totals().busy_ms[lane] == pytest.approx(5)
-        lanes.close()
-
-
 class Slow:
     """An operation of the host lane that begins when compute has begun to wait, and then takes so
     long."""
@@ -353,21 +340,6 @@ def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     lanes.close()
 
 
-@pytest.mark.parametrize("lane", [Lane.H2D, pytest.param(Lane.COMM, marks=pytest.mark.slow)])
-@timely
-def test_an_event_behind_a_wait_alone(lanes: LoggedLanes, lane: Lane) -> None:
-    """Nothing is launched between them: the event stands for the wait."""
-    opened = threading.Event()
-    lanes.launch(Lane.LOAD, "slow", lambda: opened.wait(LONGEST_S))
-    lanes.wait(lane, lanes.record(Lane.LOAD), "in turn")
-    behind: Any = lanes.record(lane)
-    assert not behind.issued.is_set()
-    time.sleep(0.02)
-    assert not behind.issued.is_set()
-    opened.set()
-    lanes.host_wait(behind, "the wait")
-
-
 @timely
 def test_nothing_runs_after_a_failure(gpu: Gpu) -> None:
     lanes, gate = LoggedLanes(gpu), Gate()
@@ -462,12 +434,6 @@ def test_a_thread_that_has_no_device_fails_its_lane(
     lanes.close()
 
 
-@timely
-def test_events_of_other_lanes_are_refused(lanes: LoggedLanes) -> None:
-    with pytest.raises(TypeError, match="not recorded by these lanes"):
-        lanes.wait(Lane.HOST, LaneEvent(), "nothing")
-
-
 # ---- whatever is around them
 
 
@@ -489,19 +455,6 @@ def test_a_stream_of_the_user_s(gpu: Gpu, lanes: LoggedLanes) -> None:
         with gpu.stream(*streams) if streams else torch.no_grad():
             lanes.launch(Lane.COMPUTE, "write", nothing, [], [memory.whole])
     assert gpu.log.faults() == []
-
-
-@timely
-def test_bytes_of_a_timeline_that_begins_amid_work(lanes: LoggedLanes) -> None:
-    memory, gate = Buffer("memory", torch.zeros(64)), threading.Event()
-    lanes.launch(Lane.LOAD, "load", lambda *_: gate.wait(LONGEST_S), [], [memory.first(16)])
-    lanes.launch(Lane.LOAD, "load", nothing, [], [memory.first(16)])
-    lanes.start_timeline()
-    lanes.launch(Lane.LOAD, "load", nothing, [], [memory.first(32)])
-    gate.set()
-    assert [one for one in lanes.end_timeline().intervals if one.lane == "load"][
-        -1
-    ].num_bytes == 128
 
 
 @timely

@@ -13,14 +13,6 @@ from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.tiers import Tier
 
 
-def test_an_operation_gets_exactly_its_views() -> None:
-    lanes, buffer = SequentialLanes(), Buffer("b", torch.arange(10.0))
-    seen: list[torch.Tensor] = []
-    lanes.launch(Lane.HOST, "look", lambda *v: seen.extend(v), [buffer.first(3)], [buffer.whole])
-    assert [v.numel() for v in seen] == [3, 10]
-    assert seen[0].data_ptr() == buffer.flat.data_ptr()
-
-
 def test_transfers_are_counted_and_keep_the_dtype() -> None:
     lanes = SequentialLanes()
     source, target = Buffer("s", torch.ones(8)), Buffer("t", torch.zeros(8))
@@ -35,12 +27,6 @@ def test_transfers_are_counted_and_keep_the_dtype() -> None:
 def test_foreign_events_are_refused() -> None:
     with pytest.raises(TypeError, match="not recorded by these lanes"):
         SequentialLanes().wait(Lane.HOST, LaneEvent(), "nothing")
-
-
-def test_poison_shows_a_stale_read() -> None:
-    lanes, buffer = SequentialLanes(), Buffer("b", torch.zeros(4))
-    lanes.poison = True
-    assert lanes.alloc(buffer.whole, Lane.D2H).view.isnan().all()
 
 
 def test_the_arena_books_exact_sizes_and_gives_them_back() -> None:

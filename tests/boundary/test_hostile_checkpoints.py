@@ -53,7 +53,7 @@ def commands(folder: Path, run: Path) -> dict[str, list[str]]:
     }
 
 
-def said(capsys: Captured, *arguments: str) -> int:
+def check_command(capsys: Captured, *arguments: str) -> int:
     with not_for_ever():
         code = main(list(arguments))
     out, err = capsys.readouterr()
@@ -91,4 +91,4 @@ def test_no_command_trusts_a_checkpoint(
     if request.config.getoption("--level") != "full":
         names = [*random.Random(kind).sample(names[:-1], 2), names[-1]]
     for name in names:
-        said(capsys, *wanted[name])
+        check_command(capsys, *wanted[name])

@@ -37,16 +37,16 @@ UNPRINTABLE = [
 @given(st.text(st.characters()))
 def test_what_is_printable_stays_and_what_is_not_goes(text: str) -> None:
     clean = sanitize(text)
-    assert all(one.isprintable() or one in "\n\t" for one in clean) and len(clean) == len(text)
+    assert all(item.isprintable() or item in "\n\t" for item in clean) and len(clean) == len(text)
     assert sanitize(clean) == clean and one_line(text).isprintable()
     if text.isprintable():
         assert clean == text
 
 
 def test_each_character_that_a_terminal_obeys_is_replaced() -> None:
-    passed = [one for one in UNPRINTABLE if one in sanitize(f"a{one}b") and one not in "\n\t"]
+    passed = [item for item in UNPRINTABLE if item in sanitize(f"a{item}b") and item not in "\n\t"]
     assert passed == []
-    assert [one for one in UNPRINTABLE if not one_line(f"a{one}b").isprintable()] == []
+    assert [item for item in UNPRINTABLE if not one_line(f"a{item}b").isprintable()] == []
 
 
 def test_lines_tabs_letters_and_wide_blanks_stay() -> None:

@@ -37,11 +37,11 @@ class Copies:
     def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None:
         time.sleep(0.001)
         for part, values in parts:
-            own = values[: part.hi - part.lo].to("cpu", copy=True)
-            self.parts.setdefault(bucket, {})[part] = own
+            copied = values[: part.hi - part.lo].to("cpu", copy=True)
+            self.parts.setdefault(bucket, {})[part] = copied
 
     @property
-    def found(self) -> dict[str, list[Tensor]]:
+    def buffers(self) -> dict[str, list[Tensor]]:
         """Bucket → its buffers; each value was written once."""
         return {bucket: _joined(parts) for bucket, parts in sorted(self.parts.items())}
 
@@ -91,20 +91,20 @@ def trained(lanes: Lanes, name: str, state: str, precision: str, **options: Any)
         assert [flat.numel for flat in layout] == [
             field.numel()
             for name in dict.fromkeys(f.bucket for f in layout)
-            for field in writer.found[name]
+            for field in writer.buffers[name]
         ]
     optimizer.close()
-    return [writer.found for writer in writers], weights
+    return [writer.buffers for writer in writers], weights
 
 
-def same(found: Any, expected: Any) -> None:
-    for mine, other in zip(found[0], expected[0], strict=True):
-        assert mine.keys() == other.keys()
+def same(actual: Any, expected: Any) -> None:
+    for buffers, other in zip(actual[0], expected[0], strict=True):
+        assert buffers.keys() == other.keys()
         for bucket, fields in other.items():
-            for field, value in zip(mine[bucket], fields, strict=True):
+            for field, value in zip(buffers[bucket], fields, strict=True):
                 assert torch.equal(field, value), bucket
     for key, value in expected[1].items():
-        assert torch.equal(found[1][key], value), key
+        assert torch.equal(actual[1][key], value), key
 
 
 SPILLS = (14 * SPILL_BLOCK, 0, 1 << 20, 5 * SPILL_BLOCK)

@@ -40,11 +40,11 @@ def test_a_step_s_busy_times_are_the_sums_of_its_intervals(options: dict[str, An
         report = optimizer.last_step
         assert report is not None
         wall_ms = 1e3 * (time.perf_counter() - began)
-        kept: Counter[str] = Counter()
+        in_timeline: Counter[str] = Counter()
         for interval in report.timeline:
-            kept[interval.lane] += interval.duration_ms
+            in_timeline[interval.lane] += interval.duration_ms
         for lane in set(Lane) - {Lane.COMPUTE}:
-            assert report.busy_ms[lane] == pytest.approx(kept[lane], abs=1e-6)
+            assert report.busy_ms[lane] == pytest.approx(in_timeline[lane], abs=1e-6)
         assert report.busy_ms["host"] > 0 and report.busy_ms["d2h"] > 0
         assert 0 < report.busy_ms["compute"] < wall_ms - report.exposed_ms
 
@@ -52,17 +52,17 @@ def test_a_step_s_busy_times_are_the_sums_of_its_intervals(options: dict[str, An
 def test_a_wait_is_blamed_on_what_worked_meanwhile() -> None:
     """For an upload, that waits for Adam, that waits for gradients; the rest is the upload's."""
 
-    def one(lane: str, name: str, start_ms: float, end_ms: float) -> Interval:
+    def interval(lane: str, name: str, start_ms: float, end_ms: float) -> Interval:
         return Interval(lane, name, start_ms, end_ms - start_ms)
 
     timeline = [
-        one("compute", "forward", 0, 30),
-        one("wait", "h2d", 10, 20),
-        one("d2h", "grad 1", 5, 12),
-        one("host", "adam 1", 11, 16),
-        one("load", "beside", 10, 20),
-        one("h2d", "h2d 1", 16.5, 19),
-        one("wait", "host", 40, 41),
+        interval("compute", "forward", 0, 30),
+        interval("wait", "h2d", 10, 20),
+        interval("d2h", "grad 1", 5, 12),
+        interval("host", "adam 1", 11, 16),
+        interval("load", "beside", 10, 20),
+        interval("h2d", "h2d 1", 16.5, 19),
+        interval("wait", "host", 40, 41),
     ]
     assert exposed_by_lane(timeline) == pytest.approx(
         {"h2d": 2.5 + 0.5 + 1.0, "host": 5.0 + 1.0, "d2h": 1.0}
@@ -86,9 +86,9 @@ def test_the_waits_of_a_sampled_step_are_its_exposed_time(
         optimizer.step()
         report = optimizer.last_step
         assert report is not None
-        waits = [one for one in report.timeline if one.lane == "wait"]
-        assert {one.name for one in waits} <= {"d2h", "host", "h2d", "load"}
-        waited_ms = sum(one.duration_ms for one in waits)
+        waits = [wait for wait in report.timeline if wait.lane == "wait"]
+        assert {wait.name for wait in waits} <= {"d2h", "host", "h2d", "load"}
+        waited_ms = sum(wait.duration_ms for wait in waits)
         assert sum(report.exposed_by_lane.values()) == pytest.approx(waited_ms)
         exposed_ms = optimizer._engine.lanes.read_totals().exposed_ms - before_ms
         assert waited_ms <= exposed_ms + 1e-6  # the rest is the wait at the end of the sampling
@@ -113,7 +113,7 @@ def test_copies_in_a_timeline_have_their_bytes(lanes: type[Lanes], accum: int) -
     report = optimizer.last_step
     assert report is not None
     moved = {
-        lane: sum(one.num_bytes for one in report.timeline if one.lane == lane)
+        lane: sum(item.num_bytes for item in report.timeline if item.lane == lane)
         for lane in ("d2h", "h2d", "compute", "host")
     }
     assert moved == {"d2h": report.d2h_bytes, "h2d": report.h2d_bytes, "compute": 0, "host": 0}
@@ -138,9 +138,9 @@ def test_a_sampled_step_waits_for_no_lane() -> None:
     report = optimizer.last_step
     assert report is not None and lanes.host_progress().ended < lanes.host_progress().launched
     opened[1].set()
-    names = [one.name for one in report.timeline if one.lane == "host"]
+    names = [item.name for item in report.timeline if item.lane == "host"]
     assert names.count("adam layers.0") == 2 and "in front of the first update" in names
-    assert {one.lane for one in report.timeline} >= {"compute", "d2h", "host", "h2d"}
+    assert {item.lane for item in report.timeline} >= {"compute", "d2h", "host", "h2d"}
     optimizer.backward(loss_of(model, first))
     optimizer.step()
     assert optimizer.last_step is not None and optimizer.last_step.timeline == ()

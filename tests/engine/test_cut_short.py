@@ -67,10 +67,10 @@ def micro_steps(optimizer: ot.OffloadOptimizer, model: Chain, step: int, accum: 
 
 def bits(optimizer: ot.OffloadOptimizer, model: Chain) -> dict[str, torch.Tensor]:
     optimizer.synchronize()
-    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result = {name: p.detach().clone() for name, p in model.named_parameters()}
     for name, tensors in optimizer.named_state():
-        found |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
-    return found
+        result |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
+    return result
 
 
 def trained(options: dict[str, Any], fails_after: int | None) -> tuple[dict[str, Any], bool, Any]:
@@ -92,10 +92,10 @@ def trained(options: dict[str, Any], fails_after: int | None) -> tuple[dict[str,
             optimizer.zero_grad()
         micro_steps(optimizer, model, step, accum)
         optimizer.step()
-    found = bits(optimizer, model)
+    result = bits(optimizer, model)
     optimizer.close()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    return found, failed, lanes.program
+    return result, failed, lanes.program
 
 
 @pytest.mark.cover(0, 1)
@@ -103,11 +103,11 @@ def trained(options: dict[str, Any], fails_after: int | None) -> tuple[dict[str,
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"streamed, delayed"}))
 def test_a_step_that_was_given_up_leaves_nothing_behind(name: str, after: int) -> None:
     expected, _, _ = trained(OPTIONS[name], None)
-    found, failed, program = trained(OPTIONS[name], after)
+    actual, failed, program = trained(OPTIONS[name], after)
     assert failed or after > 10, "there are at least so many calls in a forward and a backward"
     assert prove(program) == []
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -84,17 +84,17 @@ def test_out_of_scope_leaves_what_close_leaves(
         del optimizer
         gc.collect()
         assert not any(row.bytes for row in ledger.rows() if row.tier == "host")
-        found = weights(net)
+        result = weights(net)
         assert all(type(param) is nn.Parameter for param in net.parameters())
         loss_of(net, batches(1)[0]).backward()
         assert all(param.grad is not None for param in net.parameters())
         net.zero_grad()
         train(net, offloaded(net, tmp_path, **options), 1)  # a dead optimizer counts as closed
-        return found
+        return result
 
-    expected, found = run(close=True), run(close=False)
+    expected, result = run(close=True), run(close=False)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(result[name], value), name
 
 
 def test_model_and_optimizer_are_freed_together(tmp_path: Path) -> None:

@@ -50,25 +50,25 @@ def train(optimizer: ot.OffloadOptimizer, net: nn.Module, steps: int) -> list[fl
 
 
 def state(optimizer: ot.OffloadOptimizer) -> dict[str, Tensor]:
-    found = {}
+    result = {}
     for name, tensors in optimizer.named_state():
-        found |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
-    return found
+        result |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
+    return result
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
 
 
 @pytest.mark.cover(1, 2)
-@pytest.mark.parametrize(("kept", "precision"), FORMATS)
+@pytest.mark.parametrize(("state_format", "precision"), FORMATS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_loaded_after_offload_is_as_given_before_it(
-    placement: str, kept: str, precision: str
+    placement: str, state_format: str, precision: str
 ) -> None:
-    options = {"state": kept, "precision": precision, **PLACEMENTS[placement]}
+    options = {"state": state_format, "precision": precision, **PLACEMENTS[placement]}
     if precision == "fp16":
         options.pop("skip_nonfinite", None)
     weights, before, after = made(1).state_dict(), made(1), made(2)
@@ -130,14 +130,14 @@ class Renaming(nn.Linear):
 
 def test_values_that_cannot_be_found_again_are_told(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Sequential(Renaming(4, 4), nn.Linear(4, 1))
-    given = {k.replace("0.weight", "0.old_weight"): v for k, v in net.state_dict().items()}
-    given = {name: value + 0.001 for name, value in given.items()}
+    loaded = {k.replace("0.weight", "0.old_weight"): v for k, v in net.state_dict().items()}
+    loaded = {name: value + 0.001 for name, value in loaded.items()}
     optimizer = offloaded(net)
     with caplog.at_level(logging.WARNING, "offloadtrain.engine.weights"):
-        net.load_state_dict(given)
+        net.load_state_dict(loaded)
     masters = {name: tensors["master"] for name, tensors in optimizer.named_state()}
-    assert torch.equal(masters["1.weight"], given["1.weight"])
-    assert torch.equal(masters["0.weight"], given["0.old_weight"].bfloat16().float())
+    assert torch.equal(masters["1.weight"], loaded["1.weight"])
+    assert torch.equal(masters["0.weight"], loaded["0.old_weight"].bfloat16().float())
     assert "'0.weight'" in caplog.text and "bfloat16" in caplog.text
 
 

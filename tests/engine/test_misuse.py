@@ -38,8 +38,8 @@ class Expanded(nn.Module):
 class Overlapping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Parameter(torch.zeros(4))
-        self.two = nn.Parameter(self.one.data[2:])
+        self.first = nn.Parameter(torch.zeros(4))
+        self.second = nn.Parameter(self.first.data[2:])
 
 
 class Complex(nn.Module):
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.LazyLinear(2), "'weight' is not initialised"),
     "gradient left": (with_gradient, "'weight' has a gradient already"),
     "expanded": (Expanded, "'weight' is an expanded view"),
-    "overlapping": (Overlapping, "'one' and 'two' share memory"),
+    "overlapping": (Overlapping, "'first' and 'second' share memory"),
 }
 
 

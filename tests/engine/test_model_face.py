@@ -92,15 +92,15 @@ def test_a_copy_holds_the_newest_weights(
     for tokens in batches(steps):
         optimizer.backward(loss_of(net, tokens))
         optimizer.step()
-    part, twin = COPIES[how](net.layers[1]), COPIES[how](net)
-    assert all(type(param) is nn.Parameter for param in twin.parameters())
+    part, copied = COPIES[how](net.layers[1]), COPIES[how](net)
+    assert all(type(param) is nn.Parameter for param in copied.parameters())
     expected = net.state_dict()
-    for name, value in twin.state_dict().items():
+    for name, value in copied.state_dict().items():
         assert torch.equal(value, expected[name]), name
     for name, value in part.state_dict().items():
         assert torch.equal(value, expected[f"layers.1.{name}"]), name
-    loss_of(twin, batches(1)[0]).backward()
-    assert [p.grad is not None for p in twin.parameters()] == [
+    loss_of(copied, batches(1)[0]).backward()
+    assert [p.grad is not None for p in copied.parameters()] == [
         p.requires_grad for p in net.parameters()
     ]
     optimizer.backward(loss_of(net, batches(1)[0]))

@@ -55,8 +55,8 @@ class Sampled:
         assert self._sampled.acquire(timeout=60) and self._sampled.acquire(timeout=60)
 
 
-def live(found: Sampled) -> schema.LiveMemory:
-    (record,) = found.records
+def live(actual: Sampled) -> schema.LiveMemory:
+    (record,) = actual.records
     assert isinstance(record, schema.LiveMemory)
     return record
 
@@ -67,20 +67,20 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
     """Activations that are gone before anybody looks: the allocator's own peak tells."""
     gpu.take(24 * GIB)
     counters = AllocatorCounters(DEVICE, gpu.free)
-    found = Sampled(tmp_path / "ring", counters)
-    found.sampler.step_begins(1)
-    found.two_more()
+    result = Sampled(tmp_path / "ring", counters)
+    result.sampler.step_begins(1)
+    result.two_more()
     gpu.take(5 * GIB)
     gpu.take(-5 * GIB)
-    found.two_more()
-    found.sampler.step_ends()
+    result.two_more()
+    result.sampler.step_ends()
     assert counters.step_ends() == 29 * GIB
     gpu.take(GIB)
     gpu.take(-GIB)
     assert counters.step_ends() == 25 * GIB  # the next step's own
     assert counters.run_peak == 29 * GIB
-    found.sampler.close()
-    record = live(found)
+    result.sampler.close()
+    record = live(result)
     assert record.allocated_kib == (24 << 20, 24 << 20, 29 << 20)
     assert record.reserved_kib == (24 << 20, 29 << 20, 29 << 20)
     assert record.free_kib[1] == 3 << 20
@@ -90,17 +90,17 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
 @pytest.mark.slow
 def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
     """A block that is touched and freed within the run is in the peak and in the least."""
-    found = Sampled(tmp_path / "ring", None)
-    found.sampler.step_begins(1, follow=True)
-    found.two_more()
+    result = Sampled(tmp_path / "ring", None)
+    result.sampler.step_begins(1, follow=True)
+    result.two_more()
     block = bytearray(96 << 20)
     block[::4096] = b"x" * len(block[::4096])
-    found.two_more()
+    result.two_more()
     del block
-    found.two_more()
-    peak, curve = found.sampler.step_ends()
-    found.sampler.close()
-    record = live(found)
+    result.two_more()
+    peak, curve = result.sampler.step_ends()
+    result.sampler.close()
+    record = live(result)
     least, _, most = record.rss_kib
     assert most - least > 90 << 10 and peak >> 10 == most
     assert not record.allocated_kib and record.available_kib and record.page_cache_kib
@@ -111,13 +111,13 @@ def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_ring_has_every_sample_and_the_thread_ends(gpu: FakeAllocator, tmp_path: Path) -> None:
-    found = Sampled(tmp_path / "ring", AllocatorCounters(DEVICE, gpu.free))
-    found.two_more()
+    result = Sampled(tmp_path / "ring", AllocatorCounters(DEVICE, gpu.free))
+    result.two_more()
     gpu.take(GIB)
-    found.two_more()
-    found.sampler.close()
-    found.sampler.close()
-    points = found.reader.poll()
+    result.two_more()
+    result.sampler.close()
+    result.sampler.close()
+    points = result.reader.poll()
     assert points[0].allocated == 0 and points[-1].allocated == GIB
     assert [point.time_s for point in points] == sorted(point.time_s for point in points)
     assert not any(thread.name == "memory-sampler" for thread in threading.enumerate())
@@ -131,11 +131,11 @@ def test_a_full_disk_ends_the_ring_and_not_the_records(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RingWriter, "write", full)
-    found = Sampled(tmp_path / "ring", None)
-    found.two_more()
-    found.two_more()
-    found.sampler.close()
-    assert live(found).rss_kib
+    result = Sampled(tmp_path / "ring", None)
+    result.two_more()
+    result.two_more()
+    result.sampler.close()
+    assert live(result).rss_kib
 
 
 @pytest.mark.slow

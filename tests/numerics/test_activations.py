@@ -94,9 +94,9 @@ def test_the_peak_does_not_grow_with_depth(working: str) -> None:
     GPU run keeps on the host."""
     shallow, deep = (peak_bytes(n, activation="offload", working=working) for n in (4, 24))
     assert deep - shallow == 20 * torch.get_rng_state().nbytes
-    kept = 3 * 40 * 10 * WIDTH * 2
+    input_bytes = 3 * 40 * 10 * WIDTH * 2
     recomputed = peak_bytes(24, activation="recompute") - peak_bytes(4, activation="recompute")
-    assert recomputed >= 20 * kept
+    assert recomputed >= 20 * input_bytes
     assert peak_bytes(24) - peak_bytes(4) > 4 * recomputed
 
 
@@ -246,10 +246,10 @@ print(sum(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in gc.get_
 @pytest.mark.slow
 def test_the_first_step_of_a_process_leaves_no_graph() -> None:
     """Neither to Python's garbage collector: logits are large."""
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FIRST_STEP], capture_output=True, check=True
     )
-    assert found.stdout.split() == [b"0"]
+    assert result.stdout.split() == [b"0"]
 
 
 class Exploding(Chain):
@@ -294,13 +294,13 @@ def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That of torch 2.9 leaves its hooks on whatever follows, as long as the exception lives."""
-    original, seen = recompute.checkpoint, list[BaseException]()
+    original, errors = recompute.checkpoint, list[BaseException]()
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except BaseException as error:
-            seen.append(error)
+            errors.append(error)
             raise
 
     monkeypatch.setattr(recompute, "checkpoint", watched)
@@ -309,7 +309,7 @@ def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
     model.fuse.explode_at = 1
     with pytest.raises(RuntimeError, match="planted") as raised:
         loss_of(model, batches(1)[0])
-    assert not seen
+    assert not errors
     for tokens in batches(2):
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     assert_same(resident, optimizer, model)
@@ -331,16 +331,16 @@ class Aligned(nn.Module):
 
 def test_functions_that_a_mode_decomposes_run_again_alike() -> None:
     torch.manual_seed(0)
-    kept = nn.Sequential(Aligned(), Aligned())
-    model = copy.deepcopy(kept)
+    plain = nn.Sequential(Aligned(), Aligned())
+    model = copy.deepcopy(plain)
     options: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
-    pair = ot.offload(kept, **options), ot.offload(model, **options, activation="recompute")
+    pair = ot.offload(plain, **options), ot.offload(model, **options, activation="recompute")
     for _ in range(2):
         x = torch.randn(2, 4, 8)
-        for optimizer, one in zip(pair, (kept, model), strict=True):
-            optimizer.backward(one(x).square().mean())
+        for optimizer, item in zip(pair, (plain, model), strict=True):
+            optimizer.backward(item(x).square().mean())
             optimizer.step()
-    assert all(map(torch.equal, kept.state_dict().values(), model.state_dict().values()))
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
 
 
 def test_a_model_is_pickled_without_its_recompute() -> None:

@@ -104,10 +104,10 @@ def test_writes_through_views_of_the_state_are_no_damage(
 ) -> None:
     """The same calls in the same order have the bits of state on the host."""
     expected = _states_after_calls(SequentialLanes(), seed, state=state, working="host")
-    found = _states_after_calls(LANES[lanes](), seed, state=state, **disk, **ALL_ON_DISK)
-    assert found.keys() == expected.keys()
+    actual = _states_after_calls(LANES[lanes](), seed, state=state, **disk, **ALL_ON_DISK)
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        assert torch.equal(actual[key], value), key
 
 
 def test_a_write_without_synchronize_is_no_damage_and_hides_none(disk: dict[str, Any]) -> None:
@@ -150,13 +150,13 @@ def _states_after_calls(lanes: Lanes, seed: int, **options: Any) -> dict[str, Te
     for batch in tokens[1:]:
         random.choice(calls)()
         train(optimizer, model, [batch])
-    found = {
+    result = {
         f"{name} {key}": value.clone()
         for name, fields in optimizer.named_state()
         for key, value in fields.items()
     }
     optimizer.close()
-    return found
+    return result
 
 
 def offloaded(model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
@@ -180,7 +180,7 @@ def _file_of(bucket: Bucket, field: str) -> Tensor:
         return bucket.buffer(Memory.GRADIENT_FILE).flat
     if field == "streamed weights":
         return bucket.load_source.flat
-    names = [one.name for one in bucket.format.fields(bucket.spec.moments)]
+    names = [item.name for item in bucket.format.fields(bucket.spec.moments)]
     return bucket.state[names.index(field)].flat
 
 

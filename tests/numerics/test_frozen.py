@@ -133,9 +133,9 @@ def test_they_count_in_the_limits() -> None:
     def offload(**limits: int) -> ot.OffloadOptimizer:
         return pair(Adapters(16), working="host", **limits)[1]
 
-    whole = offload()
-    needed, on_device = whole.ledger.total(Tier.HOST), whole.ledger.total(Tier.DEVICE)
-    whole.close()
+    unlimited = offload()
+    needed, on_device = unlimited.ledger.total(Tier.HOST), unlimited.ledger.total(Tier.DEVICE)
+    unlimited.close()
     offload(host_memory_limit=needed).close()
     with pytest.raises(HostMemoryError, match="frozen weights"):
         offload(host_memory_limit=needed // 2)

@@ -183,7 +183,7 @@ def test_a_group_says_whose_it_is_and_with_which_hyperparameters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "message"),
     [
         ([{"use_muon": True}], "'embed.weight' of shape .37, 24. is|'layers.0.norm.weight' of"),
         ([{"use_muon": False}], "found no hidden matrix, a 2-D parameter in a list of layers"),
@@ -196,22 +196,22 @@ def test_a_group_says_whose_it_is_and_with_which_hyperparameters() -> None:
         ([{"betas": (1.0, 0.9)}], "are not two numbers"),
     ],
 )
-def test_wrong_groups_are_refused(groups: list[dict[str, Any]], said: str) -> None:
+def test_wrong_groups_are_refused(groups: list[dict[str, Any]], message: str) -> None:
     model = make("chain")
-    whole = [{"params": list(model.parameters()), **group} for group in groups]
-    with pytest.raises((ModelError, ValueError), match=said):
-        ot.offload(model, RULE, device="cpu", params=whole)
+    complete = [{"params": list(model.parameters()), **group} for group in groups]
+    with pytest.raises((ModelError, ValueError), match=message):
+        ot.offload(model, RULE, device="cpu", params=complete)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"state": "int8"}, "state = 'int8' and Muon: .* Use state = 'fp32' or 'split16'"),
         ({"update": "speculative"}, "update = 'speculative' and Muon: .* 'exact' or 'delayed'"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ot.offload(make("chain"), RULE, device="cpu", **options)
 
 

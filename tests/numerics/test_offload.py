@@ -59,8 +59,8 @@ def test_groups_have_their_own_hyperparameters() -> None:
         return {"lr": 3e-2, "weight_decay": 0.0} if name.endswith(("bias", "norm.weight")) else {}
 
     model = make("chain")
-    twin = copy.deepcopy(model)
-    resident = ResidentRun(twin, torch.bfloat16, groups=of)
+    plain_model = copy.deepcopy(model)
+    resident = ResidentRun(plain_model, torch.bfloat16, groups=of)
     plain = [p for n, p in model.named_parameters() if not of(n)]
     other = [p for n, p in model.named_parameters() if of(n)]
     optimizer = ot.offload(
@@ -76,12 +76,12 @@ def test_groups_have_their_own_hyperparameters() -> None:
 
 def test_a_scheduler_of_torch_drives_the_learning_rate() -> None:
     resident, optimizer, model = pair(make("chain"))
-    mine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    theirs = torch.optim.lr_scheduler.CosineAnnealingLR(resident.adam, 5)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    plain_schedule = torch.optim.lr_scheduler.CosineAnnealingLR(resident.adam, 5)
     for tokens in batches(4):
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        mine.step()
-        theirs.step()
+        schedule.step()
+        plain_schedule.step()
     assert_same(resident, optimizer, model)
 
 

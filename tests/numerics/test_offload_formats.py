@@ -25,15 +25,15 @@ def train(optimizer: ot.OffloadOptimizer, model: nn.Module, micro: list[Tensor])
 
 
 def test_another_seed_has_other_bits() -> None:
-    found = []
+    results = []
     for seed in (0, 1):
         torch.manual_seed(0)
         model = Chain()
         optimizer = ot.offload(model, device="cpu", state="split16", seed=seed)
         for tokens in batches(3):
             train(optimizer, model, [tokens])
-        found.append(torch.cat([s["exp_avg_sq"].flatten() for _, s in optimizer.named_state()]))
-    assert not torch.equal(*found)
+        results.append(torch.cat([s["exp_avg_sq"].flatten() for _, s in optimizer.named_state()]))
+    assert not torch.equal(*results)
 
 
 @pytest.mark.parametrize("state", ["split16", "int8"])
@@ -46,15 +46,17 @@ def test_state_of_another_format_is_taken_over(state: str) -> None:
     other = Chain()
     target = ot.offload(other, ot.AdamW(lr=1e-2), device="cpu", state=state)
     target.load_state_dict(saved)
-    for (name, kept), (_, narrow) in zip(source.named_state(), target.named_state(), strict=True):
+    for (name, tensors), (_, narrow) in zip(
+        source.named_state(), target.named_state(), strict=True
+    ):
         fields = tuple(value.reshape(-1) for value in narrow.values())
         kind = kernels.Split16State if state == "split16" else kernels.Int8State
         values = kernels.to_fp32(kind(*fields))
         bound = 0.0 if state == "split16" else 2.0**-16
-        master = kept["master"].reshape(-1)
+        master = tensors["master"].reshape(-1)
         assert bool(((values.master - master).abs() <= bound * master.abs()).all()), name
-        largest = kept["exp_avg"].abs().max()
-        error = (values.exp_avg - kept["exp_avg"].reshape(-1)).abs().max()
+        largest = tensors["exp_avg"].abs().max()
+        error = (values.exp_avg - tensors["exp_avg"].reshape(-1)).abs().max()
         assert error <= largest / 16, name
     assert target.state_dict()["state"][0]["step"] == 4
 
@@ -66,8 +68,8 @@ def test_wide_state_is_taken_back_from_narrow() -> None:
     other = Chain()
     target = ot.offload(other, ot.AdamW(lr=1e-2), device="cpu")
     target.load_state_dict(copy.deepcopy(source.state_dict()))
-    for (_, kept), (_, wide) in zip(source.named_state(), target.named_state(), strict=True):
-        fields = (value.reshape(-1) for value in kept.values())
+    for (_, state), (_, wide) in zip(source.named_state(), target.named_state(), strict=True):
+        fields = (value.reshape(-1) for value in state.values())
         master = kernels.master_of(kernels.Split16State(*fields))
         assert torch.equal(wide["master"].reshape(-1), master)
 

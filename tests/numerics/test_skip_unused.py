@@ -31,9 +31,11 @@ def pair(
 ) -> tuple[SkippingRun, ot.OffloadOptimizer, Routed]:
     torch.manual_seed(0)
     model = Routed()
-    twin = copy.deepcopy(model)
+    plain_model = copy.deepcopy(model)
     optimizer = offloaded(model, precision, accum=accum, clip=clip, **options)
-    resident = SkippingRun(twin, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale)
+    resident = SkippingRun(
+        plain_model, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale
+    )
     return resident, optimizer, model
 
 
@@ -180,18 +182,18 @@ def test_narrow_state(state: str, working: str) -> None:
     for tokens in batches(6):
         assert train(optimizer, model, [tokens]) == run.step([tokens], loss_of)
     optimizer.synchronize()
-    for name, found in optimizer.named_state():
+    for name, actual in optimizer.named_state():
         fields = run.kept[name]
         for spec, expected in zip(fields.format.fields(ADAM), fields, strict=True):
-            assert torch.equal(found[spec.name].reshape(-1), expected), (name, spec.name)
+            assert torch.equal(actual[spec.name].reshape(-1), expected), (name, spec.name)
 
 
 def everything(optimizer: ot.OffloadOptimizer, model: Routed) -> dict[str, Tensor]:
     optimizer.synchronize()
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    result = {name: param.detach().clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
-        found |= {f"{name} {k}": x.clone() for k, x in optimizer.state[param].items()}
-    return found
+        result |= {f"{name} {k}": x.clone() for k, x in optimizer.state[param].items()}
+    return result
 
 
 @pytest.mark.parametrize("state", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
@@ -209,10 +211,10 @@ def test_a_resumed_run_knows_the_steps_of_each_expert(state: str) -> None:
     second.load_state_dict(saved)
     for tokens in stream[4:]:
         train(second, other, [tokens])
-    expected, found = everything(straight, model), everything(second, other)
-    assert expected.keys() == found.keys()
+    expected, actual = everything(straight, model), everything(second, other)
+    assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.slow
@@ -246,7 +248,9 @@ def test_without_it_the_state_of_skipped_experts_is_refused() -> None:
 
 def test_unused_experts_cross_no_bus_upwards_and_no_memory_of_their_state_changes() -> None:
     resident, optimizer, model = pair()
-    whole = sum(bucket.spec.nbytes for block in optimizer._blocks for bucket in block.buckets)
+    weight_bytes = sum(
+        bucket.spec.nbytes for block in optimizer._blocks for bucket in block.buckets
+    )
     experts = [b for block in optimizer._blocks for b in block.buckets if b.usage is not None]
     for number, tokens in enumerate(batches(4)):
         before = {bucket.name: bucket.state[0].flat.clone() for bucket in experts}
@@ -260,16 +264,18 @@ def test_unused_experts_cross_no_bus_upwards_and_no_memory_of_their_state_change
             for key in keys
             if ("stacked" in name or "separate" in name) and key not in used
         )
-        padding = whole - 2 * sum(param.numel() for param in model.parameters())
+        padding = weight_bytes - 2 * sum(param.numel() for param in model.parameters())
         moved = optimizer.lanes.totals.h2d_bytes - up
-        assert unused > 0 and whole - unused - padding <= moved <= whole - unused, number
+        assert unused > 0 and weight_bytes - unused - padding <= moved <= weight_bytes - unused, (
+            number
+        )
         for bucket in experts:
             for slot in bucket.slots:
                 old, new = slot.view(before[bucket.name]), slot.view(bucket.state[0].flat)
                 parts = enumerate(zip(old, new, strict=True)) if "stacked" in slot.name else []
-                for expert, (one, other) in parts:
+                for expert, (part, other) in parts:
                     moved = f"{slot.name}[{expert}]" in used
-                    assert torch.equal(one, other) is not moved
+                    assert torch.equal(part, other) is not moved
     assert_same(resident, optimizer, model)
 
 
@@ -286,9 +292,9 @@ def test_what_cannot_be_skipped_is_refused() -> None:
     model.odd = nn.Module()
     model.odd.odd = nn.Parameter(torch.zeros(3, 5, 5))
     for options, error in REFUSED:
-        given = dict(options)
+        arguments = dict(options)
         with pytest.raises(ValueError, match=error):
-            ot.offload(model, given.pop("rule", None), device="cpu", **given)
+            ot.offload(model, arguments.pop("rule", None), device="cpu", **arguments)
 
 
 # ---- the program -------------------------------------------------------------------------------
@@ -299,11 +305,11 @@ def test_what_cannot_be_skipped_is_refused() -> None:
 def test_a_lost_device_leaves_whole_steps(place: str) -> None:
     """Wherever it is lost, state and step counts are those behind a step."""
     after: list[dict[str, Tensor]] = []
-    _, whole, model = pair(**PLACES[place])
+    _, unbroken, model = pair(**PLACES[place])
     for tokens in batches(4):
-        train(whole, model, [tokens])
-        whole.synchronize()
-        after.append(state_of(whole))
+        train(unbroken, model, [tokens])
+        unbroken.synchronize()
+        after.append(state_of(unbroken))
     saved = 0
     for point in range(0, 400, 7):
         lanes = LosingLanes(SequentialLanes())
@@ -318,8 +324,8 @@ def test_a_lost_device_leaves_whole_steps(place: str) -> None:
         except (ot.OffloadTrainError, torch.AcceleratorError) as error:
             with suppress(SalvageError):
                 done = optimizer.salvage(error)
-                found = state_of(optimizer)
-                assert all(torch.equal(found[k], x) for k, x in after[done - 1].items()), point
+                result = state_of(optimizer)
+                assert all(torch.equal(result[k], x) for k, x in after[done - 1].items()), point
                 saved += 1
         optimizer.close()
     assert saved > 5

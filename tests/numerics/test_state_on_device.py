@@ -34,14 +34,14 @@ def test_block_inputs_cross_the_bus_all_the_same() -> None:
     _, optimizer, model = pair(Chain(), state_on="device", activation="offload")
     for tokens in batches(2):
         train(optimizer, model, [tokens])
-    report, held = optimizer.last_step, optimizer.ledger.rows()
-    (inputs,) = (row.bytes for row in held if row.owner == "block inputs")
+    report, rows = optimizer.last_step, optimizer.ledger.rows()
+    (inputs,) = (row.bytes for row in rows if row.owner == "block inputs")
     assert report is not None and report.d2h_bytes == report.h2d_bytes == inputs > 0
     optimizer.close()
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"working": "host"}, "working = 'device'"),
         ({"state_on": "auto"}, "give device_memory_limit, or a share"),
@@ -51,8 +51,8 @@ def test_block_inputs_cross_the_bus_all_the_same() -> None:
         ),
     ],
 )
-def test_what_has_no_meaning_there(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_has_no_meaning_there(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ot.offload(Chain(), device="cpu", **{"state_on": "device"} | options)
 
 
@@ -72,18 +72,20 @@ def test_adam_is_that_of_the_host(
     monkeypatch.setattr(on_device, "_PIECE", 1024)
     torch.manual_seed(0)
     numel = 5 * 1024 + 64
-    one = fields(numel)
-    two = Fp32State(*(field.clone() for field in one))
+    on_host = fields(numel)
+    two = Fp32State(*(field.clone() for field in on_host))
     grad = torch.randn(numel).to(dtype)
     weights = [torch.empty(numel, dtype=dtype) for _ in range(2)]
     for step in (1, 2, 9):
         scalars = AdamScalars(
             1e-2, 0.9, 0.95, 1e-8, 0.1, step=step, grad_scale=0.5, decoupled=decoupled
         )
-        kernels.update(one, grad, scalars, working=weights[0])
+        kernels.update(on_host, grad, scalars, working=weights[0])
         on_device.update(two, grad, weights[1], scalars)
-        for mine, theirs in zip((*one, weights[0]), (*two, weights[1]), strict=True):
-            assert torch.equal(mine, theirs)
+        for host_value, device_value in zip(
+            (*on_host, weights[0]), (*two, weights[1]), strict=True
+        ):
+            assert torch.equal(host_value, device_value)
 
 
 OTHERS: dict[str, Any] = {
@@ -101,21 +103,23 @@ def test_other_rules_are_those_of_the_host(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(on_device, "_PIECE", 1024)
     torch.manual_seed(0)
     rule, numel = OTHERS[name], 5 * 1024 + 64
-    one = Fp32State(*fields(numel)[: 1 + len(rule.moments)])
-    two = Fp32State(*(field.clone() for field in one))
+    on_host = Fp32State(*fields(numel)[: 1 + len(rule.moments)])
+    two = Fp32State(*(field.clone() for field in on_host))
     if name == "adagrad":
-        for state in (one, two):
+        for state in (on_host, two):
             state[1].abs_()
     weights = [torch.empty(numel) for _ in range(2)]
     for step in (1, 2, 9):
         grad = torch.randn(numel)
         scalars = rule.scalars(rule.defaults(), step=step, grad_scale=0.5, seed=0)
-        kernels.update(one, grad, scalars, working=weights[0])
+        kernels.update(on_host, grad, scalars, working=weights[0])
         on_device.update(two, grad, weights[1], scalars)
-        for mine, theirs in zip((*one, weights[0]), (*two, weights[1]), strict=True):
+        for host_value, device_value in zip(
+            (*on_host, weights[0]), (*two, weights[1]), strict=True
+        ):
             if isinstance(rule, ot.SGD):
-                assert torch.equal(mine, theirs)
-            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+                assert torch.equal(host_value, device_value)
+            assert torch.allclose(host_value, device_value, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_and_norms_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

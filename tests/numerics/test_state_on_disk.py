@@ -65,8 +65,8 @@ def test_a_share_is_spread_over_the_buckets(disk: dict[str, Any]) -> None:
     spec = optimizer._engine.program.spec
     on_disk = [bucket.is_on_disk for bucket in spec.buckets]
     sizes = [bucket.numel for bucket in spec.buckets]
-    found = sum(size for size, there in zip(sizes, on_disk, strict=True) if there)
-    assert abs(found / sum(sizes) - 0.5) <= max(sizes) / sum(sizes)
+    result = sum(size for size, there in zip(sizes, on_disk, strict=True) if there)
+    assert abs(result / sum(sizes) - 0.5) <= max(sizes) / sum(sizes)
     assert [True, True, True] not in [on_disk[i : i + 3] for i in range(len(on_disk) - 2)]
     assert bytes_of(optimizer, Tier.HOST)["exp_avg"] > 0 < bytes_of(optimizer, Tier.DISK)["exp_avg"]
     optimizer.close()
@@ -130,7 +130,7 @@ def bytes_of(optimizer: ot.OffloadOptimizer, tier: Tier) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "state",
-    [one if one == "int8" else pytest.param(one, marks=pytest.mark.slow) for one in FORMATS],
+    ["int8", *(pytest.param(state, marks=pytest.mark.slow) for state in ("fp32", "split16"))],
 )
 def test_host_memory_does_not_grow_with_the_model(disk: dict[str, Any], state: str) -> None:
     sizes = []
@@ -178,10 +178,12 @@ def test_a_full_or_failing_disk_is_named(
             for tokens in batches(2):
                 train(optimizer, model, [tokens])
             optimizer.synchronize()
-    said = str(raised.value)
+    message = str(raised.value)
     verb = "reading" if call == "preadv" else "writing"
-    assert re.search(rf"{verb} [\d.]+ KiB of optimizer state in scratch_dir = '{tmp_path}'", said)
-    assert errno.errorcode[code] in said and "state_on = 'host'" in said
+    assert re.search(
+        rf"{verb} [\d.]+ KiB of optimizer state in scratch_dir = '{tmp_path}'", message
+    )
+    assert errno.errorcode[code] in message and "state_on = 'host'" in message
     optimizer.close()
 
 
@@ -191,12 +193,12 @@ def test_requests_refused_at_once_go_through_the_page_cache(
     """As with memory that the device does not take: each of them is tried again."""
     optimizer, real, refused = trained(3, **disk), os.pwrite, Barrier(2)
 
-    def pwrite(*given: Any) -> int:
-        if fcntl.fcntl(given[0], fcntl.F_GETFL) & os.O_DIRECT:
+    def pwrite(*inputs: Any) -> int:
+        if fcntl.fcntl(inputs[0], fcntl.F_GETFL) & os.O_DIRECT:
             with suppress(BrokenBarrierError):
                 refused.wait(0.2)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(*given)
+        return real(*inputs)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     train(optimizer, optimizer.model, [batches(1)[0]])
@@ -242,7 +244,7 @@ def test_state_on_the_disk_is_not_salvaged(disk: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"update": "speculative"}, "a second copy of the state in host memory"),
         ({"checkpoint_spill": 1 << 20}, "none is there"),
@@ -258,7 +260,7 @@ def test_state_on_the_disk_is_not_salvaged(disk: dict[str, Any]) -> None:
     ],
 )
 def test_what_has_no_meaning_there(
-    disk: dict[str, Any], options: dict[str, Any], said: str
+    disk: dict[str, Any], options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         ot.offload(Chain(), device="cpu", **disk | options)

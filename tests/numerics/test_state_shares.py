@@ -21,19 +21,19 @@ HALF = {"state_on": {"device": 0.5}}
 @pytest.mark.slow
 @pytest.mark.parametrize("made", [MixedReentrant, MODELS["skipping"]])
 def test_sums_on_the_device_of_gradients_that_come_twice_or_not_at_all(made: Any) -> None:
-    found = []
+    results = []
     for sums_on in ("host", "device"):
         torch.manual_seed(0)
         _, optimizer, model = pair(made(), accum=2, clip=0.5, sums_on=sums_on)
         stream = batches(8)
         losses = [train(optimizer, model, stream[at : at + 2]) for at in range(0, 8, 2)]
-        found.append((losses, optimizer.grad_norm))
+        results.append((losses, optimizer.grad_norm))
         optimizer.close()
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_one_sum_goes_down_for_any_number_of_microbatches() -> None:
-    found = {}
+    results = {}
     cases: list[tuple[int, str, str]]
     cases = [(1, "host", "fp32"), (4, "host", "fp32"), (4, "device", "fp32")]
     for accum, sums_on, sums_down in (*cases, (4, "device", "working")):
@@ -43,13 +43,13 @@ def test_one_sum_goes_down_for_any_number_of_microbatches() -> None:
         report = optimizer.last_step
         assert report is not None
         sums = bytes_of(optimizer, Tier.DEVICE, "gradient sums")
-        found[accum, sums_on, sums_down] = (report.d2h_bytes, report.h2d_bytes, sums)
+        results[accum, sums_on, sums_down] = (report.d2h_bytes, report.h2d_bytes, sums)
         optimizer.close()
-    down, up, _ = found[1, "host", "fp32"]
-    assert found[4, "host", "fp32"] == (4 * down, up, 0)
+    down, up, _ = results[1, "host", "fp32"]
+    assert results[4, "host", "fp32"] == (4 * down, up, 0)
     # fp32 instead of bf16, once.
-    assert found[4, "device", "fp32"] == (2 * down, up, 2 * down)
-    assert found[4, "device", "working"] == (down, up, 2 * down)
+    assert results[4, "device", "fp32"] == (2 * down, up, 2 * down)
+    assert results[4, "device", "working"] == (down, up, 2 * down)
 
 
 def test_a_step_that_was_decided_by_sums_on_a_lost_device_is_not_salvaged() -> None:
@@ -70,7 +70,7 @@ def bytes_of(optimizer: ot.OffloadOptimizer, tier: Tier, owner: str = "master we
 
 
 def test_bytes_are_where_they_were_asked_for_and_the_rest_crosses_the_bus() -> None:
-    found = {}
+    results = {}
     for share in (0.0, 0.5):
         optimizer = optimizer_of(state_on={"device": share})
         for tokens in batches(2):
@@ -78,12 +78,12 @@ def test_bytes_are_where_they_were_asked_for_and_the_rest_crosses_the_bus() -> N
         report = optimizer.last_step
         assert report is not None
         on_device, on_host = bytes_of(optimizer, Tier.DEVICE), bytes_of(optimizer, Tier.HOST)
-        found[share] = (on_device, on_host, report.d2h_bytes, report.h2d_bytes)
+        results[share] = (on_device, on_host, report.d2h_bytes, report.h2d_bytes)
         optimizer.close()
-    whole, down, up = found[0.0][1:]
-    device, host, less_down, less_up = found[0.5]
-    assert found[0.0][0] == 0 and device + host == whole and 0.3 * whole < device < 0.7 * whole
-    assert less_down / down == less_up / up == host / whole
+    total, down, up = results[0.0][1:]
+    device, host, less_down, less_up = results[0.5]
+    assert results[0.0][0] == 0 and device + host == total and 0.3 * total < device < 0.7 * total
+    assert less_down / down == less_up / up == host / total
 
 
 def test_the_first_blocks_of_the_forward_are_on_the_device() -> None:
@@ -94,16 +94,16 @@ def test_the_first_blocks_of_the_forward_are_on_the_device() -> None:
 
 
 def test_auto_fills_the_limit() -> None:
-    held = {}
+    device_bytes = {}
     for share in (0.0, 1.0):
-        whole = optimizer_of(state_on={"device": share})
-        held[share] = whole.ledger.total(Tier.DEVICE)
-        whole.close()
-    limit = (held[0.0] + held[1.0]) // 2
+        optimizer_in_full = optimizer_of(state_on={"device": share})
+        device_bytes[share] = optimizer_in_full.ledger.total(Tier.DEVICE)
+        optimizer_in_full.close()
+    limit = (device_bytes[0.0] + device_bytes[1.0]) // 2
     optimizer = optimizer_of(state_on="auto", device_memory_limit=limit)
     within = optimizer.ledger.total(Tier.DEVICE)
     optimizer.close()
-    assert held[0.0] < within <= limit
+    assert device_bytes[0.0] < within <= limit
     with pytest.raises(DeviceMemoryError, match="of the state on the device: raise it, or lower"):
         optimizer_of(state_on="device", device_memory_limit=limit)
 

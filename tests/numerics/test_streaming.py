@@ -49,9 +49,9 @@ def test_a_backward_through_a_backward(activation: str) -> None:
     pair = ot.offload(resident, **options), ot.offload(model, **options, **streamed)
     for _ in range(3):
         given_x = torch.randn(4, 8)
-        for optimizer, one in zip(pair, (resident, model), strict=True):
+        for optimizer, item in zip(pair, (resident, model), strict=True):
             x = given_x.clone().requires_grad_()
-            energy = one(x).square().sum()
+            energy = item(x).square().sum()
             (forces,) = torch.autograd.grad(energy, x, create_graph=True)
             optimizer.backward(energy + (forces.norm() - 1).square())
             optimizer.step()
@@ -85,33 +85,35 @@ def test_the_bytes_of_streaming(slots: int, loads: int) -> None:
 
 
 def test_device_memory_does_not_grow_with_depth() -> None:
-    held = []
+    device_bytes = []
     for depth in (4, 64):
         _, optimizer, model = pair(deep(depth), working="host")
         train(optimizer, model, batches(1))
         rows = [row for row in optimizer.ledger.rows() if row.tier == "device"]
-        held.append(sum(row.peak_bytes for row in rows if row.owner != "norms"))
+        device_bytes.append(sum(row.peak_bytes for row in rows if row.owner != "norms"))
         norms = sum(row.peak_bytes for row in rows if row.owner == "norms")
         assert norms == 8 * len(list(model.parameters()))
         optimizer.close()
-    assert held[0] == held[1]
+    assert device_bytes[0] == device_bytes[1]
 
 
 def test_a_kept_graph_is_run_again() -> None:
     """retain_graph: handles stay, and the second backward loads what the first one evicted."""
     model = deep(5)
-    twin = deep(5).bfloat16()
+    plain_model = deep(5).bfloat16()
     optimizer = ot.offload(model, device="cpu", working="host", grad_accum_steps=2)
     tokens = batches(1)[0]
     with torch.no_grad():
-        for (_, a), (_, b) in zip(twin.named_parameters(), deep(5).named_parameters(), strict=True):
+        for (_, a), (_, b) in zip(
+            plain_model.named_parameters(), deep(5).named_parameters(), strict=True
+        ):
             a.copy_(b)
-    loss, expected = loss_of(model, tokens), loss_of(twin, tokens)
-    seen: list[Tensor] = []
+    loss, expected = loss_of(model, tokens), loss_of(plain_model, tokens)
+    grads: list[Tensor] = []
     for _ in range(2):
-        seen.append(torch.autograd.grad(loss, model.layers[0].up.weight, retain_graph=True)[0])
-    wanted = torch.autograd.grad(expected, twin.layers[0].up.weight)[0]
-    assert all(torch.equal(grad, wanted) for grad in seen)
+        grads.append(torch.autograd.grad(loss, model.layers[0].up.weight, retain_graph=True)[0])
+    wanted = torch.autograd.grad(expected, plain_model.layers[0].up.weight)[0]
+    assert all(torch.equal(grad, wanted) for grad in grads)
     optimizer.close()
 
 
@@ -227,11 +229,11 @@ def test_buckets_larger_than_a_staging_slot_go_in_pieces(
     has pieces, and one more, and no more than a few."""
     monkeypatch.setattr(spec, "STAGING_BYTES", 1000)
     _, optimizer, _ = pair(make(name), precision, accum=2)
-    held = {row.owner: row.bytes for row in optimizer.ledger.rows()}
+    bytes_of = {row.owner: row.bytes for row in optimizer.ledger.rows()}
     buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
     pieces = max(-(-bucket.numel * bucket.dtype.itemsize // 1000) for bucket in buckets)
-    assert held["gradient staging"] == 1000 * min(pieces + 1, 8)
-    assert held.get("host staging", 2000) == 2000
+    assert bytes_of["gradient staging"] == 1000 * min(pieces + 1, 8)
+    assert bytes_of.get("host staging", 2000) == 2000
 
 
 def test_pieces_of_other_memory_formats(monkeypatch: pytest.MonkeyPatch) -> None:

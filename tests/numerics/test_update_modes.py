@@ -116,7 +116,7 @@ def test_wrong_guesses_change_no_bit(
     monkeypatch.setattr(modes.SpeculationPolicy, "good", lambda policy: True)
     steps = 6
     wrong = wrong_at(pattern, steps)
-    found = {}
+    results = {}
     for update in ("exact", "speculative"):
         _, optimizer, model = pair(
             make("unusual"), accum=accum, clip=1e4, state=state, update=update
@@ -128,11 +128,11 @@ def test_wrong_guesses_change_no_bit(
                 optimizer.backward(loss_of(model, tokens) * (1e6 if wrong[step] else 1.0))
             optimizer.step()
             guesses.append(report(optimizer).speculation_hit)
-        found[update] = contents(optimizer, model)
+        results[update] = contents(optimizer, model)
         if update == "speculative":
             assert guesses == [None, *(not bad for bad in wrong[1:])]
         optimizer.close()
-    assert_equal(found["speculative"], found["exact"])
+    assert_equal(results["speculative"], results["exact"])
 
 
 def test_overflow_undoes_the_guess() -> None:
@@ -196,8 +196,8 @@ def test_delayed_weights_go_up_inside_backward() -> None:
     optimizer.backward(loss_of(model, follow_two[1]))
     inside = optimizer._engine.lanes.totals.h2d_bytes - before
     optimizer.step()
-    whole = optimizer._engine.lanes.totals.h2d_bytes - before
-    assert whole * 0.5 < inside <= whole
+    total = optimizer._engine.lanes.totals.h2d_bytes - before
+    assert total * 0.5 < inside <= total
 
 
 def test_synchronize_ends_the_delay() -> None:

@@ -76,11 +76,11 @@ def test_busy_times_are_the_sums_of_the_intervals(host: str) -> None:
         for lane in Lane:
             for _ in range(2):
                 lanes.launch(lane, f"on {lane}", lambda *_: time.sleep(2e-3), [], [buffer.whole])
-        taken = lanes.end_timeline().intervals
+        timeline = lanes.end_timeline().intervals
         between_ms = 1e3 * (time.perf_counter() - before)
         spent = lanes.read_totals().busy_ms
         for lane in Lane:
-            intervals = [interval for interval in taken if interval.lane == lane]
+            intervals = [interval for interval in timeline if interval.lane == lane]
             durations_ms = [interval.duration_ms for interval in intervals]
             assert len(intervals) == 2
             assert all(0 <= interval.start_ms <= between_ms for interval in intervals)
@@ -213,7 +213,7 @@ def test_what_compute_waits_is_not_its_work(lanes: LoggedLanes, clock: ManualClo
         lanes.launch(Lane.COMPUTE, "gather", takes(5, clock))
         lanes.close_span(span)
         lanes.launch(Lane.HOST, "after", takes(5, clock))
-        (wait,) = (one for one in lanes.end_timeline().intervals if one.lane == WAIT)
+        (wait,) = (interval for interval in lanes.end_timeline().intervals if interval.lane == WAIT)
         worked_ms = lanes.read_totals().busy_ms[Lane.COMPUTE] - before
         assert wait.name == Lane.HOST and wait.duration_ms == pytest.approx(40)
         assert worked_ms == pytest.approx(5)
@@ -263,16 +263,16 @@ def test_who_waits_for_an_event_finds_it_reached(gpu: Gpu) -> None:
 @timely
 def test_poison_is_in_the_order_of_its_lane(lanes: LoggedLanes, lane: Lane) -> None:
     memory, lanes.poison = Buffer("memory", torch.zeros(8)), True
-    seen: list[bool] = []
+    poisoned: list[bool] = []
 
     def look(x: Tensor) -> None:
-        seen.append(bool(x.isnan().all()))
+        poisoned.append(bool(x.isnan().all()))
         x.zero_()
 
     for _ in range(2):
         lanes.launch(lane, "look", look, [], [lanes.alloc(memory.whole, lane)])
     lanes.synchronize()
-    assert seen == [True, True] and memory.flat.eq(0).all()
+    assert poisoned == [True, True] and memory.flat.eq(0).all()
 
 
 # ---- failures and the end
@@ -393,7 +393,7 @@ def test_close_runs_what_is_queued_and_may_be_called_again(
 ) -> None:
     before, ran = running(), []
     lanes = LoggedLanes(gpu, **options)
-    named = {one.name for one in threading.enumerate() if one not in before}
+    named = {item.name for item in threading.enumerate() if item not in before}
     assert named - {"offloadtrain-host"} == {f"offloadtrain-{x}" for x in threads - {"host"}}
 
     def late(lane: Lane) -> None:
@@ -464,7 +464,7 @@ def test_a_long_evaluation_keeps_no_intervals(lanes: LoggedLanes) -> None:
         lanes.launch(Lane.LOAD, "load", nothing)
         lanes.host_wait(lanes.record(Lane.LOAD), "the load")
     times = lanes._times
-    assert max(len(kept) for kept in (*times._running.values(), times._waits)) < 50
+    assert max(len(intervals) for intervals in (*times._running.values(), times._waits)) < 50
 
 
 @timely

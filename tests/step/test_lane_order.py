@@ -30,8 +30,8 @@ STEPS = 3
 def test_the_thread_waits_for_the_norm_and_for_nothing_else(
     mode: str, ranks: int, accum: int
 ) -> None:
-    found = steps(Program(chain(2, mode, ranks, grad_accum_steps=accum)), STEPS)
-    waits = [op.why for op in found if isinstance(op, HostWait)]
+    operations = steps(Program(chain(2, mode, ranks, grad_accum_steps=accum)), STEPS)
+    waits = [op.why for op in operations if isinstance(op, HostWait)]
     first = [] if ranks == 1 else ["the first gradients' sums"]
     assert waits == first + ["the gradient norm"] * STEPS
 
@@ -54,11 +54,11 @@ def test_the_thread_does_not_wait_for_updates_inside_backward() -> None:
 def test_a_bucket_larger_than_staging_goes_down_in_pieces() -> None:
     with staging_of(PIECES):
         spec = chain(1, sizes=(1000,))
-        found = by_step(steps(Program(spec), 1))[0]
+        result = by_step(steps(Program(spec), 1))[0]
         pieces = spec.pieces(spec.buckets[0])
     assert len(pieces) > 2
     for kind in (Kind.GATHER, Kind.GRAD_DOWN):
-        assert [(op.lo, op.hi) for op in launches(found, kind)] == pieces
+        assert [(op.lo, op.hi) for op in launches(result, kind)] == pieces
 
 
 @pytest.mark.parametrize("mode", ["early", "speculative"])

@@ -53,7 +53,7 @@ def test_whatever_a_user_does_has_no_race_and_the_right_values(case: Case, seed:
 
 def test_each_odd_thing_is_tried() -> None:
     """In streamed blocks among ranks, and alone in those that stay."""
-    told: set[str] = set()
+    tried: set[str] = set()
     for number in range(12):
         mode = sorted(UPDATES)[number % 4]
         streamed: dict[str, Any] = {"working": "host", "zero_stage": 3} if number % 8 < 4 else {}
@@ -62,9 +62,9 @@ def test_each_odd_thing_is_tried() -> None:
         for _ in range(8):
             user.step()
             user.between()
-        told |= user.told
+        tried |= user.tried
         assert prove_operations(spec, user.done) == []
-    assert told == set(ODD)
+    assert tried == set(ODD)
 
 
 # ---- waits
@@ -72,13 +72,13 @@ def test_each_odd_thing_is_tried() -> None:
 
 def superfluous(spec: StepSpec, operations: Operations, begin: int = 0) -> list[str]:
     """Waits from there on that can be left out, one by one, without a race."""
-    found = []
+    result = []
     for index, op in enumerate(operations[begin:], begin):
         if isinstance(op, Wait):
             without = operations[:index] + operations[index + 1 :]
             if not prove_operations(spec, without):
-                found.append(f"{op.lane.value} for {op.event.lane.value}: {op}")
-    return found
+                result.append(f"{op.lane.value} for {op.event.lane.value}: {op}")
+    return result
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,11 @@ def test_a_skipped_step_changes_nothing() -> None:
         steps(program, 2)
         _gradients_of(program, step=3)
         program.norm()
-        found = program.norm_known(["b0", "b1"], Decision(3, skipped=True))
-        assert not launches(found, Kind.ADAM) and not [op for op in found if isinstance(op, Swap)]
-        waited = launches(found, Kind.WEIGHTS_UP)  # of the step before, in mode "delayed"
+        operations = program.norm_known(["b0", "b1"], Decision(3, skipped=True))
+        assert not launches(operations, Kind.ADAM) and not [
+            op for op in operations if isinstance(op, Swap)
+        ]
+        waited = launches(operations, Kind.WEIGHTS_UP)  # of the step before, in mode "delayed"
         assert bool(waited) == (mode == "delayed")
 
 
@@ -118,10 +120,10 @@ def test_a_wrong_guess_is_discarded_and_the_update_done_again() -> None:
     steps(program, 2)
     _gradients_of(program, step=3)
     program.norm()
-    found = program.norm_known(["b0", "b1"], Decision(3, coef=0.5))
+    operations = program.norm_known(["b0", "b1"], Decision(3, coef=0.5))
     assert program.speculation.right is False and program.speculation.buckets == 2
-    assert not [op for op in found if isinstance(op, Swap)]
-    updates = [op.update for op in launches(found, Kind.ADAM)]
+    assert not [op for op in operations if isinstance(op, Swap)]
+    updates = [op.update for op in launches(operations, Kind.ADAM)]
     assert [(u.grad_scale, u.out_of_place) for u in updates if u] == [(0.5, False)] * 2
 
 
@@ -178,6 +180,6 @@ def test_a_bucket_without_a_gradient_is_zero_and_measured() -> None:
 
 def _gradients_of(program: Program, *, step: int, used: str | None = None) -> None:
     """A whole backward."""
-    for one in reversed(program.spec.blocks):
-        program.grads_ready(one.name, {bucket.name: True for bucket in one.buckets}, last=True)
-        program.grads_complete(one.name, Decision(step, hyperparameters=used))
+    for item in reversed(program.spec.blocks):
+        program.grads_ready(item.name, {bucket.name: True for bucket in item.buckets}, last=True)
+        program.grads_complete(item.name, Decision(step, hyperparameters=used))

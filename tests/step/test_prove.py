@@ -57,8 +57,8 @@ def faults(spec: StepSpec, operations: Sequence[Operation]) -> set[str]:
 
 def pairs(spec: StepSpec) -> list[tuple[Lane, Lane]]:
     """(who, for whom) of its waits."""
-    found = {(op.lane, op.event.lane): None for op in driven(spec) if isinstance(op, Wait)}
-    return sorted(found)
+    fault_kinds = {(op.lane, op.event.lane): None for op in driven(spec) if isinstance(op, Wait)}
+    return sorted(fault_kinds)
 
 
 @pytest.mark.parametrize(
@@ -110,15 +110,15 @@ Change = Callable[[Ref], Ref]
 
 def changed(operations: Sequence[Operation], change: Change) -> Operations:
     """With other memory."""
-    found: Operations = []
+    fault_kinds: Operations = []
     for op in operations:
         if isinstance(op, Launch):
             reads, writes = (tuple(map(change, refs)) for refs in (op.reads, op.writes))
             op = op._replace(reads=reads, writes=writes)
         elif isinstance(op, Undefined):
             op = op._replace(ref=change(op.ref))
-        found.append(op)
-    return found
+        fault_kinds.append(op)
+    return fault_kinds
 
 
 @pytest.mark.parametrize("memory", [Memory.STAGING, Memory.HOST_STAGING, Memory.ROUNDED])
@@ -161,9 +161,13 @@ def test_what_an_operation_changes_in_place_was_written(
 ) -> None:
     operations = steps(Program(spec, rank), 3)
     assert prove_operations(spec, operations, rank) == []
-    kept = [op for op in operations if not (isinstance(op, Launch) and op.kind is left_out)]
-    told = {fault.message for fault in prove_operations(spec, kept, rank) if fault.kind != "race"}
-    assert any(f"'{reader} " in one and "reads what nobody has written" in one for one in told)
+    remaining = [op for op in operations if not (isinstance(op, Launch) and op.kind is left_out)]
+    messages = {
+        fault.message for fault in prove_operations(spec, remaining, rank) if fault.kind != "race"
+    }
+    assert any(
+        f"'{reader} " in item and "reads what nobody has written" in item for item in messages
+    )
 
 
 # ---- entries, one by one
@@ -177,7 +181,7 @@ def launched(lane: Lane, *, reads: Sequence[Bytes] = (), writes: Sequence[Bytes]
     return Launched(lane, lane.value, tuple(reads), tuple(writes))
 
 
-def found(*entries: Entry) -> list[str]:
+def fault_kinds(*entries: Entry) -> list[str]:
     return [fault.kind for fault in prove(entries)]
 
 
@@ -195,26 +199,26 @@ def test_what_a_race_is_called() -> None:
 def test_common_bytes_are_found_on_any_page(page: int, size: int) -> None:
     lo = page - size // 2 if page else 0
     writes = launched(Lane.HOST, writes=[piece(lo, lo + size)])
-    assert found(writes, launched(Lane.H2D, reads=[piece(lo + size - 1, lo + size + 5)])) == [
+    assert fault_kinds(writes, launched(Lane.H2D, reads=[piece(lo + size - 1, lo + size + 5)])) == [
         "race"
     ]
-    assert found(writes, launched(Lane.H2D, reads=[piece(lo + size, lo + size + 5)])) == []
+    assert fault_kinds(writes, launched(Lane.H2D, reads=[piece(lo + size, lo + size + 5)])) == []
 
 
 def test_a_wait_for_nothing() -> None:
-    assert found(Waited(Lane.HOST, 7, "nothing")) == ["unrecorded"]
-    assert found(Waited(Lane.HOST, 7, "later"), Recorded(Lane.D2H, 7)) == ["unrecorded"]
+    assert fault_kinds(Waited(Lane.HOST, 7, "nothing")) == ["unrecorded"]
+    assert fault_kinds(Waited(Lane.HOST, 7, "later"), Recorded(Lane.D2H, 7)) == ["unrecorded"]
 
 
 def test_a_span_lasts_until_it_is_closed() -> None:
     opened = Opened(1, "forward", (piece(0, 4),), ())
     writes = launched(Lane.H2D, writes=[piece(0, 4)])
-    told = Recorded(Lane.COMPUTE, 1), Waited(Lane.H2D, 1, "forward")
-    assert found(opened, Closed(1), *told, writes) == []
-    assert found(opened, *told, Closed(1), writes) == ["race"]
-    assert found(opened, *told, writes, Closed(1)) == ["race"]
-    assert found(opened) == ["unclosed"]
-    assert found(Opened(1, "empty", (), ())) == []
+    ordered = Recorded(Lane.COMPUTE, 1), Waited(Lane.H2D, 1, "forward")
+    assert fault_kinds(opened, Closed(1), *ordered, writes) == []
+    assert fault_kinds(opened, *ordered, Closed(1), writes) == ["race"]
+    assert fault_kinds(opened, *ordered, writes, Closed(1)) == ["race"]
+    assert fault_kinds(opened) == ["unclosed"]
+    assert fault_kinds(Opened(1, "empty", (), ())) == []
 
 
 def test_what_an_operation_knows() -> None:

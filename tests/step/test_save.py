@@ -68,8 +68,8 @@ def test_each_wait_of_a_save_is_needed(update: str, placed: str) -> None:
         expected |= {(Lane.WRITE, Lane.H2D)} if update == "delayed" else set()
     assert {(op.lane, op.event.lane) for op in waits} == expected
     for left_out in waits:
-        kept: list[Operation] = [op for op in operations if op is not left_out]
-        assert {fault.kind for fault in prove_operations(spec, kept)} == {"race"}
+        remaining: list[Operation] = [op for op in operations if op is not left_out]
+        assert {fault.kind for fault in prove_operations(spec, remaining)} == {"race"}
 
 
 def launched(operations: Operations) -> list[Launch]:

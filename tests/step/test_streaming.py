@@ -27,38 +27,40 @@ class Slots:
 
     def __init__(self, spec: StepSpec) -> None:
         table = buffer_table(spec)
-        held = {b.name: [BucketRefs(x, spec, table, 0) for x in b.all_buckets] for b in spec.blocks}
+        buckets = {
+            b.name: [BucketRefs(x, spec, table, 0) for x in b.all_buckets] for b in spec.blocks
+        }
         self.order = Dependencies()
-        self.streaming = Streaming(spec, table, self.order, held)
+        self.streaming = Streaming(spec, table, self.order, buckets)
         self.at: dict[str, int] = {}
 
     def use(self, block: str, pinned: Collection[str] = ()) -> list[str]:
         self.streaming.use(block, pinned)
-        return self.told()
+        return self.moves()
 
     def begin(self, pinned: Collection[str] = ()) -> list[str]:
         self.streaming.restart(pinned)
-        return self.told()
+        return self.moves()
 
     def one_pass(self, blocks: Sequence[str]) -> list[str]:
-        found = self.begin()
+        result = self.begin()
         for name in blocks:
-            found += self.use(name)
-        return found
+            result += self.use(name)
+        return result
 
-    def told(self) -> list[str]:
+    def moves(self) -> list[str]:
         """+ who enters, - who leaves."""
-        found = []
+        result = []
         for op in self.order.take():
             if isinstance(op, Enter):
                 assert op.slot not in self.at.values() and op.block not in self.at
                 self.at[op.block] = op.slot
-                found.append(f"+{op.block}")
+                result.append(f"+{op.block}")
             elif isinstance(op, Leave):
                 del self.at[op.block]
-                found.append(f"-{op.block}")
+                result.append(f"-{op.block}")
         assert sorted(self.at) == sorted(self.streaming.resident)
-        return found
+        return result
 
 
 def streamed(blocks: int, slots: int, ranks: int = 1, **keys: Any) -> StepSpec:
@@ -78,7 +80,7 @@ def test_the_next_pass_loads_ahead_in_the_order_that_this_one_has_shown() -> Non
     slots.one_pass(passes)
     for name in ("b0", "b1", "b2", "b3"):
         slots.streaming.drop(name)
-    slots.told()
+    slots.moves()
     assert slots.begin() == ["+b0", "+b1"]
     assert slots.use("b0") == []
     # b0 is needed last of all: b2 may have its slot as soon as b1 is in use.
@@ -102,27 +104,27 @@ def test_the_next_pass_loads_ahead_in_the_order_that_this_one_has_shown() -> Non
 def test_whoever_is_used_is_there_and_whoever_is_pinned_stays(
     blocks: int, slots: int, events: list[tuple[str, int, set[int]]]
 ) -> None:
-    found = Slots(streamed(blocks, slots))
+    result = Slots(streamed(blocks, slots))
     count = min(slots, blocks)
     for kind, number, pins in events:
         name = f"b{number % blocks}"
-        pinned = sorted({f"b{pin % blocks}" for pin in pins} & set(found.at))
+        pinned = sorted({f"b{pin % blocks}" for pin in pins} & set(result.at))
         if kind == "d":
-            found.streaming.drop(name)
-            found.told()
-            assert name not in found.at
+            result.streaming.drop(name)
+            result.moves()
+            assert name not in result.at
         elif kind == "p":
-            found.begin(pinned)
-            assert set(pinned) <= set(found.at)
-        elif name not in found.at and len(pinned) == count:
-            before = dict(found.at)
+            result.begin(pinned)
+            assert set(pinned) <= set(result.at)
+        elif name not in result.at and len(pinned) == count:
+            before = dict(result.at)
             with pytest.raises(StreamError):
-                found.use(name, pinned)
-            assert found.told() == [] and found.at == before
+                result.use(name, pinned)
+            assert result.moves() == [] and result.at == before
         else:
-            found.use(name, pinned)
-            assert {name, *pinned} <= set(found.at)
-        assert len(found.at) <= count and set(found.at.values()) <= set(range(count))
+            result.use(name, pinned)
+            assert {name, *pinned} <= set(result.at)
+        assert len(result.at) <= count and set(result.at.values()) <= set(range(count))
 
 
 # ---- errors
@@ -150,9 +152,9 @@ def test_no_slot_left_says_who_has_them_and_what_to_set() -> None:
 def test_a_use_waits_for_the_load_and_for_the_shards_of_others(ranks: int) -> None:
     slots = Slots(streamed(2, 2, ranks))
     slots.streaming.use("b0", ())
-    found = slots.order.take()
-    assert waits(found)[-1] == ("compute", "load" if ranks == 1 else "comm")
-    assert len(launches(found, Kind.ALL_GATHER)) == (ranks > 1)
+    operations = slots.order.take()
+    assert waits(operations)[-1] == ("compute", "load" if ranks == 1 else "comm")
+    assert len(launches(operations, Kind.ALL_GATHER)) == (ranks > 1)
 
 
 def test_all_that_a_block_holds_comes_with_it() -> None:
@@ -167,7 +169,7 @@ def test_all_that_a_block_holds_comes_with_it() -> None:
 def test_blocks_that_stay_are_nobody_s_business() -> None:
     spec = streamed(3, 2, resident_blocks=1)
     slots = Slots(spec)
-    streams = [one.name for one in spec.blocks if slots.streaming.loads(one.name)]
+    streams = [item.name for item in spec.blocks if slots.streaming.loads(item.name)]
     assert streams == ["b0", "b2"] and spec.slots == 2
 
 

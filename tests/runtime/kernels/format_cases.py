@@ -78,10 +78,10 @@ def special_gradient(numel: int, dtype: torch.dtype) -> Tensor:
     """Every special value in turn, CUDA's own NaN among them."""
     values = SPECIALS.repeat(-(-numel // SPECIALS.numel()))[:numel].clone()
     values[5::40] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    found = values.to(dtype)
+    result = values.to(dtype)
     if dtype is torch.float16:
-        found[6::40] = torch.tensor([0x7FFF], dtype=torch.int16).view(torch.float16)
-    return found
+        result[6::40] = torch.tensor([0x7FFF], dtype=torch.int16).view(torch.float16)
+    return result
 
 
 def clone(state: State) -> State:
@@ -92,10 +92,10 @@ def stepped(
     state: State, grad: Tensor, layout: Layout, backend: Backend, scalars: AdamScalars = SCALARS
 ) -> State:
     """A copy of the state after one step."""
-    found = clone(state)
+    result = clone(state)
     with kernels.use(backend):
-        kernels.update(found, grad, scalars, layout=layout)
-    return found
+        kernels.update(result, grad, scalars, layout=layout)
+    return result
 
 
 def differing(a: State, b: State, moments: tuple[str, ...] = ADAM_MOMENTS) -> dict[str, int]:

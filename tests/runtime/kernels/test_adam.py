@@ -145,11 +145,11 @@ def torch_run(
 def compare_with_torch(numel: int, steps: int, decoupled: bool) -> dict[str, int]:
     run = torch_run(numel, steps, decoupled=decoupled)
     _, _, state = next(run)
-    for grad, scalars, theirs in run:
+    for grad, scalars, expected in run:
         state.grad = grad
-        found = differences(state.step(scalars=scalars), theirs)
-        if found:
-            return found
+        result = differences(state.step(scalars=scalars), expected)
+        if result:
+            return result
     return {}
 
 
@@ -183,7 +183,7 @@ def float64_errors(adam: Step, scalars: AdamScalars) -> dict[str, float]:
     m_hat = new_m / (1 - scalars.beta1**scalars.step)
     v_hat = new_v / (1 - scalars.beta2**scalars.step)
     change = -scalars.lr * m_hat / (v_hat.sqrt() + scalars.eps)
-    kept = p * (1 - scalars.lr * scalars.weight_decay) if scalars.decoupled else p
+    decayed = p * (1 - scalars.lr * scalars.weight_decay) if scalars.decoupled else p
     unit = 2.0**-24
     term = m.abs() + g.abs() + (0 if scalars.decoupled else (scalars.weight_decay * p).abs())
     # An error of the moment is an error of the change, however small the moment itself.
@@ -193,18 +193,18 @@ def float64_errors(adam: Step, scalars: AdamScalars) -> dict[str, float]:
     )
     l2_error = 0 if scalars.decoupled else 8 * unit * term * g.abs()
     bounds = {
-        "master": 2 * unit * kept.abs()
+        "master": 2 * unit * decayed.abs()
         + 16 * unit * change.abs()
         + moment_error * change_per_moment,
         "exp_avg": moment_error,
         "exp_avg_sq": 5 * unit * new_v + l2_error,
     }
-    truth = {"master": kept + change, "exp_avg": new_m, "exp_avg_sq": new_v}
+    truth = {"master": decayed + change, "exp_avg": new_m, "exp_avg_sq": new_v}
     if not scalars.decoupled:
         # g carries an error of its own, which both moments pass on.
         bounds["master"] += change.abs() * l2_error / new_v
-    found = state.step(adam, scalars).outputs()
-    return {k: float(((found[k].double() - truth[k]).abs() / bounds[k]).max()) for k in truth}
+    result = state.step(adam, scalars).outputs()
+    return {k: float(((result[k].double() - truth[k]).abs() / bounds[k]).max()) for k in truth}
 
 
 @each_backend
@@ -315,10 +315,10 @@ def slowdown(state: State, plain: State) -> float:
 @pytest.mark.parametrize("isa", ["avx512", "avx2"])
 def test_loops_that_emit_16_bit_weights_are_vectorised(isa: str) -> None:
     """A compiler that gives up on the mix of 16 and 32 bits says nothing: the loop takes 5x."""
-    found = [b for b in BACKENDS if b.isa == isa]
-    if not found:
+    result = [b for b in BACKENDS if b.isa == isa]
+    if not result:
         pytest.skip(f"no {isa} here")
-    with kernels.use(replace(found[0], threads=1)):
+    with kernels.use(replace(result[0], threads=1)):
         plain = random_state(1 << 15, torch.float32, None)
         for dtype in (torch.bfloat16, torch.float16):
             state = random_state(1 << 15, dtype, dtype)

@@ -54,10 +54,10 @@ def poisoned(case: Case, value: Tensor) -> Case:
     return replace(case, grad=grad)
 
 
-def others() -> Tensor:
-    found = torch.ones(NUMEL, dtype=torch.bool)
-    found[list(PLACES)] = False
-    return found
+def unpoisoned() -> Tensor:
+    result = torch.ones(NUMEL, dtype=torch.bool)
+    result[list(PLACES)] = False
+    return result
 
 
 def check_neighbours(case: Case, bad: Case, backend: Backend) -> None:
@@ -69,8 +69,8 @@ def check_neighbours(case: Case, bad: Case, backend: Backend) -> None:
             assert float(x[3]) == float(y[3]), name
             continue
         moment = isinstance(a, Int8State) and name.startswith("exp_avg")
-        kept = blocks if moment else others()
-        assert torch.equal(bits(x)[kept], bits(y)[kept]), name
+        unaffected = blocks if moment else unpoisoned()
+        assert torch.equal(bits(x)[unaffected], bits(y)[unaffected]), name
 
 
 @each_backend
@@ -80,13 +80,13 @@ def test_nan_stays_nan(name: str, dtype: torch.dtype, backend: Backend) -> None:
         case = plain_case(name, dtype, grad)
         bad = poisoned(case, of_pattern(pattern, grad))
         assert int(bad.grad.isnan().sum()) == len(PLACES)
-        found = kernel_step(backend)(bad)
-        assert differing(found, kernel_step(PLAIN)(bad)) == {}, hex(pattern)
+        result = kernel_step(backend)(bad)
+        assert differing(result, kernel_step(PLAIN)(bad)) == {}, hex(pattern)
         for _ in range(2):
-            wide = kernels.to_fp32(found)
+            wide = kernels.to_fp32(result)
             assert all(bool(x[list(PLACES)].isnan().all()) for x in wide), hex(pattern)
-            assert bool(found[0][list(PLACES)].isnan().all()), hex(pattern)
-            found = kernel_step(backend)(replace(case, state=found))
+            assert bool(result[0][list(PLACES)].isnan().all()), hex(pattern)
+            result = kernel_step(backend)(replace(case, state=result))
         check_neighbours(case, bad, backend)
 
 
@@ -97,13 +97,13 @@ EXTREME = [float("inf"), -float("inf"), 3e38, -3e38, 1e25, 1e-45, -1e-39]
 def test_extreme_gradients(value: float, state: tuple[str, torch.dtype], backend: Backend) -> None:
     case = plain_case(*state, torch.float32)
     bad = poisoned(case, torch.tensor([value]))
-    found, expected = kernel_step(backend)(bad), kernel_step(PLAIN)(bad)
-    assert differing(found, expected) == {}
+    actual, expected = kernel_step(backend)(bad), kernel_step(PLAIN)(bad)
+    assert differing(actual, expected) == {}
     if abs(value) > 1e-30:
         check_neighbours(case, bad, backend)
-    wide, exact = kernels.to_fp32(found), reference.wide_after(bad)
+    wide, exact = kernels.to_fp32(actual), reference.wide_after(bad)
     assert torch.equal(wide.master.isnan(), exact.master.isnan())
-    if isinstance(found, Int8State):
+    if isinstance(actual, Int8State):
         return
     for x, y in zip(wide, exact, strict=True):
         assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
@@ -124,8 +124,8 @@ def check_bad_moment(value: float, dtype: torch.dtype, backend: Backend) -> None
     wide = kernels.to_fp32(kernel_step(backend)(case))
     for name in ("exp_avg", "exp_avg_sq"):
         bad = getattr(wide, name).isnan().view(4, 128)
-        whole = name == "exp_avg_sq" or value != 3e38
-        assert bad.all(1).tolist() == [False, whole, False, False], name
+        takes_block = name == "exp_avg_sq" or value != 3e38
+        assert bad.all(1).tolist() == [False, takes_block, False, False], name
         assert bad.any(1).tolist() == bad.all(1).tolist()
 
 
@@ -148,16 +148,16 @@ def test_moments_near_the_ends_of_fp32(
     case = graded_case(*state, size)
     for step in range(1, 5):
         case = replace(case, scalars=replace(case.scalars, step=step))
-        found = kernel_step(backend)(case)
-        assert differing(found, kernel_step(PLAIN)(case)) == {}, step
-        wide = kernels.to_fp32(found)
+        result = kernel_step(backend)(case)
+        assert differing(result, kernel_step(PLAIN)(case)) == {}, step
+        wide = kernels.to_fp32(result)
         assert all(bool(x.isfinite().all()) for x in wide), step
         assert bool((wide.exp_avg_sq >= 0).all())
-        errors = reference.float64_errors(found, case)
+        errors = reference.float64_errors(result, case)
         assert errors["master"] <= 1.0, errors
         if size >= 1e-10:  # below, products are denormal, and 8-bit second moments have a floor
             assert max(errors.values()) <= 1.0, errors
-        case = replace(case, state=found)
+        case = replace(case, state=result)
 
 
 @each_state
@@ -179,11 +179,11 @@ def test_bad_masters(name: str, dtype: torch.dtype, backend: Backend) -> None:
     values = torch.cat([values, torch.tensor([float("inf"), -float("inf"), 3.4e38, -65519.0])])
     masters = values.repeat(-(-NUMEL // values.numel()))[:NUMEL].clone()
     kernels.set_master(case.state, masters)
-    found = kernel_step(backend)(case)
-    assert differing(found, kernel_step(PLAIN)(case)) == {}
-    after = kernels.master_of(found)
+    result = kernel_step(backend)(case)
+    assert differing(result, kernel_step(PLAIN)(case)) == {}
+    after = kernels.master_of(result)
     assert torch.equal(after.isnan(), masters.isnan())
-    assert torch.equal(found[0].isnan() | (name == "fp32"), masters.isnan() | (name == "fp32"))
+    assert torch.equal(result[0].isnan() | (name == "fp32"), masters.isnan() | (name == "fp32"))
     infinite = masters.isinf()
     assert torch.equal(after[infinite], masters[infinite])
 
@@ -198,11 +198,11 @@ def test_fp16_weights_at_their_ends(backend: Backend) -> None:
     scalars = replace(SCALARS, lr=1e-12, weight_decay=0.0)
     grad = torch.ones(masters.numel())
     case = Case(state, grad, Layout.of_one(masters.numel()), scalars)
-    found = kernel_step(backend)(case)
-    assert differing(found, kernel_step(PLAIN)(case)) == {}
-    exact, kept = reference.wide_after(case).master.double(), kernels.master_of(found).double()
+    result = kernel_step(backend)(case)
+    assert differing(result, kernel_step(PLAIN)(case)) == {}
+    exact, stored = reference.wide_after(case).master.double(), kernels.master_of(result).double()
     finite = exact.abs() < 65536.0
-    assert torch.equal(kept[~finite], exact[~finite].sign() * float("inf"))
-    error = (kept - exact).abs()[finite] / reference.master_step(state, exact[finite])
+    assert torch.equal(stored[~finite], exact[~finite].sign() * float("inf"))
+    error = (stored - exact).abs()[finite] / reference.master_step(state, exact[finite])
     assert float(error.max()) <= 1.0
-    assert not bool(kept.isnan().any())
+    assert not bool(stored.isnan().any())

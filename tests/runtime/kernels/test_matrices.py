@@ -45,11 +45,11 @@ def blended(
     name: str, grad: Tensor, backend: Backend, *, in_place: bool, s: BlendScalars = SCALARS
 ) -> tuple[State, Tensor]:
     """The state after one call, and the direction."""
-    state, given = state_of(name), grad.clone()
+    state, grad_copy = state_of(name), grad.clone()
     target = torch.full((NUMEL,), torch.nan, dtype=torch.bfloat16)
-    target = front_of(given, torch.bfloat16) if in_place else target
+    target = front_of(grad_copy, torch.bfloat16) if in_place else target
     with kernels.use(backend):
-        kernels.blend(state, given, target, LAYOUT, s)
+        kernels.blend(state, grad_copy, target, LAYOUT, s)
     return state, torch.cat([target[lo : lo + n].clone() for lo, n, _, _ in LAYOUT.rows()])
 
 
@@ -71,8 +71,8 @@ def subtracted(
     return state, torch.empty(0) if working is None else working
 
 
-def assert_equal(found: tuple[State, Tensor], expected: tuple[State, Tensor]) -> None:
-    for x, y in zip((*found[0], found[1]), (*expected[0], expected[1]), strict=True):
+def assert_equal(actual: tuple[State, Tensor], expected: tuple[State, Tensor]) -> None:
+    for x, y in zip((*actual[0], actual[1]), (*expected[0], expected[1]), strict=True):
         if x.dtype is torch.int16:
             assert torch.equal(x, y)
         else:
@@ -91,9 +91,9 @@ def test_the_average_and_the_direction_are_those_of_torchs_lerp(
     _, average = state_of("fp32")
     average.lerp_(grad, 1 - momentum)
     ahead = grad.lerp(average, momentum) if nesterov else average
-    held = torch.cat([torch.arange(lo, lo + n) for lo, n, _, _ in LAYOUT.rows()])
-    assert torch.equal(state[1][held], average[held])
-    assert torch.equal(direction, ahead[held].bfloat16())
+    owned = torch.cat([torch.arange(lo, lo + n) for lo, n, _, _ in LAYOUT.rows()])
+    assert torch.equal(state[1][owned], average[owned])
+    assert torch.equal(direction, ahead[owned].bfloat16())
 
 
 @needs_fma_in_torch

@@ -129,7 +129,7 @@ def test_parameters_that_lie_apart(dtype: torch.dtype, backend: Backend) -> None
         squares = torch.full((6,), -1.0, dtype=torch.float64)
         with kernels.use(chosen):
             kernels.sum_squares_each(list(zip(ids, values, strict=True)), squares)
-        expected = {id: reference(one) for id, one in zip(ids, values, strict=True)} | {2: -1.0}
+        expected = {id: reference(item) for id, item in zip(ids, values, strict=True)} | {2: -1.0}
         assert squares.tolist() == [expected[id] for id in range(6)], chosen
 
 

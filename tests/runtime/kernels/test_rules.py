@@ -98,10 +98,10 @@ def run(
     kernel: Any, state: State, grad: Tensor, layout: Layout, scalars: Scalars, working: bool
 ) -> tuple[State, Tensor | None]:
     """A copy of the state after a step, and the emitted weights."""
-    found = clone(state)
+    result = clone(state)
     weights = torch.zeros(grad.numel(), dtype=torch.bfloat16) if working else None
-    kernel(found, found, grad, weights, layout, scalars)
-    return found, weights
+    kernel(result, result, grad, weights, layout, scalars)
+    return result, weights
 
 
 def in_force(
@@ -125,12 +125,12 @@ def test_backends_agree(state: str, name: str) -> None:
         emits = state == "fp32"
         expected, weights = run(torch_backend.update, before, grads, layout, scalars, emits)
         with kernels.use(backend):
-            found, emitted = run(in_force, before, grads, layout, scalars, emits)
+            actual, emitted = run(in_force, before, grads, layout, scalars, emits)
             other = clone(before)
             kernels.update(before, grads, scalars, layout=layout, out=other)
-        assert differing(found, expected, rule.moments) == {}, (backend, dtype, step)
+        assert differing(actual, expected, rule.moments) == {}, (backend, dtype, step)
         assert differing(other, expected, rule.moments) == {}, (backend, dtype, step)
-        assert differing(found, before, rule.moments) != {}
+        assert differing(actual, before, rule.moments) != {}
         if weights is not None and emitted is not None:
             assert torch.equal(emitted.view(torch.int16), weights.view(torch.int16))
 
@@ -147,8 +147,8 @@ def test_special_values(state: str, rule: Any) -> None:
         scalars = scalars_of(rule, step)
         expected, _ = run(torch_backend.update, before, grads, layout, scalars, False)
         with kernels.use(backend):
-            found, _ = run(in_force, before, grads, layout, scalars, False)
-        assert differing(found, expected, rule.moments) == {}, step
+            actual, _ = run(in_force, before, grads, layout, scalars, False)
+        assert differing(actual, expected, rule.moments) == {}, step
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:1], ids=lambda b: b.name)
@@ -162,13 +162,13 @@ def test_a_moment_of_8_bits_is_near_that_of_32(name: str, backend: Backend) -> N
     with kernels.use(backend):
         kernels.update(before, grads, scalars_of(rule, 7), layout=layout)
         kernels.update(exact, grads, scalars_of(rule, 7))
-    found = kernels.to_fp32(before)
+    result = kernels.to_fp32(before)
     largest = exact[1].view(-1, 128).abs().amax(1, keepdim=True)
-    error = (found[1] - exact[1]).view(-1, 128)
+    error = (result[1] - exact[1]).view(-1, 128)
     # Above the evenly spaced codes a step is an eighth of the value, at most.
     assert bool((error.abs() <= exact[1].view(-1, 128).abs() / 8 + largest / 2**15).all())
     assert abs(float((error / largest).mean())) < 1e-4
-    assert float((found[0] - exact[0]).abs().max()) <= float(exact[0].abs().max()) * 2.0**-15
+    assert float((result[0] - exact[0]).abs().max()) <= float(exact[0].abs().max()) * 2.0**-15
 
 
 # ---- torch -------------------------------------------------------------------------------------
@@ -217,11 +217,13 @@ def compare_with_torch(rule: Any, steps: int, numel: int = 1 << 14, **changed: A
         group = {**rule.defaults(), "lr": lr, **changed}
         scalars = rule.scalars(group, step=step, grad_scale=1.0, seed=0)
         kernels.update(state, param.grad, scalars)
-        theirs = [param.detach(), *(optimizer.state[param][name] for name in rule.moments)]
+        expected = [param.detach(), *(optimizer.state[param][name] for name in rule.moments)]
         names = ("master", *rule.moments)
-        found = [n for n, x, y in zip(names, state, theirs, strict=True) if not torch.equal(x, y)]
-        if found:
-            return found
+        result = [
+            n for n, x, y in zip(names, state, expected, strict=True) if not torch.equal(x, y)
+        ]
+        if result:
+            return result
     return []
 
 
@@ -272,7 +274,7 @@ def test_states_of_another_rule_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: ot.SGD(momentum=-0.1), "momentum = -0.1 is not"),
         (lambda: ot.SGD(nesterov=True), "nesterov needs a momentum"),
@@ -285,6 +287,6 @@ def test_states_of_another_rule_are_refused() -> None:
         (lambda: ot.Adagrad(eps=float("inf")), "eps = inf is not"),
     ],
 )
-def test_hyperparameters_out_of_range_are_refused(make: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_hyperparameters_out_of_range_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make()

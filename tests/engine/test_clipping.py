@@ -45,18 +45,6 @@ def test_it_returns_what_a_torch_loop_expects() -> None:
     assert optimizer.last_step.clip_coef == 0.25 / (norm.item() + 1e-6)
 
 
-def test_the_norm_is_measured_once() -> None:
-    optimizer, net = offloaded(clip_norm=0.5)
-    optimizer.sample_timeline()
-    backward(optimizer, net)
-    optimizer.clip_grad_norm_(1.0)
-    optimizer.clip_grad_norm_(0.7)
-    optimizer.step()
-    assert optimizer.last_step is not None
-    names = [i.name for i in optimizer.last_step.timeline if i.name.startswith("norm ")]
-    assert names and len(names) == len(set(names))
-
-
 def test_misuse_is_told() -> None:
     optimizer, net = offloaded()
     with pytest.raises(EngineError, match=r"clip_grad_norm_\(\) without a backward"):

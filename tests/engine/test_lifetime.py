@@ -97,26 +97,6 @@ def test_out_of_scope_leaves_what_close_leaves(
         assert torch.equal(result[name], value), name
 
 
-def test_model_and_optimizer_are_freed_together(tmp_path: Path) -> None:
-    """Without a cyclic collection, and by one where the model refers to its optimizer."""
-    net = Chain()
-    gone = weakref.ref(net)
-    optimizer = offloaded(net, tmp_path, working="host")
-    train(net, optimizer, 1)
-    gc.disable()
-    try:
-        del net, optimizer
-        assert gone() is None
-    finally:
-        gc.enable()
-    net = Chain()
-    gone = weakref.ref(net)
-    net.optimizer = offloaded(net, tmp_path, working="host")  # type: ignore[assignment]
-    del net
-    gc.collect()
-    assert gone() is None
-
-
 @pytest.mark.parametrize("close", [False, True])
 @pytest.mark.parametrize("options", PLACEMENTS)
 def test_the_memory_is_free_without_a_collection(

@@ -119,34 +119,6 @@ def test_a_future_token_changes_no_earlier_logit(shape: ModelShape) -> None:
     assert (before_BTV[:, 10:] != after_BTV[:, 10:]).any(dim=2).all()
 
 
-def test_attention_is_the_softmax_of_scaled_products() -> None:
-    block = Transformer(GPT2).blocks[0]
-    assert isinstance(block, TransformerBlock)
-    attention = block.attention
-    x_BTD = torch.randn(2, 7, 64)
-    heads = attention.qkv(x_BTD).view(2, 7, 3, 4, 16).permute(2, 0, 3, 1, 4)
-    q_BNTH, k_BNTH, v_BNTH = heads
-    scores_BNTT = q_BNTH @ k_BNTH.transpose(2, 3) / 16**0.5
-    hidden_TT = torch.ones(7, 7).triu(1).bool()
-    weights_BNTT = scores_BNTT.masked_fill(hidden_TT, float("-inf")).softmax(dim=-1)
-    mixed_BTD = (weights_BNTT @ v_BNTH).transpose(1, 2).reshape(2, 7, 64)
-    torch.testing.assert_close(attention(x_BTD, None), attention.out(mixed_BTD))
-
-
-def test_grouped_query_attention_equals_repeated_heads() -> None:
-    grouped = Transformer(LLAMA).eval()
-    full = Transformer(dataclasses.replace(LLAMA, num_kv_heads=8)).eval()
-    state = grouped.state_dict()
-    for name in [name for name in state if "qkv" in name]:
-        heads_MHD = state[name].unflatten(0, (-1, LLAMA.head_dim))
-        q_NHD, k_KHD, v_KHD = heads_MHD.split((8, 2, 2))
-        repeated = [x_KHD.repeat_interleave(4, dim=0) for x_KHD in (k_KHD, v_KHD)]
-        state[name] = torch.cat([q_NHD, *repeated]).flatten(0, 1)
-    full.load_state_dict(state)
-    tokens_BT = tokens_of(LLAMA)
-    torch.testing.assert_close(grouped(tokens_BT), full(tokens_BT))
-
-
 @BOTH
 @DTYPES
 def test_every_dtype_runs_and_agrees_with_fp32(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -341,18 +340,6 @@ def test_functions_that_a_mode_decomposes_run_again_alike() -> None:
             optimizer.backward(item(x).square().mean())
             optimizer.step()
     assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
-
-
-def test_a_model_is_pickled_without_its_recompute() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-    optimizer = ot.offload(model, device="cpu", precision="fp32", activation="recompute")
-    file = io.BytesIO()
-    torch.save(model, file)
-    copied = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    x = torch.randn(2, 8)
-    assert torch.equal(copied(x), model(x))
-    assert type(copied[0].forward.__self__) is nn.Sequential
-    optimizer.close()
 
 
 @pytest.mark.parametrize("activation", ["keep", *POLICIES])

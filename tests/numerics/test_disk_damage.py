@@ -22,7 +22,7 @@ from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import Memory
 from tests import levels
-from tests.numerics.comparison import train
+from tests.numerics.comparison import assert_equal, train
 from tests.numerics.models import Chain, batches, loss_of
 
 LANES: dict[str, Callable[[], Lanes]] = {
@@ -105,9 +105,7 @@ def test_writes_through_views_of_the_state_are_no_damage(
     """The same calls in the same order have the bits of state on the host."""
     expected = _states_after_calls(SequentialLanes(), seed, state=state, working="host")
     actual = _states_after_calls(LANES[lanes](), seed, state=state, **disk, **ALL_ON_DISK)
-    assert actual.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(actual[key], value), key
+    assert_equal(actual, expected)
 
 
 def test_a_write_without_synchronize_is_no_damage_and_hides_none(disk: dict[str, Any]) -> None:

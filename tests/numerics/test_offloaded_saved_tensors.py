@@ -256,7 +256,7 @@ def test_the_peak_does_not_grow_with_depth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "prefix"),
     [
         ({"activation": "recompute"}, "activation = 'recompute'"),
         (
@@ -268,9 +268,9 @@ def test_the_peak_does_not_grow_with_depth() -> None:
     ],
 )
 def test_options_for_layers_are_told_where_there_are_none(
-    options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any], prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for model in (UNet(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
         offloaded(model, **options).close()
     messages = [record.getMessage() for record in caplog.records]
-    assert [message.split(":")[0] for message in messages] == [message] * bool(message)
+    assert [message.split(":")[0] for message in messages] == [prefix] * bool(prefix)

@@ -118,7 +118,7 @@ class SkippingRun(ResidentRun):
 
     @property
     def full(self) -> dict[str, Tensor]:
-        if not hasattr(self, "_whole"):
+        if not hasattr(self, "_full"):
             self._full = {
                 n: self.masters[n].detach()[: p.numel()].view(p.shape).clone()
                 for n, p in self.trained.items()

@@ -54,7 +54,7 @@ TEXTS = (
 
 def obeyed(text: str) -> list[str]:
     """What a terminal would obey, or would show otherwise than it is."""
-    return [one for one in text if not one.isprintable() and one not in "\n\t"]
+    return [item for item in text if not item.isprintable() and item not in "\n\t"]
 
 
 def hostile_lines(lines: list[bytes], first: int) -> Iterator[bytes]:
@@ -72,11 +72,11 @@ def _changed(value: Any, texts: Iterator[str], turn: int) -> Any:
         return next(texts) + value if turn else value
     if isinstance(value, dict):
         return {
-            key: _changed(one, texts, (turn + place) % 2)
-            for place, (key, one) in enumerate(value.items())
+            key: _changed(item, texts, (turn + place) % 2)
+            for place, (key, item) in enumerate(value.items())
         }
     if isinstance(value, list):
-        return [_changed(one, texts, (turn + place) % 2) for place, one in enumerate(value)]
+        return [_changed(item, texts, (turn + place) % 2) for place, item in enumerate(value)]
     return value
 
 
@@ -170,8 +170,10 @@ def hostile_run(folder: Path, kind: str) -> Path:
     """A run that was killed, of which one part is hostile; `secret` beside it is the user's."""
     run = write(folder, plain(12))
     log = run / LOG
-    kept = [line for line in log.read_bytes().splitlines(keepends=True) if b"run_ended" not in line]
-    log.write_bytes(b"".join(kept))
+    lines = [
+        line for line in log.read_bytes().splitlines(keepends=True) if b"run_ended" not in line
+    ]
+    log.write_bytes(b"".join(lines))
     (run / "run.json").write_text("{}")
     (run / "lock").touch()
     (run / "secret").write_text("secret")

@@ -65,7 +65,7 @@ _HEADER: dict[str, Any] = {
 }
 HEADER = json.dumps(asdict(TokenHeader(**_HEADER))).encode()
 PIECES = [
-    *(one.encode("utf-8", "surrogatepass") for one in TEXTS),
+    *(text.encode("utf-8", "surrogatepass") for text in TEXTS),
     *(b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b"-1", b"1e999", b"NaN", b"null", b"true", b"{}"),
     *(b"\xff\xfe", b"\xef\xbb\xbf", b"\0", b'"', b"\\", b"\n", b"=", b"[[", b"]]", b"'''", b"."),
 ]
@@ -113,11 +113,11 @@ def _requests(content: bytes) -> None:
 
 
 def _config(content: bytes) -> None:
-    found = json.loads(content)
-    if not isinstance(found, dict):  # as `read_config` says
+    result = json.loads(content)
+    if not isinstance(result, dict):  # as `read_config` says
         raise ValueError("no object")
-    identity_of(found)
-    shape_of(found)
+    identity_of(result)
+    shape_of(result)
 
 
 def _checkpoint(file: str, content: bytes) -> None:
@@ -136,10 +136,10 @@ def _checkpoint(file: str, content: bytes) -> None:
 def _values(file: str, content: bytes) -> None:
     """Values of a checkpoint's file that are exchanged as the content draws them."""
     draw = random.Random(content)
-    found = json.loads((_saved() / file).read_text())
+    result = json.loads((_saved() / file).read_text())
     for _ in range(draw.randint(1, 3)):
-        _exchange(found, draw)
-    _checkpoint(file, json.dumps(found).encode())
+        _exchange(result, draw)
+    _checkpoint(file, json.dumps(result).encode())
 
 
 def _exchange(value: Any, draw: random.Random) -> None:
@@ -151,8 +151,8 @@ def _exchange(value: Any, draw: random.Random) -> None:
     elif draw.random() < 0.2:
         del value[key]
     else:
-        others = (*OTHERS, draw.randrange(100_000), value[draw.choice(keys[:20])])
-        value[key] = deepcopy(draw.choice(others))
+        values = (*OTHERS, draw.randrange(100_000), value[draw.choice(keys[:20])])
+        value[key] = deepcopy(draw.choice(values))
 
 
 @cache

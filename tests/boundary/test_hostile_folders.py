@@ -45,7 +45,7 @@ def not_for_ever() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def said(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
+def output_of(capsys: Captured, *arguments: str) -> tuple[int, str, str]:
     with not_for_ever():
         code = main(list(arguments))
     out, err = capsys.readouterr()
@@ -62,16 +62,16 @@ def test_no_command_trusts_a_run_folder(kind: str, tmp_path: Path, capsys: Captu
     good = write(tmp_path / "runs" / "20250101-000000-good", plain(12))
     (tmp_path / "job.toml").write_text(JOB)
     elsewhere = set(tmp_path.iterdir())
-    asked = str(run)
+    folder = str(run)
     for arguments in (["status"], ["status", "--json"], ["events"], ["events", "--json"]):
-        assert said(capsys, *arguments[:1], asked, *arguments[1:])[0] in (0, 1, 2)
+        assert output_of(capsys, *arguments[:1], folder, *arguments[1:])[0] in (0, 1, 2)
     for arguments in ([], ["--json"]):
-        code, out, _ = said(capsys, "runs", str(run.parent), *arguments)
+        code, out, _ = output_of(capsys, "runs", str(run.parent), *arguments)
         assert code == 0 and good.name in out, "one bad folder does not hide the others"
-    assert said(capsys, "ctl", asked, "note", "x", "--wait", "0")[0] in (1, 2)
-    assert said(capsys, "trace", asked)[0] in (0, 1)
+    assert output_of(capsys, "ctl", folder, "note", "x", "--wait", "0")[0] in (1, 2)
+    assert output_of(capsys, "trace", folder)[0] in (0, 1)
     job = str(tmp_path / "job.toml")
-    assert said(capsys, "train", job, "--resume", asked)[0] in (1, 2)
+    assert output_of(capsys, "train", job, "--resume", folder)[0] in (1, 2)
     assert (run / "secret").read_text() == "secret" and set(tmp_path.iterdir()) == elsewhere
 
 
@@ -87,7 +87,7 @@ DRAWN = [
 )
 def test_the_monitor_trusts_no_run_folder(kind: str, tmp_path: Path, capsys: Captured) -> None:
     run = hostile_run(tmp_path / "runs" / "20260101-000000-bad", kind)
-    code, out, err = said(capsys, "tui", str(run), "--once", "--runs-dir", str(run.parent))
+    code, out, err = output_of(capsys, "tui", str(run), "--once", "--runs-dir", str(run.parent))
     assert code in (0, 1, 2) and (code == 2 or out.strip())
     assert code != 1 or err.strip()  # 1: no record of a run can be read, which is said
 
@@ -104,9 +104,9 @@ def test_a_log_that_is_not_read_is_named(
 ) -> None:
     run = hostile_run(tmp_path / "run", kind)
     for command in (["status"], ["events"], ["events", "--json"]):
-        _, _, err = said(capsys, *command[:1], str(run), *command[1:])
+        _, _, err = output_of(capsys, *command[:1], str(run), *command[1:])
         assert err == f"not read: {run / LOG}: {why}\n"
-    _, _, err = said(capsys, "trace", str(run))
+    _, _, err = output_of(capsys, "trace", str(run))
     assert why in err
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.sanitize import (
-    SanitizedStream,
     one_line,
     sanitize,
     sanitize_json,
@@ -39,16 +37,16 @@ UNPRINTABLE = [
 @given(st.text(st.characters()))
 def test_what_is_printable_stays_and_what_is_not_goes(text: str) -> None:
     clean = sanitize(text)
-    assert all(one.isprintable() or one in "\n\t" for one in clean) and len(clean) == len(text)
+    assert all(item.isprintable() or item in "\n\t" for item in clean) and len(clean) == len(text)
     assert sanitize(clean) == clean and one_line(text).isprintable()
     if text.isprintable():
         assert clean == text
 
 
 def test_each_character_that_a_terminal_obeys_is_replaced() -> None:
-    passed = [one for one in UNPRINTABLE if one in sanitize(f"a{one}b") and one not in "\n\t"]
+    passed = [item for item in UNPRINTABLE if item in sanitize(f"a{item}b") and item not in "\n\t"]
     assert passed == []
-    assert [one for one in UNPRINTABLE if not one_line(f"a{one}b").isprintable()] == []
+    assert [item for item in UNPRINTABLE if not one_line(f"a{item}b").isprintable()] == []
 
 
 def test_lines_tabs_letters_and_wide_blanks_stay() -> None:
@@ -65,12 +63,6 @@ def test_json_says_the_same_with_escapes(value: object) -> None:
         assert shown.isprintable() and json.loads(shown) == value
 
 
-def test_json_keeps_what_it_says() -> None:
-    assert sanitize_json('{"a":\r\n\t"\x7f\u202e\U000e0041"}') == (
-        '{"a":   "\\u007f\\u202e\\udb40\\udc41"}'
-    )
-
-
 def test_whatever_is_printed_is_filtered_and_the_streams_come_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -83,9 +75,3 @@ def test_whatever_is_printed_is_filtered_and_the_streams_come_back(
     assert (sys.stdout, sys.stderr) == before
     out, err = capsys.readouterr()
     assert out.replace("\n", "").isprintable() and err[:-1].isprintable()
-
-
-def test_the_streams_own_methods_are_there() -> None:
-    stream = io.StringIO()
-    filtered = SanitizedStream(stream)
-    assert filtered.write("abc") == 3 and filtered.getvalue() == "abc"  # type: ignore[operator]

@@ -140,8 +140,8 @@ def main() -> None:
         plant(fault)
         placements = {"inputs offloaded": PLACEMENTS["inputs offloaded"]}
     for number, (name, options) in enumerate(placements.items()):
-        found = train(options, LANES[number % len(LANES)])
-        print(json.dumps({"placement": name, **found}), flush=True)
+        result = train(options, LANES[number % len(LANES)])
+        print(json.dumps({"placement": name, **result}), flush=True)
 
 
 if __name__ == "__main__":

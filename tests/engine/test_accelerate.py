@@ -76,9 +76,9 @@ def test_prepare_moves_nothing() -> None:
         accelerator.prepare_optimizer(plain)  # torch takes its state back from there
     assert copied.bytes >= 8 * sum(param.numel() for param in net.parameters())  # it is seen
     with Copied() as copied:
-        found, prepared = accelerator.prepare(net, optimizer, device_placement=[False, True])
+        result, prepared = accelerator.prepare(net, optimizer, device_placement=[False, True])
     assert copied.bytes == 0
-    assert found is net and prepared is optimizer
+    assert result is net and prepared is optimizer
     assert accelerator.prepare(optimizer) is optimizer
 
 
@@ -108,8 +108,8 @@ def test_a_loop_under_accelerate_trains_as_with_torch(accum: int) -> None:
     adam = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
     expected, rates = loop(plain, adam, micro, accum)
     optimizer = offloaded(net, grad_accum_steps=accum)
-    found, own_rates = loop(net, optimizer, micro, accum)
-    assert found == pytest.approx(expected, rel=1e-5)
+    actual, own_rates = loop(net, optimizer, micro, accum)
+    assert actual == pytest.approx(expected, rel=1e-5)
     assert own_rates == rates
     assert optimizer.last_step is not None
     assert (optimizer.last_step.step, optimizer.last_step.micro_steps) == (4, accum)

@@ -37,11 +37,11 @@ class Copies:
     def write(self, bucket: str, parts: Sequence[tuple[Written, Tensor]]) -> None:
         time.sleep(0.001)
         for part, values in parts:
-            own = values[: part.hi - part.lo].to("cpu", copy=True)
-            self.parts.setdefault(bucket, {})[part] = own
+            copied = values[: part.hi - part.lo].to("cpu", copy=True)
+            self.parts.setdefault(bucket, {})[part] = copied
 
     @property
-    def found(self) -> dict[str, list[Tensor]]:
+    def buffers(self) -> dict[str, list[Tensor]]:
         """Bucket → its buffers; each value was written once."""
         return {bucket: _joined(parts) for bucket, parts in sorted(self.parts.items())}
 
@@ -91,20 +91,20 @@ def trained(lanes: Lanes, name: str, state: str, precision: str, **options: Any)
         assert [flat.numel for flat in layout] == [
             field.numel()
             for name in dict.fromkeys(f.bucket for f in layout)
-            for field in writer.found[name]
+            for field in writer.buffers[name]
         ]
     optimizer.close()
-    return [writer.found for writer in writers], weights
+    return [writer.buffers for writer in writers], weights
 
 
-def same(found: Any, expected: Any) -> None:
-    for mine, other in zip(found[0], expected[0], strict=True):
-        assert mine.keys() == other.keys()
+def same(actual: Any, expected: Any) -> None:
+    for buffers, other in zip(actual[0], expected[0], strict=True):
+        assert buffers.keys() == other.keys()
         for bucket, fields in other.items():
-            for field, value in zip(mine[bucket], fields, strict=True):
+            for field, value in zip(buffers[bucket], fields, strict=True):
                 assert torch.equal(field, value), bucket
     for key, value in expected[1].items():
-        assert torch.equal(found[1][key], value), key
+        assert torch.equal(actual[1][key], value), key
 
 
 SPILLS = (14 * SPILL_BLOCK, 0, 1 << 20, 5 * SPILL_BLOCK)
@@ -130,32 +130,19 @@ EACH = pytest.mark.parametrize(
 @pytest.mark.slow
 @pytest.mark.cover(0, 1)
 @EACH
-@pytest.mark.parametrize("lanes", ["threads", "late"])
 def test_what_is_written_is_the_state_of_its_step(
-    lanes: str, mode: str, placement: str, state: str, precision: str, spill: int
-) -> None:
-    """Whatever a save copies, it writes the same as one that copies nothing."""
-    name = sorted(STREAMED)[0]
-    options = options_of(mode, precision) | PLACEMENTS[placement]
-    chosen: dict[str, Lanes] = {
-        "threads": ThreadLanes(longest_delay_ms=1.0),
-        "late": SeededLanes(7, late=True),
-    }
-    expected = trained(SequentialLanes(), name, state, precision, **options)
-    options["checkpoint_spill"] = spill
-    same(trained(chosen[lanes], name, state, precision, **options), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.cover(0, 1)
-@EACH
-def test_a_real_run_that_saves_has_no_race(
     mode: str, placement: str, state: str, precision: str, spill: int
 ) -> None:
-    lanes = RecordingLanes(SequentialLanes())
-    options = options_of(mode, precision) | PLACEMENTS[placement] | {"checkpoint_spill": spill}
-    trained(lanes, sorted(STREAMED)[0], state, precision, **options)
-    assert prove(lanes.program) == []
+    """Whatever a save copies, it writes the same as one that copies nothing, without a race."""
+    name = sorted(STREAMED)[0]
+    options = options_of(mode, precision) | PLACEMENTS[placement]
+    expected = trained(SequentialLanes(), name, state, precision, **options)
+    options["checkpoint_spill"] = spill
+    recorder = RecordingLanes(SequentialLanes())
+    late = SeededLanes(7, late=True) if spill else ThreadLanes(longest_delay_ms=1.0)
+    for lanes in (recorder, late):
+        same(trained(lanes, name, state, precision, **options), expected)
+    assert prove(recorder.program) == []
 
 
 @pytest.mark.slow

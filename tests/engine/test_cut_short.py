@@ -14,6 +14,7 @@ from offloadtrain.runtime.lanes import LaneEvent, Operation, Range, SequentialLa
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.program.operations import Lane
 from offloadtrain.step.proof.prove import prove
+from tests.numerics.comparison import assert_equal, contents
 from tests.numerics.models import Chain, batches, loss_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -65,14 +66,6 @@ def micro_steps(optimizer: ot.OffloadOptimizer, model: Chain, step: int, accum: 
         optimizer.backward(loss_of(model, tokens))
 
 
-def bits(optimizer: ot.OffloadOptimizer, model: Chain) -> dict[str, torch.Tensor]:
-    optimizer.synchronize()
-    found = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for name, tensors in optimizer.named_state():
-        found |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
-    return found
-
-
 def trained(options: dict[str, Any], fails_after: int | None) -> tuple[dict[str, Any], bool, Any]:
     """Four steps, the third of which is begun twice; (bits, whether it failed, the program)."""
     torch.manual_seed(0)
@@ -92,22 +85,21 @@ def trained(options: dict[str, Any], fails_after: int | None) -> tuple[dict[str,
             optimizer.zero_grad()
         micro_steps(optimizer, model, step, accum)
         optimizer.step()
-    found = bits(optimizer, model)
+    result = contents(optimizer, model)
     optimizer.close()
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    return found, failed, lanes.program
+    return result, failed, lanes.program
 
 
 @pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("after", [0, 1, 3, 5, 8, 11, 20, 40])
+@pytest.mark.parametrize("after", [0, 1, 3, 8, 20])
 @pytest.mark.parametrize("name", sorted(set(OPTIONS) - {"streamed, delayed"}))
 def test_a_step_that_was_given_up_leaves_nothing_behind(name: str, after: int) -> None:
     expected, _, _ = trained(OPTIONS[name], None)
-    found, failed, program = trained(OPTIONS[name], after)
+    actual, failed, program = trained(OPTIONS[name], after)
     assert failed or after > 10, "there are at least so many calls in a forward and a backward"
     assert prove(program) == []
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+    assert_equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -28,8 +28,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.interrupted:
             raise KeyboardInterrupt
-        found: Tensor = self.norm(torch.tanh(self.up(x)))
-        return found
+        output: Tensor = self.norm(torch.tanh(self.up(x)))
+        return output
 
 
 class Net(nn.Module):
@@ -72,8 +72,8 @@ def trained(model: Net, optimizer: ot.OffloadOptimizer) -> list[Tensor]:
     return [weights for _, weights in optimizer.master_weights()]
 
 
-def same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+def same(some: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(some, expected, strict=True))
 
 
 @pytest.mark.cover(1)
@@ -109,10 +109,10 @@ def test_another_run_of_the_process(options: dict[str, Any], closes: bool) -> No
 def test_what_others_save_is_not_taken() -> None:
     model, optimizer = offloaded(**STREAMED, **SAVED)
     interrupt(model, torch.randn(4, WIDTH))
-    other, taken = nn.Linear(WIDTH, WIDTH), optimizer.ledger.rows()
+    other, rows = nn.Linear(WIDTH, WIDTH), optimizer.ledger.rows()
     other(torch.randn(4, WIDTH, requires_grad=True)).tanh().sum().backward()
     assert other.weight.grad is not None
-    assert optimizer.ledger.rows() == taken
+    assert optimizer.ledger.rows() == rows
 
 
 def test_losses_of_others_are_computed_in_their_own_dtype() -> None:

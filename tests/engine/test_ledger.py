@@ -37,8 +37,8 @@ def storages() -> dict[int, int]:
     """Address → bytes of the storages that living tensors have."""
     gc.collect()
     alive = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
-    found = [x.untyped_storage() for x in alive if x.layout is torch.strided and not x.is_meta]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
+    result = [x.untyped_storage() for x in alive if x.layout is torch.strided and not x.is_meta]
+    return {storage.data_ptr(): storage.nbytes() for storage in result}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())) or "all")

@@ -24,6 +24,7 @@ from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import ARENA_ALIGN, STAGGER_BYTES
+from tests import levels
 from tests.numerics.models import Chain, batches, loss_of
 
 PLACEMENTS: list[dict[str, Any]] = [
@@ -61,10 +62,9 @@ LANES: dict[str, Callable[[], Lanes]] = {
 }
 
 
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("in_cycle", [False, True])
-@pytest.mark.parametrize("options", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("options", "in_cycle", "lanes"), levels.array(PLACEMENTS, [False, True], [*LANES])
+)
 def test_out_of_scope_leaves_what_close_leaves(
     options: dict[str, Any], in_cycle: bool, lanes: str, tmp_path: Path
 ) -> None:
@@ -84,37 +84,17 @@ def test_out_of_scope_leaves_what_close_leaves(
         del optimizer
         gc.collect()
         assert not any(row.bytes for row in ledger.rows() if row.tier == "host")
-        found = weights(net)
+        result = weights(net)
         assert all(type(param) is nn.Parameter for param in net.parameters())
         loss_of(net, batches(1)[0]).backward()
         assert all(param.grad is not None for param in net.parameters())
         net.zero_grad()
         train(net, offloaded(net, tmp_path, **options), 1)  # a dead optimizer counts as closed
-        return found
+        return result
 
-    expected, found = run(close=True), run(close=False)
+    expected, result = run(close=True), run(close=False)
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
-
-
-def test_model_and_optimizer_are_freed_together(tmp_path: Path) -> None:
-    """Without a cyclic collection, and by one where the model refers to its optimizer."""
-    net = Chain()
-    gone = weakref.ref(net)
-    optimizer = offloaded(net, tmp_path, working="host")
-    train(net, optimizer, 1)
-    gc.disable()
-    try:
-        del net, optimizer
-        assert gone() is None
-    finally:
-        gc.enable()
-    net = Chain()
-    gone = weakref.ref(net)
-    net.optimizer = offloaded(net, tmp_path, working="host")  # type: ignore[assignment]
-    del net
-    gc.collect()
-    assert gone() is None
+        assert torch.equal(result[name], value), name
 
 
 @pytest.mark.parametrize("close", [False, True])

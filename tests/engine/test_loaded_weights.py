@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.engine import ModelError
 from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from offloadtrain.step.program.modes import UpdateError
+from tests.numerics.comparison import assert_equal
 from tests.numerics.models import Chain, Frozen, batches, loss_of
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -50,34 +50,28 @@ def train(optimizer: ot.OffloadOptimizer, net: nn.Module, steps: int) -> list[fl
 
 
 def state(optimizer: ot.OffloadOptimizer) -> dict[str, Tensor]:
-    found = {}
+    result = {}
     for name, tensors in optimizer.named_state():
-        found |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
-    return found
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        result |= {f"{name}/{key}": value.clone() for key, value in tensors.items()}
+    return result
 
 
 @pytest.mark.cover(1, 2)
-@pytest.mark.parametrize(("kept", "precision"), FORMATS)
+@pytest.mark.parametrize(("state_format", "precision"), FORMATS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_loaded_after_offload_is_as_given_before_it(
-    placement: str, kept: str, precision: str
+    placement: str, state_format: str, precision: str
 ) -> None:
-    options = {"state": kept, "precision": precision, **PLACEMENTS[placement]}
+    options = {"state": state_format, "precision": precision, **PLACEMENTS[placement]}
     if precision == "fp16":
         options.pop("skip_nonfinite", None)
     weights, before, after = made(1).state_dict(), made(1), made(2)
     expected = offloaded(before, **options)
     optimizer = offloaded(after, **options)
     after.load_state_dict(weights)
-    assert_same(state(optimizer), state(expected))
+    assert_equal(state(optimizer), state(expected))
     assert train(optimizer, after, 3) == train(expected, before, 3)
-    assert_same(state(optimizer), state(expected))
+    assert_equal(state(optimizer), state(expected))
 
 
 def test_tied_and_frozen_and_inside_of_another_module() -> None:
@@ -88,7 +82,7 @@ def test_tied_and_frozen_and_inside_of_another_module() -> None:
         nn.ModuleDict({"inner": after}).load_state_dict(
             {f"inner.{name}": value for name, value in weights.items()}
         )
-        assert_same(state(optimizer), state(expected))
+        assert_equal(state(optimizer), state(expected))
 
 
 def test_the_order_of_loading_model_and_optimizer_is_no_question() -> None:
@@ -107,7 +101,7 @@ def test_the_order_of_loading_model_and_optimizer_is_no_question() -> None:
         if model_last:
             other.load_state_dict(weights)
         assert train(resumed, other, 3) == expected
-        assert_same(state(resumed), state(optimizer))
+        assert_equal(state(resumed), state(optimizer))
 
 
 def test_16_bit_weights_become_the_masters() -> None:
@@ -130,25 +124,15 @@ class Renaming(nn.Linear):
 
 def test_values_that_cannot_be_found_again_are_told(caplog: pytest.LogCaptureFixture) -> None:
     net = nn.Sequential(Renaming(4, 4), nn.Linear(4, 1))
-    given = {k.replace("0.weight", "0.old_weight"): v for k, v in net.state_dict().items()}
-    given = {name: value + 0.001 for name, value in given.items()}
+    loaded = {k.replace("0.weight", "0.old_weight"): v for k, v in net.state_dict().items()}
+    loaded = {name: value + 0.001 for name, value in loaded.items()}
     optimizer = offloaded(net)
     with caplog.at_level(logging.WARNING, "offloadtrain.engine.weights"):
-        net.load_state_dict(given)
+        net.load_state_dict(loaded)
     masters = {name: tensors["master"] for name, tensors in optimizer.named_state()}
-    assert torch.equal(masters["1.weight"], given["1.weight"])
-    assert torch.equal(masters["0.weight"], given["0.old_weight"].bfloat16().float())
+    assert torch.equal(masters["1.weight"], loaded["1.weight"])
+    assert torch.equal(masters["0.weight"], loaded["0.old_weight"].bfloat16().float())
     assert "'0.weight'" in caplog.text and "bfloat16" in caplog.text
-
-
-def test_fp16_cannot_hold_large_loaded_weights() -> None:
-    net = made()
-    optimizer = offloaded(net, precision="fp16")
-    weights = made(1).state_dict()
-    weights["head.weight"][0, 0] = 1e6
-    with pytest.raises(ModelError, match=r"'head.weight' has values beyond the range of fp16"):
-        net.load_state_dict(weights)
-    optimizer.close()
 
 
 @pytest.mark.parametrize("placement", ["on the device", "streamed"])
@@ -210,7 +194,7 @@ def test_weights_set_between_backward_and_step_win(
     plain, exact, speculative = run(None), run("exact"), run("speculative")
     for name, value in plain.items():
         torch.testing.assert_close(exact[name], value, rtol=0, atol=2e-6)
-    assert_same(speculative, exact)
+    assert_equal(speculative, exact)
 
 
 def test_weights_set_after_adam_inside_backward_are_refused() -> None:

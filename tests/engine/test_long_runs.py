@@ -74,14 +74,14 @@ def test_many_steps_hold_no_more_than_few(few: int, many: int, options: dict[str
     model = Chain(2)
     optimizer = ot.offload(model, device="cpu", **options)
     tokens = batches(1)[0]
-    held = []  # the scalars of the last 64 steps are kept: "few" is more
+    counts = []  # the scalars of the last 64 steps are kept: "few" is more
     for number in range(1, many + 1):
         optimizer.backward(loss_of(model, tokens))
         optimizer.step()
         if number in (few, many):
-            held.append(alive())
+            counts.append(alive())
     optimizer.close()
-    objects, tensors, nbytes = zip(*held, strict=True)
+    objects, tensors, nbytes = zip(*counts, strict=True)
     assert tensors[0] > 0
     assert tensors[0] == tensors[1] and nbytes[0] == nbytes[1]
     assert objects[1] - objects[0] < 100

@@ -39,13 +39,15 @@ def norm_of(model: nn.Module, losses: list[Tensor]) -> float:
     total = 0.0
     for param in model.parameters():
         each = [
-            torch.autograd.grad(one, param, retain_graph=True, allow_unused=True)[0]
-            for one in losses
+            torch.autograd.grad(losse, param, retain_graph=True, allow_unused=True)[0]
+            for losse in losses
         ]
-        found = [grad for grad in each if grad is not None]
-        if not found:
+        result = [grad for grad in each if grad is not None]
+        if not result:
             continue
-        grad = torch.empty_like(param).copy_(found[0] if len(found) == 1 else found[0] + found[1])
+        grad = torch.empty_like(param).copy_(
+            result[0] if len(result) == 1 else result[0] + result[1]
+        )
         total += kernels.sum_squares(grad.as_strided((param.numel(),), (1,)))
     return math.sqrt(total)
 
@@ -70,9 +72,9 @@ def test_the_norm_counts_where_it_was_taken_last() -> None:
 
     def measured() -> dict[Lane, int]:
         names = [
-            one.lane
-            for one in lanes.program
-            if isinstance(one, Launched) and one.name.startswith("norm ")
+            item.lane
+            for item in lanes.program
+            if isinstance(item, Launched) and item.name.startswith("norm ")
         ]
         lanes.program.clear()
         return {lane: names.count(lane) for lane in set(names)}

@@ -46,8 +46,8 @@ def test_every_row_has_memory_of_its_size_and_only_parts_share_any(
         if row.within is None:
             extents[flat.data_ptr()] = flat.nbytes, row
         else:
-            whole, offset = row.within
-            assert flat.data_ptr() == memory[whole].flat.data_ptr() + offset, key
+            parent, offset = row.within
+            assert flat.data_ptr() == memory[parent].flat.data_ptr() + offset, key
     ordered = sorted(extents.items())
     for (start, (nbytes, row)), (following, _) in itertools.pairwise(ordered):
         assert start + nbytes <= following, row

@@ -14,8 +14,8 @@ import offloadtrain as ot
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.engine import ModelError
 from offloadtrain.model.transformer import Transformer
+from tests.numerics.comparison import assert_same, pair, train
 from tests.numerics.models import Chain, batches, loss_of
-from tests.numerics.test_offload import assert_same, pair, train
 
 SHAPES = {
     "rotary": SIZES["debug"],
@@ -43,7 +43,7 @@ def on_meta(shape: ModelShape) -> Transformer:
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_weights_are_those_of_a_model_made_at_once(name: str, working: str) -> None:
     shape = SHAPES[name]
-    whole, parted = Transformer(shape, seed=3), on_meta(shape)
+    made_at_once, parted = Transformer(shape, seed=3), on_meta(shape)
     params = {n: p for n, p in parted.named_parameters(remove_duplicate=False)}
     optimizer = ot.offload(
         parted, device="cpu", working=working, param_init_fn=parted.initializer(3)
@@ -51,12 +51,14 @@ def test_the_weights_are_those_of_a_model_made_at_once(name: str, working: str) 
     for key, param in parted.named_parameters(remove_duplicate=False):
         assert param is params[key]
     masters = {key: state["master"] for key, state in optimizer.named_state()}
-    expected = dict(whole.named_parameters())
+    expected = dict(made_at_once.named_parameters())
     assert masters.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(masters[key], value), key
-    for (key, mine), (_, theirs) in zip(parted.named_buffers(), whole.named_buffers(), strict=True):
-        assert torch.equal(mine, theirs), key
+    for (key, actual), (_, reference_value) in zip(
+        parted.named_buffers(), made_at_once.named_buffers(), strict=True
+    ):
+        assert torch.equal(actual, reference_value), key
     tokens = torch.randint(0, 64, (2, 9))
     optimizer.backward(parted(tokens[:, :-1], tokens[:, 1:]))
     optimizer.step()
@@ -72,8 +74,8 @@ def test_never_more_than_one_module_beside_the_state() -> None:
     def counting(module: nn.Module) -> None:
         nonlocal most
         init(module)
-        held = [p for p in model.parameters() if not p.is_meta and p.dtype == torch.float32]
-        most = max(most, sum(p.numel() for p in held))
+        filled = [p for p in model.parameters() if not p.is_meta and p.dtype == torch.float32]
+        most = max(most, sum(p.numel() for p in filled))
 
     ot.offload(model, device="cpu", param_init_fn=counting).close()
     block = sum(p.numel() for p in model.blocks[0].parameters())
@@ -138,14 +140,14 @@ def test_taking_over_a_large_parameter_needs_no_large_temporaries(state: str) ->
     with torch.device("meta"):
         model = nn.Linear(4096, 2048, bias=False)
     nbytes = 4 * model.weight.numel()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as result:
         optimizer = ot.offload(
             model, device="cpu", state=state, param_init_fn=torch.no_grad()(fill)
         )
-    held = most = 0
-    for event in found.profiler.kineto_results.events():
+    allocated = most = 0
+    for event in result.profiler.kineto_results.events():
         if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
+            allocated += event.nbytes()
+            most = max(most, allocated)
     assert 2 * nbytes <= most < 5 * nbytes
     optimizer.close()

@@ -124,10 +124,10 @@ def trained(**arguments: Any) -> tuple[dict[str, torch.Tensor], list[Any]]:
     for _ in range(3):
         optimizer.backward(model(torch.ones(2, 16)).square().mean())
         optimizer.step()
-    found = {name: value.clone() for name, value in model.state_dict().items()}
+    result = {name: value.clone() for name, value in model.state_dict().items()}
     rows = optimizer.ledger.rows()
     optimizer.close()
-    return found, rows
+    return result, rows
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ CONTRADICTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "said"), CONTRADICTIONS)
-def test_a_contradiction_begins_with_an_option(options: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS)
+def test_a_contradiction_begins_with_an_option(options: dict[str, Any], message: str) -> None:
     (problem,) = ot.OffloadConfig(**options).problems()
-    assert problem.startswith(said)
+    assert problem.startswith(message)
     assert problem.split(" ", 1)[0] in OPTIONS
-    with pytest.raises(OptionError, match=re.escape(said)):
+    with pytest.raises(OptionError, match=re.escape(message)):
         ot.offload(net(), device="cpu", **options)
 
 

@@ -36,12 +36,12 @@ def faults(run: dict[str, Any]) -> list[str]:
     if PLACEMENTS[run["placement"]].items() >= SAVED.items():
         allowed += IN_FLIGHT
     beyond = max(a - b for a, b in zip(run["anonymous"], run["in_ledger"], strict=True))
-    found = [f"{beyond} bytes are not in the Ledger"] if beyond > allowed else []
+    result = [f"{beyond} bytes are not in the Ledger"] if beyond > allowed else []
     if run["closing"] > CONSTANT:
-        found.append(f"close() takes {run['closing']} bytes more")
+        result.append(f"close() takes {run['closing']} bytes more")
     if run["left"] > WEIGHTS + allowed:
-        found.append(f"after close() {run['left']} bytes are left")
-    return found + (["the Ledger grows"] if len(set(run["in_ledger"])) > 1 else [])
+        result.append(f"after close() {run['left']} bytes are left")
+    return result + (["the Ledger grows"] if len(set(run["in_ledger"])) > 1 else [])
 
 
 def test_the_process_has_what_the_ledger_says() -> None:
@@ -52,7 +52,9 @@ def test_the_process_has_what_the_ledger_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "told"), [("reuse", "grows"), ("copies", "not in the Ledger")])
-def test_a_planted_fault_is_found(fault: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "message"), [("reuse", "grows"), ("copies", "not in the Ledger")]
+)
+def test_a_planted_fault_is_found(fault: str, message: str) -> None:
     (run,) = trained(fault)
-    assert any(told in line for line in faults(run))
+    assert any(message in line for line in faults(run))

@@ -6,29 +6,30 @@ The recorded programs of `tests/oracle` are proved where they are compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, Lanes, SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes import Lane, Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.layout import step_spec as spec
 from offloadtrain.step.program import modes
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Allocate, Ref
 from offloadtrain.step.proof.prove import order, prove
-from offloadtrain.step.proof.recording import Entry, Recorded, Waited
+from offloadtrain.step.proof.recording import Entry, Waited
 from tests import levels
-from tests.numerics.models import MODELS, STREAMED, batches, loss_of
+from tests.numerics.comparison import assert_equal, contents, make, pair, train
+from tests.numerics.configurations import Configuration, any_valid, placed
+from tests.numerics.models import batches
 
 CASES = [
     ("fp32", "bf16"),
@@ -60,7 +61,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     },
 }
 ADAMW = ot.AdamW(lr=1e-2)
-each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def options_of(mode: str, precision: str) -> dict[str, Any]:
@@ -79,32 +79,19 @@ def run(
     rule: Any = ADAMW,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Train on these lanes; returns state and weights."""
-    torch.manual_seed(0)
-    model: nn.Module = MODELS[name]()
+    """Train on these lanes; return weights and state."""
+    model = make(name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        chosen = {"device": "cpu", "precision": precision, "state": state, "clip_norm": 0.5}
         with on_lanes(lanes):
-            optimizer = ot.offload(
-                model,
-                rule,
-                device="cpu",
-                precision=precision,
-                state=state,
-                grad_accum_steps=accum,
-                **{"clip_norm": 0.5, **options},
-            )
+            optimizer = ot.offload(model, rule, **chosen | {"grad_accum_steps": accum} | options)
         stream = batches(steps * accum)
-        for step in range(steps):
-            for tokens in stream[step * accum : (step + 1) * accum]:
-                optimizer.backward(loss_of(model, tokens))
-            optimizer.step()
-        optimizer.synchronize()
-        found = {n: p.detach().clone() for n, p in model.named_parameters()}
-        for param, tensors in optimizer.named_state():
-            found |= {f"{param}/{key}": value.clone() for key, value in tensors.items()}
+        for start in range(0, len(stream), accum):
+            train(optimizer, model, stream[start : start + accum])
+        tensors = contents(optimizer, model)
     optimizer.close()
-    return found
+    return tensors
 
 
 def program(name: str, *args: str, **kwargs: Any) -> list[Entry]:
@@ -119,13 +106,13 @@ def test_what_the_stream_sanitizer_cannot_see(options: dict[str, Any]) -> None:
     it is there, a query of its event says so, and torch's stream sanitizer does not follow queries.
     Without this order the program has the race on device memory that the sanitizer reported, and no
     other."""
-    whole = program("chain", **options)
+    every = program("chain", **options)
     without = [
         entry
-        for entry in whole
+        for entry in every
         if not (isinstance(entry, Waited) and entry.why == "the gradient norm")
     ]
-    assert len(without) < len(whole) and prove(whole) == []
+    assert len(without) < len(every) and prove(every) == []
     on_device = {fault.message for fault in prove(without) if "gradient staging" in fault.message}
     assert on_device == {
         f"'gather {bucket}' on compute is not ordered after 'd2h {before}': "
@@ -134,43 +121,58 @@ def test_what_the_stream_sanitizer_cannot_see(options: dict[str, Any]) -> None:
     }
 
 
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("accum", [1, 2])
-@each_mode
-def test_no_race_in_pieces(mode: str, accum: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets larger than a staging slot."""
-    monkeypatch.setattr(spec, "STAGING_BYTES", 1000)
-    assert prove(program("unusual", accum=accum, steps=4, **MODES[mode])) == []
+LANES: dict[str, Callable[[int], Lanes]] = {
+    "seeded": SeededLanes,
+    "late": lambda seed: SeededLanes(seed, late=True),
+    "threads": lambda seed: ThreadLanes(seed=seed, longest_delay_ms=1.0),
+}
 
 
-@levels.examples(60)
+def trained(configuration: Configuration, lanes: Lanes, folder: Path) -> dict[str, torch.Tensor]:
+    """Train on these lanes; return weights and state."""
+    with placed(configuration, folder) as options, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modes.SpeculationPolicy, "should_speculate", lambda policy: True)
+        with on_lanes(lanes):
+            _, optimizer, model = pair(
+                make(configuration.model),
+                configuration.precision,
+                accum=configuration.accum,
+                clip=configuration.clip,
+                **options,
+            )
+        stream = batches(4 * configuration.accum)
+        for start in range(0, len(stream), configuration.accum):
+            micro = stream[start : start + configuration.accum]
+            explicit, clips = configuration.explicit, configuration.clips
+            train(optimizer, model, micro, explicit=explicit, clips=clips)
+        tensors = contents(optimizer, model)
+    optimizer.close()
+    return tensors
+
+
+@levels.examples(50)
 @given(
-    name=st.sampled_from(sorted(MODELS)),
-    case=st.sampled_from(CASES),
-    mode=st.sampled_from(sorted(MODES)),
-    placement=st.sampled_from(sorted(PLACEMENTS)),
-    accum=st.integers(1, 3),
+    configuration=any_valid(),
+    kind=st.sampled_from(sorted(LANES)),
     seed=st.integers(0, 2**32),
-    late=st.booleans(),
     deterministic=st.booleans(),
 )
-def test_any_legal_order_has_the_same_bits(
-    name: str,
-    case: tuple[str, str],
-    mode: str,
-    placement: str,
-    accum: int,
+def test_no_drawn_run_races_and_any_legal_order_of_it_has_the_same_bits(
+    configuration: Configuration,
+    kind: str,
     seed: int,
-    late: bool,
     deterministic: bool,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    options = options_of(mode, case[1]) | (PLACEMENTS[placement] if name in STREAMED else {})
+    """Memory that is given out again holds NaN."""
+    folder = tmp_path_factory.getbasetemp()
+    recorder, lanes = RecordingLanes(SequentialLanes()), LANES[kind](seed)
+    lanes.poison = True
     with deterministic_mode(deterministic):
-        expected = run(SequentialLanes(), name, *case, accum=accum, steps=4, **options)
-        found = run(SeededLanes(seed, late=late), name, *case, accum=accum, steps=4, **options)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+        expected = trained(configuration, recorder, folder)
+        actual = trained(configuration, lanes, folder)
+    assert prove(recorder.program) == []
+    assert_equal(actual, expected)
 
 
 def test_late_lanes_show_a_wait_that_the_default_lanes_hide(
@@ -181,7 +183,7 @@ def test_late_lanes_show_a_wait_that_the_default_lanes_hide(
     on_default, late = (
         run(lanes, "chain") for lanes in (SequentialLanes(), SeededLanes(1, late=True))
     )
-    assert all(torch.equal(on_default[key], value) for key, value in expected.items())
+    assert_equal(on_default, expected)
     assert not all(torch.equal(late[key], value) for key, value in expected.items())
 
 
@@ -208,10 +210,10 @@ def test_memory_that_deterministic_mode_fills(
         options["offload_saved_above"] = 0
     with deterministic_mode():
         expected = run(SequentialLanes(), "skipping", **options)
-        found = run(SeededLanes(5, late=late), "skipping", **options)
+        actual = run(SeededLanes(5, late=late), "skipping", **options)
         monkeypatch.setattr(Dependencies, "allocate", allocate_after_the_event)
         wrong = run(SeededLanes(5, late=late), "skipping", **options)
-    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert_equal(actual, expected)
     assert not all(torch.equal(wrong[key], value) for key, value in expected.items())
 
 
@@ -220,97 +222,32 @@ def allocate_after_the_event(order: Dependencies, ref: Ref) -> None:
     order.operations.append(Allocate(ref))
 
 
-@levels.examples(24)
-@given(
-    name=st.sampled_from(sorted(MODELS)),
-    case=st.sampled_from(CASES),
-    mode=st.sampled_from(sorted(MODES)),
-    placement=st.sampled_from(sorted(PLACEMENTS)),
-    accum=st.integers(1, 2),
-    seed=st.integers(0, 2**32),
-)
-def test_lanes_on_threads_with_delays_have_the_same_bits(
-    name: str, case: tuple[str, str], mode: str, placement: str, accum: int, seed: int
-) -> None:
-    options = options_of(mode, case[1]) | (PLACEMENTS[placement] if name in STREAMED else {})
-    lanes = ThreadLanes(seed=seed, longest_delay_ms=1.0)
-    expected = run(SequentialLanes(), name, *case, accum=accum, **options)
-    found = run(lanes, name, *case, accum=accum, **options)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
-
-
-def test_a_failure_on_a_lane_is_raised_and_close_does_not_hang() -> None:
-    lanes, buffer = ThreadLanes(), Buffer("b", torch.zeros(4))
-
-    def fails(*_: torch.Tensor) -> None:
-        raise ZeroDivisionError("planted")
-
-    lanes.launch(Lane.HOST, "fails", fails, [], [buffer.whole])
-    with pytest.raises(LaneError, match="planted"):
-        lanes.synchronize()
-    lanes.wait(Lane.H2D, lanes.record(Lane.HOST), "after the failure")
-    lanes.close()
-    lanes.close()
-
-
-@pytest.mark.cover(0)
-@pytest.mark.parametrize(("state", "accum"), [("fp32", 1), ("split16", 2)])
-@pytest.mark.parametrize("placement", ["on the device", "streamed"])
-@each_mode
-@pytest.mark.parametrize("name", ["unusual", "tied"])
-def test_every_wait_is_needed_or_follows_from_others(
-    name: str, mode: str, placement: str, state: str, accum: int
-) -> None:
-    whole = program(name, state, accum=accum, **MODES[mode], **PLACEMENTS[placement])
-    before, needed = order(whole), 0
-    for index, entry in enumerate(whole):
-        if not isinstance(entry, Waited):
-            continue
-        without = whole[:index] + whole[index + 1 :]
-        if prove(without):
-            assert order(without) != before
-            needed += 1
-    assert needed > 20
-
-
-def waits(program: list[Entry], waiter: Lane, awaited: Lane) -> set[int]:
-    """Where one lane waits for another."""
-    of = {e.event: e.lane for e in program if isinstance(e, Recorded)}
-    return {
-        number
-        for number, e in enumerate(program)
-        if isinstance(e, Waited) and e.lane is waiter and of[e.event] is awaited
-    }
+DISK: dict[str, Any] = {"state_on": "disk", "working": "disk", "grad_on": "disk"}
 
 
 @pytest.mark.parametrize(
-    ("name", "state", "working", "waiter", "awaited"),
+    ("name", "state", "accum", "options"),
     [
-        ("unusual", "fp32", "device", Lane.D2H, Lane.COMPUTE),
-        ("unusual", "fp32", "device", Lane.H2D, Lane.HOST),
-        ("unusual", "fp32", "device", Lane.COMPUTE, Lane.H2D),
-        ("unusual", "fp32", "device", Lane.COMPUTE, Lane.D2H),
-        ("unusual", "split16", "device", Lane.HOST, Lane.H2D),
-        ("chain", "fp32", "host", Lane.LOAD, Lane.COMPUTE),
-        ("chain", "fp32", "host", Lane.LOAD, Lane.HOST),
-        ("chain", "fp32", "host", Lane.COMPUTE, Lane.LOAD),
-        ("skipping", "fp32", "host", Lane.HOST, Lane.LOAD),
+        ("unusual", "fp32", 1, MODES["exact"]),
+        ("tied", "split16", 2, MODES["early"] | PLACEMENTS["streamed"]),
+        ("unusual", "split16", 1, MODES["speculative, wrong"] | PLACEMENTS["streamed"]),
+        ("tied", "fp32", 2, MODES["delayed"]),
+        ("chain", "split16", 1, MODES["exact"] | DISK),
     ],
+    ids=["exact", "early, streamed", "speculative, streamed", "delayed", "on the disk"],
 )
-def test_a_kind_of_wait_left_out_is_a_race(
-    name: str, state: str, working: str, waiter: Lane, awaited: Lane
+def test_every_wait_is_needed_or_follows_from_others(
+    name: str, state: str, accum: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    refutes_without(program(name, state, steps=4, working=working), waiter, awaited)
-
-
-def test_a_sum_that_does_not_wait_for_its_copy_down_is_a_race() -> None:
-    """Of one microbatch the thread waits for the last copy: Adam waits for none."""
-    refutes_without(program("unusual", steps=4, accum=2), Lane.HOST, Lane.D2H)
-
-
-def refutes_without(whole: list[Entry], waiter: Lane, awaited: Lane) -> None:
-    left_out = waits(whole, waiter, awaited)
-    assert left_out
-    faults = prove([entry for i, entry in enumerate(whole) if i not in left_out])
-    assert any(fault.kind == "race" for fault in faults)
+    if "state_on" in options:
+        options = options | {"scratch_dir": str(tmp_path), "scratch_in_memory": True}
+    every = program(name, state, accum=accum, steps=2, **options)
+    before, needed = order(every), 0
+    assert prove(every) == []
+    for index, entry in enumerate(every):
+        if isinstance(entry, Waited):
+            without = every[:index] + every[index + 1 :]
+            if prove(without):
+                assert order(without) != before
+                needed += 1
+    assert needed > 20

@@ -69,7 +69,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.lanes = lanes
         self.undeclared: list[str] = []
-        self.seen = 0
+        self.accesses = 0
         buckets = [b for block in optimizer._blocks for b in block.buckets]
         flats = [bucket.working.flat for bucket in buckets]
         self.storages = {flat.untyped_storage().data_ptr() for flat in flats}
@@ -87,7 +87,7 @@ class Watch(TorchDispatchMode):
     def _look(self, func: Any, tensor: Tensor) -> None:
         if tensor.untyped_storage().data_ptr() not in self.storages:
             return
-        self.seen += 1
+        self.accesses += 1
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         lo = tensor.data_ptr()
         if not self.lanes.declares(lo, lo + reach * tensor.element_size()):
@@ -113,22 +113,20 @@ def steps(optimizer: ot.OffloadOptimizer, model: nn.Module) -> None:
 
 
 PLACEMENTS: list[dict[str, Any]] = [
-    {},
     {"activation": "recompute"},
-    {"working": "host"},
     {"working": "host", "device_slots": 1},
     {"working": "host", "activation": "offload"},
     {"activation": "offload_saved", "offload_saved_above": 0},
     {"working": "host", "update": "delayed"},
 ]
-
-
 CASES = [
-    pytest.param(
-        name, options, marks=[] if options in ({}, {"working": "host"}) else pytest.mark.slow
-    )
-    for options in PLACEMENTS
-    for name in (STREAMED if "working" in options else MODELS)
+    *((name, {}) for name in MODELS),
+    *((name, {"working": "host"}) for name in STREAMED),
+    *(
+        pytest.param(name, options, marks=pytest.mark.slow)
+        for options in PLACEMENTS
+        for name in ("tied", "unusual", "shared", "experts")
+    ),
 ]
 
 
@@ -141,7 +139,7 @@ def test_nothing_touches_weights_undeclared(name: str, options: dict[str, Any]) 
         with watch:
             steps(optimizer, model)
         assert watch.undeclared == []
-        assert watch.seen > 20
+        assert watch.accesses > 20
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -151,7 +149,7 @@ def test_a_users_recompute_over_several_blocks(reentrant: bool) -> None:
     with watched(model, working="host") as (optimizer, watch):
         with watch:
             steps(optimizer, model)
-        assert watch.undeclared == [] and watch.seen > 20
+        assert watch.undeclared == [] and watch.accesses > 20
 
 
 @pytest.mark.parametrize("name", RECOMPUTES)
@@ -161,7 +159,7 @@ def test_a_recompute_behind_the_hooks(name: str) -> None:
     with watched(model, working="host") as (optimizer, watch):
         with watch:
             steps(optimizer, model)
-        assert watch.undeclared == [] and watch.seen > 20
+        assert watch.undeclared == [] and watch.accesses > 20
 
 
 def test_a_missing_backward_span_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from offloadtrain.cli.commands.jobs import find_job
 from offloadtrain.config import job as jobs
 from offloadtrain.hardware.cgroup import cpu_quota, folders
-from offloadtrain.hardware.cpus import CpuPlan, parse_cpulist, plan
+from offloadtrain.hardware.cpus import CpuPlan, plan
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.train.build import _threads
 from offloadtrain.train.run_folder import ResumedSettings
@@ -42,8 +42,8 @@ def write(path: Path, value: object) -> None:
 
 
 def test_one_thread_per_physical_core_less_one(tmp_path: Path) -> None:
-    found = plan(allowed=range(16), sysfs=machine(tmp_path, 1, 8, 2))
-    assert found == CpuPlan(7, (), "8 of 8 physical cores, one left to the launching thread")
+    result = plan(allowed=range(16), sysfs=machine(tmp_path, 1, 8, 2))
+    assert result == CpuPlan(7, (), "8 of 8 physical cores, one left to the launching thread")
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (3, 2)])
@@ -55,10 +55,10 @@ def test_one_is_left_where_there_are_more_than_two(
 
 def test_the_gpus_node(tmp_path: Path) -> None:
     sysfs = machine(tmp_path, 2, 4, 2)
-    found = plan(rank_gpus=["0000:AF:00.0"], allowed=range(16), sysfs=sysfs)
-    assert found.cpus == (4, 5, 6, 7, 12, 13, 14, 15)
-    assert found.threads == 3
-    assert "4 of 4 physical cores of NUMA node 1" in found.why
+    result = plan(rank_gpus=["0000:AF:00.0"], allowed=range(16), sysfs=sysfs)
+    assert result.cpus == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert result.threads == 3
+    assert "4 of 4 physical cores of NUMA node 1" in result.why
 
 
 def test_ranks_on_one_node_divide_its_cores(tmp_path: Path) -> None:
@@ -87,9 +87,9 @@ def test_every_rank_gets_a_core_and_none_is_lost(tmp_path: Path, ranks: int) -> 
 
 def test_a_quota_bounds_the_threads_and_binds_none(tmp_path: Path) -> None:
     sysfs = machine(tmp_path, 1, 8, 1)
-    found = plan(rank_gpus=["0000:3b:00.0"], allowed=range(8), quota=4.5, sysfs=sysfs)
-    assert (found.threads, found.cpus) == (3, ())
-    assert "cgroup quota 4.5" in found.why
+    result = plan(rank_gpus=["0000:3b:00.0"], allowed=range(8), quota=4.5, sysfs=sysfs)
+    assert (result.threads, result.cpus) == (3, ())
+    assert "cgroup quota 4.5" in result.why
     assert plan(allowed=range(8), quota=0.5, sysfs=sysfs).threads == 1
 
 
@@ -104,25 +104,10 @@ def test_ranks_divide_a_quota(tmp_path: Path, quota: float, threads: int) -> Non
     assert all(f"cgroup quota {quota:g} for 4 ranks" in p.why for p in plans)
 
 
-def test_affinity_to_sibling_threads_of_one_core(tmp_path: Path) -> None:
-    assert plan(allowed=[3, 11], sysfs=machine(tmp_path, 1, 8, 2)).threads == 1
-
-
-def test_a_node_outside_of_the_affinity_is_ignored(tmp_path: Path) -> None:
-    sysfs = machine(tmp_path, 2, 4, 1)
-    found = plan(rank_gpus=["0000:af:00.0"], allowed=range(4), sysfs=sysfs)
-    assert (found.threads, found.cpus) == (3, ())
-
-
 def test_a_gpu_without_a_node_and_a_machine_without_topology(tmp_path: Path) -> None:
     sysfs = machine(tmp_path / "one", 0, 0, 1)
     for gpu in (None, "0000:3b:00.0", "0000:ff:00.0"):
         assert plan(rank_gpus=[gpu], allowed=range(6), sysfs=sysfs).threads == 5
-
-
-def test_cpulists() -> None:
-    assert parse_cpulist("0-3,8,10-11\n") == [0, 1, 2, 3, 8, 10, 11]
-    assert parse_cpulist("\n") == []
 
 
 def test_the_least_quota_of_the_ancestors_counts(tmp_path: Path) -> None:

@@ -103,13 +103,15 @@ def test_an_rlimit_leaves_what_this_process_has_not_taken(
     limit = 1 << 45
     none = (resource.RLIM_INFINITY,) * 2
     kind = getattr(resource, name)
-    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limit, 0) if asked == kind else none)
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda requested: (limit, 0) if requested == kind else none
+    )
     (room,) = host_memory._rlimits()
     assert room.limit == f"{name} = {limit}"
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     fields = ("VmSize",) if name == "RLIMIT_AS" else ("VmData", "VmStk")
-    taken = sum(int(status[field].split()[0]) * KIB for field in fields)
-    assert limit - room.num_bytes == pytest.approx(taken, rel=0.05)
+    used_bytes = sum(int(status[field].split()[0]) * KIB for field in fields)
+    assert limit - room.num_bytes == pytest.approx(used_bytes, rel=0.05)
 
 
 MAPPED = """

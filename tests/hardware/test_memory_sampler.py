@@ -55,8 +55,8 @@ class Sampled:
         assert self._sampled.acquire(timeout=60) and self._sampled.acquire(timeout=60)
 
 
-def live(found: Sampled) -> schema.LiveMemory:
-    (record,) = found.records
+def live(actual: Sampled) -> schema.LiveMemory:
+    (record,) = actual.records
     assert isinstance(record, schema.LiveMemory)
     return record
 
@@ -67,20 +67,20 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
     """Activations that are gone before anybody looks: the allocator's own peak tells."""
     gpu.take(24 * GIB)
     counters = AllocatorCounters(DEVICE, gpu.free)
-    found = Sampled(tmp_path / "ring", counters)
-    found.sampler.step_begins(1)
-    found.two_more()
+    result = Sampled(tmp_path / "ring", counters)
+    result.sampler.step_begins(1)
+    result.two_more()
     gpu.take(5 * GIB)
     gpu.take(-5 * GIB)
-    found.two_more()
-    found.sampler.end_step()
+    result.two_more()
+    result.sampler.end_step()
     assert counters.end_step() == 29 * GIB
     gpu.take(GIB)
     gpu.take(-GIB)
     assert counters.end_step() == 25 * GIB  # the next step's own
     assert counters.run_peak == 29 * GIB
-    found.sampler.close()
-    record = live(found)
+    result.sampler.close()
+    record = live(result)
     assert record.allocated_kib == (24 << 20, 24 << 20, 29 << 20)
     assert record.reserved_kib == (24 << 20, 29 << 20, 29 << 20)
     assert record.free_kib[1] == 3 << 20
@@ -88,30 +88,19 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
 
 
 @pytest.mark.slow
-def test_no_record_is_empty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also where the last sample went into the record before."""
-    monkeypatch.setattr(memory_sampler, "RECORD_S", 0.0)  # one per sample
-    found = Sampled(tmp_path / "ring", None)
-    found.two_more()
-    found.sampler.close()
-    records = [event for event in found.records if isinstance(event, schema.LiveMemory)]
-    assert len(records) > 1 and all(record.rss_kib for record in records)
-
-
-@pytest.mark.slow
 def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
     """A block that is touched and freed within the run is in the peak and in the least."""
-    found = Sampled(tmp_path / "ring", None)
-    found.sampler.step_begins(1, follow=True)
-    found.two_more()
+    result = Sampled(tmp_path / "ring", None)
+    result.sampler.step_begins(1, follow=True)
+    result.two_more()
     block = bytearray(96 << 20)
     block[::4096] = b"x" * len(block[::4096])
-    found.two_more()
+    result.two_more()
     del block
-    found.two_more()
-    peak, curve = found.sampler.end_step()
-    found.sampler.close()
-    record = live(found)
+    result.two_more()
+    peak, curve = result.sampler.end_step()
+    result.sampler.close()
+    record = live(result)
     least, _, most = record.rss_kib
     assert most - least > 90 << 10 and peak >> 10 == most
     assert not record.allocated_kib and record.available_kib and record.page_cache_kib
@@ -122,13 +111,13 @@ def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_ring_has_every_sample_and_the_thread_ends(gpu: FakeAllocator, tmp_path: Path) -> None:
-    found = Sampled(tmp_path / "ring", AllocatorCounters(DEVICE, gpu.free))
-    found.two_more()
+    result = Sampled(tmp_path / "ring", AllocatorCounters(DEVICE, gpu.free))
+    result.two_more()
     gpu.take(GIB)
-    found.two_more()
-    found.sampler.close()
-    found.sampler.close()
-    points = found.reader.poll()
+    result.two_more()
+    result.sampler.close()
+    result.sampler.close()
+    points = result.reader.poll()
     assert points[0].allocated == 0 and points[-1].allocated == GIB
     assert [point.time_s for point in points] == sorted(point.time_s for point in points)
     assert not any(thread.name == "memory-sampler" for thread in threading.enumerate())
@@ -142,11 +131,11 @@ def test_a_full_disk_ends_the_ring_and_not_the_records(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(RingWriter, "write", full)
-    found = Sampled(tmp_path / "ring", None)
-    found.two_more()
-    found.two_more()
-    found.sampler.close()
-    assert live(found).rss_kib
+    result = Sampled(tmp_path / "ring", None)
+    result.two_more()
+    result.two_more()
+    result.sampler.close()
+    assert live(result).rss_kib
 
 
 @pytest.mark.slow
@@ -171,15 +160,6 @@ def test_an_hour_is_less_than_a_megabyte() -> None:
     followed = schema.StepMemory(step=123_456, tier="device", at_ms=at_ms, kib=kib)
     written += 360 * len(log_lines.to_line(followed, 0, 1_795_000_000.1234567, 10**15))
     assert written < 1e6
-
-
-def test_a_curve_keeps_its_highest_points() -> None:
-    curve = [(float(i), 1 << 30) for i in range(1000)]
-    curve[333] = (333.0, 7 << 30)
-    few = thinned(curve)
-    assert len(few) <= memory_sampler.CURVE_POINTS
-    assert max(size for _, size in few) == 7 << 20
-    assert few[-1][0] == 999.0
 
 
 @pytest.mark.slow

@@ -21,15 +21,15 @@ OTHERS = ("CPU", "", "NVIDIA A10M", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDI
 
 def test_listed() -> None:
     for precision in ("bf16", "fp16"):
-        found = {name: peak_flops(name, precision) for name in LISTED}
-        assert found == {name: 1e12 * teraflops for name, teraflops in LISTED.items()}
+        result = {name: peak_flops(name, precision) for name in LISTED}
+        assert result == {name: 1e12 * teraflops for name, teraflops in LISTED.items()}
     assert not any(peak_flops(name, "fp32") for name in LISTED)
 
 
 def test_the_shipped_machines_say_the_same() -> None:
-    found = {name: find(name)[1] for name in shipped() if name not in ("cpu2", "mi300x")}
-    told = {name: peak_flops(machine.gpu, "fp16") for name, machine in found.items()}
-    assert told == {name: machine.peak_tflops * 1e12 for name, machine in found.items()}
+    actual = {name: find(name)[1] for name in shipped() if name not in ("cpu2", "mi300x")}
+    expected = {name: peak_flops(machine.gpu, "fp16") for name, machine in actual.items()}
+    assert expected == {name: machine.peak_tflops * 1e12 for name, machine in actual.items()}
 
 
 def test_not_listed() -> None:

@@ -15,7 +15,7 @@ from tests.hardware.test_cpus import machine
 ROOT = Path(__file__).parent.parent.parent
 
 
-def seen(tmp_path: Path, shares: list[float], *, cores: int = 0, **given: object) -> Busy:
+def busy_of(tmp_path: Path, shares: list[float], *, cores: int = 0, **inputs: object) -> Busy:
     """What `look` finds where CPU i is busy for so much of the time."""
     sysfs = machine(tmp_path, 1, cores or len(shares), len(shares) // (cores or len(shares)))
     stat = tmp_path / "stat"
@@ -28,32 +28,28 @@ def seen(tmp_path: Path, shares: list[float], *, cores: int = 0, **given: object
         stat.write_text("\n".join(["cpu  9 9 9 9 9 9 9 9 9 9", *rows, "intr 1 2 3\n"]))
 
     tell(1000)
-    allowed = given.get("allowed", range(len(shares)))
+    allowed = inputs.get("allowed", range(len(shares)))
     assert isinstance(allowed, range)
     return look(allowed, stat=stat, sysfs=sysfs, sleep=lambda seconds: tell(1000 + 100 * seconds))
 
 
 def test_an_idle_machine(tmp_path: Path) -> None:
-    assert seen(tmp_path, [0.0, 0.0]) == Busy(2, 0.0)
-    assert seen(tmp_path, [0.05] * 64) == Busy(64, 0.0), "what an idle system does is no program"
+    assert busy_of(tmp_path, [0.0, 0.0]) == Busy(2, 0.0)
+    assert busy_of(tmp_path, [0.05] * 64) == Busy(64, 0.0), "what an idle system does is no program"
 
 
 def test_one_busy_core(tmp_path: Path) -> None:
-    assert seen(tmp_path, [1.0, 0.0]) == Busy(2, 1.0)
-    assert seen(tmp_path, [0.5, 0.5]) == Busy(2, 1.0), "it may move from core to core"
+    assert busy_of(tmp_path, [1.0, 0.0]) == Busy(2, 1.0)
+    assert busy_of(tmp_path, [0.5, 0.5]) == Busy(2, 1.0), "it may move from core to core"
 
 
 def test_a_busy_sibling_takes_the_core(tmp_path: Path) -> None:
     """CPUs 0 and 2 are one core."""
-    assert seen(tmp_path, [0.0, 0.0, 1.0, 0.0], cores=2) == Busy(2, 1.0)
-
-
-def test_cores_that_are_not_ours_do_not_count(tmp_path: Path) -> None:
-    assert seen(tmp_path, [1.0, 0.0, 0.0, 1.0], allowed=range(1, 3)) == Busy(2, 0.0)
+    assert busy_of(tmp_path, [0.0, 0.0, 1.0, 0.0], cores=2) == Busy(2, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("threads", "found", "asleep"),
+    ("threads", "busy", "asleep"),
     [
         (0, Busy(2, 0.0), False),
         (0, Busy(2, 0.3), False),
@@ -65,12 +61,12 @@ def test_cores_that_are_not_ours_do_not_count(tmp_path: Path) -> None:
     ],
 )
 def test_threads_wait_asleep_where_fewer_cores_are_idle(
-    threads: int, found: Busy, asleep: bool
+    threads: int, busy: Busy, asleep: bool
 ) -> None:
     environ: dict[str, str] = {}
-    told = choose(threads, environ, lambda: found)
+    message = choose(threads, environ, lambda: busy)
     assert environ == ({"OMP_WAIT_POLICY": "passive"} if asleep else {})
-    assert told == (f"waiting asleep: {found.busy} of {found.cores} cores were busy" * asleep)
+    assert message == (f"waiting asleep: {busy.busy} of {busy.cores} cores were busy" * asleep)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +86,6 @@ def test_threads_are_those_that_torch_will_have(
 ) -> None:
     """By what the environment says, or the container allows, on 16 cores of which 4 are busy."""
     assert bool(choose(0, environ, lambda: Busy(16, 4.0), quota)) is asleep
-
-
-def test_one_thread_waits_for_nobody() -> None:
-    assert choose(1, {}, lambda: Busy(2, 2.0)) == ""
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])

@@ -60,7 +60,9 @@ def test_logits_and_loss_are_those_of_a_plain_encoder(shape: ModelShape) -> None
     targets_BT[drawn_BT > 0.15] = IGNORED
     targets_BT[0, 0] = 5
     documents = [part for row in tokens_BT for part in row.split(LENGTHS)]
-    expected_BTV = torch.cat([plain_logits(model, one) for one in documents]).view(2, 24, -1)
+    expected_BTV = torch.cat([plain_logits(model, document) for document in documents]).view(
+        2, 24, -1
+    )
     positions_BT = POSITIONS_T.expand_as(tokens_BT)
     found_BTV = model(tokens_BT, positions_BT=positions_BT)
     torch.testing.assert_close(found_BTV, expected_BTV, rtol=1e-5, atol=1e-6)
@@ -79,7 +81,7 @@ def test_a_token_sees_both_sides_of_its_document_and_no_other(shape: ModelShape)
     last_of_third = sum(LENGTHS[:3]) - 1
     other_BT[0, last_of_third] = (tokens_BT[0, last_of_third] + 1) % shape.vocab_size
     positions_BT = POSITIONS_T.expand_as(tokens_BT)
-    packed = [model(one, positions_BT=positions_BT)[0] for one in (tokens_BT, other_BT)]
+    packed = [model(item, positions_BT=positions_BT)[0] for item in (tokens_BT, other_BT)]
     moved_T = (packed[0] != packed[1]).any(1)
     document_T = (torch.arange(24) >= sum(LENGTHS[:2])) & (torch.arange(24) <= last_of_third)
     assert torch.equal(moved_T, document_T)

@@ -1,7 +1,6 @@
 """The transformer: exact sizes, causality, positions, heads, ties, dtypes, initial weights."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -55,13 +54,13 @@ def meta(shape: ModelShape) -> Transformer:
         return Transformer(shape)
 
 
-@pytest.mark.cover(0, levels.ALL)
-@pytest.mark.parametrize("name", SIZES)
-def test_num_params_is_exact_for_every_named_size(name: str) -> None:
-    model = meta(SIZES[name])
-    assert sum(p.numel() for p in model.parameters()) == num_params(SIZES[name])
-    block_numel = sum(p.numel() for p in model.blocks[0].parameters())
-    assert block_numel == num_block_params(SIZES[name])
+@pytest.mark.slow
+def test_num_params_is_exact_for_every_named_size() -> None:
+    for shape in SIZES.values():
+        model = meta(shape)
+        assert sum(p.numel() for p in model.parameters()) == num_params(shape)
+        block_numel = sum(p.numel() for p in model.blocks[0].parameters())
+        assert block_numel == num_block_params(shape)
 
 
 @levels.examples(60)
@@ -121,60 +120,6 @@ def test_a_future_token_changes_no_earlier_logit(shape: ModelShape) -> None:
 
 
 @BOTH
-def test_the_order_of_tokens_matters(shape: ModelShape) -> None:
-    model, tokens_BT = Transformer(shape).eval(), tokens_of(shape)
-    swapped_BT = tokens_BT.clone()
-    swapped_BT[:, [0, 1]] = tokens_BT[:, [1, 0]]
-    assert (tokens_BT[:, 0] != tokens_BT[:, 1]).any()
-    assert not torch.allclose(model(tokens_BT)[:, -1], model(swapped_BT)[:, -1], atol=1e-6)
-
-
-def test_each_learned_position_has_its_row() -> None:
-    model, tokens_BT = Transformer(GPT2).eval(), tokens_of(GPT2)
-    before_BTV = model(tokens_BT)
-    with torch.no_grad():
-        model.get_parameter("positions.weight")[10] += torch.randn(GPT2.d_model)
-    after_BTV = model(tokens_BT)
-    assert torch.equal(before_BTV[:, :10], after_BTV[:, :10])
-    assert (before_BTV[:, 10] != after_BTV[:, 10]).any(dim=1).all()
-
-
-def test_attention_is_the_softmax_of_scaled_products() -> None:
-    block = Transformer(GPT2).blocks[0]
-    assert isinstance(block, TransformerBlock)
-    attention = block.attention
-    x_BTD = torch.randn(2, 7, 64)
-    heads = attention.qkv(x_BTD).view(2, 7, 3, 4, 16).permute(2, 0, 3, 1, 4)
-    q_BNTH, k_BNTH, v_BNTH = heads
-    scores_BNTT = q_BNTH @ k_BNTH.transpose(2, 3) / 16**0.5
-    hidden_TT = torch.ones(7, 7).triu(1).bool()
-    weights_BNTT = scores_BNTT.masked_fill(hidden_TT, float("-inf")).softmax(dim=-1)
-    mixed_BTD = (weights_BNTT @ v_BNTH).transpose(1, 2).reshape(2, 7, 64)
-    torch.testing.assert_close(attention(x_BTD, None), attention.out(mixed_BTD))
-
-
-def test_grouped_query_attention_equals_repeated_heads() -> None:
-    grouped = Transformer(LLAMA).eval()
-    full = Transformer(dataclasses.replace(LLAMA, num_kv_heads=8)).eval()
-    state = grouped.state_dict()
-    for name in [name for name in state if "qkv" in name]:
-        heads_MHD = state[name].unflatten(0, (-1, LLAMA.head_dim))
-        q_NHD, k_KHD, v_KHD = heads_MHD.split((8, 2, 2))
-        repeated = [x_KHD.repeat_interleave(4, dim=0) for x_KHD in (k_KHD, v_KHD)]
-        state[name] = torch.cat([q_NHD, *repeated]).flatten(0, 1)
-    full.load_state_dict(state)
-    tokens_BT = tokens_of(LLAMA)
-    torch.testing.assert_close(grouped(tokens_BT), full(tokens_BT))
-
-
-def test_tied_parameters_are_one_object() -> None:
-    tied, untied = Transformer(GPT2), Transformer(LLAMA)
-    assert tied.head.weight is tied.embedding.weight
-    assert untied.head.weight is not untied.embedding.weight
-    assert not torch.equal(untied.head.weight, untied.embedding.weight)
-
-
-@BOTH
 @DTYPES
 def test_every_dtype_runs_and_agrees_with_fp32(
     shape: ModelShape, dtype: torch.dtype, tolerance: float
@@ -189,37 +134,6 @@ def test_every_dtype_runs_and_agrees_with_fp32(
     assert loss.item() == pytest.approx(reference.item(), rel=tolerance)
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert all(p.grad is not None and p.grad.dtype == dtype for p in model.parameters())
-
-
-@BOTH
-def test_the_initial_loss_is_that_of_guessing(shape: ModelShape) -> None:
-    tokens_BT, targets_BT = tokens_of(shape, batch=8), tokens_of(shape, batch=8, seed=2)
-    loss = Transformer(shape)(tokens_BT, targets_BT).item()
-    assert loss == pytest.approx(math.log(shape.vocab_size), abs=0.05)
-
-
-@BOTH
-def test_the_loss_is_the_cross_entropy_of_the_logits(shape: ModelShape) -> None:
-    model, tokens_BT = Transformer(shape), tokens_of(shape)
-    targets_BT = tokens_of(shape, seed=2)
-    log_probabilities_BTV = model(tokens_BT).double().log_softmax(dim=2)
-    naive = -log_probabilities_BTV.gather(2, targets_BT[:, :, None]).mean()
-    assert model(tokens_BT, targets_BT).item() == pytest.approx(naive.item(), rel=1e-6)
-
-
-@BOTH
-def test_a_few_steps_learn_a_repeated_sequence(shape: ModelShape) -> None:
-    model = Transformer(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    tokens_BT = tokens_of(shape, batch=4, seq_len=17)
-    losses = []
-    for _ in range(40):
-        optimizer.zero_grad()
-        loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.3 * losses[0]
 
 
 def test_weights_follow_the_seed_and_leave_the_global_generator_alone() -> None:
@@ -259,23 +173,6 @@ def test_initial_deviations_are_those_of_gpt2() -> None:
     assert torch.equal(model.state_dict()["norm.weight"], torch.ones(256))
 
 
-@BOTH
-def test_runs_repeat_under_deterministic_algorithms(shape: ModelShape) -> None:
-    tokens_BT = tokens_of(shape)
-
-    def gradients() -> list[Tensor]:
-        model = Transformer(shape)
-        model(tokens_BT, tokens_BT).backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    torch.use_deterministic_algorithms(True)
-    try:
-        first, second = gradients(), gradients()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
 def test_dropout_acts_in_training_only() -> None:
     model, tokens_BT = Transformer(dataclasses.replace(LLAMA, dropout=0.2)), tokens_of(LLAMA)
     assert not torch.equal(model(tokens_BT), model(tokens_BT))
@@ -287,11 +184,6 @@ def test_dropout_acts_in_training_only() -> None:
 def test_a_sequence_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="49 tokens does not fit max_seq_len = 48"):
         Transformer(LLAMA)(tokens_of(LLAMA, seq_len=49))
-
-
-def test_an_impossible_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_heads = 7"):
-        Transformer(dataclasses.replace(LLAMA, num_heads=7, num_kv_heads=0))
 
 
 @pytest.mark.gpu

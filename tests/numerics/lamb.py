@@ -23,8 +23,7 @@ import offloadtrain as ot
 from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.runtime.kernels.codec import to_fp32
 from offloadtrain.runtime.kernels.state import Layout
-from tests.numerics.reference import segment_squares
-from tests.numerics.test_rules import SEED, NarrowRuleRun, RuleRun
+from tests.numerics.reference import SEED, NarrowRuleRun, RuleRun, segment_squares
 
 LAMB = ot.LAMB(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 CAPPED = ot.LAMB(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, max_norm=0.5)
@@ -46,7 +45,7 @@ def fused_adamw(
 ) -> None:
     """One step of torch's fused AdamW over (weight, exp_avg, exp_avg_sq), in place."""
     weight, exp_avg, exp_avg_sq = values
-    given: dict[str, Any] = {"lr": rule.lr, "weight_decay": rule.weight_decay, **changed}
+    options: dict[str, Any] = {"lr": rule.lr, "weight_decay": rule.weight_decay, **changed}
     torch._fused_adamw_(
         [weight],
         [g],
@@ -59,7 +58,7 @@ def fused_adamw(
         eps=rule.eps,
         amsgrad=False,
         maximize=False,
-        **given,
+        **options,
     )
 
 
@@ -110,9 +109,9 @@ class NarrowLambRun(NarrowRuleRun):
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         self.steps += 1
-        given = {"step": self.steps, "grad_scale": factor, "seed": SEED}
-        tried = self.rule.scalars(self.rule.defaults() | {"lr": 1.0, "weight_decay": 0.0}, **given)
-        for name, param in self.trained.items():
+        times: dict[str, Any] = {"step": self.steps, "grad_scale": factor, "seed": SEED}
+        tried = self.rule.scalars(self.rule.defaults() | {"lr": 1.0, "weight_decay": 0.0}, **times)
+        for name in self.trained:
             state, grad = self.kept[name], sums[name].reshape(-1)
             layout = Layout.of_one(grad.numel(), self.ids[name])
             scratch = type(state)(*(field.clone() for field in state))
@@ -120,6 +119,6 @@ class NarrowLambRun(NarrowRuleRun):
             torch_backend.update(scratch, scratch, grad, None, layout, tried)
             direction = -to_fp32(scratch)[0]
             lr = self.rule.lr * ratio_of(to_fp32(state)[0], direction, self.rule)
-            scalars = self.rule.scalars(self.rule.defaults() | {"lr": lr}, **given)
+            scalars = self.rule.scalars(self.rule.defaults() | {"lr": lr}, **times)
             torch_backend.update(state, state, grad, None, layout, scalars)
-            param.data.copy_(state[0].view_as(param))
+        self.publish_weights()

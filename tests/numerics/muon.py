@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +14,10 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.runtime.kernels.codec import random_bits, round_bf16
 from offloadtrain.runtime.kernels.scalars import random_key
-from tests.numerics.test_offload import DTYPES, make
-from tests.numerics.test_update_modes import DelayedRun
+from tests.numerics import test_rules
+from tests.numerics.reference import NEVER, SEED, DelayedRun
 from tests.runtime.kernels.test_rules import made
 
-SEED, NEVER = 7, 1 << 30
 REST = ot.AdamW(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 RULE = ot.Muon(lr=0.02, weight_decay=0.05, rest=REST)
 
@@ -81,7 +79,7 @@ class NarrowMuonRun(MuonRun):
     """With split16 state: the masters are exact, moments are rounded to bf16 by known bits."""
 
     steps: int = 0
-    kept: dict[str, kernels.State] = field(default_factory=dict)
+    states: dict[str, kernels.State] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +91,7 @@ class NarrowMuonRun(MuonRun):
                 self.buffers[name] = torch.zeros(param.shape, dtype=torch.bfloat16)
             else:
                 zeros = [torch.zeros(param.numel()) for _ in self.rule.rest.moments]
-                self.kept[name] = made("split16", self.rule.rest.moments, [*values, *zeros])
+                self.states[name] = made("split16", self.rule.rest.moments, [*values, *zeros])
             param.data.copy_(self._upper_half(self.master(name)))
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
@@ -105,7 +103,7 @@ class NarrowMuonRun(MuonRun):
                 self._muon(name, sums[name] * factor)
                 param.data.copy_(self._upper_half(self.master(name)))
             else:
-                state, grad = self.kept[name], sums[name].reshape(-1)
+                state, grad = self.states[name], sums[name].reshape(-1)
                 layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
                 torch_backend.update(state, state, grad, None, layout, scalars)
                 param.data.copy_(state[0].view_as(param))
@@ -133,22 +131,10 @@ class NarrowMuonRun(MuonRun):
 
 
 def pair(
-    rule: Any = RULE, run: type[MuonRun] = MuonRun, *, precision: str = "bf16", **options: Any
+    rule: Any = RULE, run: type[MuonRun] = MuonRun, **options: Any
 ) -> tuple[Any, ot.OffloadOptimizer, nn.Module]:
-    """The same weights twice: resident, and offloaded."""
-    model = make("chain")
-    twin = copy.deepcopy(model)
-    optimizer = ot.offload(model, rule, device="cpu", precision=precision, seed=SEED, **options)
-    resident = run(
-        twin,
-        DTYPES[precision],
-        clip_norm=options.get("clip_norm"),
-        scale=optimizer.loss_scale,
-        rule=rule,
-    )
-    if options.get("update") == "delayed":
-        resident.warmup = options["warmup_steps"]
-    return resident, optimizer, model
+    """Return the plain loop over a copy of the model, and the model offloaded."""
+    return test_rules.pair(rule, run, **options)
 
 
 def assert_same(run: MuonRun, optimizer: ot.OffloadOptimizer, model: nn.Module) -> None:
@@ -157,11 +143,10 @@ def assert_same(run: MuonRun, optimizer: ot.OffloadOptimizer, model: nn.Module) 
         if optimizer.ranks.is_single:  # otherwise some are in shards
             assert torch.equal(param, run.params[name]), name
     extents = optimizer.extents()
-    for name, kept in optimizer.named_state():
+    for name, state in optimizer.named_state():
         lo, hi = extents[name].lo, extents[name].hi
-        assert list(kept) == ["master", *run.moments(name)]
-        whole = {"master": run.master(name)}
-        whole |= {key: run.moment(name, key) for key in run.moments(name)}
-        for key, found in kept.items():
-            expected = whole[key].reshape(-1)[lo:hi]
-            assert torch.equal(found.reshape(-1), expected), (name, key)
+        assert list(state) == ["master", *run.moments(name)]
+        expected = {"master": run.master(name)}
+        expected |= {key: run.moment(name, key) for key in run.moments(name)}
+        for key, tensor in state.items():
+            assert torch.equal(tensor.reshape(-1), expected[key].reshape(-1)[lo:hi]), (name, key)

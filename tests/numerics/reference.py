@@ -1,9 +1,11 @@
-"""The resident trainer that every offloaded run is compared with: plain torch, no code of ours.
+"""The plain loops that every offloaded run is compared with.
 
-Working weights in the compute dtype, fp32 masters padded to 16 elements under
-`torch.optim.AdamW(fused=True)`, microbatches summed in fp32 (`rounds_sums`: and then rounded once),
-the global norm as offloadtrain defines it (fp64 sums of squares over segments of 2,048 elements,
-each a halving tree, added in order).
+`ResidentRun` is plain torch: working weights in the compute dtype, fp32 masters padded to 16
+elements under `torch.optim.AdamW(fused=True)`, microbatches summed in fp32 (`rounds_sums`: and then
+rounded once), the global norm as offloadtrain defines it (fp64 sums of squares over segments of
+2,048 elements, each a halving tree, added in order). `DelayedRun` uses each update a step later.
+`RuleRun` runs another optimizer of torch. `NarrowRuleRun` has narrow state, each parameter's for
+itself, and updates it by the readable kernels.
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels import torch_backend
+from tests.runtime.kernels.test_rules import TORCHS, made
+
 Batch = TypeVar("Batch")
 SEGMENT = 2048
+SEED, NEVER = 7, 1 << 30
 
 
 def segment_squares(values: Tensor) -> float:
@@ -50,7 +57,8 @@ class ResidentRun:
     groups: Callable[[str], dict[str, float]] = lambda name: {}
     skipped: int = 0
     norms: list[float] = field(default_factory=list)
-    seen: list[float] = field(default_factory=list)
+    clipped: list[float] = field(default_factory=list)
+    """The norm that each clipping found."""
 
     def __post_init__(self) -> None:
         self.params = dict(self.model.named_parameters())
@@ -93,7 +101,7 @@ class ResidentRun:
 
     def apply(self, sums: dict[str, Tensor]) -> None:
         if self.rounds_sums:
-            sums = {name: one.to(self.dtype).float() for name, one in sums.items()}
+            sums = {name: total.to(self.dtype).float() for name, total in sums.items()}
         total = 0.0
         for name in self.trained:
             total += segment_squares(sums[name])
@@ -109,7 +117,7 @@ class ResidentRun:
         """Of `clips`, one after the other, then of `clip_norm`; each sees what was left before."""
         coef = 1.0
         for max_norm in (*self.clips, *([] if self.clip_norm is None else [self.clip_norm])):
-            self.seen.append(norm * coef)
+            self.clipped.append(norm * coef)
             coef *= min(1.0, max_norm / (norm * coef + 1e-6))
         return coef
 
@@ -118,8 +126,16 @@ class ResidentRun:
             grad = sums[name].reshape(-1) * factor
             master.grad = torch.nn.functional.pad(grad, (0, master.numel() - grad.numel()))
         self.adam.step()
+        self.publish_weights()
+
+    def publish_weights(self) -> None:
+        """Set the working weights from the masters."""
         for name, param in self.trained.items():
-            param.data.copy_(self.master(name))
+            param.data.copy_(self.newest(name))
+
+    def newest(self, name: str) -> Tensor:
+        """Return the working weight after the last update."""
+        return self.master(name)
 
     def master(self, name: str) -> Tensor:
         param = self.trained[name]
@@ -128,7 +144,89 @@ class ResidentRun:
     def moment(self, name: str, key: str) -> Tensor:
         param = self.trained[name]
         state = self.adam.state[self.masters[name]]
-        flat = state.get(
-            key, torch.zeros_like(self.masters[name])
-        )  # none yet: every step was skipped
+        flat = state.get(key, torch.zeros_like(self.masters[name]))  # until the first update
         return flat[: param.numel()].view(param.shape)
+
+
+class DelayedRun(ResidentRun):
+    """W(t+1) = W(t) - update(gradient at W(t-1)): what Adam makes of step t is used from step t+2
+    on, after `warmup` steps without delay; `flush` uses it at once. So does the loss scale, which
+    does not count what a step says of a scale that is not in use any more."""
+
+    warmup = 0
+    waiting = False
+    overflowed = 0.0
+    """The scale of the step before, if it overflowed and the scale does not follow it yet."""
+
+    def apply(self, sums: dict[str, Tensor]) -> None:
+        self.flush()
+        used, skipped = self.scale, self.skipped
+        late = len(self.norms) - skipped >= self.warmup
+        super().apply(sums)
+        if late:
+            self.scale = used / 2 if self.overflowed == used else used
+            self.overflowed = used if self.skipped > skipped else 0.0
+
+    def update(self, sums: dict[str, Tensor], factor: float) -> None:
+        before = {name: param.detach().clone() for name, param in self.trained.items()}
+        super().update(sums, factor)
+        self.waiting = len(self.norms) - self.skipped > self.warmup
+        if self.waiting:
+            for name, param in self.trained.items():
+                param.data.copy_(before[name])
+
+    def flush(self) -> None:
+        if self.waiting:
+            self.publish_weights()
+        self.waiting = False
+
+
+@dataclass
+class RuleRun(DelayedRun):
+    """Under torch's optimizer for a rule; without delay unless `warmup` is set."""
+
+    rule: Any = None
+    warmup: int = NEVER
+
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        defaults = {"fused": True, **self.rule.defaults()}
+        params = [{"params": group["params"]} for group in groups]
+        return TORCHS[type(self.rule)](params, **defaults)
+
+
+@dataclass
+class NarrowRun(ResidentRun):
+    """In a narrow format."""
+
+    state: str = ""
+    steps: int = 0
+    kept: dict[str, kernels.State] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.ids = {name: index for index, name in enumerate(self.params)}
+        self.trained = {name: param for name, param in self.trained.items() if param.numel()}
+        for name, param in self.trained.items():
+            zeros = [torch.zeros(param.numel()) for _ in self.rule.moments]
+            values = [self.master(name).reshape(-1), *zeros]
+            self.kept[name] = made(self.state, self.rule.moments, values, self.dtype)
+        self.publish_weights()
+
+    def newest(self, name: str) -> Tensor:
+        return self.kept[name][0].view_as(self.trained[name])
+
+    def update(self, sums: dict[str, Tensor], factor: float) -> None:
+        self.steps += 1
+        scalars = self.rule.scalars(
+            self.rule.defaults(), step=self.steps, grad_scale=factor, seed=SEED
+        )
+        for name in self.trained:
+            state, grad = self.kept[name], sums[name].reshape(-1)
+            layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
+            torch_backend.update(state, state, grad, None, layout, scalars)
+        self.publish_weights()
+
+
+@dataclass
+class NarrowRuleRun(RuleRun, NarrowRun):
+    """In a narrow format, with delay if `warmup` is set."""

@@ -47,8 +47,8 @@ class RoutedLayer(nn.Module):
             rows = (tokens + self.number) % EXPERTS == expert
             if rows.any():
                 self.hits.add((self.number, expert))
-                found = self.stacked(normed[rows], expert) + self.separate[expert](normed[rows])
-                out[rows] = found
+                output = self.stacked(normed[rows], expert) + self.separate[expert](normed[rows])
+                out[rows] = output
         return x + out
 
 
@@ -67,14 +67,14 @@ class Routed(nn.Module):
 
     def take_hits(self) -> set[str]:
         """Return the names of what was used since the last call."""
-        found: set[str] = set()
+        result: set[str] = set()
         for layer in self.layers:
             for number, expert in layer.hits:
                 at = f"layers.{number}"
-                found |= {f"{at}.stacked.{name}[{expert}]" for name in ("up", "bias", "down")}
-                found |= {f"{at}.separate.{expert}.{name}" for name in ("weight", "bias")}
+                result |= {f"{at}.stacked.{name}[{expert}]" for name in ("up", "bias", "down")}
+                result |= {f"{at}.separate.{expert}.{name}" for name in ("weight", "bias")}
             layer.hits.clear()
-        return found
+        return result
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -85,12 +85,12 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 def batches(count: int, seed: int = 0) -> list[Tensor]:
     """Token batches of shape (2, 7), each with tokens of two experts of four."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    result = []
     for number in range(count):
         drawn = torch.randint(VOCAB // EXPERTS, (2, 7), generator=generator) * EXPERTS
         pair = torch.randint(2, (2, 7), generator=generator)
-        found.append(drawn + (number // 2 + pair * (1 + number % 3)) % EXPERTS)
-    return found
+        result.append(drawn + (number // 2 + pair * (1 + number % 3)) % EXPERTS)
+    return result
 
 
 class SkippingRun(ResidentRun):
@@ -105,10 +105,10 @@ class SkippingRun(ResidentRun):
             for key, at in zip(self.keys[name], self._places(name), strict=True)
         }
         # In full precision: `ResidentRun` has rounded the parameters.
-        for name, whole in self.whole.items():
+        for name, full in self.full.items():
             for key, at in zip(self.keys[name], self._places(name), strict=True):
-                own = whole if at is None else whole[at]
-                self.masters[key].data[: own.numel()].copy_(own.reshape(-1))
+                local = full if at is None else full[at]
+                self.masters[key].data[: local.numel()].copy_(local.reshape(-1))
         entries = [
             {"params": [master], "lr": self.lr, "weight_decay": self.weight_decay}
             for master in self.masters.values()
@@ -117,16 +117,16 @@ class SkippingRun(ResidentRun):
         self.used: set[str] = set()
 
     @property
-    def whole(self) -> dict[str, Tensor]:
-        if not hasattr(self, "_whole"):
-            self._whole = {
+    def full(self) -> dict[str, Tensor]:
+        if not hasattr(self, "_full"):
+            self._full = {
                 n: self.masters[n].detach()[: p.numel()].view(p.shape).clone()
                 for n, p in self.trained.items()
             }
-        return self._whole
+        return self._full
 
     def _keys(self, name: str, param: Tensor) -> list[str]:
-        _ = self.whole
+        _ = self.full
         if "stacked" not in name:
             return [name]
         return [f"{name}[{expert}]" for expert in range(len(param))]
@@ -162,8 +162,8 @@ class SkippingRun(ResidentRun):
         return self._joined(name, lambda key: self.masters[key].detach())
 
     def moment(self, name: str, key: str) -> Tensor:
-        def of(one: str) -> Tensor:
-            master = self.masters[one]
+        def of(item: str) -> Tensor:
+            master = self.masters[item]
             return self.adam.state[master].get(key, torch.zeros_like(master))
 
         return self._joined(name, of)

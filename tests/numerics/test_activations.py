@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -35,66 +31,14 @@ from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Launched, Waited
 from tests import levels
-from tests.numerics.models import MODELS, STREAMED, WIDTH, Chain, Layer, batches, loss_of
+from tests.numerics.comparison import assert_same, make, pair, train
+from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
-from tests.numerics.test_offload import DTYPES, assert_same, compare, make, pair, train
-from tests.numerics.test_streaming import MODES
 from tests.plan.tracing.measured import most_allocated
 from tests.step.specs import chain
 
 POLICIES = ["recompute", "offload", "offload_saved"]
 each_policy = pytest.mark.parametrize("activation", POLICIES)
-
-
-PLACED = [("device", name) for name in MODELS] + [("host", name) for name in STREAMED]
-
-
-@pytest.mark.cover(0, 1)
-@each_policy
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize(("working", "name"), PLACED)
-def test_recomputing_changes_no_bit(
-    name: str, precision: str, working: str, activation: str
-) -> None:
-    steps = 10 if precision == "fp16" else 3
-    compare(name, precision, clip=0.5, steps=steps, working=working, activation=activation)
-
-
-@levels.examples(60)
-@given(
-    name=st.sampled_from(STREAMED),
-    precision=st.sampled_from(["bf16", "fp32"]),
-    mode=st.sampled_from(sorted(MODES)),
-    accum=st.integers(1, 3),
-    working=st.sampled_from(["device", "host"]),
-    resident=st.integers(0, 2),
-    activation=st.sampled_from(POLICIES),
-    again=st.none() | st.integers(0, 4),
-    explicit=st.booleans(),
-)
-def test_same_bits_drawn(
-    name: str,
-    precision: str,
-    mode: str,
-    accum: int,
-    working: str,
-    resident: int,
-    activation: str,
-    again: int | None,
-    explicit: bool,
-) -> None:
-    compare(
-        name,
-        precision,
-        accum=accum,
-        steps=3,
-        explicit=explicit,
-        working=working,
-        resident_blocks=resident if working == "host" else None,
-        activation=activation,
-        recompute_blocks=again if activation != "offload_saved" else None,
-        **({"clip": 0.5} | MODES[mode]),
-    )
 
 
 class Dropped(Chain):
@@ -149,9 +93,9 @@ def test_the_peak_does_not_grow_with_depth(working: str) -> None:
     GPU run keeps on the host."""
     shallow, deep = (peak_bytes(n, activation="offload", working=working) for n in (4, 24))
     assert deep - shallow == 20 * torch.get_rng_state().nbytes
-    kept = 3 * 40 * 10 * WIDTH * 2
+    input_bytes = 3 * 40 * 10 * WIDTH * 2
     recomputed = peak_bytes(24, activation="recompute") - peak_bytes(4, activation="recompute")
-    assert recomputed >= 20 * kept
+    assert recomputed >= 20 * input_bytes
     assert peak_bytes(24) - peak_bytes(4) > 4 * recomputed
 
 
@@ -179,30 +123,6 @@ def test_the_first_layers_run_again_and_the_last_ones_keep_what_they_made(activa
     assert forwards == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("working", ["device", "host"])
-def test_each_layer_that_is_not_recomputed_takes_as_much_more(working: str) -> None:
-    options = {"working": working, "activation": "recompute"}
-    counts = (20, 16, 12, 8)
-    peaks = [peak_bytes(24, recompute_blocks=count, **options) for count in counts]
-    more = {two - one for one, two in itertools.pairwise(peaks)}
-    assert len(more) == 1 and more.pop() > 0
-    assert peak_bytes(24, recompute_blocks=24, **options) == peak_bytes(24, **options)
-    kept = peak_bytes(24, working=working)
-    assert peak_bytes(24, recompute_blocks=0, **options) == kept
-    assert kept - peaks[-1] == 2 * (peaks[1] - peaks[0])
-
-
-def test_a_number_of_layers_is_for_layers_that_run_again() -> None:
-    for activation in ("keep", "offload_saved"):
-        with pytest.raises(ValueError, match="recompute_blocks = 3 and activation = "):
-            ot.offload(Chain(4), recompute_blocks=3, activation=activation)
-    with pytest.raises(ValueError, match="recompute_blocks = -1 is negative"):
-        ot.offload(Chain(4), recompute_blocks=-1, activation="recompute")
-    with pytest.raises(ValueError, match="'auto' is decided by the plan of a job"):
-        ot.offload(Chain(4), recompute_blocks="auto", activation="recompute")  # type: ignore[arg-type]
-
-
 def offloader(lanes: Lanes) -> ActivationOffloader:
     """Over a step whose blocks are never used: block inputs and nothing else."""
     program, ledger, device = Program(chain(1)), Ledger(), torch.device("cpu")
@@ -213,17 +133,6 @@ def offloader(lanes: Lanes) -> ActivationOffloader:
     nobody: Any = SimpleNamespace(enter=None, leave=None, renew=None, swap=None)
     interpreter = Interpreter(lanes, ranges, functions, nobody)
     return ActivationOffloader(program, interpreter, ranges.inputs)
-
-
-def test_what_goes_to_the_host_comes_back() -> None:
-    inputs = offloader(SequentialLanes())
-    tensors = [torch.randn(7, 11).requires_grad_() for _ in range(6)]
-    offloaded = [inputs.offload(tensor) for tensor in tensors]
-    for one, tensor in zip(reversed(offloaded), reversed(tensors), strict=True):
-        assert torch.equal(one.unpack(), tensor)
-    for one, tensor in zip(offloaded, tensors, strict=True):
-        assert torch.equal(one.unpack(), tensor), "of a graph that is kept, once more"
-    assert not inputs.wants(torch.zeros(3)) and not inputs.wants(tensors[0].t())
 
 
 def test_a_fetch_ahead_that_nobody_used_is_waited_for() -> None:
@@ -292,46 +201,12 @@ def test_copies_and_close_give_the_forward_back(activation: str) -> None:
     assert loss_of(model, tokens).item() == expected
 
 
-def test_a_compiled_forward_comes_back() -> None:
-    model = make("chain")
-    assigned = model.layers[0].forward
-    model.layers[0].forward = assigned
-    optimizer = ot.offload(model, device="cpu", activation="recompute")
-    optimizer.close()
-    assert model.layers[0].__dict__["forward"] is assigned
-
-
-@pytest.mark.cover(0, levels.ALL)
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 compiles each layer anew")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"working": "host"}, {"working": "host", "activation": "recompute"}],
-    ids=["device", "streamed", "recomputed"],
+    ("how", "working"),
+    [("wrapped", "host"), pytest.param("layer.compile()", "device", marks=pytest.mark.slow)],
 )
-def test_compiled_blocks_have_the_same_bits(options: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    model = make("chain")
-    twin = copy.deepcopy(model)
-    for layer in [*model.layers, *twin.layers]:
-        layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
-    optimizer = ot.offload(
-        model, ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1), device="cpu", **options
-    )
-    resident = ResidentRun(twin, torch.bfloat16)
-    compiled = []
-    for tokens in batches(4):
-        assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        compiled.append(counter.frame_count)
-    assert compiled[0] > 0 and compiled[-1] == compiled[1]  # slots move, nothing is compiled again
-    assert_same(resident, optimizer, model)
-
-
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch 2.9 compiles each layer anew")
-@pytest.mark.cover(0, levels.ALL)
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
-@pytest.mark.parametrize("how", ["wrapped", "layer.compile()"])
-@pytest.mark.parametrize("working", ["device", "host"])
 def test_all_compiled_layers_share_one_code(
     how: str, working: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -370,10 +245,10 @@ print(sum(isinstance(x, torch.Tensor) and x.grad_fn is not None for x in gc.get_
 @pytest.mark.slow
 def test_the_first_step_of_a_process_leaves_no_graph() -> None:
     """Neither to Python's garbage collector: logits are large."""
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FIRST_STEP], capture_output=True, check=True
     )
-    assert found.stdout.split() == [b"0"]
+    assert result.stdout.split() == [b"0"]
 
 
 class Exploding(Chain):
@@ -418,13 +293,13 @@ def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That of torch 2.9 leaves its hooks on whatever follows, as long as the exception lives."""
-    original, seen = recompute.checkpoint, list[BaseException]()
+    original, errors = recompute.checkpoint, list[BaseException]()
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
         except BaseException as error:
-            seen.append(error)
+            errors.append(error)
             raise
 
     monkeypatch.setattr(recompute, "checkpoint", watched)
@@ -433,7 +308,7 @@ def test_an_exception_in_the_forward_is_not_seen_by_torchs_checkpoint(
     model.fuse.explode_at = 1
     with pytest.raises(RuntimeError, match="planted") as raised:
         loss_of(model, batches(1)[0])
-    assert not seen
+    assert not errors
     for tokens in batches(2):
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     assert_same(resident, optimizer, model)
@@ -455,36 +330,16 @@ class Aligned(nn.Module):
 
 def test_functions_that_a_mode_decomposes_run_again_alike() -> None:
     torch.manual_seed(0)
-    kept = nn.Sequential(Aligned(), Aligned())
-    model = copy.deepcopy(kept)
+    plain = nn.Sequential(Aligned(), Aligned())
+    model = copy.deepcopy(plain)
     options: dict[str, Any] = {"device": "cpu", "precision": "fp32"}
-    pair = ot.offload(kept, **options), ot.offload(model, **options, activation="recompute")
+    pair = ot.offload(plain, **options), ot.offload(model, **options, activation="recompute")
     for _ in range(2):
         x = torch.randn(2, 4, 8)
-        for optimizer, one in zip(pair, (kept, model), strict=True):
-            optimizer.backward(one(x).square().mean())
+        for optimizer, item in zip(pair, (plain, model), strict=True):
+            optimizer.backward(item(x).square().mean())
             optimizer.step()
-    assert all(map(torch.equal, kept.state_dict().values(), model.state_dict().values()))
-
-
-def test_a_model_is_pickled_without_its_recompute() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-    optimizer = ot.offload(model, device="cpu", precision="fp32", activation="recompute")
-    file = io.BytesIO()
-    torch.save(model, file)
-    copied = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
-    x = torch.randn(2, 8)
-    assert torch.equal(copied(x), model(x))
-    assert type(copied[0].forward.__self__) is nn.Sequential
-    optimizer.close()
-
-
-def test_evaluation_keeps_nothing() -> None:
-    resident, optimizer, model = pair(make("chain"), activation="offload", working="host")
-    tokens = batches(1)[0]
-    with torch.no_grad():
-        assert loss_of(model, tokens).item() == loss_of(resident.model, tokens).item()
-    assert not [row for row in optimizer.ledger.rows() if row.owner == "block inputs"]
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
 
 
 @pytest.mark.parametrize("activation", ["keep", *POLICIES])

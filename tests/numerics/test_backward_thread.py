@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.autograd import graph
 
-from tests.numerics.test_offload import compare
+from tests.numerics.comparison import compare
 
 CASES: list[dict[str, Any]] = [
     {"working": "host", "activation": "offload", "recompute_blocks": 2, "accum": 2},
@@ -56,7 +56,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
 
 @pytest.mark.parametrize(
     "options",
-    [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)],
+    [*CASES, *(pytest.param(options, marks=pytest.mark.slow) for options in MORE)],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["tied", pytest.param("reentrant", marks=pytest.mark.slow)])

@@ -20,9 +20,9 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from tests import levels
+from tests.numerics.comparison import assert_same, train
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
-from tests.numerics.test_offload import assert_same, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
 PLACED: dict[str, dict[str, Any]] = {
@@ -56,10 +56,10 @@ def test_the_bits_of_compiled_layers(
     """More layers than the compiler makes versions of one function share one code."""
     torch.manual_seed(0)
     model = Chain(torch._dynamo.config.recompile_limit + 2)
-    twin = copy.deepcopy(model)
-    for layer in twin.layers:
+    plain_model = copy.deepcopy(model)
+    for layer in plain_model.layers:
         layer.forward = torch.compile(layer.forward)
-    resident = ResidentRun(twin, torch.bfloat16)
+    resident = ResidentRun(plain_model, torch.bfloat16)
     optimizer = ot.offload(model, RULE, device="cpu", compile_blocks=True, **options)
     for tokens in batches(4):
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
@@ -75,22 +75,16 @@ def test_forwards_are_given_back_and_copies_have_their_own(
     optimizer = ot.offload(model, device="cpu", compile_blocks=True)
     (tokens,) = batches(1)
     train(optimizer, model, [tokens])
-    twin = copy.deepcopy(model)
+    plain_model = copy.deepcopy(model)
     torch.save(model, file := io.BytesIO())
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    for other in (twin, loaded):
+    for other in (plain_model, loaded):
         assert all(layer.forward.__self__ is layer for layer in other.layers)
         with torch.no_grad():
             assert torch.equal(other(tokens), model(tokens))
     optimizer.close()
     assert not any("forward" in layer.__dict__ for layer in model.layers)
-
-
-@pytest.mark.slow
-def test_a_model_without_layers_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    ot.offload(nn.Linear(4, 4), device="cpu", compile_blocks=True).close()
-    assert "compile_blocks = True: without effect" in caplog.text
 
 
 @pytest.mark.slow
@@ -122,8 +116,8 @@ def test_what_recompute_would_leave_uncompiled_is_refused(activation: str) -> No
         layer.compile(backend="eager")
     optimizer = ot.offload(model, device="cpu", activation=activation)
     (tokens,) = batches(1)
-    told = r"a Layer .* module\.compile\(\).*compile_blocks=True"
-    with pytest.raises(RecomputeError, match=told):
+    message = r"a Layer .* module\.compile\(\).*compile_blocks=True"
+    with pytest.raises(RecomputeError, match=message):
         train(optimizer, model, [tokens])
     optimizer.close()
 
@@ -155,13 +149,13 @@ generates = pytest.mark.skipif(
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_generated_code_has_the_same_bits_in_every_placement(shape: ModelShape) -> None:
     torch._dynamo.reset()
-    found = [_trained(shape, options) for options in PLACED.values()]
-    for losses, weights in found[1:]:
-        assert losses == found[0][0] and all(map(torch.equal, weights, found[0][1]))
+    result = [_trained(shape, options) for options in PLACED.values()]
+    for losses, weights in result[1:]:
+        assert losses == result[0][0] and all(map(torch.equal, weights, result[0][1]))
     losses, weights = _trained(shape, {"compile_blocks": False})
-    assert not all(map(torch.equal, weights, found[0][1]))
+    assert not all(map(torch.equal, weights, result[0][1]))
     # Generated code rounds elsewhere, and its dropout draws other places.
-    assert found[0][0][0] == pytest.approx(losses[0], rel=2e-2 if shape.dropout else 1e-3)
+    assert result[0][0][0] == pytest.approx(losses[0], rel=2e-2 if shape.dropout else 1e-3)
 
 
 def _trained(shape: ModelShape, options: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
@@ -179,9 +173,9 @@ def _trained(shape: ModelShape, options: dict[str, Any]) -> tuple[list[float], l
         optimizer.backward(loss)
         optimizer.step()
         losses.append(loss.item())
-    found = [weight.clone() for _, weight in optimizer.master_weights()]
+    result = [weight.clone() for _, weight in optimizer.master_weights()]
     optimizer.close()
-    return losses, found
+    return losses, result
 
 
 @pytest.mark.cover(0, levels.ALL)

@@ -3,6 +3,7 @@ the state, which the engine cannot see, are not taken for damage."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,9 @@ from offloadtrain.runtime.lanes import LaneError, Lanes, SequentialLanes, on_lan
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import Memory
-from tests.numerics.models import Chain, batches
-from tests.numerics.test_offload import loss_of, train
+from tests import levels
+from tests.numerics.comparison import assert_equal, train
+from tests.numerics.models import Chain, batches, loss_of
 
 LANES: dict[str, Callable[[], Lanes]] = {
     "in order": SequentialLanes,
@@ -49,12 +51,13 @@ def disk(tmp_path: Path) -> dict[str, Any]:
     return {"state_on": "disk", "scratch_dir": str(tmp_path), "scratch_in_memory": True}
 
 
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize(("state", "field"), CASES)
+@pytest.mark.parametrize(
+    ("case", "lanes"), list(zip(CASES, itertools.cycle(LANES), strict=False)), ids=str
+)
 def test_one_flipped_bit_is_reported_with_bucket_field_and_file(
-    disk: dict[str, Any], state: str, field: str, lanes: str
+    disk: dict[str, Any], case: tuple[str, str], lanes: str
 ) -> None:
+    state, field = case
     with on_lanes(LANES[lanes]()):
         optimizer = offloaded(Chain(6), state=state, **disk, **ALL_ON_DISK)
     model, tokens = optimizer.model, batches(3)
@@ -95,19 +98,14 @@ def test_damaged_frozen_weights_are_reported_although_no_step_writes_them(
     optimizer.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("state", FIELDS)
-@pytest.mark.cover(0, 2)
+@pytest.mark.parametrize(("state", "lanes", "seed"), levels.array([*FIELDS], [*LANES], range(6)))
 def test_writes_through_views_of_the_state_are_no_damage(
     disk: dict[str, Any], state: str, lanes: str, seed: int
 ) -> None:
     """The same calls in the same order have the bits of state on the host."""
     expected = _states_after_calls(SequentialLanes(), seed, state=state, working="host")
-    found = _states_after_calls(LANES[lanes](), seed, state=state, **disk, **ALL_ON_DISK)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
+    actual = _states_after_calls(LANES[lanes](), seed, state=state, **disk, **ALL_ON_DISK)
+    assert_equal(actual, expected)
 
 
 def test_a_write_without_synchronize_is_no_damage_and_hides_none(disk: dict[str, Any]) -> None:
@@ -150,13 +148,13 @@ def _states_after_calls(lanes: Lanes, seed: int, **options: Any) -> dict[str, Te
     for batch in tokens[1:]:
         random.choice(calls)()
         train(optimizer, model, [batch])
-    found = {
+    result = {
         f"{name} {key}": value.clone()
         for name, fields in optimizer.named_state()
         for key, value in fields.items()
     }
     optimizer.close()
-    return found
+    return result
 
 
 def offloaded(model: nn.Module, **options: Any) -> ot.OffloadOptimizer:
@@ -180,7 +178,7 @@ def _file_of(bucket: Bucket, field: str) -> Tensor:
         return bucket.buffer(Memory.GRADIENT_FILE).flat
     if field == "streamed weights":
         return bucket.load_source.flat
-    names = [one.name for one in bucket.format.fields(bucket.spec.moments)]
+    names = [item.name for item in bucket.format.fields(bucket.spec.moments)]
     return bucket.state[names.index(field)].flat
 
 

@@ -25,23 +25,23 @@ class Divided(nn.Module):
 
 def trained(weight_decay: float, *ends: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights before and after a step for each of `ends`, and what torch makes of them."""
-    model, twin = Divided(), Divided()
+    model, plain_model = Divided(), Divided()
     before = model.weight.detach().clone()
-    adam = torch.optim.AdamW(twin.parameters(), lr=LR, weight_decay=weight_decay, fused=True)
+    adam = torch.optim.AdamW(plain_model.parameters(), lr=LR, weight_decay=weight_decay, fused=True)
     groups = [{"params": list(model.parameters()), "weight_decay": weight_decay}]
     rule = ot.AdamW(lr=LR, weight_decay=DECAY)
     optimizer = ot.offload(model, rule, params=groups, device="cpu", precision="fp32")
-    for number, one in enumerate(ends):
+    for number, end in enumerate(ends):
         rows = torch.randn(12, 8, generator=torch.Generator().manual_seed(number))
-        optimizer.backward(model(rows, one).mean())
+        optimizer.backward(model(rows, end).mean())
         optimizer.step()
-        twin(rows, one).mean().backward()
+        plain_model(rows, end).mean().backward()
         adam.step()
         adam.zero_grad()
     optimizer.synchronize()
     after = model.weight.detach().clone()
     optimizer.close()
-    return before, after, twin.weight.detach()
+    return before, after, plain_model.weight.detach()
 
 
 def test_an_expert_without_tokens_only_decays() -> None:

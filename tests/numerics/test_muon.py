@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 import offloadtrain as ot
 from offloadtrain.engine import ModelError
 from offloadtrain.step.layout.block_spec import MatrixSpec
+from tests.numerics.comparison import make
 from tests.numerics.models import Chain, batches
 from tests.numerics.muon import (
     REST,
@@ -23,8 +25,7 @@ from tests.numerics.muon import (
     is_hidden,
     pair,
 )
-from tests.numerics.test_offload import make
-from tests.numerics.test_rules import follow
+from tests.numerics.test_rules import copied_state, follow
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -48,22 +49,7 @@ RULES = {
 }
 
 
-@needs_fma_in_torch
-@pytest.mark.parametrize("name", ["clipped", "streamed", "fp32, summed"])
-def test_few_steps_have_the_bits_of_torch(name: str) -> None:
-    accum = OPTIONS[name].get("grad_accum_steps", 1)
-    run, optimizer, model = pair(**OPTIONS[name])
-    follow(run, optimizer, model, batches(2 * accum), accum)
-    assert_same(run, optimizer, model)
-    optimizer.close()
-
-
-@needs_fma_in_torch
-@pytest.mark.slow
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_offloaded_has_the_bits_of_resident(options: dict[str, Any], rule: Any) -> None:
+def check(rule: Any, options: dict[str, Any]) -> None:
     run, optimizer, model = pair(rule, **options)
     accum = options.get("grad_accum_steps", 1)
     steps = 8 if options.get("precision") == "fp16" else 4
@@ -73,50 +59,56 @@ def test_offloaded_has_the_bits_of_resident(options: dict[str, Any], rule: Any) 
     optimizer.close()
 
 
-NARROW = {key: OPTIONS[key] for key in ("clipped", "summed", "streamed")}
+@needs_fma_in_torch
+@pytest.mark.parametrize("options", ["clipped", "streamed", "fp32, summed"])
+def test_few_options_have_the_bits_of_torch(options: str) -> None:
+    check(RULE, OPTIONS[options])
 
 
 @needs_fma_in_torch
 @pytest.mark.slow
-@pytest.mark.parametrize("options", NARROW.values(), ids=NARROW.keys())
-def test_split16_has_exact_masters_and_rounded_moments(options: dict[str, Any]) -> None:
-    run, optimizer, model = pair(RULE, NarrowMuonRun, state="split16", **options)
-    accum = options.get("grad_accum_steps", 1)
+@pytest.mark.parametrize(("rule", "options"), list(zip(cycle(RULES), OPTIONS, strict=False)))
+def test_all_options_have_the_bits_of_torch(rule: str, options: str) -> None:
+    check(RULES[rule], OPTIONS[options])
+
+
+@needs_fma_in_torch
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ["summed", "streamed"])
+def test_split16_has_exact_masters_and_rounded_moments(options: str) -> None:
+    run, optimizer, model = pair(RULE, NarrowMuonRun, state="split16", **OPTIONS[options])
+    accum = OPTIONS[options].get("grad_accum_steps", 1)
     follow(run, optimizer, model, batches(4 * accum), accum)
     masters = dict(optimizer.master_weights())
-    for name, kept in optimizer.named_state():
+    for name, state in optimizer.named_state():
         if name in run.buffers:
-            assert list(kept) == ["weight", "low", "momentum_buffer"]
+            assert list(state) == ["weight", "low", "momentum_buffer"]
             assert torch.equal(masters[name], run.master(name)), name
-            assert torch.equal(kept["momentum_buffer"], run.buffers[name]), name
+            assert torch.equal(state["momentum_buffer"], run.buffers[name]), name
         else:
-            for found, expected in zip(kept.values(), run.kept[name], strict=True):
-                assert torch.equal(found.reshape(-1), expected), name
+            for tensor, expected in zip(state.values(), run.states[name], strict=True):
+                assert torch.equal(tensor.reshape(-1), expected), name
     optimizer.close()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(1, 1), (24, 37), (37, 24), (3, 130), (64, 64)])
-@pytest.mark.parametrize("steps", [0, 1, 4, 5])
-@pytest.mark.parametrize("stored", ["rows", "columns"])
-def test_orthogonalized_in_given_memory_has_the_bits_of_torch(
-    shape: tuple[int, int], steps: int, stored: str
-) -> None:
-    torch.manual_seed(0)
-    given = torch.randn(shape)
-    rule = ot.Muon(ns_steps=steps)
-    expected = _zeropower_via_newtonschulz(given, rule.ns_coefficients, steps, rule.eps)
-    matrix = given.bfloat16() if stored == "rows" else given.bfloat16().T.contiguous().T
-    workspace = torch.full((MatrixSpec(0, *shape).workspace_numel,), torch.nan).bfloat16()
-    rule.orthogonalize(matrix, workspace, group=rule.defaults())
-    if stored == "rows":
-        assert torch.equal(matrix, expected)
-    # Sums of another order: the products of a transposed operand are other kernels'.
-    assert torch.allclose(matrix.float(), expected.float(), atol=0.02)
+def test_orthogonalized_in_place_has_the_bits_of_torch() -> None:
+    shapes = [(1, 1), (24, 37), (37, 24), (3, 130), (64, 64)]
+    for shape, steps in product(shapes, [0, 1, 4, 5]):
+        torch.manual_seed(0)
+        values, rule = torch.randn(shape), ot.Muon(ns_steps=steps)
+        expected = _zeropower_via_newtonschulz(values, rule.ns_coefficients, steps, rule.eps)
+        rows, columns = values.bfloat16(), values.bfloat16().T.contiguous().T
+        for matrix in (rows, columns):
+            workspace = torch.full((MatrixSpec(0, *shape).workspace_numel,), torch.nan).bfloat16()
+            rule.orthogonalize(matrix, workspace, group=rule.defaults())
+        assert torch.equal(rows, expected)
+        # Sums of another order: the products of a transposed operand are other kernels'.
+        assert torch.allclose(columns.float(), expected.float(), atol=0.02)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
+def test_a_run_resumes_and_a_skipped_step_changes_nothing() -> None:
     run, optimizer, model = pair(clip_norm=0.5)
     stream = batches(4)
     follow(run, optimizer, model, stream[:2], 1)
@@ -125,26 +117,14 @@ def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
     other = make("chain", seed=1)
     again = ot.offload(other, RULE, device="cpu", seed=SEED, clip_norm=0.5)
     again.load_state_dict(saved)
+    before = copied_state(again)
+    again.backward(other(stream[0]).float().sum() * torch.inf)
+    again.step()
+    assert again.last_step is not None and again.last_step.skipped
+    assert all(torch.equal(value, before[key]) for key, value in copied_state(again).items())
     follow(run, again, other, stream[2:], 1)
     assert_same(run, again, other)
     again.close()
-
-
-@pytest.mark.slow
-def test_a_skipped_step_changes_nothing() -> None:
-    run, optimizer, model = pair(clip_norm=0.5)
-    follow(run, optimizer, model, batches(2), 1)
-    before = {name: copy.deepcopy(kept) for name, kept in optimizer.named_state()}
-    for param in model.parameters():
-        param.grad = None
-    loss = model(batches(1)[0]).float().sum() * torch.inf
-    optimizer.backward(loss)
-    optimizer.step()
-    assert optimizer.last_step.skipped
-    for name, kept in optimizer.named_state():
-        for key, value in kept.items():
-            assert torch.equal(value, before[name][key]), (name, key)
-    optimizer.close()
 
 
 # ---- which parameters are its own
@@ -188,18 +168,22 @@ def test_a_group_says_whose_it_is_and_with_which_hyperparameters() -> None:
         {"params": rest, "lr": 0.5, "momentum": 0.7, "eps": 1e-5},
     ]
     optimizer = ot.offload(model, RULE, device="cpu", params=groups)
-    head, first, matrices, others = optimizer.param_groups
+    head, first, matrices, rest_of_model = optimizer.param_groups
     assert (head["ns_steps"], head["lr"], "betas" in head) == (3, 0.02, False)
     assert (first["betas"], first["lr"], "ns_steps" in first) == ((0.5, 0.5), 1e-2, False)
     assert (matrices["momentum"], matrices["lr"], matrices["use_muon"]) == (0.7, 0.5, True)
-    assert (others["lr"], others["eps"], "momentum" in others) == (0.5, 1e-5, False)
+    assert (rest_of_model["lr"], rest_of_model["eps"], "momentum" in rest_of_model) == (
+        0.5,
+        1e-5,
+        False,
+    )
     assert len(matrices["params"]) == 5
     optimizer.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "message"),
     [
         ([{"use_muon": True}], "'embed.weight' of shape .37, 24. is|'layers.0.norm.weight' of"),
         ([{"use_muon": False}], "found no hidden matrix, a 2-D parameter in a list of layers"),
@@ -212,22 +196,22 @@ def test_a_group_says_whose_it_is_and_with_which_hyperparameters() -> None:
         ([{"betas": (1.0, 0.9)}], "are not two numbers"),
     ],
 )
-def test_wrong_groups_are_refused(groups: list[dict[str, Any]], said: str) -> None:
+def test_wrong_groups_are_refused(groups: list[dict[str, Any]], message: str) -> None:
     model = make("chain")
-    whole = [{"params": list(model.parameters()), **group} for group in groups]
-    with pytest.raises((ModelError, ValueError), match=said):
-        ot.offload(model, RULE, device="cpu", params=whole)
+    complete = [{"params": list(model.parameters()), **group} for group in groups]
+    with pytest.raises((ModelError, ValueError), match=message):
+        ot.offload(model, RULE, device="cpu", params=complete)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"state": "int8"}, "state = 'int8' and Muon: .* Use state = 'fp32' or 'split16'"),
         ({"update": "speculative"}, "update = 'speculative' and Muon: .* 'exact' or 'delayed'"),
     ],
 )
-def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_it_cannot_do_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ot.offload(make("chain"), RULE, device="cpu", **options)
 
 

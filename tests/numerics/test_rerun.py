@@ -9,6 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -25,8 +26,9 @@ from offloadtrain.engine.autograd.recompute import Rewind, RewindError
 from offloadtrain.engine.autograd.saved_tensors import ChangedInPlaceError
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.runtime.lanes import on_lanes
+from tests import levels
+from tests.numerics.comparison import assert_same, pair, poisoned, train
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
-from tests.numerics.test_offload import assert_same, pair, poisoned, train
 from tests.numerics.test_streaming import MODES
 
 DEPTH = 5
@@ -84,13 +86,9 @@ RECOMPUTES: dict[str, Callable[[], Chain]] = {
     "wrapped": lambda: of_layers(lambda: checkpoint_wrapper(Scaled(), CheckpointImpl.NO_REENTRANT)),
     "called past": lambda: CalledPast(DEPTH),
 }
-each_recompute = pytest.mark.parametrize("name", RECOMPUTES)
 
 
-@pytest.mark.cover(1)
-@each_recompute
-@pytest.mark.parametrize("slots", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "slots", "mode"), levels.array([*RECOMPUTES], [2, 3], [*MODES]))
 def test_a_recompute_behind_the_hooks_streams_with_the_same_bits(
     name: str, slots: int, mode: str
 ) -> None:
@@ -143,9 +141,7 @@ def test_one_slot_is_enough_where_layers_take_turns(model: Callable[[int], Chain
     assert_same(resident, optimizer, offloaded)
 
 
-@pytest.mark.cover(1, 2)
-@each_recompute
-@pytest.mark.parametrize("activation", ["keep", "recompute"])
+@pytest.mark.parametrize(("name", "activation"), levels.array([*RECOMPUTES], ["keep", "recompute"]))
 def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: str) -> None:
     torch.manual_seed(0)
     resident, optimizer, model = pair(RECOMPUTES[name](), activation=activation, clip=0.5)
@@ -154,9 +150,7 @@ def test_a_recompute_behind_the_hooks_of_resident_blocks(name: str, activation: 
         assert optimizer.grad_norm == resident.norms[-1]
 
 
-@pytest.mark.cover(1, 2)
-@each_recompute
-@pytest.mark.parametrize("slots", [2, 3])
+@pytest.mark.parametrize(("name", "slots"), list(zip(RECOMPUTES, cycle([2, 3]), strict=False)))
 def test_adapters_behind_the_hooks_do_not_lose_the_frozen_weights_under_them(
     name: str, slots: int
 ) -> None:
@@ -166,22 +160,22 @@ def test_adapters_behind_the_hooks_do_not_lose_the_frozen_weights_under_them(
     model = RECOMPUTES[name]()
     for key, param in model.named_parameters():
         param.requires_grad_("layers" not in key or "down" in key)
-    found = []
+    results = []
     for working in ("device", "host"):
-        twin = copy.deepcopy(model)
+        plain_model = copy.deepcopy(model)
         with on_lanes(poisoned()):
             optimizer = ot.offload(
-                twin,
+                plain_model,
                 ot.AdamW(lr=1e-2),
                 device="cpu",
                 update="delayed",
                 working=working,
                 device_slots=slots,
             )
-            losses = [train(optimizer, twin, [tokens]) for tokens in batches(6)]
-        found.append((losses, optimizer.grad_norm))
+            losses = [train(optimizer, plain_model, [tokens]) for tokens in batches(6)]
+        results.append((losses, optimizer.grad_norm))
         optimizer.close()
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", ["behind", "behind, reentrant"])
@@ -253,9 +247,9 @@ class Remembering(Layer):
         super().__init__()
         self.index = index
 
-    def forward(self, x: Tensor, *, cache: Cache, seen: dict[str, Any]) -> Tensor:
+    def forward(self, x: Tensor, *, cache: Cache, layer_calls: dict[str, Any]) -> Tensor:
         cache.calls += 1
-        seen[f"layer {self.index}"] = seen.get(f"layer {self.index}", 0) + 1
+        layer_calls[f"layer {self.index}"] = layer_calls.get(f"layer {self.index}", 0) + 1
         cache.keys[self.index].append(self.norm(x))
         keys = torch.cat(cache.keys[self.index], dim=1)
         return super().forward(x + (x @ keys.mT).softmax(-1) @ keys)
@@ -268,14 +262,14 @@ class Caching(Chain):
         super().__init__(0)
         self.layers = nn.ModuleList(Remembering(index) for index in range(DEPTH))
         self.cache = Cache()
-        self.seen: dict[str, Any] = {}
+        self.layer_calls: dict[str, Any] = {}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self.cache, self.seen = Cache(), {}
+        self.cache, self.layer_calls = Cache(), {}
         x = self.embed(tokens)
         self.cache.keys[2].append(x.detach())  # a prefix
         for layer in self.layers:
-            x = layer(x, cache=self.cache, seen=self.seen)
+            x = layer(x, cache=self.cache, layer_calls=self.layer_calls)
         return self.head(self.norm(x))
 
 
@@ -288,7 +282,7 @@ def test_a_forward_that_changes_its_inputs_runs_again_over_what_it_got(
     resident, optimizer, model = pair(Caching(), activation=activation, working=working, clip=0.5)
     for tokens in batches(3):
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-        assert model.cache.calls == DEPTH and model.seen == resident.model.seen
+        assert model.cache.calls == DEPTH and model.layer_calls == resident.model.layer_calls
         assert [len(keys) for keys in model.cache.keys] == [1, 1, 2, 1, 1]
     assert_same(resident, optimizer, model)
 
@@ -347,7 +341,7 @@ class Slotted:
 
 def test_every_kind_of_object_is_rewound_and_put_back() -> None:
     slotted, plain = Slotted(), Cache()
-    held: dict[str, Any] = {
+    objects: dict[str, Any] = {
         "list": [1, [2]],
         "deque": deque([1], maxlen=3),
         "set": {1},
@@ -357,21 +351,21 @@ def test_every_kind_of_object_is_rewound_and_put_back() -> None:
     }
 
     def change(to: int) -> None:
-        held["list"][1].append(to)
-        held["deque"].append(to)
-        held["set"].add(to)
-        held["ordered"].move_to_end("a")
-        held["ordered"][f"new {to}"] = to
+        objects["list"][1].append(to)
+        objects["deque"].append(to)
+        objects["set"].add(to)
+        objects["ordered"].move_to_end("a")
+        objects["ordered"][f"new {to}"] = to
         slotted.set(to)
         plain.calls = to
-        held["added"] = to
+        objects["added"] = to
 
     def state() -> str:
-        return f"{held['list']} {held['deque']} {held['set']} {list(held['ordered'].items())}" + (
-            f"{slotted} {plain.calls} {sorted(held)}"
-        )
+        ordered = list(objects["ordered"].items())
+        parts = objects["list"], objects["deque"], objects["set"], ordered
+        return f"{parts} {slotted} {plain.calls} {sorted(objects)}"
 
-    before, rewind = state(), Rewind((held,), {})
+    before, rewind = state(), Rewind((objects,), {})
     change(7)
     after = state()
     for _ in range(2):

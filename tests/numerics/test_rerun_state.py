@@ -47,9 +47,9 @@ class Following(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         before = 0 if self.last is None else self.last
-        found = super().forward(x + before)
-        self.last = found.detach()
-        return found
+        output = super().forward(x + before)
+        self.last = output.detach()
+        return output
 
 
 class Drawing(Layer):
@@ -95,17 +95,17 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        found: Tensor = self.head(x)
-        return found
+        output: Tensor = self.head(x)
+        return output
 
 
-def kept(model: nn.Module) -> dict[str, Tensor]:
+def layer_state(model: nn.Module) -> dict[str, Tensor]:
     """What the layers keep after the last call."""
     attributes = {n: m.last for n, m in model.named_modules() if isinstance(m, Following)}
     states = {n: m.torchs.get_state() for n, m in model.named_modules() if isinstance(m, Drawing)}
     attributes |= states
-    found = {**dict(model.named_buffers()), **attributes}
-    return {name: value.clone() for name, value in found.items() if value is not None}
+    result = {**dict(model.named_buffers()), **attributes}
+    return {name: value.clone() for name, value in result.items() if value is not None}
 
 
 def train(
@@ -137,7 +137,7 @@ def train(
                     optimizer.backward(waiting.pop())
         optimizer.step()
     masters = {name: state["master"].clone() for name, state in optimizer.named_state()}
-    left = kept(model) | {"drawn next": torch.tensor([random.random(), np.random.randn()])}
+    left = layer_state(model) | {"drawn next": torch.tensor([random.random(), np.random.randn()])}
     optimizer.close()
     return losses, masters, left
 
@@ -151,9 +151,9 @@ def test_the_bits_are_those_of_kept_activations(
     losses, masters, left = train(layer, activation, ahead=ahead)
     expected, expected_masters, expected_left = train(layer, "keep", ahead=ahead)
     assert losses == expected
-    for found, resident in ((masters, expected_masters), (left, expected_left)):
-        assert found.keys() == resident.keys()
-        assert all(torch.equal(value, resident[name]) for name, value in found.items())
+    for actual, resident in ((masters, expected_masters), (left, expected_left)):
+        assert actual.keys() == resident.keys()
+        assert all(torch.equal(value, resident[name]) for name, value in actual.items())
     assert left
 
 

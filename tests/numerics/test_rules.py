@@ -1,120 +1,32 @@
-"""Lion, SGD and Adagrad offloaded: the bits of a resident run under torch's own optimizer."""
+"""Every other rule offloaded has the bits of the plain loop: of torch's own optimizer (Lion, SGD,
+Adagrad, Muon), or of torch's fused AdamW with LAMB's trust ratio."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.step.layout.formats import FORMATS
-from tests.numerics.models import batches, loss_of
-from tests.numerics.test_offload import DTYPES, make, train
-from tests.numerics.test_update_modes import DelayedRun
+from tests import levels
+from tests.numerics import comparison
+from tests.numerics.comparison import DTYPES, assert_same, make
+from tests.numerics.models import batches
+from tests.numerics.reference import SEED, NarrowRuleRun, NarrowRun, RuleRun
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
-from tests.runtime.kernels.test_rules import KINDS, TORCHS, made
+from tests.runtime.kernels.test_rules import KINDS
 
-SEED, NEVER = 7, 1 << 30
 RULES: dict[str, Any] = {
     "lion": ot.Lion(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
     "sgd": ot.SGD(lr=1e-2, weight_decay=0.1),
     "nesterov": ot.SGD(lr=1e-2, momentum=0.9, weight_decay=0.1, nesterov=True),
     "adagrad": ot.Adagrad(lr=1e-2, lr_decay=0.01),
 }
-each_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-
-
-@dataclass
-class RuleRun(DelayedRun):
-    """`ResidentRun` under torch's optimizer for a rule; without delay unless `warmup` is set."""
-
-    rule: Any = None
-    warmup: int = NEVER
-
-    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        defaults = {"fused": True, **self.rule.defaults()}
-        own = [{"params": group["params"]} for group in groups]
-        return TORCHS[type(self.rule)](own, **defaults)
-
-
-@dataclass
-class NarrowRuleRun(RuleRun):
-    """In a narrow format, each parameter for itself, by the readable kernels."""
-
-    state: str = ""
-    steps: int = 0
-    kept: dict[str, kernels.State] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.ids = {name: index for index, name in enumerate(self.params)}
-        for name, param in self.trained.items():
-            zeros = [torch.zeros(param.numel()) for _ in self.rule.moments]
-            values = [self.master(name).reshape(-1), *zeros]
-            self.kept[name] = made(self.state, self.rule.moments, values)
-            param.data.copy_(self.kept[name][0].view_as(param))
-
-    def update(self, sums: dict[str, Tensor], factor: float) -> None:
-        self.steps += 1
-        scalars = self.rule.scalars(
-            self.rule.defaults(), step=self.steps, grad_scale=factor, seed=SEED
-        )
-        for name, param in self.trained.items():
-            state, grad = self.kept[name], sums[name].reshape(-1)
-            layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
-            torch_backend.update(state, state, grad, None, layout, scalars)
-            param.data.copy_(state[0].view_as(param))
-
-
-def pair(
-    rule: Any, run: type[RuleRun] = RuleRun, *, precision: str = "bf16", **options: Any
-) -> tuple[Any, ot.OffloadOptimizer, nn.Module]:
-    """The same weights twice: resident, and offloaded."""
-    model = make("chain")
-    twin = copy.deepcopy(model)
-    narrow = {"state": options["state"]} if issubclass(run, NarrowRuleRun) else {}
-    optimizer = ot.offload(model, rule, device="cpu", precision=precision, seed=SEED, **options)
-    resident = run(
-        twin,
-        DTYPES[precision],
-        clip_norm=options.get("clip_norm"),
-        scale=optimizer.loss_scale,
-        rule=rule,
-        **narrow,
-    )
-    if options.get("update") == "delayed":
-        resident.warmup = options["warmup_steps"]
-    return resident, optimizer, model
-
-
-def follow(
-    run: Any, optimizer: ot.OffloadOptimizer, model: nn.Module, stream: Sequence[Tensor], accum: int
-) -> None:
-    for start in range(0, len(stream), accum):
-        micro = list(stream[start : start + accum])
-        assert train(optimizer, model, micro) == run.step(micro, loss_of), start
-        assert optimizer.grad_norm == run.norms[-1]
-    run.flush()
-    optimizer.synchronize()
-
-
-def assert_same(run: Any, optimizer: ot.OffloadOptimizer, model: nn.Module) -> None:
-    for name, param in model.named_parameters():
-        assert torch.equal(param, run.params[name]), name
-    for name, kept in optimizer.named_state():
-        assert list(kept) == ["master", *run.rule.moments]
-        assert torch.equal(kept["master"], run.master(name)), name
-        for key in run.rule.moments:
-            assert torch.equal(kept[key], run.moment(name, key)), (name, key)
-
-
+"""Those that update each element for itself."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "clipped": {"clip_norm": 0.05},
     "early": {"skip_nonfinite": False},
@@ -122,72 +34,107 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "delayed": {"update": "delayed", "warmup_steps": 1, "clip_norm": 0.5},
     "streamed": {"working": "host", "device_slots": 1, "clip_norm": 0.5},
     "fp16": {"precision": "fp16", "clip_norm": 0.5},
-    "fp32": {"precision": "fp32", "clip_norm": 0.5},
+    "fp32, summed": {"precision": "fp32", "clip_norm": 0.5, "grad_accum_steps": 2},
     "on the device": {"state_on": "device", "clip_norm": 0.5},
 }
 
 
-@needs_fma_in_torch
-@pytest.mark.cover(1)
-@each_rule
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_offloaded_has_the_bits_of_resident(options: dict[str, Any], rule: Any) -> None:
-    run, optimizer, model = pair(rule, **options)
-    accum = options.get("grad_accum_steps", 1)
-    follow(run, optimizer, model, batches(5 * accum), accum)
-    assert_same(run, optimizer, model)
-    optimizer.close()
+def pair(
+    rule: Any, run: type[Any] = RuleRun, *, precision: str = "bf16", **options: Any
+) -> tuple[Any, ot.OffloadOptimizer, nn.Module]:
+    """Return the plain loop over a copy of the model, and the model offloaded with these options of
+    `offload`."""
+    model = make("chain")
+    plain_model = copy.deepcopy(model)
+    narrow = {"state": options["state"]} if issubclass(run, NarrowRun) else {}
+    optimizer = ot.offload(model, rule, device="cpu", precision=precision, seed=SEED, **options)
+    clip, scale = options.get("clip_norm"), optimizer.loss_scale
+    loop = run(plain_model, DTYPES[precision], clip_norm=clip, scale=scale, rule=rule, **narrow)
+    if options.get("update") == "delayed":
+        loop.warmup = options["warmup_steps"]
+    return loop, optimizer, model
 
 
-NARROW: dict[str, dict[str, Any]] = {
-    key: OPTIONS[key] for key in ("clipped", "speculative", "streamed")
-}
-
-
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize(
-    ("rule", "state"),
-    [(name, "split16") for name in RULES] + [(n, "int8") for n in RULES if n != "adagrad"],
-)
-@pytest.mark.parametrize("options", NARROW.values(), ids=NARROW.keys())
-def test_narrow_state_has_the_bits_of_its_definition(
-    options: dict[str, Any], rule: str, state: str
+def follow(
+    run: Any, optimizer: ot.OffloadOptimizer, model: nn.Module, stream: Sequence[Tensor], accum: int
 ) -> None:
-    run, optimizer, model = pair(RULES[rule], NarrowRuleRun, state=state, **options)
+    comparison.follow(run, optimizer, model, stream, accum)
+    run.flush()
+    optimizer.synchronize()
+
+
+def check(rule: Any, run: type[Any], **options: Any) -> None:
+    """Train for four steps, or for eight where some of them overflow."""
+    loop, optimizer, model = pair(rule, run, **options)
     accum = options.get("grad_accum_steps", 1)
-    follow(run, optimizer, model, batches(4 * accum), accum)
-    for name, kept in optimizer.named_state():
-        assert list(kept) == run.kept[name].names(RULES[rule].moments)
-        for (key, found), expected in zip(kept.items(), run.kept[name], strict=True):
-            assert torch.equal(found.reshape(-1), expected), (name, key)
+    steps = 8 if options.get("precision") == "fp16" else 4
+    follow(loop, optimizer, model, batches(steps * accum), accum)
+    assert loop.skipped < steps
+    assert_same(loop, optimizer, model)
     optimizer.close()
 
 
-@each_rule
-def test_a_checkpoint_goes_on_with_the_same_bits(rule: Any) -> None:
-    run, optimizer, model = pair(rule, clip_norm=0.5)
+@needs_fma_in_torch
+@pytest.mark.parametrize(("rule", "options"), levels.array([*RULES], [*OPTIONS]))
+def test_offloaded_has_the_bits_of_resident(rule: str, options: str) -> None:
+    check(RULES[rule], RuleRun, **OPTIONS[options])
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "options"),
+    [
+        ("lion", "split16", "clipped"),
+        ("sgd", "split16", "speculative"),
+        ("nesterov", "int8", "streamed"),
+        ("adagrad", "split16", "delayed"),
+        pytest.param("lion", "int8", "speculative", marks=pytest.mark.slow),
+        pytest.param("sgd", "int8", "delayed", marks=pytest.mark.slow),
+        pytest.param("nesterov", "split16", "streamed", marks=pytest.mark.slow),
+    ],
+)
+def test_narrow_state_has_the_bits_of_its_definition(rule: str, state: str, options: str) -> None:
+    check(RULES[rule], NarrowRuleRun, state=state, **OPTIONS[options])
+
+
+def check_resumed(rule: Any, run: type[Any]) -> None:
+    """Go on from a state dict in a model with other weights."""
+    loop, optimizer, model = pair(rule, run, clip_norm=0.5)
     stream = batches(4)
-    follow(run, optimizer, model, stream[:2], 1)
+    follow(loop, optimizer, model, stream[:2], 1)
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.close()
     other = make("chain", seed=1)
     again = ot.offload(other, rule, device="cpu", seed=SEED, clip_norm=0.5)
     again.load_state_dict(saved)
-    follow(run, again, other, stream[2:], 1)
-    assert_same(run, again, other)
+    follow(loop, again, other, stream[2:], 1)
+    assert_same(loop, again, other)
     again.close()
 
 
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_a_checkpoint_goes_on_with_the_same_bits(rule: Any) -> None:
+    check_resumed(rule, RuleRun)
+
+
 def test_fewer_moments_take_fewer_bytes() -> None:
-    found = {}
-    for name, rule in {**RULES, "adamw": ot.AdamW()}.items():
+    rows = {}
+    for name, rule in {**RULES, "adamw": ot.AdamW(), "lamb": ot.LAMB()}.items():
         for state in KINDS:
             if FORMATS[state].keeps_moments(rule.moments):
                 optimizer = ot.offload(make("chain"), rule, device="cpu", state=state)
-                found[name, state] = {row.owner: row.bytes for row in optimizer.ledger.rows()}
+                rows[name, state] = {row.owner: row.bytes for row in optimizer.ledger.rows()}
                 optimizer.close()
-    assert "sum" in found["adagrad", "fp32"] and "exp_avg_sq" not in found["lion", "fp32"]
+    assert "sum" in rows["adagrad", "fp32"] and "exp_avg_sq" not in rows["lion", "fp32"]
     for state in KINDS:
-        sgd, lion, adamw = (sum(found[n, state].values()) for n in ("sgd", "lion", "adamw"))
+        sgd, lion, adamw = (sum(rows[name, state].values()) for name in ("sgd", "lion", "adamw"))
         assert sgd < lion < adamw, state
-    assert found["nesterov", "fp32"]["momentum_buffer"] == found["lion", "fp32"]["exp_avg"]
+        assert rows["lamb", state] == rows["adamw", state]
+    assert rows["nesterov", "fp32"]["momentum_buffer"] == rows["lion", "fp32"]["exp_avg"]
+
+
+def copied_state(optimizer: ot.OffloadOptimizer) -> dict[str, Tensor]:
+    return {
+        f"{name}/{key}": value.clone()
+        for name, state in optimizer.named_state()
+        for key, value in state.items()
+    }

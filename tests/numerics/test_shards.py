@@ -14,7 +14,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Layout
 from tests import levels
 from tests.runtime.kernels.format_cases import NARROW, differing, gradient, random_state, stepped
-from tests.runtime.kernels.kernel_cases import each_backend
+from tests.runtime.kernels.kernel_cases import BACKENDS
 
 
 class _Ranks:
@@ -37,46 +37,44 @@ def buckets(numels: list[int], size: int, name: str, dtype: torch.dtype):  # typ
     ]
 
 
-@pytest.mark.cover(1, 2)
-@each_backend
-@pytest.mark.parametrize(("name", "dtype"), NARROW)
-@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize(("kind", "size", "backend"), levels.array(NARROW, [2, 3, 5], BACKENDS))
 def test_stochastic_rounding_does_not_know_of_shards(
-    name: str, dtype: torch.dtype, size: int, backend: Backend
+    kind: tuple[str, torch.dtype], size: int, backend: Backend
 ) -> None:
-    held = buckets([700, 1, 3000, 129], size, name, dtype)
-    numel, whole = (
-        held[0].numel,
+    name, dtype = kind
+    shards = buckets([700, 1, 3000, 129], size, name, dtype)
+    numel, layout = (
+        shards[0].numel,
         Layout(
-            [slot.offset for slot in held[0].slots],
-            [slot.numel for slot in held[0].slots],
-            [slot.index for slot in held[0].slots],
+            [slot.offset for slot in shards[0].slots],
+            [slot.numel for slot in shards[0].slots],
+            [slot.index for slot in shards[0].slots],
         ),
     )
     state, grad = random_state(name, numel, dtype), gradient(numel, dtype)
-    expected = stepped(state, grad, whole, backend)
-    for bucket in held:
+    expected = stepped(state, grad, layout, backend)
+    for bucket in shards:
         lo, hi = bucket.lo, bucket.hi
         cuts = [
             (lo // kernels.BLOCK, hi // kernels.BLOCK) if len(x) < numel else (lo, hi)
             for x in state
         ]
         part = type(state)(*(x[a:b].clone() for x, (a, b) in zip(state, cuts, strict=True)))
-        found = stepped(part, grad[lo:hi].clone(), bucket.layout, backend)
+        actual = stepped(part, grad[lo:hi].clone(), bucket.layout, backend)
         wanted = type(state)(*(x[a:b] for x, (a, b) in zip(expected, cuts, strict=True)))
-        assert not differing(found, wanted), bucket.lo
+        assert not differing(actual, wanted), bucket.lo
 
 
 @levels.examples(200)
 @given(numels=st.lists(st.integers(1, 2000), min_size=1, max_size=6), size=st.integers(1, 9))
 def test_every_element_has_one_owner(numels: list[int], size: int) -> None:
-    held = buckets(numels, size, "fp32", torch.float32)
-    assert len({bucket.shard_numel for bucket in held}) == 1
+    shards = buckets(numels, size, "fp32", torch.float32)
+    assert len({bucket.shard_numel for bucket in shards}) == 1
     for index, numel in enumerate(numels):
-        pieces = [bucket.piece(bucket.slots[index]) for bucket in held]
+        pieces = [bucket.piece(bucket.slots[index]) for bucket in shards]
         owned = [(lo, hi) for lo, hi in pieces if lo < hi]
         assert owned[0][0] == 0 and owned[-1][1] == numel
         assert all(a[1] == b[0] for a, b in itertools.pairwise(owned))
         assert all(lo % kernels.BLOCK == 0 for lo, _ in owned)
-        covered = sum(row[1] for b in held for row in b.layout.rows() if row[2] == index)
+        covered = sum(row[1] for b in shards for row in b.layout.rows() if row[2] == index)
         assert covered == numel

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.salvage import SalvageError
-from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.layout.formats import ADAM_MOMENTS as ADAM
-from offloadtrain.step.proof.prove import prove
 from tests.losing_lanes import LosingLanes
+from tests.numerics.comparison import ADAMW, DTYPES
+from tests.numerics.reference import SEED, DelayedRun, NarrowRuleRun
 from tests.numerics.skipping import PATTERNS, Routed, SkippingRun, batches, loss_of
-from tests.numerics.test_offload import DTYPES
-from tests.numerics.test_offload_formats import SEED, NarrowRun
-from tests.numerics.test_state_on_disk import LANES
-from tests.numerics.test_update_modes import DelayedRun
-from tests.step.test_drive import STEPS, driven, launched
 
 
 def pair(
@@ -37,9 +31,11 @@ def pair(
 ) -> tuple[SkippingRun, ot.OffloadOptimizer, Routed]:
     torch.manual_seed(0)
     model = Routed()
-    twin = copy.deepcopy(model)
+    plain_model = copy.deepcopy(model)
     optimizer = offloaded(model, precision, accum=accum, clip=clip, **options)
-    resident = SkippingRun(twin, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale)
+    resident = SkippingRun(
+        plain_model, DTYPES[precision], clip_norm=clip, scale=optimizer.loss_scale
+    )
     return resident, optimizer, model
 
 
@@ -79,7 +75,7 @@ def assert_same(resident: SkippingRun, optimizer: ot.OffloadOptimizer, model: Ro
         assert steps == resident.steps(name), name
 
 
-def compare(precision: str, *, accum: int = 1, steps: int = 6, **options: Any) -> None:
+def compare(precision: str, *, accum: int = 1, steps: int, **options: Any) -> None:
     resident, optimizer, model = pair(precision, accum=accum, **options)
     stream = batches(steps * accum)
     for step in range(steps):
@@ -88,60 +84,40 @@ def compare(precision: str, *, accum: int = 1, steps: int = 6, **options: Any) -
         assert optimizer.grad_norm == resident.norms[-1]
     assert resident.skipped < steps
     assert_same(resident, optimizer, model)
-    every = {one for name in model.state_dict() for one in resident.steps(name)}
+    every = {step for name in model.state_dict() for step in resident.steps(name)}
     assert len(every) > 1  # some experts were unused in some steps
     optimizer.close()
 
 
 PLACES: dict[str, dict[str, Any]] = {
-    "host": {},
+    "host": {"clip": 0.3, "accum": 2},
     "streamed": {"working": "host"},
     "device": {"state_on": "device"},
-    "half on the device": {"state_on": {"device": 0.5}},
+    "half on the device": {"state_on": {"device": 0.5}, "clip": 0.3},
     "speculative": {"update": "speculative"},
-    "speculative, streamed": {"update": "speculative", "working": "host"},
+    "speculative, streamed": {"update": "speculative", "working": "host", "accum": 2},
     "early": {"skip_nonfinite": False},
-    "early, device": {"skip_nonfinite": False, "state_on": "device"},
+    "early, device": {"skip_nonfinite": False, "state_on": "device", "accum": 2},
     "early, streamed": {"skip_nonfinite": False, "working": "host"},
-    "recompute": {"activation": "recompute", "working": "host"},
+    "recompute": {"activation": "recompute", "working": "host", "clip": 0.3},
+    "sums on the device": {"sums_on": "device", "accum": 2},
+    "fp16": {"precision": "fp16", "clip": 0.3, "accum": 2},
+    "fp32": {"precision": "fp32"},
+    "state on the disk": {"state_on": "disk", "clip": 0.3},
+    "all on the disk": {"state_on": "disk", "working": "disk", "grad_on": "disk", "accum": 2},
 }
-DISK: dict[str, dict[str, Any]] = {
-    "state": {},
-    "state, grad, working": {"working": "disk", "grad_on": "disk"},
-}
+QUICK = ("host", "streamed", "device", "speculative", "early")
 
 
-@pytest.mark.parametrize("place", ["host", "streamed", "device", "speculative", "early"])
-def test_the_bits_of_a_loop_that_skips(place: str) -> None:
-    compare("bf16", **PLACES[place])
-
-
-@pytest.mark.slow
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.3])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("place", PLACES)
-def test_everywhere(place: str, precision: str, clip: float | None, accum: int) -> None:
-    options = dict(PLACES[place])
-    if precision == "fp16":
-        options.pop("skip_nonfinite", None)
-    steps = 10 if precision == "fp16" else 6
-    compare(precision, accum=accum, steps=steps, clip=clip, **options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("kept", DISK)
-def test_on_the_disk(tmp_path: Path, kept: str, accum: int) -> None:
-    disk = {"state_on": "disk", "scratch_dir": str(tmp_path), "scratch_in_memory": True}
-    compare("bf16", accum=accum, clip=0.3, **disk, **DISK[kept])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("down", ["fp32"])
-def test_sums_on_the_device(down: str) -> None:
-    compare("bf16", accum=2, sums_on="device", sums_down=down)
+@pytest.mark.parametrize(
+    "place",
+    [place if place in QUICK else pytest.param(place, marks=pytest.mark.slow) for place in PLACES],
+)
+def test_the_bits_of_a_loop_that_skips(place: str, tmp_path: Path) -> None:
+    options = {"precision": "bf16"} | PLACES[place]
+    if options.get("state_on") == "disk":
+        options |= {"scratch_dir": str(tmp_path), "scratch_in_memory": True}
+    compare(steps=10 if options["precision"] == "fp16" else 6, **options)
 
 
 class DelayedSkippingRun(DelayedRun, SkippingRun):
@@ -150,10 +126,10 @@ class DelayedSkippingRun(DelayedRun, SkippingRun):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warmup", [0, 2])
-@pytest.mark.parametrize("place", ["host", "streamed"])
-def test_delayed(place: str, warmup: int) -> None:
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_delayed(working: str, warmup: int) -> None:
     plain, optimizer, model = pair(
-        "bf16", clip=0.3, update="delayed", warmup_steps=warmup, **PLACES[place]
+        "bf16", clip=0.3, update="delayed", warmup_steps=warmup, working=working
     )
     torch.manual_seed(0)
     run = DelayedSkippingRun(Routed(), plain.dtype, clip_norm=0.3)
@@ -164,22 +140,11 @@ def test_delayed(place: str, warmup: int) -> None:
     assert_same(run, optimizer, model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("place", ["host", "streamed", "speculative", "early", "device"])
-def test_in_any_order_of_the_lanes(place: str, lanes: str) -> None:
-    chosen = LANES[lanes]()
-    chosen.poison = True
-    with on_lanes(chosen):
-        compare("bf16", **PLACES[place])
+@dataclass
+class NarrowSkippingRun(NarrowRuleRun):
+    """Updates each used expert for itself, with its own step."""
 
-
-class NarrowSkippingRun(NarrowRun):
-    """`NarrowRun` that updates each used expert for itself, with its own step."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.done: dict[str, int] = {}
+    done: dict[str, int] = field(default_factory=dict)
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         used = self.model.take_hits()
@@ -190,47 +155,45 @@ class NarrowSkippingRun(NarrowRun):
                 if ("stacked" in name or "separate" in name) and key not in used:
                     continue
                 each = param.numel() // (len(param) if stacked else 1)
-                self._update_one(name, key, number * each, each, sums[name], factor)
-            param.data.copy_(self.states[name].weight.view_as(param))
+                self._update_expert(name, key, number * each, each, sums[name], factor)
+        self.publish_weights()
 
-    def _update_one(
+    def _update_expert(
         self, name: str, key: str, lo: int, numel: int, grad: Tensor, factor: float
     ) -> None:
-        self.done[key] = self.done.get(key, 0) + 1
-        scalars = kernels.AdamScalars(
-            self.lr, *self.betas, 1e-8, self.weight_decay, self.done[key],
-            grad_scale=factor, seed=SEED,
-        )  # fmt: skip
-        whole = self.states[name]
-        fields = whole.format.fields(("exp_avg", "exp_avg_sq"))
-        own = type(whole)(*kernels.cut(fields, tuple(whole), lo, lo + numel))
+        self.done[key] = step = self.done.get(key, 0) + 1
+        scalars = ADAMW.scalars(ADAMW.defaults(), step=step, grad_scale=factor, seed=SEED)
+        state = self.kept[name]
+        part = type(state)(*kernels.cut(state.format.fields(ADAM), tuple(state), lo, lo + numel))
         layout = kernels.Layout([0], [numel], [self.ids[name]], [lo])
-        torch_backend.update(own, own, grad.reshape(-1)[lo : lo + numel], None, layout, scalars)
+        torch_backend.update(part, part, grad.reshape(-1)[lo : lo + numel], None, layout, scalars)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["host", "streamed"])
-@pytest.mark.parametrize("state", ["split16", "int8"])
-def test_narrow_state(state: str, place: str) -> None:
+@pytest.mark.parametrize(("state", "working"), [("split16", "host"), ("int8", "device")])
+def test_narrow_state(state: str, working: str) -> None:
     torch.manual_seed(0)
     model = Routed()
-    run = NarrowSkippingRun(copy.deepcopy(model), torch.bfloat16, clip_norm=0.3, state=state)
-    options = {"state": state, "seed": SEED, **PLACES[place]}
+    run = NarrowSkippingRun(
+        copy.deepcopy(model), torch.bfloat16, clip_norm=0.3, state=state, rule=ADAMW
+    )
+    options = {"state": state, "seed": SEED, "working": working}
     optimizer = offloaded(model, "bf16", accum=1, clip=0.3, **options)
     for tokens in batches(6):
         assert train(optimizer, model, [tokens]) == run.step([tokens], loss_of)
     optimizer.synchronize()
-    for name, found in optimizer.named_state():
-        for field, own in zip(run.states[name].format.fields(ADAM), run.states[name], strict=True):
-            assert torch.equal(found[field.name].reshape(-1), own), (name, field.name)
+    for name, actual in optimizer.named_state():
+        fields = run.kept[name]
+        for spec, expected in zip(fields.format.fields(ADAM), fields, strict=True):
+            assert torch.equal(actual[spec.name].reshape(-1), expected), (name, spec.name)
 
 
 def everything(optimizer: ot.OffloadOptimizer, model: Routed) -> dict[str, Tensor]:
     optimizer.synchronize()
-    found = {name: param.detach().clone() for name, param in model.named_parameters()}
+    result = {name: param.detach().clone() for name, param in model.named_parameters()}
     for name, param in model.named_parameters():
-        found |= {f"{name} {k}": x.clone() for k, x in optimizer.state[param].items()}
-    return found
+        result |= {f"{name} {k}": x.clone() for k, x in optimizer.state[param].items()}
+    return result
 
 
 @pytest.mark.parametrize("state", ["fp32", pytest.param("int8", marks=pytest.mark.slow)])
@@ -248,10 +211,10 @@ def test_a_resumed_run_knows_the_steps_of_each_expert(state: str) -> None:
     second.load_state_dict(saved)
     for tokens in stream[4:]:
         train(second, other, [tokens])
-    expected, found = everything(straight, model), everything(second, other)
-    assert expected.keys() == found.keys()
+    expected, actual = everything(straight, model), everything(second, other)
+    assert expected.keys() == actual.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.slow
@@ -285,7 +248,9 @@ def test_without_it_the_state_of_skipped_experts_is_refused() -> None:
 
 def test_unused_experts_cross_no_bus_upwards_and_no_memory_of_their_state_changes() -> None:
     resident, optimizer, model = pair()
-    whole = sum(bucket.spec.nbytes for block in optimizer._blocks for bucket in block.buckets)
+    weight_bytes = sum(
+        bucket.spec.nbytes for block in optimizer._blocks for bucket in block.buckets
+    )
     experts = [b for block in optimizer._blocks for b in block.buckets if b.usage is not None]
     for number, tokens in enumerate(batches(4)):
         before = {bucket.name: bucket.state[0].flat.clone() for bucket in experts}
@@ -299,52 +264,19 @@ def test_unused_experts_cross_no_bus_upwards_and_no_memory_of_their_state_change
             for key in keys
             if ("stacked" in name or "separate" in name) and key not in used
         )
-        padding = whole - 2 * sum(param.numel() for param in model.parameters())
+        padding = weight_bytes - 2 * sum(param.numel() for param in model.parameters())
         moved = optimizer.lanes.totals.h2d_bytes - up
-        assert unused > 0 and whole - unused - padding <= moved <= whole - unused, number
+        assert unused > 0 and weight_bytes - unused - padding <= moved <= weight_bytes - unused, (
+            number
+        )
         for bucket in experts:
             for slot in bucket.slots:
                 old, new = slot.view(before[bucket.name]), slot.view(bucket.state[0].flat)
                 parts = enumerate(zip(old, new, strict=True)) if "stacked" in slot.name else []
-                for expert, (one, other) in parts:
+                for expert, (part, other) in parts:
                     moved = f"{slot.name}[{expert}]" in used
-                    assert torch.equal(one, other) is not moved
+                    assert torch.equal(part, other) is not moved
     assert_same(resident, optimizer, model)
-
-
-@pytest.mark.slow
-def test_the_kernels_of_a_step_are_given_the_used_experts_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    updated: list[int] = []
-    plain = kernels.update
-
-    def counted(state: kernels.State, grad: Tensor, *args: Any, **named: Any) -> None:
-        updated.append(grad.numel())
-        plain(state, grad, *args, **named)
-
-    monkeypatch.setattr(kernels, "update", counted)
-    _, optimizer, model = pair()
-    every = sum(param.numel() for param in model.parameters())
-    for tokens in batches(3):
-        updated.clear()
-        train(optimizer, model, [tokens])
-        optimizer.synchronize()
-        # Two experts of four got tokens; what else there is, is small.
-        assert 0.5 * every < sum(updated) < 0.6 * every
-
-
-@pytest.mark.slow
-def test_a_nan_counts_as_a_gradient_and_the_step_is_skipped() -> None:
-    _, optimizer, model = pair()
-    train(optimizer, model, batches(1))
-    before = everything(optimizer, model)
-    loss = loss_of(model, batches(2)[1])
-    optimizer.backward(loss * float("nan"))
-    optimizer.step()
-    assert optimizer.last_step is not None and optimizer.last_step.skipped
-    for name, value in everything(optimizer, model).items():
-        assert torch.equal(value, before[name]), name
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -360,54 +292,12 @@ def test_what_cannot_be_skipped_is_refused() -> None:
     model.odd = nn.Module()
     model.odd.odd = nn.Parameter(torch.zeros(3, 5, 5))
     for options, error in REFUSED:
-        given = dict(options)
+        arguments = dict(options)
         with pytest.raises(ValueError, match=error):
-            ot.offload(model, given.pop("rule", None), device="cpu", **given)
+            ot.offload(model, arguments.pop("rule", None), device="cpu", **arguments)
 
 
 # ---- the program -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("place", [*PLACES, "delayed"])
-def test_the_program_has_no_race(place: str, accum: int) -> None:
-    options = PLACES.get(place, {"update": "delayed"})
-    lanes = RecordingLanes(SequentialLanes())
-    with on_lanes(lanes):
-        _, optimizer, model = pair("bf16", accum=accum, clip=None, **options)
-    stream = batches(4 * accum)
-    for step in range(4):
-        train(optimizer, model, stream[step * accum : (step + 1) * accum])
-    assert prove(lanes.program) == []
-    optimizer.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("place", [*PLACES, "delayed"])
-def test_a_driven_program_launches_the_same(place: str, accum: int) -> None:
-    """Of stacked experts, whose gradients come in every step."""
-    options = PLACES.get(place, {"update": "delayed"})
-    torch.manual_seed(0)
-    shape = ModelShape(
-        vocab_size=24, num_layers=3, d_model=32, num_heads=2, d_ff=64, max_seq_len=16, num_experts=4
-    )
-    model, lanes = Transformer(shape), RecordingLanes(SequentialLanes())
-    with on_lanes(lanes):
-        optimizer = offloaded(
-            model, "bf16", accum=accum, clip=None, skip_unused=["*.experts.*"], **options
-        )
-    lanes.program.clear()  # the upload of the first weights
-    stream = batches(STEPS * accum)
-    for step in range(STEPS):
-        for tokens in stream[step * accum : (step + 1) * accum]:
-            optimizer.backward(model(tokens[:, :-1], tokens[:, 1:]))
-        optimizer.step()
-    recorded, expected = launched(lanes.program), driven(optimizer)
-    assert recorded == expected
-    assert sum(name == "mark used blocks.0/1" for name in recorded["compute"]) == STEPS * accum
-    optimizer.close()
 
 
 @pytest.mark.slow
@@ -415,11 +305,11 @@ def test_a_driven_program_launches_the_same(place: str, accum: int) -> None:
 def test_a_lost_device_leaves_whole_steps(place: str) -> None:
     """Wherever it is lost, state and step counts are those behind a step."""
     after: list[dict[str, Tensor]] = []
-    _, whole, model = pair(**PLACES[place])
+    _, unbroken, model = pair(**PLACES[place])
     for tokens in batches(4):
-        train(whole, model, [tokens])
-        whole.synchronize()
-        after.append(state_of(whole))
+        train(unbroken, model, [tokens])
+        unbroken.synchronize()
+        after.append(state_of(unbroken))
     saved = 0
     for point in range(0, 400, 7):
         lanes = LosingLanes(SequentialLanes())
@@ -434,8 +324,8 @@ def test_a_lost_device_leaves_whole_steps(place: str) -> None:
         except (ot.OffloadTrainError, torch.AcceleratorError) as error:
             with suppress(SalvageError):
                 done = optimizer.salvage(error)
-                found = state_of(optimizer)
-                assert all(torch.equal(found[k], x) for k, x in after[done - 1].items()), point
+                result = state_of(optimizer)
+                assert all(torch.equal(result[k], x) for k, x in after[done - 1].items()), point
                 saved += 1
         optimizer.close()
     assert saved > 5

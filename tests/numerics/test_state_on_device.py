@@ -10,50 +10,8 @@ import torch
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, on_device
-from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
-from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.step.proof.prove import prove
-from tests.numerics.models import MODELS, Chain, batches
-from tests.numerics.test_offload import compare, pair, train
-
-LANES: dict[str, Any] = {
-    "in order": SequentialLanes,
-    "threads": ThreadLanes,
-    "seeded": lambda: SeededLanes(7),
-}
-
-
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("accum", [1, 3])
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [*((name, precision) for name in MODELS for precision in ("bf16", "fp32")), ("tied", "fp16")],
-)
-def test_the_bits_of_a_resident_run(name: str, precision: str, accum: int) -> None:
-    compare(name, precision, accum=accum, clip=0.5, state_on="device")
-
-
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"activation": "recompute"}, {"activation": "offload"}, {"skip_nonfinite": False}],
-)
-def test_in_any_order(lanes: str, options: dict[str, Any]) -> None:
-    chosen: Lanes = LANES[lanes]()
-    chosen.poison = True
-    with on_lanes(chosen):
-        compare("tied", "bf16", clip=None, state_on="device", **options)
-
-
-@pytest.mark.parametrize("accum", [1, 2])
-def test_no_race(accum: int) -> None:
-    lanes = RecordingLanes(SequentialLanes())
-    with on_lanes(lanes):
-        compare("unusual", "bf16", accum=accum, clip=0.5, state_on="device")
-    assert prove(lanes.program) == []
+from tests.numerics.comparison import pair, train
+from tests.numerics.models import Chain, batches
 
 
 def test_only_norms_are_on_the_host_and_nothing_else_crosses_the_bus() -> None:
@@ -76,43 +34,14 @@ def test_block_inputs_cross_the_bus_all_the_same() -> None:
     _, optimizer, model = pair(Chain(), state_on="device", activation="offload")
     for tokens in batches(2):
         train(optimizer, model, [tokens])
-    report, held = optimizer.last_step, optimizer.ledger.rows()
-    (inputs,) = (row.bytes for row in held if row.owner == "block inputs")
+    report, rows = optimizer.last_step, optimizer.ledger.rows()
+    (inputs,) = (row.bytes for row in rows if row.owner == "block inputs")
     assert report is not None and report.d2h_bytes == report.h2d_bytes == inputs > 0
     optimizer.close()
 
 
-def test_a_state_goes_to_the_device_and_back() -> None:
-    """A state dict of either placement continues in the other to the bit."""
-    stream = batches(6)
-    for before, after in (("host", "device"), ("device", "host")):
-        resident, first, model = pair(Chain(), state_on=before)
-        for tokens in stream[:3]:
-            train(first, model, [tokens])
-            resident.step([tokens], _loss)
-        torch.manual_seed(3)
-        other = Chain()
-        second = ot.offload(
-            other,
-            ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-            device="cpu",
-            state_on=after,
-        )
-        second.load_state_dict(first.state_dict())
-        for tokens in stream[3:]:
-            assert train(second, other, [tokens]) == resident.step([tokens], _loss)
-        first.close()
-        second.close()
-
-
-def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    from tests.numerics.models import loss_of
-
-    return loss_of(model, tokens)
-
-
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"working": "host"}, "working = 'device'"),
         ({"state_on": "auto"}, "give device_memory_limit, or a share"),
@@ -122,8 +51,8 @@ def _loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         ),
     ],
 )
-def test_what_has_no_meaning_there(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_has_no_meaning_there(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ot.offload(Chain(), device="cpu", **{"state_on": "device"} | options)
 
 
@@ -143,18 +72,20 @@ def test_adam_is_that_of_the_host(
     monkeypatch.setattr(on_device, "_PIECE", 1024)
     torch.manual_seed(0)
     numel = 5 * 1024 + 64
-    one = fields(numel)
-    two = Fp32State(*(field.clone() for field in one))
+    on_host = fields(numel)
+    two = Fp32State(*(field.clone() for field in on_host))
     grad = torch.randn(numel).to(dtype)
     weights = [torch.empty(numel, dtype=dtype) for _ in range(2)]
     for step in (1, 2, 9):
         scalars = AdamScalars(
             1e-2, 0.9, 0.95, 1e-8, 0.1, step=step, grad_scale=0.5, decoupled=decoupled
         )
-        kernels.update(one, grad, scalars, working=weights[0])
+        kernels.update(on_host, grad, scalars, working=weights[0])
         on_device.update(two, grad, weights[1], scalars)
-        for mine, theirs in zip((*one, weights[0]), (*two, weights[1]), strict=True):
-            assert torch.equal(mine, theirs)
+        for host_value, device_value in zip(
+            (*on_host, weights[0]), (*two, weights[1]), strict=True
+        ):
+            assert torch.equal(host_value, device_value)
 
 
 OTHERS: dict[str, Any] = {
@@ -172,21 +103,23 @@ def test_other_rules_are_those_of_the_host(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(on_device, "_PIECE", 1024)
     torch.manual_seed(0)
     rule, numel = OTHERS[name], 5 * 1024 + 64
-    one = Fp32State(*fields(numel)[: 1 + len(rule.moments)])
-    two = Fp32State(*(field.clone() for field in one))
+    on_host = Fp32State(*fields(numel)[: 1 + len(rule.moments)])
+    two = Fp32State(*(field.clone() for field in on_host))
     if name == "adagrad":
-        for state in (one, two):
+        for state in (on_host, two):
             state[1].abs_()
     weights = [torch.empty(numel) for _ in range(2)]
     for step in (1, 2, 9):
         grad = torch.randn(numel)
         scalars = rule.scalars(rule.defaults(), step=step, grad_scale=0.5, seed=0)
-        kernels.update(one, grad, scalars, working=weights[0])
+        kernels.update(on_host, grad, scalars, working=weights[0])
         on_device.update(two, grad, weights[1], scalars)
-        for mine, theirs in zip((*one, weights[0]), (*two, weights[1]), strict=True):
+        for host_value, device_value in zip(
+            (*on_host, weights[0]), (*two, weights[1]), strict=True
+        ):
             if isinstance(rule, ot.SGD):
-                assert torch.equal(mine, theirs)
-            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+                assert torch.equal(host_value, device_value)
+            assert torch.allclose(host_value, device_value, rtol=1e-5, atol=1e-6)
 
 
 def test_sums_and_norms_are_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

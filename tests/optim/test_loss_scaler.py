@@ -86,8 +86,8 @@ def test_the_default_is_torch_s_grad_scaler() -> None:
         scale, growth = torch.tensor([2.0**16]), torch.tensor([0], dtype=torch.int32)
         for _ in range(40):
             overflow = draw.random() < 0.3
-            found = torch.tensor([float(overflow)])
-            torch._amp_update_scale_(scale, growth, found, 2.0, 0.5, interval)
+            result = torch.tensor([float(overflow)])
+            torch._amp_update_scale_(scale, growth, result, 2.0, 0.5, interval)
             if not SMALLEST < scale.item() <= LARGEST:
                 break
             scaler.update(overflow=overflow)

@@ -47,9 +47,9 @@ def test_cosine_is_half_way_in_the_middle() -> None:
 def test_up_to_the_peak_then_never_up_again(
     schedule: Schedule, total: int, warmup: int, floor: float
 ) -> None:
-    found = rates(schedule, total, min(warmup, total), floor)
-    assert all(0.0 <= rate <= 2.0 for rate in found) and max(found) == 2.0
-    top = found.index(2.0)
-    assert found[:top] == sorted(found[:top])
-    assert found[top:] == sorted(found[top:], reverse=True)
-    assert found[-1] == (2.0 if schedule == "constant" else pytest.approx(found[total - 1]))
+    result = rates(schedule, total, min(warmup, total), floor)
+    assert all(0.0 <= rate <= 2.0 for rate in result) and max(result) == 2.0
+    top = result.index(2.0)
+    assert result[:top] == sorted(result[:top])
+    assert result[top:] == sorted(result[top:], reverse=True)
+    assert result[-1] == (2.0 if schedule == "constant" else pytest.approx(result[total - 1]))

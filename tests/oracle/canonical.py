@@ -76,12 +76,12 @@ def _operations(program: Iterable[Entry]) -> Iterator[_Operation]:
     for entry in program:
         match entry:
             case Launched(lane, name, reads, writes):
-                taken = _touched(undefined, (*reads, *writes))
-                yield _Operation(lane, name, reads, writes, taken)
+                used = _touched(undefined, (*reads, *writes))
+                yield _Operation(lane, name, reads, writes, used)
             case Opened(span, name, reads, writes):
                 spans[span] = name
-                taken = _touched(undefined, (*reads, *writes))
-                yield _Operation(Lane.COMPUTE, name, reads, writes, taken)
+                used = _touched(undefined, (*reads, *writes))
+                yield _Operation(Lane.COMPUTE, name, reads, writes, used)
             case Closed(span):
                 yield _Operation(Lane.COMPUTE, f"end {spans[span]}")
             case Undefined(bytes_):
@@ -93,9 +93,9 @@ def _operations(program: Iterable[Entry]) -> Iterator[_Operation]:
 
 def _touched(undefined: list[Bytes], accesses: Sequence[Bytes]) -> tuple[Bytes, ...]:
     """Takes what the accesses touch out of `undefined`."""
-    taken = tuple(u for u in undefined if any(u.overlaps(access) for access in accesses))
-    undefined[:] = [u for u in undefined if u not in taken]
-    return taken
+    used = tuple(u for u in undefined if any(u.overlaps(access) for access in accesses))
+    undefined[:] = [u for u in undefined if u not in used]
+    return used
 
 
 def _without_accesses(program: Iterable[Entry]) -> Iterator[Entry]:
@@ -114,12 +114,12 @@ def _without_accesses(program: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _labels(names: Iterable[str]) -> list[str]:
-    seen: Counter[str] = Counter()
-    found = []
+    counts: Counter[str] = Counter()
+    result = []
     for name in names:
-        seen[name] += 1
-        found.append(f"{name}~{seen[name]}")
-    return found
+        counts[name] += 1
+        result.append(f"{name}~{counts[name]}")
+    return result
 
 
 def _lines(
@@ -141,8 +141,8 @@ def _lines(
             "undefined": [places.text(b) for b in operation.undefined],
             "after": after,
         }
-        said = [f" | {part} {', '.join(texts)}" for part, texts in parts.items() if texts]
-        yield f"{lane} {operation.name}{''.join(said)}"
+        parts_text = [f" | {part} {', '.join(texts)}" for part, texts in parts.items() if texts]
+        yield f"{lane} {operation.name}{''.join(parts_text)}"
         known = clock
 
 
@@ -158,12 +158,12 @@ class _Places:
                 self._starts.append(lo)
             end = max(end, hi)
         self._names: dict[int, str] = {}
-        seen: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for access in accesses:
             start = self._start(access)
             if start not in self._names:
-                seen[access.name] += 1
-                count = seen[access.name]
+                counts[access.name] += 1
+                count = counts[access.name]
                 self._names[start] = f"{access.name}#{count}" if count > 1 else access.name
 
     def text(self, access: Bytes) -> str:

@@ -118,7 +118,7 @@ class Case:
     """One run.
 
     Attributes:
-        kept: format of the state and precision.
+        format: of the state, and the precision.
         staging: whether a staging slot holds every bucket, or only a piece of it.
         backward: "explicit": `optimizer.backward(loss)`; "plain": `loss.backward()`.
         reduction: dtype in which ranks sum.
@@ -131,7 +131,7 @@ class Case:
     model: str = "chain"
     mode: str = "exact"
     placement: str = "on the device"
-    kept: str = "fp32/bf16"
+    format: str = "fp32/bf16"
     accum: int = 1
     staging: str = "whole"
     backward: str = "explicit"
@@ -153,18 +153,20 @@ class Case:
     @property
     def name(self) -> str:
         """What differs from the plainest run, behind model, mode and placement."""
-        always = ("model", "mode", "placement", "kept")
-        others = [f.name for f in fields(self) if f.name not in always]
+        always = ("model", "mode", "placement", "format")
+        varying = [f.name for f in fields(self) if f.name not in always]
         plain = Case()
-        said = [f"{n}={getattr(self, n)}" for n in others if getattr(self, n) != getattr(plain, n)]
-        return "; ".join([*(getattr(self, n) for n in always), *said])
+        changes = [
+            f"{n}={getattr(self, n)}" for n in varying if getattr(self, n) != getattr(plain, n)
+        ]
+        return "; ".join([*(getattr(self, n) for n in always), *changes])
 
     @property
     def possible(self) -> bool:
         """Whether `offload` takes it, and training does not end in an error that it should."""
-        fp16, early = self.kept.endswith("fp16"), self.mode == "early"
+        fp16, early = self.format.endswith("fp16"), self.mode == "early"
         in_order = not (fp16 and (early or self.backward == "plain"))
-        on_device = self.kept.startswith("fp32") and self.mode in ("exact", "early")
+        on_device = self.format.startswith("fp32") and self.mode in ("exact", "early")
         twice = self.model == "mixed reentrant" and early
         full = self.mode == "speculative, partly" and "inputs offloaded" in self.placement
         on_host = "state on" not in self.placement or self.placement in ON_OTHER_TIERS
@@ -209,7 +211,7 @@ def _alone() -> Iterator[Case]:
     axes: dict[str, Sequence[Any]] = {
         "mode": tuple(MODES),
         "placement": tuple(PLACEMENTS),
-        "kept": FORMATS,
+        "format": FORMATS,
         "accum": (1, 2),
         "staging": ("whole", "pieces"),
         "backward": ("explicit", "plain"),
@@ -222,7 +224,7 @@ def _among_ranks() -> Iterator[Case]:
     axes: dict[str, Sequence[Any]] = {
         "mode": tuple(MODES),
         "placement": (),
-        "kept": FORMATS,
+        "format": FORMATS,
         "accum": (1, 2),
         "staging": ("whole", "pieces"),
         "reduction": ("working", "fp32"),
@@ -281,13 +283,13 @@ def _special() -> Iterator[Case]:
         for mode, placement in product(modes, _FOR_SCRIPTS):
             number += 1
             accum = 2 if script == "forwards first" else 1 + number % 2
-            kept = FORMATS[number % 3]
+            format = FORMATS[number % 3]
             case = Case(
                 script=script,
                 mode=mode,
                 placement=placement,
                 accum=accum,
-                kept=kept,
+                format=format,
                 backward=backward,
             )
             if case.possible:
@@ -296,7 +298,7 @@ def _special() -> Iterator[Case]:
         model = "skipping" if script == "some get nothing" else "chain"
         yield Case(script=script, mode=mode, model=model, accum=2)
     for mode in _SKIPPING:
-        yield Case(script="some steps skip", mode=mode, kept="int8/fp16")
+        yield Case(script="some steps skip", mode=mode, format="int8/fp16")
     for script, placement in _FOR_SCRIPTS_OF_RANKS.items():
         backward = "plain" if script in _PLAIN else "explicit"
         for mode in ("exact", "speculative, right", "delayed"):
@@ -328,7 +330,7 @@ def _covering() -> Iterator[Case]:
     yield Case(model="mixed reentrant")
     yield Case(model="unusual", placement="state on the device")
     yield Case(placement="all on the disk", accum=2)
-    yield Case(placement="state on three tiers", mode="early", kept="split16/bf16")
+    yield Case(placement="state on three tiers", mode="early", format="split16/bf16")
     yield Case(placement="rounded sums and half of the state on the device", accum=2)
     yield Case(placement="saved tensors offloaded, streamed", mode="delayed")
     yield Case(placement="spill of half of the state", script="saves")
@@ -355,15 +357,15 @@ def _on_other_tiers() -> Iterator[Case]:
     axes: dict[str, Sequence[Any]] = {
         "mode": ("exact", "early", "speculative, wrong", "delayed"),
         "placement": tuple(ON_OTHER_TIERS),
-        "kept": FORMATS[::2],
+        "format": FORMATS[::2],
         "accum": (1, 2),
         "script": ("four steps", "saves"),
     }
     yield from pairwise("tiers", axes, Case)
     for number, placement in enumerate(ON_OTHER_TIERS):
-        kept = FORMATS[(1, 2, 4)[number % 3]]
+        format = FORMATS[(1, 2, 4)[number % 3]]
         mode = ("exact", "delayed")[number % 2]
-        case = Case(mode=mode, placement=placement, accum=2, kept=kept, staging="pieces")
+        case = Case(mode=mode, placement=placement, accum=2, format=format, staging="pieces")
         if case.possible:
             yield case
     scripts = ("some steps skip", "drops gradients", "evaluates", "loads its state")
@@ -375,17 +377,17 @@ def _on_other_tiers() -> Iterator[Case]:
     )
     for number, (placement, mode) in enumerate(product(placements, ("exact", "delayed"))):
         for script in (scripts[number % 4], scripts[(number + 1) % 4]):
-            accum, kept = 2 - number // 2 % 2, FORMATS[number % 3]
-            case = Case(mode=mode, placement=placement, accum=accum, kept=kept, script=script)
+            accum, format = 2 - number // 2 % 2, FORMATS[number % 3]
+            case = Case(mode=mode, placement=placement, accum=accum, format=format, script=script)
             if case.possible:
                 yield case
-    for placement, kept in (
+    for placement, format in (
         ("on the device", "fp32/bf16"),
         ("streamed, 2 slots", "split16/bf16"),
         ("weights on the disk", "fp32/bf16"),
     ):
         script = "loads older weights"
-        yield Case(mode="delayed", placement=placement, kept=kept, script=script)
+        yield Case(mode="delayed", placement=placement, format=format, script=script)
     for placement in ("streamed, inputs offloaded", "all on the disk"):
         yield Case(placement=placement, accum=2, script="a launch fails")
     for number, model in enumerate(("frozen", "unusual", "tied", "mixed reentrant", "groups")):
@@ -405,11 +407,11 @@ def _other_rules() -> Iterator[Case]:
             "state and gradients on the disk",
             "rounded sums on the device",
         ),
-        "kept": ("fp32/bf16", "split16/bf16"),
+        "format": ("fp32/bf16", "split16/bf16"),
         "accum": (1, 2),
     }
     for case in pairwise("muon", axes, lambda **values: Case(rule="muon", **values)):
-        if case.kept == "fp32/bf16" or "on the device" not in case.placement[5:]:
+        if case.format == "fp32/bf16" or "on the device" not in case.placement[5:]:
             yield case
     for rule, mode in product(("lamb", "lion"), ("exact", "speculative, wrong")):
         yield Case(rule=rule, mode=mode, placement="streamed, 2 slots")
@@ -432,7 +434,7 @@ def _divided() -> Iterator[Case]:
     """Several ranks: other tiers, rules and meshes."""
     runs: tuple[tuple[str, dict[str, Any]], ...] = (
         ("exact", {"accum": 2, "script": "saves"}),
-        ("delayed", {"accum": 2, "kept": "split16/bf16"}),
+        ("delayed", {"accum": 2, "format": "split16/bf16"}),
     )
     for mode, options in runs:
         for placement in ("rounded sums on the device", "all on the disk", "spill, streamed"):
@@ -503,7 +505,7 @@ def _pipelines() -> Iterator[Case]:
             schedule="2bw",
             mode="delayed",
             placement="streamed, 1 slot",
-            kept="split16/bf16",
+            format="split16/bf16",
             script=script,
         )
     for schedule, mode, placement in (

@@ -27,22 +27,22 @@ def record_all() -> dict[str, str]:
     logging.disable(logging.WARNING)  # of steps that skip, and of another order of use
     torch.set_num_threads(1)
     pools: dict[int, Pool] = {}
-    found = {}
+    result = {}
     try:
         for name, case in CASES.items():
             if case.ranks == 1:
-                found[name] = recorded(case)
+                result[name] = recorded(case)
                 continue
             if case.ranks in pools and pools[case.ranks].is_worn:
                 pools.pop(case.ranks).close()
             if case.ranks not in pools:
                 pools[case.ranks] = Pool(case.ranks)
                 pools[case.ranks].run(logging.disable, logging.WARNING)
-            found[name] = together(pools[case.ranks].run(recorded, case))
+            result[name] = together(pools[case.ranks].run(recorded, case))
     finally:
         for pool in pools.values():
             pool.close()
-    return found
+    return result
 
 
 def together(texts: list[str]) -> str:

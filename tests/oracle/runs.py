@@ -117,7 +117,7 @@ class KeepingLanes(RecordingLanes):
 
     def __init__(self) -> None:
         super().__init__(SequentialLanes())
-        self._kept: list[Tensor] = []
+        self._buffers: list[Tensor] = []
 
     def launch(
         self,
@@ -127,15 +127,15 @@ class KeepingLanes(RecordingLanes):
         reads: Sequence[Range] = (),
         writes: Sequence[Range] = (),
     ) -> None:
-        self._kept += [range_.buffer.flat for range_ in (*reads, *writes)]
+        self._buffers += [range_.buffer.flat for range_ in (*reads, *writes)]
         super().launch(lane, name, fn, reads, writes)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        self._kept += [range_.buffer.flat for range_ in (*reads, *writes)]
+        self._buffers += [range_.buffer.flat for range_ in (*reads, *writes)]
         return super().open_span(name, reads, writes)
 
     def alloc(self, range_: Range, lane: Lane) -> Range:
-        self._kept.append(range_.buffer.flat)
+        self._buffers.append(range_.buffer.flat)
         return super().alloc(range_, lane)
 
 
@@ -171,8 +171,8 @@ def recorded(case: Case, limit: int | None = None) -> str:
     texts = [canonical(program) for program in programs]
     for text in texts[:-1]:
         text.append("another stage of this rank")
-    told = [f"{LIMIT}{limit}"] if limit else []
-    return "\n".join([*told, *loop.said, *(line for text in texts for line in text)])
+    header = [f"{LIMIT}{limit}"] if limit else []
+    return "\n".join([*header, *loop.reports, *(line for text in texts for line in text)])
 
 
 def limit_of(text: str) -> int | None:
@@ -218,7 +218,7 @@ def offloaded(
     """
     torch.manual_seed(0)
     mesh = _mesh(case)
-    state, precision = case.kept.split("/")
+    state, precision = case.format.split("/")
     options: dict[str, Any] = {
         "device": "cpu",
         "state": state,

@@ -39,7 +39,7 @@ class Loop:
     model: nn.Module
     optimizer: ot.OffloadOptimizer
     stream: Iterator[Tensor]
-    said: list[str] = field(default_factory=list)
+    reports: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Run the script, and wait until the lanes are empty."""
@@ -70,7 +70,7 @@ class Loop:
         self.say(report)
 
     def say(self, report: ot.StepReport) -> None:
-        self.said.append(
+        self.reports.append(
             f"step {report.step}: {'skipped' if report.skipped else 'applied'}, "
             f"{'clipped' if report.clip_coef < 1 else 'not clipped'}, "
             f"{report.micro_steps} micro-steps, {report.early_buckets} buckets early, "
@@ -169,17 +169,17 @@ def drops_gradients(loop: Loop) -> None:
 
 def keeps_its_graphs(loop: Loop) -> None:
     """Until the step is over, and until the next backward is."""
-    kept: list[Tensor] = []
+    graphs: list[Tensor] = []
     for number in range(STEPS):
         for _ in range(loop.case.accum):
             loss = loop.loss()
             loop.backward(loss, keep=True)
-            kept.append(loss)
+            graphs.append(loss)
             del loss
         if number == 2:
-            kept.clear()
+            graphs.clear()
         loop.update()
-        del kept[: -loop.case.accum]
+        del graphs[: -loop.case.accum]
 
 
 def a_backward_fails(loop: Loop) -> None:

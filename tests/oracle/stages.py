@@ -81,7 +81,7 @@ class StagedLoop(Loop):
     def _say(self) -> None:
         """Note the report of a step that was decided since the last call."""
         report = self.optimizer.last_step
-        if report is not None and len(self.said) < report.step:
+        if report is not None and len(self.reports) < report.step:
             self.say(report)
 
 

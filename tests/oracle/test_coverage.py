@@ -121,18 +121,18 @@ def test_every_recorded_buffer_is_known() -> None:
 
 def test_every_operation_that_is_no_launch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded programs show their effect only: the memory of later launches."""
-    seen: set[type] = set()
+    kinds_run: set[type] = set()
     run = Interpreter.run
 
     def noting(self: Interpreter, operations: Sequence[Operation], **options: bool) -> None:
-        seen.update(map(type, operations))
+        kinds_run.update(map(type, operations))
         run(self, operations, **options)
 
     monkeypatch.setattr(Interpreter, "run", noting)
     for case in COVERING.values():
         if case.placement in ("streamed, 1 slot", "state on three tiers") or "saved" in case.name:
             recorded(case)
-    assert seen == set(get_args(Operation))
+    assert kinds_run == set(get_args(Operation))
 
 
 def expected() -> Iterator[tuple[Kind, str]]:

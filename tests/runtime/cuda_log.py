@@ -77,7 +77,7 @@ class Log:
     def faults(self) -> list[str]:
         """All that is wrong with what was done so far."""
         ordered = sorted(self._entries, key=lambda pair: pair[0])
-        program = [_by_address(one) if isinstance(one, c_uint64) else one for _, one in ordered]
+        program = [_by_address(item) if isinstance(item, c_uint64) else item for _, item in ordered]
         return [*self.passed_over, *(f"{fault.kind}: {fault.message}" for fault in prove(program))]
 
     def placed(self, worker: Worker, task: Callable[[], None]) -> Callable[[], None]:

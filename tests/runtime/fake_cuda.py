@@ -414,12 +414,12 @@ def installed(host: str = "queue", **options: Any) -> Iterator[Gpu]:
 def running() -> set[object]:
     """Threads of Python, but for the process's watch over its ranks, and native queues by their
     number in the kernel."""
-    found: set[object] = {one for one in threading.enumerate() if one.name != "long waits"}
+    threads: set[object] = {item for item in threading.enumerate() if item.name != "long waits"}
     for file in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # it has just ended
             if file.read_text() == "ot-host-lane\n":
-                found.add(file.parent.name)
-    return found
+                threads.add(file.parent.name)
+    return threads
 
 
 def within(seconds: float, body: Callable[[], _T]) -> _T:

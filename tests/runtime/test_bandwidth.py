@@ -10,5 +10,5 @@ from tests.gpu.precision import DEVICE
 
 @pytest.mark.gpu
 def test_a_copy_has_a_speed() -> None:
-    found = bandwidth(DEVICE)
-    assert 0.1 < found.h2d_gbps < 2000 and 0.1 < found.d2h_gbps < 2000
+    result = bandwidth(DEVICE)
+    assert 0.1 < result.h2d_gbps < 2000 and 0.1 < result.d2h_gbps < 2000

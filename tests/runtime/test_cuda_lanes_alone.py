@@ -19,6 +19,7 @@ from offloadtrain.events.schema import WAIT
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, LaneEvent
+from tests import levels
 from tests.runtime.fake_cuda import (
     HOSTS,
     LONGEST_S,
@@ -75,11 +76,11 @@ def test_busy_times_are_the_sums_of_the_intervals(host: str) -> None:
         for lane in Lane:
             for _ in range(2):
                 lanes.launch(lane, f"on {lane}", lambda *_: time.sleep(2e-3), [], [buffer.whole])
-        taken = lanes.end_timeline().intervals
+        timeline = lanes.end_timeline().intervals
         between_ms = 1e3 * (time.perf_counter() - before)
         spent = lanes.read_totals().busy_ms
         for lane in Lane:
-            intervals = [interval for interval in taken if interval.lane == lane]
+            intervals = [interval for interval in timeline if interval.lane == lane]
             durations_ms = [interval.duration_ms for interval in intervals]
             assert len(intervals) == 2
             assert all(0 <= interval.start_ms <= between_ms for interval in intervals)
@@ -136,19 +137,6 @@ def test_a_run_that_is_not_timed_counts_as_long_as_usual(
     assert lanes.end_timeline().intervals
     assert sampled_ms == pytest.approx(30) and spent(0) == (pytest.approx(30), 0)
     lanes.close()
-
-
-@pytest.mark.parametrize("lane", ON_STREAMS[:3])
-@timely
-def test_what_has_not_ended_counts_later(lane: Lane, clock: ManualClock) -> None:
-    with installed(lag_ms=80, clock=clock) as gpu:
-        lanes = LoggedLanes(gpu)
-        lanes.launch(lane, "work", takes(5, clock))
-        done = lanes.record(lane)
-        assert lanes.read_totals().busy_ms[lane] == 0
-        lanes.host_wait(done, "the end")
-        assert lanes.read_totals().busy_ms[lane] == pytest.approx(5)
-        lanes.close()
 
 
 class Slow:
@@ -225,7 +213,7 @@ def test_what_compute_waits_is_not_its_work(lanes: LoggedLanes, clock: ManualClo
         lanes.launch(Lane.COMPUTE, "gather", takes(5, clock))
         lanes.close_span(span)
         lanes.launch(Lane.HOST, "after", takes(5, clock))
-        (wait,) = (one for one in lanes.end_timeline().intervals if one.lane == WAIT)
+        (wait,) = (interval for interval in lanes.end_timeline().intervals if interval.lane == WAIT)
         worked_ms = lanes.read_totals().busy_ms[Lane.COMPUTE] - before
         assert wait.name == Lane.HOST and wait.duration_ms == pytest.approx(40)
         assert worked_ms == pytest.approx(5)
@@ -275,16 +263,16 @@ def test_who_waits_for_an_event_finds_it_reached(gpu: Gpu) -> None:
 @timely
 def test_poison_is_in_the_order_of_its_lane(lanes: LoggedLanes, lane: Lane) -> None:
     memory, lanes.poison = Buffer("memory", torch.zeros(8)), True
-    seen: list[bool] = []
+    poisoned: list[bool] = []
 
     def look(x: Tensor) -> None:
-        seen.append(bool(x.isnan().all()))
+        poisoned.append(bool(x.isnan().all()))
         x.zero_()
 
     for _ in range(2):
         lanes.launch(lane, "look", look, [], [lanes.alloc(memory.whole, lane)])
     lanes.synchronize()
-    assert seen == [True, True] and memory.flat.eq(0).all()
+    assert poisoned == [True, True] and memory.flat.eq(0).all()
 
 
 # ---- failures and the end
@@ -332,9 +320,11 @@ WAYS: dict[str, Callable[[LoggedLanes, LaneEvent], None]] = {
 }
 
 
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("lane", [Lane.HOST, *ON_STREAMS[1:]])
+@pytest.mark.parametrize(
+    ("lane", "way", "gpu"),
+    levels.array([Lane.HOST, *ON_STREAMS[1:]], [*WAYS], HOSTS),
+    indirect=["gpu"],
+)
 @timely
 def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     lanes, gate = LoggedLanes(gpu, among_ranks=lane is Lane.D2H), Gate()
@@ -348,21 +338,6 @@ def test_a_failure_reaches_who_waits(gpu: Gpu, lane: Lane, way: str) -> None:
     with pytest.raises(LaneError, match="planted"):
         lanes.record(Lane.D2H)
     lanes.close()
-
-
-@pytest.mark.parametrize("lane", [Lane.H2D, pytest.param(Lane.COMM, marks=pytest.mark.slow)])
-@timely
-def test_an_event_behind_a_wait_alone(lanes: LoggedLanes, lane: Lane) -> None:
-    """Nothing is launched between them: the event stands for the wait."""
-    opened = threading.Event()
-    lanes.launch(Lane.LOAD, "slow", lambda: opened.wait(LONGEST_S))
-    lanes.wait(lane, lanes.record(Lane.LOAD), "in turn")
-    behind: Any = lanes.record(lane)
-    assert not behind.issued.is_set()
-    time.sleep(0.02)
-    assert not behind.issued.is_set()
-    opened.set()
-    lanes.host_wait(behind, "the wait")
 
 
 @timely
@@ -418,7 +393,7 @@ def test_close_runs_what_is_queued_and_may_be_called_again(
 ) -> None:
     before, ran = running(), []
     lanes = LoggedLanes(gpu, **options)
-    named = {one.name for one in threading.enumerate() if one not in before}
+    named = {item.name for item in threading.enumerate() if item not in before}
     assert named - {"offloadtrain-host"} == {f"offloadtrain-{x}" for x in threads - {"host"}}
 
     def late(lane: Lane) -> None:
@@ -459,12 +434,6 @@ def test_a_thread_that_has_no_device_fails_its_lane(
     lanes.close()
 
 
-@timely
-def test_events_of_other_lanes_are_refused(lanes: LoggedLanes) -> None:
-    with pytest.raises(TypeError, match="not recorded by these lanes"):
-        lanes.wait(Lane.HOST, LaneEvent(), "nothing")
-
-
 # ---- whatever is around them
 
 
@@ -489,26 +458,13 @@ def test_a_stream_of_the_user_s(gpu: Gpu, lanes: LoggedLanes) -> None:
 
 
 @timely
-def test_bytes_of_a_timeline_that_begins_amid_work(lanes: LoggedLanes) -> None:
-    memory, gate = Buffer("memory", torch.zeros(64)), threading.Event()
-    lanes.launch(Lane.LOAD, "load", lambda *_: gate.wait(LONGEST_S), [], [memory.first(16)])
-    lanes.launch(Lane.LOAD, "load", nothing, [], [memory.first(16)])
-    lanes.start_timeline()
-    lanes.launch(Lane.LOAD, "load", nothing, [], [memory.first(32)])
-    gate.set()
-    assert [one for one in lanes.end_timeline().intervals if one.lane == "load"][
-        -1
-    ].num_bytes == 128
-
-
-@timely
 def test_a_long_evaluation_keeps_no_intervals(lanes: LoggedLanes) -> None:
     for _ in range(100):
         lanes.close_span(lanes.open_span("forward", []))
         lanes.launch(Lane.LOAD, "load", nothing)
         lanes.host_wait(lanes.record(Lane.LOAD), "the load")
     times = lanes._times
-    assert max(len(kept) for kept in (*times._running.values(), times._waits)) < 50
+    assert max(len(intervals) for intervals in (*times._running.values(), times._waits)) < 50
 
 
 @timely

@@ -14,10 +14,10 @@ from offloadtrain.runtime.detect_machine import _nearest, here
 
 
 def test_the_cpu_s_rates_follow_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = probe()
+    probed = probe()
     base = find("cpu2")[1]
     for cores in (1, 2, 16):
-        monkeypatch.setattr(module, "probe", lambda n=cores: replace(told, cores_usable=n))
+        monkeypatch.setattr(module, "probe", lambda n=cores: replace(probed, cores_usable=n))
         name, machine = here(on_gpu=False)
         assert "cpu2" in name and machine.on_cpu and machine.cores == cores
         assert machine.dram_gbps == pytest.approx(base.dram_gbps * cores / 2, rel=1e-3)
@@ -25,8 +25,8 @@ def test_the_cpu_s_rates_follow_its_cores(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_memory_that_nobody_tells_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = replace(probe(), host_available_bytes=0, host_memory_bytes=7 << 30)
-    monkeypatch.setattr(module, "probe", lambda: told)
+    probed = replace(probe(), host_available_bytes=0, host_memory_bytes=7 << 30)
+    monkeypatch.setattr(module, "probe", lambda: probed)
     assert 7 << 30 <= here(on_gpu=False)[1].host_memory_bytes < 40 << 30
 
 

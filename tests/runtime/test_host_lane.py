@@ -88,17 +88,17 @@ def test_the_test_above_can_fail() -> None:
 
 
 def test_tasks_run_in_order_and_are_counted(lane: HostLane) -> None:
-    seen: list[str] = []
+    ran: list[str] = []
     x = torch.ones(8)
     lane.keep_intervals(True)
     began_ms = 1e3 * time.perf_counter()
-    lane.compute("first", lambda x: seen.append(f"first {x[0].item()}"), [x])
+    lane.compute("first", lambda x: ran.append(f"first {x[0].item()}"), [x])
     lane.compute("zero", ZERO, [x], least_s=0.02)
-    lane.compute("last", lambda x: seen.append(f"last {x[0].item()}"), [x], pause_s=0.02)
+    lane.compute("last", lambda x: ran.append(f"last {x[0].item()}"), [x], pause_s=0.02)
     done = lane.make_flag()
     lane.set(done)
     done.wait()
-    assert seen == ["first 1.0", "last 0.0"] and done.is_set()
+    assert ran == ["first 1.0", "last 0.0"] and done.is_set()
     intervals = sorted(lane.take_intervals(began_ms), key=lambda interval: interval.start_ms)
     assert [interval.name for interval in intervals] == ["first", "zero", "last"]
     assert intervals[1].duration_ms >= 20
@@ -162,11 +162,11 @@ def test_a_failure_elsewhere_stops_the_host_lane() -> None:
 @pytest.mark.parametrize("result", [0, 700])
 def test_an_event_of_cuda_is_waited_for_by_its_address(result: int) -> None:
     """With a function of our own in the place of the driver's."""
-    asked: list[int] = []
+    addresses: list[int] = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
     def synchronize(event: int) -> int:
-        asked.append(event)
+        addresses.append(event)
         return result
 
     failure = Failure()
@@ -176,11 +176,11 @@ def test_an_event_of_cuda_is_waited_for_by_its_address(result: int) -> None:
         issued, handle, x = lane.make_flag(), ctypes.c_uint64(), torch.ones(4)
         lane.wait_event(issued, handle, lambda: None)
         lane.compute("zero", ZERO, [x])
-        assert not asked
+        assert not addresses
         handle.value = 4711
         issued.set()
         lane.end()
-    assert asked == [4711]
+    assert addresses == [4711]
     assert x.eq(0).all() == (result == 0)
     if result:
         with pytest.raises(LaneError, match="cuEventSynchronize gave 700"):
@@ -209,10 +209,10 @@ def test_calls_over_the_same_memory_are_captured_once() -> None:
         made.append(x)
         kernels.zero(x)
 
-    one, other = torch.ones(1000), torch.ones(1000)
+    item, other = torch.ones(1000), torch.ones(1000)
     with kernels.use(BACKENDS["native"]):
         lane, operation = make_host_lane(Failure()), KernelCalls(zero, keeps=True)
-        for operands in ([one], [other], [one], [other]):
+        for operands in ([item], [other], [item], [other]):
             operands[0].fill_(1)
             lane.compute("zero", operation, operands)
             done = lane.make_flag()
@@ -220,7 +220,7 @@ def test_calls_over_the_same_memory_are_captured_once() -> None:
             done.wait()
             assert operands[0].eq(0).all()
         lane.end()
-    assert [x is one for x in made] == [True, False]
+    assert [x is item for x in made] == [True, False]
 
 
 @needs_native
@@ -230,15 +230,15 @@ def test_what_is_queued_is_kept_alive_and_then_let_go() -> None:
         gate = lane.make_flag()
         lane.wait(gate)
         operands = [torch.ones(1000)]
-        kept = weakref.ref(operands[0])
+        operand = weakref.ref(operands[0])
         lane.compute("zero", ZERO, operands)
         del operands
-        assert kept() is not None
+        assert operand() is not None
         gate.set()
         done = lane.make_flag()
         lane.set(done)
         done.wait()
         lane.set(lane.make_flag())
         lane.set(lane.make_flag())
-        assert kept() is None
+        assert operand() is None
         lane.end()

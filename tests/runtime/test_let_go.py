@@ -14,19 +14,19 @@ from offloadtrain.runtime.process_group import Ranks
 
 @pytest.mark.parametrize("world", [False, True])
 def test_groups_go_when_the_world_is_gone(world: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[Any] = [object()]
-    monkeypatch.setattr(Ranks, "let_go", _watched(held))
+    groups: list[Any] = [object()]
+    monkeypatch.setattr(Ranks, "let_go", _watched(groups))
     optimizer = ot.offload(nn.Linear(4, 4), device="cpu")
     monkeypatch.setattr(dist, "is_initialized", lambda: world)
     optimizer._finalizer()  # as at the end of the process
-    assert bool(held) == world
+    assert bool(groups) == world
 
 
-def _watched(held: list[Any]) -> Any:
+def _watched(groups: list[Any]) -> Any:
     let_go = Ranks.let_go
 
     def watched(ranks: Ranks) -> None:
-        ranks._groups, ranks._of_some = held, True  # nothing for torch to destroy
+        ranks._groups, ranks._of_some = groups, True  # nothing for torch to destroy
         let_go(ranks)
 
     return watched

@@ -115,10 +115,10 @@ def test_stacks_name_every_thread() -> None:
     thread = threading.Thread(target=over.wait, name="somebody", daemon=True)
     thread.start()
     try:
-        found = stacks()
+        result = stacks()
     finally:
         over.set()
-    assert "thread somebody:" in found and "test_stacks_name_every_thread" in found
+    assert "thread somebody:" in result and "test_stacks_name_every_thread" in result
 
 
 _HANGS = """

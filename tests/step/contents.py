@@ -53,7 +53,7 @@ class Contents:
         self.read: dict[str, list[Value]] = {}
         self._program = program
         self._rank = rank
-        self._held: dict[_Place, list[tuple[int, int, Value]]] = {}
+        self._values_at: dict[_Place, list[tuple[int, int, Value]]] = {}
         """Bytes [lo, hi) and their value, none twice."""
 
     @property
@@ -75,7 +75,7 @@ class Contents:
 
     def state(self, name: str) -> Value:
         """Of all its fields."""
-        values = {self.one(ref) for ref in self._at_rest(self._program.buckets[name])}
+        values = {self.value(ref) for ref in self._at_rest(self._program.buckets[name])}
         assert len(values) == 1
         return values.pop()
 
@@ -96,18 +96,18 @@ class Contents:
         match op.kind:
             case Kind.FORWARD | Kind.BACKWARD:
                 for ref in op.reads:
-                    self.read.setdefault(str(ref.owner), []).append(self.one(ref))
+                    self.read.setdefault(str(ref.owner), []).append(self.value(ref))
             case Kind.GATHER:
                 gradient = Gradient(op.owner, op.lo, op.hi, (delivery,), alone)
                 self.write(op.writes[0], gradient)
             case Kind.REDUCE_SCATTER:
-                whole = self._program.spec.copies == 1
-                found = replace(self._gradient(op.writes[0]), summed=True, of_copies=whole)
-                self.write(op.writes[0], found)
+                full = self._program.spec.copies == 1
+                result = replace(self._gradient(op.writes[0]), summed=True, of_copies=full)
+                self.write(op.writes[0], result)
             case Kind.ALL_REDUCE:
-                found = self._gradient(op.writes[0])
-                assert found.summed and not found.of_copies
-                self.write(op.writes[0], replace(found, of_copies=True))
+                result = self._gradient(op.writes[0])
+                assert result.summed and not result.of_copies
+                self.write(op.writes[0], replace(result, of_copies=True))
             case Kind.ADD | Kind.ACCUMULATE:
                 self._add(op)
             case Kind.NO_GRADIENT:
@@ -120,10 +120,10 @@ class Contents:
             case Kind.ADAM:
                 self._adam(op)
             case Kind.ALL_GATHER:
-                whole = op.writes[0]
-                count = whole.hi // self._program.spec.ranks
-                shard = whole._replace(lo=self._rank * count, hi=(self._rank + 1) * count)
-                self.write(whole, self.one(shard))
+                full = op.writes[0]
+                count = full.hi // self._program.spec.ranks
+                shard = full._replace(lo=self._rank * count, hi=(self._rank + 1) * count)
+                self.write(full, self.value(shard))
             case Kind.ROUND_SUM:
                 self._whole_gradient(op.writes[0])
             case Kind.ROUND | Kind.GRAD_DOWN | Kind.CAST | Kind.WEIGHTS_UP | Kind.COPY:
@@ -136,12 +136,12 @@ class Contents:
                 self._copy_pieces(op.reads[0], op.writes[0])
             case Kind.READ_STATE | Kind.WRITE_STATE:
                 for source, target in zip(op.reads, op.writes, strict=True):
-                    self.write(target, self.one(source))
+                    self.write(target, self.value(source))
 
     def _copy(self, op: Launch) -> None:
         (source,), (target,) = op.reads, op.writes
         assert source.hi - source.lo == target.hi - target.lo
-        value = self.one(source)
+        value = self.value(source)
         if isinstance(value, Gradient):
             # Zeros in place of a gradient that never came are written at once, and go in pieces.
             if not value.sent and value.lo <= op.lo < op.hi <= value.hi:
@@ -156,9 +156,9 @@ class Contents:
     def _copy_pieces(self, source: Ref, target: Ref) -> None:
         """Of one extent; the values of each piece."""
         assert (source.lo, source.hi, source.dtype) == (target.lo, target.hi, target.dtype)
-        found = self._values(source)
+        result = self._values(source)
         self._erase(target)
-        self._held[self._bytes(target)[0]] += found
+        self._values_at[self._bytes(target)[0]] += result
 
     def _add(self, op: Launch) -> None:
         arrived, target = self._gradient(op.reads[0]), op.writes[0]
@@ -174,7 +174,7 @@ class Contents:
         assert op.update is not None
         sent = self._whole_gradient(op.reads[0])
         after = [ref for ref in op.writes if ref.memory is Memory.STATE]
-        before = {self.one(ref) for ref in (op.reads[1:] if op.update.out_of_place else after)}
+        before = {self.value(ref) for ref in (op.reads[1:] if op.update.out_of_place else after)}
         assert len(before) == 1
         version = before.pop()
         assert isinstance(version, tuple)
@@ -185,20 +185,20 @@ class Contents:
         """The same deliveries in each of its pieces, which are all there and in their places."""
         shard = self._program.buckets[str(ref.owner)].spec.shard_numel
         assert (ref.lo, ref.hi) == (0, shard)
-        found, size = set(), ITEMSIZE[ref.dtype]
+        result, size = set(), ITEMSIZE[ref.dtype]
         for lo, hi, value in self._values(ref):
             assert isinstance(value, Gradient) and value.bucket == ref.owner
             assert (value.lo * size, value.hi * size) == (lo, hi)
-            found.add(value.sent)
-        assert len(found) == 1
-        return found.pop()
+            result.add(value.sent)
+        assert len(result) == 1
+        return result.pop()
 
     def _gradient(self, ref: Ref) -> Gradient:
-        value = self.one(ref)
+        value = self.value(ref)
         assert isinstance(value, Gradient)
         return value
 
-    def one(self, ref: Ref) -> Value:
+    def value(self, ref: Ref) -> Value:
         """What all of it holds."""
         values = {value for _, _, value in self._values(ref)}
         assert len(values) == 1, f"{ref} holds {values}"
@@ -207,21 +207,21 @@ class Contents:
     def write(self, ref: Ref, value: Value) -> None:
         self._erase(ref)
         place, lo, hi = self._bytes(ref)
-        self._held[place].append((lo, hi, value))
+        self._values_at[place].append((lo, hi, value))
 
     def _values(self, ref: Ref) -> list[tuple[int, int, Value]]:
         place, lo, hi = self._bytes(ref)
-        clipped = [(max(lo, a), min(hi, b), v) for a, b, v in self._held.get(place, [])]
-        found = sorted((a, b, v) for a, b, v in clipped if a < b)
-        assert sum(b - a for a, b, _ in found) == hi - lo, f"{ref} was never written"
-        return found
+        clipped = [(max(lo, a), min(hi, b), v) for a, b, v in self._values_at.get(place, [])]
+        result = sorted((a, b, v) for a, b, v in clipped if a < b)
+        assert sum(b - a for a, b, _ in result) == hi - lo, f"{ref} was never written"
+        return result
 
     def _erase(self, ref: Ref) -> None:
         place, lo, hi = self._bytes(ref)
         left = []
-        for a, b, value in self._held.get(place, []):
+        for a, b, value in self._values_at.get(place, []):
             left += [(x, y, value) for x, y in ((a, min(b, lo)), (max(a, hi), b)) if x < y]
-        self._held[place] = left
+        self._values_at[place] = left
 
     def _bytes(self, ref: Ref) -> tuple[_Place, int, int]:
         size = ITEMSIZE[ref.dtype]

@@ -17,9 +17,9 @@ def lane(operations: Iterable[Operation], which: Lane) -> list[str]:
 
 def by_step(operations: Operations) -> list[Operations]:
     """Each ends with the `DECIDE` of its step; what comes behind the last one is the last."""
-    found: list[Operations] = [[]]
+    result: list[Operations] = [[]]
     for op in operations:
-        found[-1].append(op)
+        result[-1].append(op)
         if isinstance(op, Launch) and op.kind is Kind.DECIDE:
-            found.append([])
-    return found
+            result.append([])
+    return result

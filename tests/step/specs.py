@@ -54,8 +54,10 @@ def staging_of(size: int) -> Iterator[None]:
 
 def bucket(name: str, params: int, config: OffloadConfig, ranks: int = 1) -> BucketSpec:
     dtype = PRECISIONS[config.precision]
-    kept = format_for(config.state.format, dtype)
-    return BucketSpec(name, padded([params], ranks), params, dtype, kept, ranks, ADAM_MOMENTS)
+    state_format = format_for(config.state.format, dtype)
+    return BucketSpec(
+        name, padded([params], ranks), params, dtype, state_format, ranks, ADAM_MOMENTS
+    )
 
 
 def block(
@@ -79,7 +81,7 @@ def laid_out(blocks: list[BlockSpec], config: OffloadConfig, ranks: int = 1) -> 
         blocks,
         config.checked(),
         ranks=ranks,
-        num_tensors=sum(len(one.buckets) for one in blocks),
+        num_tensors=sum(len(item.buckets) for item in blocks),
         available_bytes=None,
     )
 
@@ -92,42 +94,42 @@ def chain(
     spec = laid_out(
         [block(f"b{i}", config, ranks, sizes=sizes) for i in range(count)], config, ranks
     )
-    copied = [one.name for one in spec.blocks] if mode == "speculative" else []
+    copied = [item.name for item in spec.blocks] if mode == "speculative" else []
     return replace(spec, second_copies=frozenset(copied))
 
 
 @st.composite
 def configs(draw: st.DrawFn, ranks: int, mode: str) -> OffloadConfig:
     """Any that `offload` takes."""
-    given = dict(UPDATES[mode])
+    options = dict(UPDATES[mode])
     if mode == "delayed":
-        given["warmup_steps"] = draw(st.integers(0, 2))
-    given["state"] = draw(st.sampled_from(sorted(STATE_PRECISIONS)))
+        options["warmup_steps"] = draw(st.integers(0, 2))
+    options["state"] = draw(st.sampled_from(sorted(STATE_PRECISIONS)))
     places = ["host", "device", *([] if mode == "speculative" else ["disk"])]
-    given["working"] = draw(st.sampled_from(places))
-    fits: list[Precision] = list(STATE_PRECISIONS[given["state"]])
+    options["working"] = draw(st.sampled_from(places))
+    fits: list[Precision] = list(STATE_PRECISIONS[options["state"]])
     if mode == "early":
-        fits = [one for one in fits if one != "fp16"]
-    given["precision"] = draw(st.sampled_from(fits))
-    given["zero_stage"] = draw(st.sampled_from([0, 1, 2, 3]))
-    if ranks > 1 and given["working"] != "device":
-        given["zero_stage"] = 3
-    if given["working"] != "device" or given["zero_stage"] == 3:
-        given["resident_blocks"] = draw(st.sampled_from([0, 0, 1, 2]))
-    often = 1 if given["working"] == "disk" else 3
+        fits = [fit for fit in fits if fit != "fp16"]
+    options["precision"] = draw(st.sampled_from(fits))
+    options["zero_stage"] = draw(st.sampled_from([0, 1, 2, 3]))
+    if ranks > 1 and options["working"] != "device":
+        options["zero_stage"] = 3
+    if options["working"] != "device" or options["zero_stage"] == 3:
+        options["resident_blocks"] = draw(st.sampled_from([0, 0, 1, 2]))
+    often = 1 if options["working"] == "disk" else 3
     if mode != "speculative" and draw(st.integers(0, often)) == 0:
-        given["state_on"] = draw(st.sampled_from(["disk", {"disk": 0.5}]))
+        options["state_on"] = draw(st.sampled_from(["disk", {"disk": 0.5}]))
         if mode != "delayed":
-            given["grad_on"] = draw(st.sampled_from(["host", "disk"]))
-    if given.get("state_on", "host") not in ("disk", "device"):
-        given["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
-    given["device_slots"] = draw(st.integers(1, 3))
-    given["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
-    given["sums_on"] = draw(st.sampled_from(["host", "host", "device"]))
-    if given["sums_on"] == "device":
-        given["sums_down"] = draw(st.sampled_from(["fp32", "working"]))
-    given["reduction"] = draw(st.sampled_from(["working", "fp32"]))
-    return OffloadConfig(**given).checked()
+            options["grad_on"] = draw(st.sampled_from(["host", "disk"]))
+    if options.get("state_on", "host") not in ("disk", "device"):
+        options["checkpoint_spill"] = SPILL_BLOCK * draw(st.sampled_from([0, 1, 2, 5, 50]))
+    options["device_slots"] = draw(st.integers(1, 3))
+    options["grad_accum_steps"] = draw(st.sampled_from([1, 1, 2, 3]))
+    options["sums_on"] = draw(st.sampled_from(["host", "host", "device"]))
+    if options["sums_on"] == "device":
+        options["sums_down"] = draw(st.sampled_from(["fp32", "working"]))
+    options["reduction"] = draw(st.sampled_from(["working", "fp32"]))
+    return OffloadConfig(**options).checked()
 
 
 @st.composite
@@ -151,7 +153,7 @@ def cases(draw: st.DrawFn, *, most_blocks: int = 4, most_ranks: int = 4) -> Case
     count = draw(st.sampled_from([0, 0, 1, 2, len(candidates(spec))]))
     spec = first_on_device(spec, count)
     if mode == "speculative":
-        names = st.sampled_from([one.name for one in blocks])
+        names = st.sampled_from([item.name for item in blocks])
         spec = replace(spec, second_copies=draw(st.frozensets(names)))
     if ranks > 1:
         spec = replace(spec, copies=draw(st.sampled_from([1, 1, 2])))

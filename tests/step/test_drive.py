@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.recording import Entry, Launched, trace
-from tests.numerics.models import Chain, batches, loss_of
-from tests.numerics.test_offload import train
+from tests import levels
+from tests.numerics.comparison import train
+from tests.numerics.models import Chain, Experts, batches, loss_of
+from tests.numerics.muon import RULE
 
 STEPS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,15 +39,17 @@ PLACES: dict[str, dict[str, Any]] = {
     "inputs offloaded": {"activation": "offload"},
     "2 slots, inputs offloaded": {"working": "host", "activation": "offload"},
     "3 slots, some stay": {"working": "host", "device_slots": 3, "resident_blocks": 2},
+    "state on the disk": {"state_on": "disk"},
+    "all on the disk": {"state_on": "disk", "working": "disk", "grad_on": "disk"},
 }
 OURS = (Kind.FORWARD, Kind.BACKWARD, Kind.DECIDE)
 
 Lanes = dict[str, list[str]]
 
 
-def by_lane(found: Iterable[tuple[str, str]]) -> Lanes:
+def by_lane(launches: Iterable[tuple[str, str]]) -> Lanes:
     lanes = defaultdict(list)
-    for lane, name in found:
+    for lane, name in launches:
         lanes[lane].append(name)
     return dict(lanes)
 
@@ -91,30 +96,70 @@ def compared(
     return "; ".join(f"{lane}: {recorded.get(lane)}, {expected.get(lane)}" for lane in differ)
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("staging", [spec.STAGING_BYTES, 4096], ids=["whole", "pieces"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("accum", [1, 3])
-@pytest.mark.parametrize("mode", OPTIONS)
+FORMATS = ("fp32", "int8")
+STAGING = (spec.STAGING_BYTES, 4096)
+"""A slot of the latter holds a piece of a bucket."""
+
+
+def options_of(place: str, mode: str, folder: Path) -> dict[str, Any] | None:
+    """Return options of `offload`; None if the mode cannot be in this place."""
+    options = dict(PLACES[place])
+    if options.get("state_on") == "disk":
+        if mode == "speculative":
+            return None
+        options |= {"scratch_dir": str(folder), "scratch_in_memory": True}
+        if mode == "delayed":
+            options.pop("grad_on", None)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("mode", "place", "accum", "staging", "state"),
+    levels.array([*OPTIONS], [*PLACES], (1, 3), STAGING, FORMATS),
+)
 def test_every_lane_does_the_same_in_the_same_order(
-    mode: str, accum: int, place: str, staging: int, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    place: str,
+    accum: int,
+    staging: int,
+    state: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(spec, "STAGING_BYTES", staging)
-    assert compared(mode, accum, PLACES[place], batches(STEPS * accum)) == ""
+    if (options := options_of(place, mode, tmp_path)) is not None:
+        options["state"] = state
+        assert compared(mode, accum, options, batches(STEPS * accum)) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "place"), [("exact", "2 slots, inputs offloaded"), ("early", "on the device")]
+)
+def test_a_rule_for_matrices_does_the_same(mode: str, place: str) -> None:
+    assert compared(mode, 2, PLACES[place], batches(2 * STEPS), RULE) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", OPTIONS)
+def test_experts_that_are_skipped_do_the_same(mode: str) -> None:
+    """Their gradients come in every step."""
+    options = {"skip_unused": ["*.experts.*"]}
+    assert compared(mode, 2, options, batches(2 * STEPS), made=Experts) == ""
 
 
 @pytest.mark.parametrize("accum", [1, 2])
 def test_blocks_without_a_second_copy(accum: int) -> None:
     """There is memory for a second copy of some blocks' state."""
-    some = 0
+    fitting = 0
     for limit in range(300_000, 900_000, 100_000):
         options = {"host_memory_limit": limit}
         try:
             assert compared("speculative", accum, options, batches(STEPS * accum)) == ""
         except HostMemoryError:
             continue
-        some += 1
-    assert some
+        fitting += 1
+    assert fitting
 
 
 def test_the_stand_in_can_say_no() -> None:

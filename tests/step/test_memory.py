@@ -16,7 +16,7 @@ from offloadtrain.config.errors import DeviceMemoryError, HostMemoryError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.step.layout import buffer_table
 from offloadtrain.step.layout.block_spec import ALIGN, padded, placed
-from offloadtrain.step.layout.buffer_table import arena_rows, device_owners, host_owners
+from offloadtrain.step.layout.buffer_table import arena_rows, device_owners
 from offloadtrain.step.layout.buffers import BufferTable, Memory, span_bytes
 from offloadtrain.step.layout.formats import ITEMSIZE
 from offloadtrain.step.layout.placement import HEADROOM, check_host_limit, with_second_copies
@@ -28,13 +28,13 @@ from tests.step.user import User
 
 
 def refs(operations: Operations) -> set[Ref]:
-    found: set[Ref] = set()
+    result: set[Ref] = set()
     for op in operations:
         if isinstance(op, Launch):
-            found |= {*op.reads, *op.writes}
+            result |= {*op.reads, *op.writes}
         elif isinstance(op, Undefined):
-            found.add(op.ref)
-    return found
+            result.add(op.ref)
+    return result
 
 
 def check(table: BufferTable, ref: Ref) -> None:
@@ -44,9 +44,9 @@ def check(table: BufferTable, ref: Ref) -> None:
     if isinstance(ref.key.bucket, str) and row.dtype != "uint8":
         assert ref.dtype == row.dtype
     if row.within is not None:
-        whole, offset = row.within
+        parent, offset = row.within
         assert offset % ITEMSIZE[row.dtype] == 0
-        assert offset + row.nbytes <= table.rows[whole].nbytes
+        assert offset + row.nbytes <= table.rows[parent].nbytes
 
 
 @levels.examples(150)
@@ -100,9 +100,9 @@ def test_parts_of_a_slot_do_not_overlap() -> None:
     together = defaultdict(list)
     for key, row in parts:
         assert row.within is not None
-        whole, offset = row.within
+        parent, offset = row.within
         sharer = str(key.bucket).split(".")[0] if key.kind is Memory.WORKING else key.bucket
-        together[whole, sharer].append((offset, offset + row.nbytes))
+        together[parent, sharer].append((offset, offset + row.nbytes))
     for extents in together.values():
         ordered = sorted(extents)
         assert all(end <= lo for (_, end), (lo, _) in itertools.pairwise(ordered))
@@ -140,28 +140,28 @@ def speculative(**keys: Any) -> StepSpec:
 
 
 def test_the_last_blocks_have_second_copies_as_far_as_the_limit_goes() -> None:
-    one = span_bytes(arena_rows(speculative()))
+    item = span_bytes(arena_rows(speculative()))
     names = ["b3", "b2", "b1", "b0"]
     copied: list[set[str]] = []
-    for limit in range(one, 3 * one, one // 16):
+    for limit in range(item, 3 * item, item // 16):
         spec = with_second_copies(speculative(host_memory_limit=limit), 0)
-        found = set(spec.second_copies)
-        assert found == set(names[: len(found)])
+        result = set(spec.second_copies)
+        assert result == set(names[: len(result)])
         assert span_bytes(arena_rows(spec)) <= limit
-        if len(found) < 4:  # one more is one too many
-            more = replace(spec, second_copies=frozenset(names[: len(found) + 1]))
+        if len(result) < 4:  # one more is one too many
+            more = replace(spec, second_copies=frozenset(names[: len(result) + 1]))
             assert span_bytes(arena_rows(more)) > limit
-        copied.append(found)
+        copied.append(result)
     assert copied[0] == set() and copied[-1] == set(names)
     assert copied == sorted(copied, key=len)
 
 
 def test_without_a_limit_the_machine_keeps_some_memory() -> None:
     spec = speculative()
-    whole = replace(spec, second_copies=frozenset(b.name for b in spec.blocks))
-    needed = span_bytes(arena_rows(whole))
-    assert with_second_copies(spec, int(needed / HEADROOM) + 2) == whole
-    assert with_second_copies(spec, needed) != whole
+    all_copied = replace(spec, second_copies=frozenset(b.name for b in spec.blocks))
+    needed = span_bytes(arena_rows(all_copied))
+    assert with_second_copies(spec, int(needed / HEADROOM) + 2) == all_copied
+    assert with_second_copies(spec, needed) != all_copied
     exact = chain(4)
     assert with_second_copies(exact, 1 << 40) == exact
 
@@ -184,15 +184,15 @@ def test_a_host_limit_that_holds_not_one_copy_says_what_is_largest() -> None:
 
 def resident(spec: StepSpec) -> list[int]:
     """Numbers of the blocks that stay."""
-    return [i for i, one in enumerate(spec.blocks) if one.name not in spec.streamed]
+    return [i for i, item in enumerate(spec.blocks) if item.name not in spec.streamed]
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("requested", "expected"),
     [(0, []), (1, [3]), (2, [1, 4]), (3, [1, 3, 5]), (6, [0, 1, 2, 3, 4, 5]), (9, list(range(6)))],
 )
-def test_blocks_that_stay_are_spread_evenly(asked: int, expected: list[int]) -> None:
-    assert resident(chain(6, working="host", resident_blocks=asked)) == expected
+def test_blocks_that_stay_are_spread_evenly(requested: int, expected: list[int]) -> None:
+    assert resident(chain(6, working="host", resident_blocks=requested)) == expected
 
 
 def test_as_many_blocks_stay_as_the_device_limit_has_room_for() -> None:
@@ -210,14 +210,6 @@ def test_as_many_blocks_stay_as_the_device_limit_has_room_for() -> None:
         chain(6, **config, device_memory_limit=none - 1)
     with pytest.raises(DeviceMemoryError, match=r"resident_blocks = 3, and .* has room for 2"):
         chain(6, **config, device_memory_limit=none + 2 * size, resident_blocks=3)
-
-
-def test_frozen_weights_of_blocks_that_stay_are_not_the_steps() -> None:
-    config = OffloadConfig(working="host", resident_blocks=1)
-    blocks = [block(f"b{number}", config, frozen=(200,)) for number in range(2)]
-    spec = laid_out(blocks, config)
-    assert [len(one.frozen) for one in spec.blocks] == [1, 0]
-    assert host_owners(spec)["frozen weights"] == 2 * padded([200])
 
 
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=9), st.integers(1, 8))

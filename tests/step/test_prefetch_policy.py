@@ -21,28 +21,28 @@ def fewest_loads(uses: tuple[int, ...], slots: int) -> int:
     """By trying every eviction."""
 
     @cache
-    def best(position: int, held: frozenset[int]) -> int:
+    def best(position: int, loaded: frozenset[int]) -> int:
         if position == len(uses):
             return 0
         block = uses[position]
-        if block in held:
-            return best(position + 1, held)
-        if len(held) < slots:
-            return 1 + best(position + 1, held | {block})
-        return 1 + min(best(position + 1, held - {out} | {block}) for out in held)
+        if block in loaded:
+            return best(position + 1, loaded)
+        if len(loaded) < slots:
+            return 1 + best(position + 1, loaded | {block})
+        return 1 + min(best(position + 1, loaded - {out} | {block}) for out in loaded)
 
     return best(0, frozenset())
 
 
 def loads_by_victim(uses: tuple[int, ...], slots: int) -> int:
-    held: set[int] = set()
+    loaded: set[int] = set()
     loads = 0
     for position, block in enumerate(uses):
-        if block not in held:
+        if block not in loaded:
             loads += 1
-            if len(held) >= slots:
-                held.discard(victim(held, uses[position + 1 :]) or 0)
-            held.add(block)
+            if len(loaded) >= slots:
+                loaded.discard(victim(loaded, uses[position + 1 :]) or 0)
+            loaded.add(block)
     return loads
 
 
@@ -67,19 +67,19 @@ def test_prefetches_keep_what_is_needed_sooner(
     pools = [Pool(range(layers), range(slots)), Pool(range(layers, 9), range(slots, slots + 1))]
     resident = {block for pool in pools for block in sorted(pool.of(resident))[: len(pool.slots)]}
     pinned = set(data.draw(st.lists(st.sampled_from(sorted(resident)))) if resident else [])
-    held = set(resident)
+    loaded = set(resident)
     moves = prefetches(resident, pinned, future, pools)
     for block, leaving in moves:
         (pool,) = (pool for pool in pools if block in pool.members)
-        assert block in future and block not in held
+        assert block in future and block not in loaded
         if leaving is None:
-            assert len(pool.of(held)) < len(pool.slots)
+            assert len(pool.of(loaded)) < len(pool.slots)
         else:
-            assert leaving in pool.of(held) - pinned
+            assert leaving in pool.of(loaded) - pinned
             assert next_use(leaving, future) > next_use(block, future)
-            held.remove(leaving)
-        held.add(block)
-    assert pinned <= held and all(len(pool.of(held)) <= len(pool.slots) for pool in pools)
+            loaded.remove(leaving)
+        loaded.add(block)
+    assert pinned <= loaded and all(len(pool.of(loaded)) <= len(pool.slots) for pool in pools)
     order = [next_use(block, future) for block, _ in moves]
     missing = [block for block in dict.fromkeys(future) if block not in resident]
     assert order == sorted(order) and [block for block, _ in moves] == missing[: len(moves)]
@@ -123,20 +123,14 @@ def test_another_order_is_told_and_taken_over() -> None:
 @given(ready=st.permutations(range(6)), order=st.permutations(range(6)))
 def test_turns_are_taken_in_the_agreed_order(ready: list[int], order: list[int]) -> None:
     turns = ReduceOrder(order, free=False)
-    taken: list[int] = []
+    turns_taken: list[int] = []
     for number, block in enumerate(ready):
-        taken += turns.ready(block)
-        assert taken == order[: len(taken)]
-        assert turns.rest() == order[len(taken) :]
-        assert set(taken) <= set(ready[: number + 1])
-        waiting = order[len(taken)] if len(taken) < 6 else None
+        turns_taken += turns.ready(block)
+        assert turns_taken == order[: len(turns_taken)]
+        assert turns.rest() == order[len(turns_taken) :]
+        assert set(turns_taken) <= set(ready[: number + 1])
+        waiting = order[len(turns_taken)] if len(turns_taken) < 6 else None
         assert waiting not in ready[: number + 1]  # nobody waits without a reason
-    assert taken == order and list(turns.ready_blocks) == ready
+    assert turns_taken == order and list(turns.ready_blocks) == ready
     turns.restart()
     assert turns.rest() == order and not turns.ready_blocks
-
-
-def test_who_is_free_has_its_turn_at_once() -> None:
-    turns = ReduceOrder([2, 1, 0], free=True)
-    assert turns.ready(0) == [0] and turns.ready(2) == [2]
-    assert turns.rest() == [1]

@@ -73,7 +73,7 @@ class User:
     ) -> None:
         """`always`: of `ODD`, what to do whenever it can be done; None: all of it by chance."""
         self.done: Operations = []
-        self.told: set[str] = set()
+        self.tried: set[str] = set()
         self.program = Program(spec, rank)
         self._spec = spec
         self._contents = Contents(self.program, rank)
@@ -81,8 +81,8 @@ class User:
         self._always = always
         self._names = [block.name for block in spec.blocks]
         self._buckets = {b.name: [x.name for x in b.buckets] for b in spec.blocks}
-        self._held = {b.name: [x.name for x in b.all_buckets] for b in spec.blocks}
-        self._given: dict[str, list[Ref]] = {}
+        self._bucket_names = {b.name: [x.name for x in b.all_buckets] for b in spec.blocks}
+        self._read_weights: dict[str, list[Ref]] = {}
         """Weights of blocks that were used, until they are changed or leave the device."""
         self._trained = [bucket.name for bucket in spec.buckets]
         self._state: dict[str, Version] = dict.fromkeys(self._trained, ())
@@ -224,7 +224,7 @@ class User:
             buckets = self._draw.sample(
                 self._buckets[name], self._draw.randint(0, len(self._buckets[name]))
             )
-            self._send(name, {one: self._draw.random() < 0.5 for one in buckets}, last=last)
+            self._send(name, {other: self._draw.random() < 0.5 for other in buckets}, last=last)
         self._again = []
         if not self._summed:
             self._sum_first()
@@ -291,26 +291,28 @@ class User:
     def _compute(self, kind: Kind, name: str, pinned: Collection[str]) -> None:
         """The program is told of the use, and not of what runs behind it."""
         self._run(self.program.use(name, pinned))
-        refs = [self.program.buckets[one].working for one in self._held[name]]
-        self._given[name] = refs
+        refs = [self.program.buckets[other].working for other in self._bucket_names[name]]
+        self._read_weights[name] = refs
         self._contents.read.clear()
         work = Launch(kind, Lane.COMPUTE, name, tuple(refs))
         self._contents.run([work])
         self.done.append(work)
-        expected = {one: [self._device.get(one, self._frozen)] for one in self._held[name]}
+        expected = {
+            other: [self._device.get(other, self._frozen)] for other in self._bucket_names[name]
+        }
         assert self._contents.read == expected
 
     def _pins(self, name: str | None) -> list[str]:
         """What others read meanwhile; they leave a slot to this one."""
         if not self._odd("others pinned"):
             return [] if name is None else [name]
-        others = [one for one in self.program.streaming.resident if one != name]
+        rest = [other for other in self.program.streaming.resident if other != name]
         layers = {block.name for block in self._spec.blocks if block.repeated}
         # The blocks outside of layers share one slot.
-        held = [one for one in others if one in layers][: self._spec.slots - 1]
+        in_layers = [other for other in rest if other in layers][: self._spec.slots - 1]
         if name is None or name in layers:
-            held += [one for one in others if one not in layers]
-        return held + ([] if name is None else [name])
+            in_layers += [other for other in rest if other not in layers]
+        return in_layers + ([] if name is None else [name])
 
     def _order(self, names: Iterable[str], what: str) -> list[str]:
         order = list(names)
@@ -324,15 +326,15 @@ class User:
             return what in self._always
         if self._draw.random() >= ODD[what]:
             return False
-        self.told.add(what)
+        self.tried.add(what)
         return True
 
     def _run(self, operations: Operations, delivery: int = -1) -> None:
         """Behind code of the user's that reads whatever it was given and nobody took back."""
-        reads = tuple(ref for refs in self._given.values() for ref in refs)
+        reads = tuple(ref for refs in self._read_weights.values() for ref in refs)
         self.done.append(Launch(Kind.FORWARD, Lane.COMPUTE, "", reads))
         self._contents.run(operations, delivery)
         self.done += operations
         for op in operations:
             if isinstance(op, Leave | Renew):
-                self._given.pop(op.block, None)
+                self._read_weights.pop(op.block, None)

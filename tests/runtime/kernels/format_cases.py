@@ -21,8 +21,6 @@ SCALARS = AdamScalars(
 )
 NARROW = [("split16", torch.bfloat16), ("int8", torch.bfloat16), ("int8", torch.float16)]
 ids_of = [f"{name}-{str(dtype)[6:]}" for name, dtype in NARROW]
-MANTISSA_BITS = 3
-LARGEST_CODE = {"exp_avg": 127, "exp_avg_sq": 256}
 
 
 def layout_of(numels: list[int], gap: int = 0) -> tuple[Layout, int]:
@@ -80,10 +78,10 @@ def special_gradient(numel: int, dtype: torch.dtype) -> Tensor:
     """Every special value in turn, CUDA's own NaN among them."""
     values = SPECIALS.repeat(-(-numel // SPECIALS.numel()))[:numel].clone()
     values[5::40] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
-    found = values.to(dtype)
+    result = values.to(dtype)
     if dtype is torch.float16:
-        found[6::40] = torch.tensor([0x7FFF], dtype=torch.int16).view(torch.float16)
-    return found
+        result[6::40] = torch.tensor([0x7FFF], dtype=torch.int16).view(torch.float16)
+    return result
 
 
 def clone(state: State) -> State:
@@ -94,10 +92,10 @@ def stepped(
     state: State, grad: Tensor, layout: Layout, backend: Backend, scalars: AdamScalars = SCALARS
 ) -> State:
     """A copy of the state after one step."""
-    found = clone(state)
+    result = clone(state)
     with kernels.use(backend):
-        kernels.update(found, grad, scalars, layout=layout)
-    return found
+        kernels.update(result, grad, scalars, layout=layout)
+    return result
 
 
 def differing(a: State, b: State, moments: tuple[str, ...] = ADAM_MOMENTS) -> dict[str, int]:
@@ -122,50 +120,8 @@ def preferred() -> Backend:
 # ---- the definition, again ---------------------------------------------------------------------
 
 
-def random_bits(key: int, element: int) -> int:
-    """One element's 32 bits, in Python's integers."""
-    x = (element & 0xFFFFFFFF) ^ (key & 0xFFFFFFFF)
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x ^= key >> 32
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
 def bits(value: float | np.float32) -> int:
     return int(np.float32(value).view(np.uint32))
-
-
-def from_bits(value: int) -> np.float32:
-    return np.uint32(value).view(np.float32)
-
-
-def signed(value: int, width: int) -> int:
-    value &= (1 << width) - 1
-    return value - (1 << width) if value >> (width - 1) else value
-
-
-def split16_of(master: np.float32, m: np.float32, v: np.float32, r: int) -> tuple[int, ...]:
-    """Bits of weight, low, exp_avg, exp_avg_sq of finite values."""
-    return (
-        (bits(master) + 0x8000 >> 16) & 0xFFFF,
-        signed(bits(master), 16),
-        bits(m) + (r & 0xFFFF) >> 16,
-        bits(v) + (r >> 16) >> 16,
-    )
-
-
-def decoded(code: int) -> float:
-    return float(from_bits((code << (23 - MANTISSA_BITS)) + 0x3F800000)) - 1.0
-
-
-def neighbours(name: str, value: float, largest: float) -> tuple[float, float]:
-    """The two values of a moment's code around |value|."""
-    top = decoded(LARGEST_CODE[name])
-    t = abs(value) * top / largest
-    codes = [decoded(code) for code in range(LARGEST_CODE[name] + 1)]
-    at = max(int(np.searchsorted(codes, t, side="right")) - 1, 0)
-    above = min(at + 1, len(codes) - 1)
-    return codes[at] * largest / top, codes[above] * largest / top
 
 
 assert np.isnan(NAN)

@@ -41,10 +41,10 @@ def kernel_step(backend: Backend) -> Step:
     """The step under test, on a copy."""
 
     def step(case: Case) -> State:
-        found = clone(case.state)
+        result = clone(case.state)
         with kernels.use(backend):
-            kernels.update(found, case.grad, case.scalars, layout=case.layout)
-        return found
+            kernels.update(result, case.grad, case.scalars, layout=case.layout)
+        return result
 
     return step
 
@@ -56,9 +56,9 @@ def changed(step: Step, /, **scalars: float) -> Step:
 
 def nearest_step(case: Case) -> State:
     """The mutant that rounds to nearest. One parameter at offset 0 only."""
-    wide, found = wide_after(case), clone(case.state)
-    from_fp32(found, wide)
-    return found
+    wide, result = wide_after(case), clone(case.state)
+    from_fp32(result, wide)
+    return result
 
 
 # ---- bits --------------------------------------------------------------------------------------
@@ -91,17 +91,17 @@ def random_bits(key: int, count: int) -> Tensor:
 
 def inside(layout: Layout, numel: int) -> Tensor:
     """(numel,) whether an element belongs to a parameter."""
-    found = torch.zeros(numel, dtype=torch.bool)
+    result = torch.zeros(numel, dtype=torch.bool)
     for offset, length, _, _ in layout.rows():
-        found[offset : offset + length] = True
-    return found
+        result[offset : offset + length] = True
+    return result
 
 
 def drawn(case: Case) -> Tensor:
-    found = torch.zeros(case.grad.numel(), dtype=torch.int64)
+    result = torch.zeros(case.grad.numel(), dtype=torch.int64)
     for offset, length, id, _ in case.layout.rows():
-        found[offset : offset + length] = random_bits(case.scalars.key(id, 0), length)
-    return found
+        result[offset : offset + length] = random_bits(case.scalars.key(id, 0), length)
+    return result
 
 
 # ---- decoding ----------------------------------------------------------------------------------
@@ -175,13 +175,13 @@ def _expected_fp16(master: Tensor, r8: Tensor) -> dict[str, Tensor]:
     return {"weight": (extended + 0x80 >> 8) | sign, "correction": extended & 0xFF}
 
 
-def wrong_bits(found: State, case: Case) -> dict[str, int]:
+def wrong_bits(actual: State, case: Case) -> dict[str, int]:
     """How many elements of each field differ from the definition."""
-    expected, held = expected_bits(case), inside(case.layout, case.grad.numel())
-    if found[0].dtype is torch.float16:
-        held = held & (wide_after(case).master.abs() >= 2.0**-14)
+    expected, checked = expected_bits(case), inside(case.layout, case.grad.numel())
+    if actual[0].dtype is torch.float16:
+        checked = checked & (wide_after(case).master.abs() >= 2.0**-14)
     counts = {
-        name: int(((bits(getattr(found, name)) != pattern) & held).sum())
+        name: int(((bits(getattr(actual, name)) != pattern) & checked).sum())
         for name, pattern in expected.items()
     }
     return {name: count for name, count in counts.items() if count}
@@ -218,12 +218,12 @@ def moment_step(state: State, name: str, values: Tensor, layout: Layout) -> Tens
 
 
 def block_largest(values: Tensor, layout: Layout) -> Tensor:
-    found = torch.zeros_like(values)
+    result = torch.zeros_like(values)
     for offset, length, _, _ in layout.rows():
         for start in range(offset, offset + length, BLOCK):
             end = min(start + BLOCK, offset + length)
-            found[start:end] = values[start:end].abs().max()
-    return found
+            result[start:end] = values[start:end].abs().max()
+    return result
 
 
 def adam64(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -238,17 +238,17 @@ def adam64(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     new_m = s.beta1 * m + (1 - s.beta1) * g
     new_v = s.beta2 * v + (1 - s.beta2) * g * g
     per_moment = s.lr / (1 - s.beta1**s.step) / ((new_v / (1 - s.beta2**s.step)).sqrt() + s.eps)
-    kept, change = p * (1 - s.lr * s.weight_decay), -per_moment * new_m
+    decayed, change = p * (1 - s.lr * s.weight_decay), -per_moment * new_m
     m_error = 4 * ULP * (m.abs() + g.abs())
-    p_error = 3 * ULP * kept.abs() + 16 * ULP * change.abs() + m_error * per_moment
-    truth = {"master": kept + change, "exp_avg": new_m, "exp_avg_sq": new_v}
+    p_error = 3 * ULP * decayed.abs() + 16 * ULP * change.abs() + m_error * per_moment
+    truth = {"master": decayed + change, "exp_avg": new_m, "exp_avg_sq": new_v}
     return truth, {"master": p_error, "exp_avg": m_error, "exp_avg_sq": 6 * ULP * new_v}
 
 
-def float64_errors(found: State, case: Case) -> dict[str, float]:
+def float64_errors(actual: State, case: Case) -> dict[str, float]:
     """Each field's largest error, in units of what arithmetic and format may add."""
     truth, bounds = adam64(case)
-    values, held = kernels.to_fp32(found), inside(case.layout, case.grad.numel())
+    values, checked = kernels.to_fp32(actual), inside(case.layout, case.grad.numel())
     errors = {}
     for name, exact in truth.items():
         around = exact.abs() + bounds[name]
@@ -257,5 +257,5 @@ def float64_errors(found: State, case: Case) -> dict[str, float]:
         else:
             step = moment_step(case.state, name, around, case.layout)
         error = (getattr(values, name).double() - exact).abs() / (bounds[name] + step + 2.0**-149)
-        errors[name] = float(error[held].max()) if bool(held.any()) else 0.0
+        errors[name] = float(error[checked].max()) if bool(checked.any()) else 0.0
     return errors

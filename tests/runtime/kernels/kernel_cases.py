@@ -72,8 +72,8 @@ class State:
         )
 
     def outputs(self) -> dict[str, Tensor]:
-        found = {name: getattr(self, name) for name in ("master", "exp_avg", "exp_avg_sq")}
-        return found if self.working is None else found | {"working": self.working}
+        result = {name: getattr(self, name) for name in ("master", "exp_avg", "exp_avg_sq")}
+        return result if self.working is None else result | {"working": self.working}
 
     def step(self, adam: Step = fused_adam, scalars: AdamScalars = SCALARS) -> State:
         adam(self.master, self.exp_avg, self.exp_avg_sq, self.grad, self.working, scalars)
@@ -109,18 +109,18 @@ def special_state(grad: torch.dtype, working: torch.dtype) -> State:
     )
 
 
-def differences(found: State, expected: State) -> dict[str, int]:
+def differences(actual: State, expected: State) -> dict[str, int]:
     """Return how many elements of each tensor differ in a bit, those with none left out."""
-    pairs = ((name, x, expected.outputs()[name]) for name, x in found.outputs().items())
+    pairs = ((name, x, expected.outputs()[name]) for name, x in actual.outputs().items())
     counts = {name: different_elements(x, y) for name, x, y in pairs}
     return {name: count for name, count in counts.items() if count}
 
 
-def different_elements(found: Tensor, expected: Tensor) -> int:
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    bits = {2: torch.int16, 4: torch.int32}[found.element_size()]
-    unequal = found.view(bits) != expected.view(bits)
-    return int((unequal & ~(found.isnan() & expected.isnan())).sum())
+def different_elements(actual: Tensor, expected: Tensor) -> int:
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    bits = {2: torch.int16, 4: torch.int32}[actual.element_size()]
+    unequal = actual.view(bits) != expected.view(bits)
+    return int((unequal & ~(actual.isnan() & expected.isnan())).sum())
 
 
 def threaded(backend: Backend) -> Iterator[Backend]:

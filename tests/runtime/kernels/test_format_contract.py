@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import Backend, Fp32State, Int8State, Layout, State
+from offloadtrain.runtime.kernels import Backend, Fp32State, Int8State, Layout, State, codec
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
 from tests.runtime.kernels import format_reference as reference
 from tests.runtime.kernels.format_cases import (
     NARROW,
@@ -19,6 +20,7 @@ from tests.runtime.kernels.format_cases import (
     gradient,
     ids_of,
     random_state,
+    stepped,
     zero_state,
 )
 from tests.runtime.kernels.format_reference import (
@@ -33,7 +35,6 @@ from tests.runtime.kernels.kernel_cases import BACKENDS, DTYPES, each_backend, t
 LENGTHS = (0, 1, 127, 128, 129, 1021)
 IDS = (0, 3, 2**31, 2**40 + 1, 2**63 - 1, 5)
 each_state = pytest.mark.parametrize(("name", "dtype"), NARROW, ids=ids_of)
-each_grad = pytest.mark.parametrize("grad", DTYPES, ids=str)
 
 
 def gapped() -> tuple[Layout, int]:
@@ -62,14 +63,14 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8).view(tensor.numel(), -1)
 
 
-def changed_elements(found: State, before: State, layout: Layout) -> int:
+def changed_elements(actual: State, before: State, layout: Layout) -> int:
     """Elements and scales outside of the layout that are not as they were."""
-    held = reference.inside(layout, before[0].numel())
-    padded = torch.nn.functional.pad(held, (0, -held.numel() % 128))
+    inside = reference.inside(layout, before[0].numel())
+    padded = torch.nn.functional.pad(inside, (0, -inside.numel() % 128))
     count = 0
-    for x, y in zip(found, before, strict=True):
-        mine = held if x.numel() == held.numel() else padded.view(-1, 128).any(1)
-        count += int((raw(x) != raw(y)).any(1)[~mine].sum())
+    for x, y in zip(actual, before, strict=True):
+        owned = inside if x.numel() == inside.numel() else padded.view(-1, 128).any(1)
+        count += int((raw(x) != raw(y)).any(1)[~owned].sum())
     return count
 
 
@@ -78,27 +79,24 @@ def changed_elements(found: State, before: State, layout: Layout) -> int:
 
 @each_backend
 @each_state
-@each_grad
-def test_bits_and_values(
-    grad: torch.dtype, name: str, dtype: torch.dtype, backend: Backend
-) -> None:
-    case = case_of(name, dtype, grad)
-    found = kernel_step(backend)(case)
-    assert wrong_bits(found, case) == {}
-    assert max(float64_errors(found, case).values()) <= 1.0, float64_errors(found, case)
-    assert differing(found, kernel_step(reference.PLAIN)(case)) == {}
-    assert changed_elements(found, case.state, case.layout) == 0
+def test_bits_and_values(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    for grad in DTYPES:
+        case = case_of(name, dtype, grad)
+        after = kernel_step(backend)(case)
+        assert wrong_bits(after, case) == {}, grad
+        assert max(float64_errors(after, case).values()) <= 1.0, float64_errors(after, case)
+        assert differing(after, kernel_step(reference.PLAIN)(case)) == {}, grad
+        assert changed_elements(after, case.state, case.layout) == 0, grad
 
 
-@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
-@pytest.mark.parametrize("length", LENGTHS)
-def test_lengths_alone(length: int, name: str, dtype: torch.dtype, backend: Backend) -> None:
-    case = one_case(name, dtype, length)
-    found = kernel_step(backend)(case)
-    assert wrong_bits(found, case) == {}
-    assert differing(found, kernel_step(reference.PLAIN)(case)) == {}
+def test_lengths_alone(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    for length in LENGTHS:
+        case = one_case(name, dtype, length)
+        stepped_state = kernel_step(backend)(case)
+        assert wrong_bits(stepped_state, case) == {}, length
+        assert differing(stepped_state, kernel_step(reference.PLAIN)(case)) == {}, length
 
 
 @each_state
@@ -109,9 +107,9 @@ def test_hyperparameters(beta1: float, decoupled: bool, name: str, dtype: torch.
     case = replace(case_of(name, dtype, torch.bfloat16), scalars=scalars)
     expected = kernel_step(reference.PLAIN)(case)
     for backend in BACKENDS:
-        found = kernel_step(backend)(case)
-        assert wrong_bits(found, case) == {}, backend
-        assert differing(found, expected) == {}, backend
+        actual = kernel_step(backend)(case)
+        assert wrong_bits(actual, case) == {}, backend
+        assert differing(actual, expected) == {}, backend
 
 
 @each_backend
@@ -121,10 +119,10 @@ def test_zero_memory_is_a_state(name: str, dtype: torch.dtype, backend: Backend)
     assert all(bool((x == 0).all()) for x in wide)
     case = replace(one_case(name, dtype, 1000), state=zero_state(name, 1000, dtype))
     case = replace(case, scalars=replace(SCALARS, step=1))
-    found = kernel_step(backend)(case)
-    assert wrong_bits(found, case) == {}
-    assert max(float64_errors(found, case).values()) <= 1.0
-    assert differing(found, kernel_step(reference.PLAIN)(case)) == {}
+    result = kernel_step(backend)(case)
+    assert wrong_bits(result, case) == {}
+    assert max(float64_errors(result, case).values()) <= 1.0
+    assert differing(result, kernel_step(reference.PLAIN)(case)) == {}
 
 
 @each_backend
@@ -155,9 +153,9 @@ def test_a_longer_parameter_starts_with_the_same_bits(name: str, dtype: torch.dt
     case, step = one_case(name, dtype, 2048), kernel_step(BACKENDS[0])
     layout = Layout.of_one(1024, 9)
     shorter = type(case.state)(*(x[: x.numel() // 2].clone() for x in case.state))
-    found = step(replace(case, state=shorter, grad=case.grad[:1024], layout=layout))
-    whole = step(case)
-    assert differing(found, type(whole)(*(x[: x.numel() // 2] for x in whole))) == {}
+    result = step(replace(case, state=shorter, grad=case.grad[:1024], layout=layout))
+    longer = step(case)
+    assert differing(result, type(longer)(*(x[: x.numel() // 2] for x in longer))) == {}
 
 
 def test_seeds_are_taken_modulo_2_to_the_64() -> None:
@@ -176,9 +174,17 @@ def garbage(state: State) -> State:
 
 @each_backend
 @each_state
-@each_grad
-def test_out_of_place(grad: torch.dtype, name: str, dtype: torch.dtype, backend: Backend) -> None:
-    straight = case_of(name, dtype, grad)
+def test_out_of_place(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    for grad in DTYPES:
+        check_out_of_place(case_of(name, dtype, grad), backend)
+
+
+@each_backend
+def test_fp32_state_out_of_place(backend: Backend) -> None:
+    check_out_of_place(one_case("fp32", torch.float32), backend)
+
+
+def check_out_of_place(straight: Case, backend: Backend) -> None:
     source, target = clone(straight.state), garbage(straight.state)
     for step in range(1, 6):
         straight = replace(straight, scalars=replace(SCALARS, step=step))
@@ -196,14 +202,14 @@ def test_out_of_place(grad: torch.dtype, name: str, dtype: torch.dtype, backend:
         source, target = target, source
 
 
-def differing_inside(found: State, expected: State, layout: Layout) -> int:
+def differing_inside(actual: State, expected: State, layout: Layout) -> int:
     """Elements and scales of the layout's parameters that differ in a bit."""
-    held = reference.inside(layout, expected[0].numel())
-    padded = torch.nn.functional.pad(held, (0, -held.numel() % 128)).view(-1, 128).any(1)
+    inside = reference.inside(layout, expected[0].numel())
+    padded = torch.nn.functional.pad(inside, (0, -inside.numel() % 128)).view(-1, 128).any(1)
     count = 0
-    for x, y in zip(found, expected, strict=True):
-        mine = held if x.numel() == held.numel() else padded
-        count += int((raw(x) != raw(y)).any(1)[mine].sum())
+    for x, y in zip(actual, expected, strict=True):
+        owned = inside if x.numel() == inside.numel() else padded
+        count += int((raw(x) != raw(y)).any(1)[owned].sum())
     return count
 
 
@@ -246,9 +252,9 @@ def test_int8_round_trip(dtype: torch.dtype, random_bits: int) -> None:
     back, nan = kernels.master_of(state), values.isnan()
     assert bool(back[nan].isnan().all() and state[0][nan].isnan().all())
     top = 65504.0 if dtype is torch.float16 else 3.38e38
-    held = values.abs() <= top
-    exact = values[held].double()
-    error = (back[held].double() - exact).abs() / reference.master_step(state, exact)
+    in_range = values.abs() <= top
+    exact = values[in_range].double()
+    error = (back[in_range].double() - exact).abs() / reference.master_step(state, exact)
     assert float(error.max()) <= 0.5 + 2.0**-16
     infinite = values.abs() >= (65536.0 if dtype is torch.float16 else float("inf"))
     assert bool((back[infinite].isinf() & (back[infinite].sign() == values[infinite].sign())).all())
@@ -288,18 +294,74 @@ def test_moment_codes_are_the_family_of_the_definition() -> None:
 
 
 @each_backend
+@each_state
+def test_a_parameter_may_go_on_beyond_2_to_the_32_elements(
+    name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    """The elements on both sides have another key: one shard has the bits of two."""
+    state, grad = random_state(name, 384, dtype), gradient(384, dtype)
+    both = Layout([0], [384], [5], [2**32 - 128])
+    apart = Layout([0, 128], [128, 256], [5, 5], [2**32 - 128, 2**32])
+    expected = stepped(state, grad, apart, reference.PLAIN)
+    assert differing(stepped(state, grad, both, backend), expected) == {}
+    assert differing(stepped(state, grad, Layout([0], [384], [5]), backend), expected)
+
+
+@pytest.mark.parametrize(
+    "backend", [backend for backend in BACKENDS if backend.name == "native"], ids=lambda b: b.isa
+)
+@each_state
+def test_native_masters_are_those_of_torch(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    """Bit for bit, a NaN and its sign too, at lengths around those of vectors and of threads."""
+    values = patterns(14)
+    for used in threaded(backend):
+        for numel in (*LENGTHS, values.numel()):
+            actual, expected = (zero_state(name, numel, dtype) for _ in range(2))
+            with kernels.use(used):
+                kernels.set_master(actual, values[-numel:].clone() if numel else values[:0])
+            codec.set_master(expected, values[-numel:].clone() if numel else values[:0])
+            for x, y in zip(actual, expected, strict=True):
+                assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+@pytest.mark.slow
+@each_backend
+@each_state
+def test_masters_are_decoded_as_the_codec_does(
+    name: str, dtype: torch.dtype, backend: Backend
+) -> None:
+    """Any bits that a state can hold, at lengths around those of vectors and of threads."""
+    values = patterns(14)
+    state = zero_state(name, values.numel(), dtype)
+    codec.set_master(state, values)
+    for used in threaded(backend):
+        for numel in (*LENGTHS, values.numel()):
+            part = kernels.cut(state.format.fields(ADAM_MOMENTS), state, 0, numel)
+            actual, expected = torch.full((numel,), 5.0), codec.master_of(type(state)(*part))
+            with kernels.use(used):
+                kernels.read_master(state.format, ADAM_MOMENTS, part, actual)
+            assert torch.equal(actual.view(torch.int32), expected.view(torch.int32))
+
+
+@each_state
+def test_masters_of_another_size_are_refused(name: str, dtype: torch.dtype) -> None:
+    with kernels.use(BACKENDS[0]), pytest.raises(ValueError, match="128 elements, 127 are needed"):
+        kernels.set_master(zero_state(name, 128, dtype), torch.zeros(127))
+
+
+@each_backend
 def test_the_largest_of_a_block_is_kept(backend: Backend) -> None:
     """t may come out above T by a rounding: no random bit may carry it to the next code."""
     blocks = 4096
     case = one_case("int8", torch.bfloat16, blocks * 128)
-    found = kernels.to_fp32(kernel_step(backend)(case))
+    result = kernels.to_fp32(kernel_step(backend)(case))
     wide = reference.wide_after(case)
     for name in ("exp_avg", "exp_avg_sq"):
-        exact, kept = (getattr(x, name).view(blocks, 128) for x in (wide, found))
+        exact, stored = (getattr(x, name).view(blocks, 128) for x in (wide, result))
         at = exact.abs().argmax(1, keepdim=True)
-        relative = kept.gather(1, at).double() / exact.gather(1, at).double() - 1
+        relative = stored.gather(1, at).double() / exact.gather(1, at).double() - 1
         assert float(relative.abs().max()) < 1e-6, name
-        assert bool((kept.abs() <= exact.abs().amax(1, keepdim=True) * (1 + 1e-6)).all())
+        assert bool((stored.abs() <= exact.abs().amax(1, keepdim=True) * (1 + 1e-6)).all())
 
 
 def test_the_double_comparison_outside_is_not_blind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Int8State, Layout
+from tests import levels
 from tests.runtime.kernels import format_reference as reference
 from tests.runtime.kernels.format_cases import (
     NARROW,
@@ -52,10 +54,10 @@ def poisoned(case: Case, value: Tensor) -> Case:
     return replace(case, grad=grad)
 
 
-def others() -> Tensor:
-    found = torch.ones(NUMEL, dtype=torch.bool)
-    found[list(PLACES)] = False
-    return found
+def unpoisoned() -> Tensor:
+    result = torch.ones(NUMEL, dtype=torch.bool)
+    result[list(PLACES)] = False
+    return result
 
 
 def check_neighbours(case: Case, bad: Case, backend: Backend) -> None:
@@ -67,54 +69,54 @@ def check_neighbours(case: Case, bad: Case, backend: Backend) -> None:
             assert float(x[3]) == float(y[3]), name
             continue
         moment = isinstance(a, Int8State) and name.startswith("exp_avg")
-        kept = blocks if moment else others()
-        assert torch.equal(bits(x)[kept], bits(y)[kept]), name
+        unaffected = blocks if moment else unpoisoned()
+        assert torch.equal(bits(x)[unaffected], bits(y)[unaffected]), name
 
 
-@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
-def test_nan_stays_nan(grad: torch.dtype, name: str, dtype: torch.dtype, backend: Backend) -> None:
-    case = plain_case(name, dtype, grad)
-    for pattern in NANS[grad]:
+def test_nan_stays_nan(name: str, dtype: torch.dtype, backend: Backend) -> None:
+    for grad, pattern in ((kind, bits_of) for kind in DTYPES for bits_of in NANS[kind]):
+        case = plain_case(name, dtype, grad)
         bad = poisoned(case, of_pattern(pattern, grad))
         assert int(bad.grad.isnan().sum()) == len(PLACES)
-        found = kernel_step(backend)(bad)
-        assert differing(found, kernel_step(PLAIN)(bad)) == {}, hex(pattern)
+        result = kernel_step(backend)(bad)
+        assert differing(result, kernel_step(PLAIN)(bad)) == {}, hex(pattern)
         for _ in range(2):
-            wide = kernels.to_fp32(found)
+            wide = kernels.to_fp32(result)
             assert all(bool(x[list(PLACES)].isnan().all()) for x in wide), hex(pattern)
-            assert bool(found[0][list(PLACES)].isnan().all()), hex(pattern)
-            found = kernel_step(backend)(replace(case, state=found))
+            assert bool(result[0][list(PLACES)].isnan().all()), hex(pattern)
+            result = kernel_step(backend)(replace(case, state=result))
         check_neighbours(case, bad, backend)
 
 
-@pytest.mark.cover(1, 2)
-@each_backend
-@each_state
-@pytest.mark.parametrize("value", [float("inf"), -float("inf"), 3e38, -3e38, 1e25, 1e-45, -1e-39])
-def test_extreme_gradients(value: float, name: str, dtype: torch.dtype, backend: Backend) -> None:
-    case = plain_case(name, dtype, torch.float32)
+EXTREME = [float("inf"), -float("inf"), 3e38, -3e38, 1e25, 1e-45, -1e-39]
+
+
+@pytest.mark.parametrize(("value", "state", "backend"), levels.array(EXTREME, EVERY, BACKENDS))
+def test_extreme_gradients(value: float, state: tuple[str, torch.dtype], backend: Backend) -> None:
+    case = plain_case(*state, torch.float32)
     bad = poisoned(case, torch.tensor([value]))
-    found, expected = kernel_step(backend)(bad), kernel_step(PLAIN)(bad)
-    assert differing(found, expected) == {}
+    actual, expected = kernel_step(backend)(bad), kernel_step(PLAIN)(bad)
+    assert differing(actual, expected) == {}
     if abs(value) > 1e-30:
         check_neighbours(case, bad, backend)
-    wide, exact = kernels.to_fp32(found), reference.wide_after(bad)
+    wide, exact = kernels.to_fp32(actual), reference.wide_after(bad)
     assert torch.equal(wide.master.isnan(), exact.master.isnan())
-    if isinstance(found, Int8State):
+    if isinstance(actual, Int8State):
         return
     for x, y in zip(wide, exact, strict=True):
         assert torch.equal(x.isnan(), y.isnan()) and torch.equal(x.isinf(), y.isinf())
 
 
-@pytest.mark.cover(1, 2)
 @each_backend
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
-def test_a_bad_moment_takes_its_block(value: float, dtype: torch.dtype, backend: Backend) -> None:
+def test_a_bad_moment_takes_its_block(backend: Backend) -> None:
     """3e38 overflows the second moment alone."""
+    for dtype, value in product(DTYPES[1:], (float("nan"), float("inf"), 3e38)):
+        check_bad_moment(value, dtype, backend)
+
+
+def check_bad_moment(value: float, dtype: torch.dtype, backend: Backend) -> None:
     case = plain_case("int8", dtype, torch.float32)
     grad = case.grad.clone()
     grad[200] = value
@@ -122,8 +124,8 @@ def test_a_bad_moment_takes_its_block(value: float, dtype: torch.dtype, backend:
     wide = kernels.to_fp32(kernel_step(backend)(case))
     for name in ("exp_avg", "exp_avg_sq"):
         bad = getattr(wide, name).isnan().view(4, 128)
-        whole = name == "exp_avg_sq" or value != 3e38
-        assert bad.all(1).tolist() == [False, whole, False, False], name
+        takes_block = name == "exp_avg_sq" or value != 3e38
+        assert bad.all(1).tolist() == [False, takes_block, False, False], name
         assert bad.any(1).tolist() == bad.all(1).tolist()
 
 
@@ -135,41 +137,39 @@ def graded_case(name: str, dtype: torch.dtype, size: float) -> Case:
     return Case(state, grad, Layout.of_one(NUMEL), replace(SCALARS, step=1, grad_scale=1.0))
 
 
-@pytest.mark.cover(1, 2)
-@each_backend
-@each_state
-@pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-22, 1e-19, 1e-16, 1e-14, 1e-10, 1e18])
+SIZES = [1e-44, 1e-30, 1e-22, 1e-19, 1e-16, 1e-14, 1e-10, 1e18]
+
+
+@pytest.mark.parametrize(("size", "state", "backend"), levels.array(SIZES, EVERY, BACKENDS))
 def test_moments_near_the_ends_of_fp32(
-    size: float, name: str, dtype: torch.dtype, backend: Backend
+    size: float, state: tuple[str, torch.dtype], backend: Backend
 ) -> None:
     """Blocks whose largest second moment is denormal, or whose reciprocal overflows."""
-    case = graded_case(name, dtype, size)
+    case = graded_case(*state, size)
     for step in range(1, 5):
         case = replace(case, scalars=replace(case.scalars, step=step))
-        found = kernel_step(backend)(case)
-        assert differing(found, kernel_step(PLAIN)(case)) == {}, step
-        wide = kernels.to_fp32(found)
+        result = kernel_step(backend)(case)
+        assert differing(result, kernel_step(PLAIN)(case)) == {}, step
+        wide = kernels.to_fp32(result)
         assert all(bool(x.isfinite().all()) for x in wide), step
         assert bool((wide.exp_avg_sq >= 0).all())
-        errors = reference.float64_errors(found, case)
+        errors = reference.float64_errors(result, case)
         assert errors["master"] <= 1.0, errors
         if size >= 1e-10:  # below, products are denormal, and 8-bit second moments have a floor
             assert max(errors.values()) <= 1.0, errors
-        case = replace(case, state=found)
+        case = replace(case, state=result)
 
 
-@pytest.mark.cover(1, 2)
 @each_state
-@pytest.mark.parametrize("size", [1e-22, 1e-19, 1e-17, 1e-16, 1e-14, 1e-12])
-def test_the_floor_of_the_second_moment(size: float, name: str, dtype: torch.dtype) -> None:
+def test_the_floor_of_the_second_moment(name: str, dtype: torch.dtype) -> None:
     """Its root is true to 1/16 (a distance of 1/8) or to 1e-17, which no eps in use can notice."""
-    case = graded_case(name, dtype, size)
-    exact = reference.wide_after(case).exp_avg_sq.double().sqrt()
-    found = kernels.to_fp32(kernel_step(BACKENDS[0])(case)).exp_avg_sq.double().sqrt()
-    assert bool(((found - exact).abs() <= exact / 15 + 1e-17).all())
+    for size in (1e-22, 1e-19, 1e-17, 1e-16, 1e-14, 1e-12):
+        case = graded_case(name, dtype, size)
+        exact = reference.wide_after(case).exp_avg_sq.double().sqrt()
+        root = kernels.to_fp32(kernel_step(BACKENDS[0])(case)).exp_avg_sq.double().sqrt()
+        assert bool(((root - exact).abs() <= exact / 15 + 1e-17).all()), size
 
 
-@pytest.mark.cover(1, 2)
 @each_backend
 @each_state
 def test_bad_masters(name: str, dtype: torch.dtype, backend: Backend) -> None:
@@ -179,11 +179,11 @@ def test_bad_masters(name: str, dtype: torch.dtype, backend: Backend) -> None:
     values = torch.cat([values, torch.tensor([float("inf"), -float("inf"), 3.4e38, -65519.0])])
     masters = values.repeat(-(-NUMEL // values.numel()))[:NUMEL].clone()
     kernels.set_master(case.state, masters)
-    found = kernel_step(backend)(case)
-    assert differing(found, kernel_step(PLAIN)(case)) == {}
-    after = kernels.master_of(found)
+    result = kernel_step(backend)(case)
+    assert differing(result, kernel_step(PLAIN)(case)) == {}
+    after = kernels.master_of(result)
     assert torch.equal(after.isnan(), masters.isnan())
-    assert torch.equal(found[0].isnan() | (name == "fp32"), masters.isnan() | (name == "fp32"))
+    assert torch.equal(result[0].isnan() | (name == "fp32"), masters.isnan() | (name == "fp32"))
     infinite = masters.isinf()
     assert torch.equal(after[infinite], masters[infinite])
 
@@ -198,11 +198,11 @@ def test_fp16_weights_at_their_ends(backend: Backend) -> None:
     scalars = replace(SCALARS, lr=1e-12, weight_decay=0.0)
     grad = torch.ones(masters.numel())
     case = Case(state, grad, Layout.of_one(masters.numel()), scalars)
-    found = kernel_step(backend)(case)
-    assert differing(found, kernel_step(PLAIN)(case)) == {}
-    exact, kept = reference.wide_after(case).master.double(), kernels.master_of(found).double()
+    result = kernel_step(backend)(case)
+    assert differing(result, kernel_step(PLAIN)(case)) == {}
+    exact, stored = reference.wide_after(case).master.double(), kernels.master_of(result).double()
     finite = exact.abs() < 65536.0
-    assert torch.equal(kept[~finite], exact[~finite].sign() * float("inf"))
-    error = (kept - exact).abs()[finite] / reference.master_step(state, exact[finite])
+    assert torch.equal(stored[~finite], exact[~finite].sign() * float("inf"))
+    error = (stored - exact).abs()[finite] / reference.master_step(state, exact[finite])
     assert float(error.max()) <= 1.0
-    assert not bool(kept.isnan().any())
+    assert not bool(stored.isnan().any())

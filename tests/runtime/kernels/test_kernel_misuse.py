@@ -33,23 +33,23 @@ def operands() -> dict[str, Tensor | None]:
 
 
 def _share(name: str, other: str, shift: int = 0) -> Callable[[dict[str, Tensor | None]], None]:
-    def change(given: dict[str, Tensor | None]) -> None:
+    def change(arguments: dict[str, Tensor | None]) -> None:
         memory = torch.ones(N + shift)
-        given[name], given[other] = memory[:N], memory[shift:]
+        arguments[name], arguments[other] = memory[:N], memory[shift:]
 
     return change
 
 
 def _put(name: str, wrong: Callable[[], object]) -> Callable[[dict[str, Tensor | None]], None]:
-    def change(given: dict[str, Tensor | None]) -> None:
-        given[name] = wrong()  # type: ignore[assignment]
+    def change(arguments: dict[str, Tensor | None]) -> None:
+        arguments[name] = wrong()  # type: ignore[assignment]
 
     return change
 
 
-def _overlapping_halves(given: dict[str, Tensor | None]) -> None:
+def _overlapping_halves(arguments: dict[str, Tensor | None]) -> None:
     memory = ones(N + 1, torch.bfloat16)
-    given["grad"], given["working"] = memory[:N], memory[1:]
+    arguments["grad"], arguments["working"] = memory[:N], memory[1:]
 
 
 CASES: dict[str, tuple[type[Exception], Callable[[dict[str, Tensor | None]], None]]] = {
@@ -74,11 +74,11 @@ CASES: dict[str, tuple[type[Exception], Callable[[dict[str, Tensor | None]], Non
 @pytest.mark.parametrize("case", CASES)
 def test_adam_refuses(case: str) -> None:
     error, change = CASES[case]
-    given = operands()
-    change(given)
+    arguments = operands()
+    change(arguments)
     with pytest.raises(error):
-        fused_adam(**given, scalars=SCALARS)  # type: ignore[arg-type]
-    for name, tensor in given.items():
+        fused_adam(**arguments, scalars=SCALARS)  # type: ignore[arg-type]
+    for name, tensor in arguments.items():
         if tensor is not None and not tensor.is_meta:
             dense = tensor.to_dense() if tensor.is_sparse else tensor
             assert bool((dense == 1).all()), f"{name} was written"
@@ -116,9 +116,9 @@ def test_threads_start_at_one() -> None:
 
 
 def test_step_zero_is_refused() -> None:
-    given = operands()
+    arguments = operands()
     with pytest.raises(ValueError):
-        fused_adam(**given, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
+        fused_adam(**arguments, scalars=replace(SCALARS, step=0))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -143,16 +143,16 @@ def test_first_touch_refuses_strides() -> None:
 
 
 def test_operands_that_were_right_are_looked_at_again() -> None:
-    given: dict[str, Any] = operands()
-    fused_adam(**given, scalars=SCALARS)
+    arguments: dict[str, Any] = operands()
+    fused_adam(**arguments, scalars=SCALARS)
     for changed in (ones(2 * N, torch.bfloat16)[::2], ones(N - 1, torch.bfloat16), ones()):
-        given["working"].data = changed
-        wanted = given["working"].dtype is torch.float32
+        arguments["working"].data = changed
+        wanted = arguments["working"].dtype is torch.float32
         with pytest.raises(ValueError) if not wanted else contextlib.nullcontext():
-            fused_adam(**given, scalars=SCALARS)
-    given["grad"].data = given["master"].data
+            fused_adam(**arguments, scalars=SCALARS)
+    arguments["grad"].data = arguments["master"].data
     with pytest.raises(ValueError, match="overlap"):
-        fused_adam(**given, scalars=SCALARS)
+        fused_adam(**arguments, scalars=SCALARS)
 
 
 @pytest.mark.slow
@@ -236,10 +236,10 @@ STATE_CASES: dict[str, tuple[type[Exception], str, Callable[[], Given]]] = {
 
 @pytest.mark.parametrize("case", STATE_CASES)
 def test_narrow_states_refuse(case: str) -> None:
-    error, said, make = STATE_CASES[case]
-    given = {"layout": ONE} | make()
-    with pytest.raises(error, match=said):
-        kernels.update(given.pop("state"), ones(dtype=torch.bfloat16), SCALARS, **given)
+    error, message, make = STATE_CASES[case]
+    arguments = {"layout": ONE} | make()
+    with pytest.raises(error, match=message):
+        kernels.update(arguments.pop("state"), ones(dtype=torch.bfloat16), SCALARS, **arguments)
 
 
 def test_out_may_not_share_memory_with_the_state() -> None:

@@ -42,24 +42,24 @@ def test_a_parameter_beyond_2_31_elements() -> None:
     codes = (torch.int8, torch.uint8, torch.uint8, torch.float32, torch.float32)
     grad, *fields = arena(torch.bfloat16, torch.bfloat16, *codes)
     state = kernels.Int8State(*fields)
-    small, given = random_state("int8", TAIL, torch.bfloat16), gradient(TAIL, torch.bfloat16)
-    grad[LARGE : LARGE + TAIL] = given
+    small, small_grad = random_state("int8", TAIL, torch.bfloat16), gradient(TAIL, torch.bfloat16)
+    grad[LARGE : LARGE + TAIL] = small_grad
     grad[5] = grad[LARGE - 1] = 1.0
-    for whole, piece in zip(state, small, strict=True):
-        tail_of(whole, piece)[:] = piece
+    for buffer, piece in zip(state, small, strict=True):
+        tail_of(buffer, piece)[:] = piece
     with kernels.use(preferred()):
         kernels.update(state, grad, SCALARS, layout=Layout([0, LARGE], [LARGE, TAIL], [1, 2]))
-    expected = stepped(small, given, Layout([0], [TAIL], [2]), preferred())
-    found = (tail_of(whole, piece) for whole, piece in zip(state, expected, strict=True))
-    assert differing(kernels.Int8State(*found), expected) == {}
+    expected = stepped(small, small_grad, Layout([0], [TAIL], [2]), preferred())
+    actual = (tail_of(buffer, piece) for buffer, piece in zip(state, expected, strict=True))
+    assert differing(kernels.Int8State(*actual), expected) == {}
     changed = [i for i, piece in enumerate(state.weight[:LARGE].split(1 << 24)) if piece.any()]
     assert changed == [0, (LARGE >> 24) - 1]
     assert state.weight[5] != 0 and state.weight[LARGE - 1] != 0
 
 
-def tail_of(whole: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
-    begin = LARGE // (NUMEL // whole.numel())
-    return whole[begin : begin + piece.numel()]
+def tail_of(buffer: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    begin = LARGE // (NUMEL // buffer.numel())
+    return buffer[begin : begin + piece.numel()]
 
 
 @pytest.mark.slow

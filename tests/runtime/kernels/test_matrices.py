@@ -13,7 +13,6 @@ from tests.runtime.kernels.kernel_cases import (
     BACKENDS,
     DTYPES,
     different_elements,
-    each_backend,
     threaded,
 )
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
@@ -46,11 +45,11 @@ def blended(
     name: str, grad: Tensor, backend: Backend, *, in_place: bool, s: BlendScalars = SCALARS
 ) -> tuple[State, Tensor]:
     """The state after one call, and the direction."""
-    state, given = state_of(name), grad.clone()
+    state, grad_copy = state_of(name), grad.clone()
     target = torch.full((NUMEL,), torch.nan, dtype=torch.bfloat16)
-    target = front_of(given, torch.bfloat16) if in_place else target
+    target = front_of(grad_copy, torch.bfloat16) if in_place else target
     with kernels.use(backend):
-        kernels.blend(state, given, target, LAYOUT, s)
+        kernels.blend(state, grad_copy, target, LAYOUT, s)
     return state, torch.cat([target[lo : lo + n].clone() for lo, n, _, _ in LAYOUT.rows()])
 
 
@@ -72,8 +71,8 @@ def subtracted(
     return state, torch.empty(0) if working is None else working
 
 
-def assert_equal(found: tuple[State, Tensor], expected: tuple[State, Tensor]) -> None:
-    for x, y in zip((*found[0], found[1]), (*expected[0], expected[1]), strict=True):
+def assert_equal(actual: tuple[State, Tensor], expected: tuple[State, Tensor]) -> None:
+    for x, y in zip((*actual[0], actual[1]), (*expected[0], expected[1]), strict=True):
         if x.dtype is torch.int16:
             assert torch.equal(x, y)
         else:
@@ -92,9 +91,9 @@ def test_the_average_and_the_direction_are_those_of_torchs_lerp(
     _, average = state_of("fp32")
     average.lerp_(grad, 1 - momentum)
     ahead = grad.lerp(average, momentum) if nesterov else average
-    held = torch.cat([torch.arange(lo, lo + n) for lo, n, _, _ in LAYOUT.rows()])
-    assert torch.equal(state[1][held], average[held])
-    assert torch.equal(direction, ahead[held].bfloat16())
+    owned = torch.cat([torch.arange(lo, lo + n) for lo, n, _, _ in LAYOUT.rows()])
+    assert torch.equal(state[1][owned], average[owned])
+    assert torch.equal(direction, ahead[owned].bfloat16())
 
 
 @needs_fma_in_torch
@@ -108,43 +107,39 @@ def test_masters_are_those_of_torchs_add() -> None:
 
 
 @pytest.mark.slow
-@each_backend
 @each_state
 @each_dtype
 @pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
 def test_backends_and_threads_agree_on_averages(
-    in_place: bool, dtype: torch.dtype, name: str, backend: Backend
+    in_place: bool, dtype: torch.dtype, name: str
 ) -> None:
     grad = gradient(NUMEL, dtype)
     expected = blended(name, grad, PLAIN, in_place=False)
-    for used in threaded(backend):
+    for used in (chosen for backend in BACKENDS for chosen in threaded(backend)):
         assert_equal(blended(name, grad, used, in_place=in_place), expected)
 
 
 @pytest.mark.slow
-@each_backend
 @each_state
 @each_dtype
-def test_values_that_are_no_numbers_stay_what_they_are(
-    dtype: torch.dtype, name: str, backend: Backend
-) -> None:
+def test_values_that_are_no_numbers_stay_what_they_are(dtype: torch.dtype, name: str) -> None:
     grad = special_gradient(NUMEL, dtype)
-    found = blended(name, grad, backend, in_place=False)
-    assert_equal(found, blended(name, grad, PLAIN, in_place=False))
-    assert bool(found[1].isnan().any()) and bool(found[1].isfinite().any())
+    expected = blended(name, grad, PLAIN, in_place=False)
+    assert bool(expected[1].isnan().any()) and bool(expected[1].isfinite().any())
+    for backend in BACKENDS:
+        assert_equal(blended(name, grad, backend, in_place=False), expected)
 
 
 @pytest.mark.slow
-@each_backend
 @pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("split16", None), ("fp32", None), *(("fp32", dtype) for dtype in DTYPES)]
 )
 def test_backends_and_threads_agree_on_masters(
-    name: str, dtype: torch.dtype | None, in_place: bool, backend: Backend
+    name: str, dtype: torch.dtype | None, in_place: bool
 ) -> None:
     expected = subtracted(name, dtype, PLAIN, in_place=False)
-    for used in threaded(backend):
+    for used in (chosen for backend in BACKENDS for chosen in threaded(backend)):
         assert_equal(subtracted(name, dtype, used, in_place=in_place), expected)
     if dtype is not None:
         gaps = torch.ones(NUMEL, dtype=torch.bool)

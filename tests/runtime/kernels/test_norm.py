@@ -81,13 +81,12 @@ def test_parameters_of_one_bucket(backend: Backend) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_one_bad_value_shows(bad: float, dtype: torch.dtype, backend: Backend) -> None:
-    values = gradient(5001, dtype)
-    values[5000] = bad
-    with kernels.use(backend):
-        assert not math.isfinite(kernels.sum_squares(values))
+def test_one_bad_value_shows(backend: Backend) -> None:
+    for dtype, bad in product(DTYPES, (math.inf, -math.inf, math.nan)):
+        values = gradient(5001, dtype)
+        values[5000] = bad
+        with kernels.use(backend):
+            assert not math.isfinite(kernels.sum_squares(values)), (dtype, bad)
 
 
 @each_backend
@@ -95,11 +94,6 @@ def test_the_largest_fp32_values_do_not_overflow(backend: Backend) -> None:
     values = torch.full((4099,), torch.finfo(torch.float32).max)
     with kernels.use(backend):
         assert kernels.sum_squares(values) == reference(values) < math.inf
-
-
-def test_another_order_of_adding_has_other_bits() -> None:
-    values = gradient(10_007, torch.float32)
-    assert math.fsum(values.double().square().tolist()) != reference(values)
 
 
 @each_backend
@@ -135,7 +129,7 @@ def test_parameters_that_lie_apart(dtype: torch.dtype, backend: Backend) -> None
         squares = torch.full((6,), -1.0, dtype=torch.float64)
         with kernels.use(chosen):
             kernels.sum_squares_each(list(zip(ids, values, strict=True)), squares)
-        expected = {id: reference(one) for id, one in zip(ids, values, strict=True)} | {2: -1.0}
+        expected = {id: reference(item) for id, item in zip(ids, values, strict=True)} | {2: -1.0}
         assert squares.tolist() == [expected[id] for id in range(6)], chosen
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import AdamScalars, LionScalars, State, on_device_narrow
+from offloadtrain.runtime.kernels import AdamScalars, State, on_device_narrow
 from offloadtrain.runtime.kernels.formats import CODECS
 from offloadtrain.runtime.kernels.state import STATES, Layout
 from offloadtrain.step.layout.formats import ADAM_MOMENTS
@@ -38,24 +38,24 @@ def scalars(*, decoupled: bool = True, beta1: float = 0.9) -> AdamScalars:
     )
 
 
-def compare(name: str, one: AdamScalars) -> float:
+def compare(name: str, scalars_of_step: AdamScalars) -> float:
     """Update both ways; returns the share of bytes that differ."""
     host, device = made(name), made(name)
     grad = torch.randn(NUMEL).bfloat16()
-    kernels.update(host, grad, one, layout=LAYOUT)
-    on_device_narrow.update(device, grad, LAYOUT, one)
+    kernels.update(host, grad, scalars_of_step, layout=LAYOUT)
+    on_device_narrow.update(device, grad, LAYOUT, scalars_of_step)
     pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(host, device, strict=True)]
     codec = CODECS[name]
-    for mine, theirs in zip(codec.load(host), codec.load(device), strict=True):
-        scale = theirs.abs().max().item()
+    for on_host, on_device in zip(codec.load(host), codec.load(device), strict=True):
+        scale = on_device.abs().max().item()
         # A code that is rounded from the other side of a boundary is the next one: 1/8 of a binade.
-        assert torch.allclose(mine, theirs, rtol=0.13, atol=1e-6 * scale)
+        assert torch.allclose(on_host, on_device, rtol=0.13, atol=1e-6 * scale)
     return sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
 
 
 @pytest.mark.parametrize("name", ["split16", "int8"])
 @pytest.mark.parametrize(
-    "one",
+    "scalars_of_step",
     [
         scalars(),
         pytest.param(scalars(decoupled=False), marks=pytest.mark.slow),
@@ -64,11 +64,11 @@ def compare(name: str, one: AdamScalars) -> float:
     ids=["adamw", "adam", "towards the gradient"],
 )
 def test_it_is_the_hosts_update_to_the_rounding_of_fp32(
-    name: str, one: AdamScalars, monkeypatch: pytest.MonkeyPatch
+    name: str, scalars_of_step: AdamScalars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(on_device_narrow, "_compiled", lambda: on_device_narrow.adam)
     monkeypatch.setattr(on_device_narrow, "_PIECE", 1 << 14)
-    assert compare(name, one) < 0.05
+    assert compare(name, scalars_of_step) < 0.05
 
 
 @pytest.mark.long
@@ -90,19 +90,13 @@ def test_without_triton_that_is_said_once_and_torch_does_it(
     assert len(caplog.records) == 1 and "Triton is missing" in caplog.text
 
 
-def test_other_rules_have_no_kernel() -> None:
-    assert not on_device_narrow.compiles(
-        LionScalars(lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.0, step=1)
-    )
-
-
-def differs(one: Tensor, other: Tensor) -> bool:
-    return not torch.equal(one, other)
+def differs(scalars_of_step: Tensor, other: Tensor) -> bool:
+    return not torch.equal(scalars_of_step, other)
 
 
 def test_what_is_outside_of_the_layout_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device_narrow, "_compiled", lambda: on_device_narrow.adam)
     before, after = made("split16"), made("split16")
     on_device_narrow.update(after, torch.randn(NUMEL).bfloat16(), LAYOUT, scalars())
-    for mine, theirs in zip(before, after, strict=True):
-        assert torch.equal(mine[500:512], theirs[500:512]) and differs(mine[:500], theirs[:500])
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[500:512], new[500:512]) and differs(old[:500], new[:500])

@@ -31,14 +31,14 @@ def as_before() -> Iterator[None]:
 
 def workers() -> dict[str, str]:
     """Name → CPUs of the pool's threads."""
-    found = {}
+    result = {}
     for task in Path("/proc/self/task").iterdir():
         name = (task / "comm").read_text().strip()
         if name.startswith("ot-kernel-"):
             lines = (task / "status").read_text().splitlines()
             allowed = next(line for line in lines if line.startswith("Cpus_allowed_list"))
-            found[name] = allowed.split()[1]
-    return found
+            result[name] = allowed.split()[1]
+    return result
 
 
 def run_a_loop() -> None:
@@ -82,10 +82,10 @@ def test_bound_or_not_the_bits_are_the_same() -> None:
 
 def test_several_threads_may_call_at_once() -> None:
     def total(value: float) -> float:
-        found = torch.zeros(NUMEL)
+        result = torch.zeros(NUMEL)
         for _ in range(20):
-            kernels.accumulate(found, torch.full((NUMEL,), value), False)
-        return float(found.sum())
+            kernels.accumulate(result, torch.full((NUMEL,), value), False)
+        return float(result.sum())
 
     with ThreadPoolExecutor(4) as callers:
         assert list(callers.map(total, [1.0, 2.0, 3.0, 4.0])) == [

@@ -27,7 +27,7 @@ from torch import Tensor
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State
 from tests import levels
-from tests.runtime.kernels.format_cases import NARROW, from_fp32, ids_of, zero_state
+from tests.runtime.kernels.format_cases import NARROW, ids_of, zero_state
 from tests.runtime.kernels.kernel_cases import BACKENDS
 
 STEPS, BURST, NUMEL, BETA2 = 10_000, 10, 512, 0.999
@@ -98,22 +98,22 @@ def distance(name: str) -> float:
     return 2.0**-7 if name == "split16" else 2.0**-3
 
 
-def judged(found: Fp32State, run: Run, name: str) -> list[str]:
+def judged(after: Fp32State, run: Run, name: str) -> list[str]:
     """What is wrong with a run, see [Note: The bounds]."""
     exact, d = wide(run), distance(name)
     spread = run.steps * (1 - BETA2) * d if run.burst > 1 else (d / 2) ** 2
     each = math.sqrt(math.expm1(spread))
     slack = 5 * each / math.sqrt(NUMEL) + 0.005
-    farther = float((moved(found) / moved(exact)).mean())
-    ratios = judged_ones(found.exp_avg_sq) / judged_ones(exact.exp_avg_sq)
+    farther = float((moved(after) / moved(exact)).mean())
+    ratios = judged_ones(after.exp_avg_sq) / judged_ones(exact.exp_avg_sq)
     decayed = float(ratios.mean())
     wrong = []
     if not 1 - slack < farther < math.exp(3 / 8 * spread) + slack:
         wrong.append(f"weights went {farther} times as far as in fp32")
     if not abs(decayed - 1) < slack:
         wrong.append(f"the second moment is {decayed} times what it is in fp32")
-    if not bool((moved(found) > 0.12 * moved(exact)).all()):
-        wrong.append(f"a weight went {float((moved(found) / moved(exact)).min())} times as far")
+    if not bool((moved(after) > 0.12 * moved(exact)).all()):
+        wrong.append(f"a weight went {float((moved(after) / moved(exact)).min())} times as far")
     return wrong
 
 
@@ -127,25 +127,16 @@ def test_no_format_stalls(size: float, burst: float, name: str, dtype: torch.dty
 
 
 @each_state
-def test_the_second_moment_decays_after_a_burst(name: str, dtype: torch.dtype) -> None:
-    """To a hundredth and less, after 10,000 steps of a true decay to 1/22,000."""
-    run = Run(1e-6, 1e4)
-    at_burst = judged_ones(trained(start(name, dtype), replace(run, steps=BURST)).exp_avg_sq)
-    after = judged_ones(trained(start(name, dtype), run).exp_avg_sq)
-    assert bool((after < at_burst / 100).all())
-
-
-@each_state
 def test_updates_below_the_weights_last_place_add_up(name: str, dtype: torch.dtype) -> None:
     """10,000 updates of 2^-22 in both directions; bf16 ends 2^-9 about one, fp16 2^-12."""
     run = Run(1e-3, lr=2.0**-22)
-    found = trained(start(name, dtype), run)
+    after = trained(start(name, dtype), run)
     expected = run.steps * run.lr
     # 8 bits: each update is a whole unit u of the master with chance lr / u.
     unit = {"split16": 0.0, "int8": 2.0**-15}[name]
     slack = 5 * math.sqrt(expected * unit / NUMEL) / expected + 0.01
-    assert abs(float(moved(found).mean()) / expected - 1) < slack
-    assert bool((moved(found) > 0).all())
+    assert abs(float(moved(after).mean()) / expected - 1) < slack
+    assert bool((moved(after) > 0).all())
 
 
 # ---- controls: the same runs with what the kernels do not do -----------------------------------
@@ -163,32 +154,14 @@ def nearest_bf16(run: Run) -> Fp32State:
     return Fp32State(p.float(), m.float(), v.float())
 
 
-def nearest_int8(run: Run) -> Fp32State:
-    """The kernels' 8-bit moments taken over rounded to nearest, beside an exact master."""
-    state, exact = start("int8", torch.bfloat16), torch.ones(NUMEL)
-    for step in range(1, run.steps + 1):
-        values = Fp32State(exact, *kernels.to_fp32(state)[1:])
-        kernels.update(values, run.grad(step), run.scalars(step))
-        from_fp32(state, values)
-    return Fp32State(exact, *kernels.to_fp32(state)[1:])
-
-
 @pytest.mark.slow
 def test_bf16_moments_rounded_to_nearest_stall() -> None:
     run = Run(1e-6, 1e4)
-    found = nearest_bf16(run)
-    assert len(judged(found, run, "split16")) == 3
-    ratios = judged_ones(found.exp_avg_sq) / judged_ones(wide(run).exp_avg_sq)
+    after = nearest_bf16(run)
+    assert len(judged(after, run, "split16")) == 3
+    ratios = judged_ones(after.exp_avg_sq) / judged_ones(wide(run).exp_avg_sq)
     assert float(ratios.min()) > 100.0
-    assert float(moved(found).mean() / moved(wide(run)).mean()) < 0.5
-
-
-@pytest.mark.slow
-def test_8_bit_moments_rounded_to_nearest_stall() -> None:
-    run = Run(1e-6, 1e4, steps=STEPS // 2)
-    wrong = judged(nearest_int8(run), run, "int8")
-    assert any(line.startswith("the second moment") for line in wrong)
-    assert any(line.startswith("weights went") for line in wrong)
+    assert float(moved(after).mean() / moved(wide(run)).mean()) < 0.5
 
 
 def test_doing_nothing_is_told_apart() -> None:

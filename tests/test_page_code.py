@@ -22,10 +22,7 @@ import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model.transformer import Transformer
 from tests.distributed.conftest import Run, pools, ranks  # noqa: F401  # fixtures
-from tests.distributed.test_pipeline import batches, loss_of, model_of
-from tests.distributed.test_staged_parts import Decoder
-from tests.distributed.test_tensor_parallel import Llama
-from tests.distributed.test_tensor_parallel import plan as columns_and_rows
+from tests.parallel.models import KINDS, Llama, columns_and_rows, gpt, token_loss
 from tests.test_readme import ROOT
 from tests.tui.recordings import plain, write
 
@@ -242,13 +239,12 @@ def pipelines(flushed: str, overlapped: str) -> list[int]:
     """Both kinds of pipelines, from the page's names; the number of losses of the last step."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    steps = batches(replicas=2)
-    given: Names = {"ot": ot, "init_device_mesh": init_device_mesh, "loss": loss_of}
+    given: Names = {"ot": ot, "init_device_mesh": init_device_mesh, "loss": token_loss}
     found = []
     for code in (flushed, overlapped):
         replica = dist.get_rank() % 2
-        own = [tuple(x.chunk(2)[replica] for x in step) for step in steps]
-        given |= {"model": model_of(), "tokens": own[0][0], "batches": own}
+        batches = [KINDS["gpt"].batch(step, replica) for step in range(3)]
+        given |= {"model": gpt(), "tokens": batches[0][0], "batches": batches}
         of_ranks(code.replace("tokens[:4]", "tokens[:2]"), given)
         assert bool(torch.isfinite(given["losses"]).all())
         found.append(given["losses"].numel())
@@ -305,9 +301,9 @@ def staged_parts(code: str) -> int:
     from torch.distributed.tensor.parallel import parallelize_module
 
     tokens = torch.arange(64).view(8, 8) % 16
-    given: Names = {"ot": ot, "init_device_mesh": init_device_mesh, "model": Decoder(4)}
+    given: Names = {"ot": ot, "init_device_mesh": init_device_mesh, "model": Llama(4)}
     given |= {"parallelize_module": parallelize_module, "plan": columns_and_rows()}
-    given |= {"tokens": tokens, "loss": loss_of}
+    given |= {"tokens": tokens, "loss": token_loss}
     of_ranks(code.replace("tokens[:4]", "tokens[:2]"), given)
     pipeline = given["pipeline"]
     losses = pipeline.run(tokens, target=tokens)

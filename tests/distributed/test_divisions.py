@@ -172,7 +172,7 @@ TRAINED = [
     case("2bw, groups", {"train.grad_accum_steps": 16}, level="long"),
     case("parts", EVAL | GPT2, level="quick"),
     case("parts on 4", ZERO_3 | EVAL),
-    case("parts", RECOMPUTE | PARTITIONED | STREAMED),
+    case("parts", RECOMPUTE | STREAMED),
     case("experts", EVAL, level="quick"),
     case("four experts", EVAL | {"model.experts_per_token": 1, "offload.zero_stage": 1}),
     case("experts on 4", EVAL | GPT2 | ZERO_3),

@@ -450,6 +450,7 @@ def test_a_stopped_job_continues_to_the_bit(
         case(("2bw, streamed", "2bw"), {}, level="long"),
         case(("2bw", "stages"), DELAYED | EIGHT_LAYERS, level="long"),
         case(("interleaved", "stages"), DELAYED | EIGHT_LAYERS),
+        case(("four stages", "interleaved"), DELAYED | EIGHT_LAYERS, level="long"),
         case(("one rank", "interleaved"), DELAYED | EIGHT_LAYERS, level="long"),
         case(("parts", "one rank"), {}),
         case(("zero", "experts"), {}),

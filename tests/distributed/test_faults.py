@@ -46,7 +46,6 @@ pytestmark = pytest.mark.usefixtures("pools")  # they are forked from where thos
 ROOT = Path(__file__).resolve().parent.parent.parent
 WITHIN_S = 300.0
 """A bound of what hangs."""
-CLI = [sys.executable, "-m", "offloadtrain"]
 
 
 def environ(**more: str) -> dict[str, str]:

@@ -118,6 +118,7 @@ def test_alike_stages_stay_as_they_are() -> None:
     assert planned(pipeline(2, 8), "auto").job.ranks.layers_per_stage == ()
 
 
+@pytest.mark.slow
 def test_the_search_and_the_reasons_name_it() -> None:
     job = pipeline(2, 8, "1f1b", **HEAD)
     best = planned(job, "auto").job.ranks.layers_per_stage

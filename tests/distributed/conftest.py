@@ -31,7 +31,7 @@ def pools() -> Iterator[dict[int, Pool]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> Iterator[None]:
-    """Behind the last test of ranks they end: idle, ten of them still take a share of a core."""
+    """They end after the last test of ranks: idle, ten of them still take a share of a core."""
     yield
     if "pools" not in getattr(nextitem, "fixturenames", ()):
         _close()
@@ -45,13 +45,13 @@ def ranks(pools: dict[int, Pool]) -> Run:
         if size not in pools:
             pools[size] = Pool(size)
         try:
-            found = pools[size].run(fn, *args, **kwargs)
+            results = pools[size].run(fn, *args, **kwargs)
         except RankFailedError:
             pools.pop(size).close()  # its collectives do not match any more
             raise
         if pools[size].is_worn:
             pools.pop(size).close()
-        return found
+        return results
 
     return run
 

@@ -79,7 +79,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
 def arm(point: str, action: str, step: int) -> None:
     """The first call of the point in the step after `step` is the last thing that happens."""
     owner, name = (POINTS | MORE_POINTS)[point]
-    whole: Callable[..., Any] = getattr(owner, name)
+    original: Callable[..., Any] = getattr(owner, name)
     live = point == "building"
 
     def last(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ def arm(point: str, action: str, step: int) -> None:
             if "FAULT_AT" in os.environ:
                 Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
             ACTIONS[action]()
-        return whole(*args, **kwargs)
+        return original(*args, **kwargs)
 
     setattr(owner, name, last)
     for kind in (Trainer, UnflushedTrainer):
@@ -109,9 +109,9 @@ def main(arguments: list[str]) -> int:
     return command_line.main(rest)
 
 
-def in_a_fork(said: Path, environ: dict[str, str], arguments: list[str]) -> None:
-    """All of a process that was forked with torch imported: `main`, what it prints in `said`."""
-    with said.open("wb") as file:
+def in_a_fork(output: Path, environ: dict[str, str], arguments: list[str]) -> None:
+    """All of a process that was forked with torch imported: `main`, what it prints in `output`."""
+    with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environ)

@@ -28,7 +28,7 @@ from offloadtrain.cli import supervisor
 from offloadtrain.runtime.launcher_link import STACKS
 from tests.distributed.pool import forkserver
 
-HELD = 200
+MARKER = 200
 """The descriptor of the file that finds the processes of a job."""
 _NUMBERS = itertools.count()
 _MODULES = {"offloadtrain": "offloadtrain.cli.main"}
@@ -88,15 +88,15 @@ class ForkedJob:
             arguments: from `train` on.
             fault: where a fault writes its time; other files of the job are made beside it.
         """
-        held, said = fault.with_suffix(".held"), fault.with_suffix(f".said{next(_NUMBERS)}")
-        os.mkfifo(said)
-        held.touch()
-        given = ([*program.split()], [*arguments], said, held, fault)
-        self._process: BaseProcess = forkserver().Process(target=_job, args=given)
+        marker, output = fault.with_suffix(".marker"), fault.with_suffix(f".output{next(_NUMBERS)}")
+        os.mkfifo(output)
+        marker.touch()
+        args = ([*program.split()], [*arguments], output, marker, fault)
+        self._process: BaseProcess = forkserver().Process(target=_job, args=args)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        self.stdout = said.open(encoding="utf-8", errors="replace")
+        self.stdout = output.open(encoding="utf-8", errors="replace")
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -116,13 +116,13 @@ class ForkedJob:
 
 
 def _job(
-    program: Sequence[str], arguments: Sequence[str], said: Path, held: Path, fault: Path
+    program: Sequence[str], arguments: Sequence[str], printed: Path, marker: Path, fault: Path
 ) -> NoReturn:
     """All of a launcher's process."""
     supervisor.subprocess = _FORKS  # type: ignore[assignment, attr-defined]
     supervisor.PROGRAM = tuple(program)  # type: ignore[assignment]
-    os.dup2(os.open(held, os.O_RDONLY), HELD)
-    output = os.open(said, os.O_WRONLY)
+    os.dup2(os.open(marker, os.O_RDONLY), MARKER)
+    output = os.open(printed, os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
     environ = os.environ | {"OMP_NUM_THREADS": "1", "FAULT_AT": str(fault)}
@@ -133,7 +133,7 @@ def _become(command: Sequence[str], *, keep: Sequence[int], environ: Mapping[str
     """Run a module's `main` with these arguments as a process of its own would."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd not in (0, 1, 2, HELD, *keep):
+        if fd not in (0, 1, 2, MARKER, *keep):
             with suppress(OSError):  # that of the listing
                 os.close(fd)
     faulthandler.unregister(STACKS)
@@ -141,9 +141,9 @@ def _become(command: Sequence[str], *, keep: Sequence[int], environ: Mapping[str
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    given = dict(environ)
+    variables = dict(environ)
     os.environ.clear()
-    os.environ.update(given)
+    os.environ.update(variables)
     sys.stdout, sys.stderr = _stream(1), _stream(2)
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     torch.set_num_threads(1)

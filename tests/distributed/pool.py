@@ -29,9 +29,9 @@ PRELOADED = [
     "offloadtrain.train.run",
     "offloadtrain.cli.supervisor",
     "tests.distributed.faulty_job",
-    "tests.distributed.test_checkpoints",
     "tests.distributed.rank_jobs",
-    "tests.distributed.test_sharded",
+    "tests.distributed.reference",
+    "tests.parallel.mesh_runs",
 ]
 
 
@@ -56,13 +56,13 @@ class Pool:
         self._processes = []
         self._groups = 0
         for rank in range(size):
-            ours, theirs = context.Pipe()
+            pipe, pipe_of_rank = context.Pipe()
             store = str(Path(self._folder.name, "store"))
-            args = (theirs, store, self._stacks(rank), rank, size)
+            args = (pipe_of_rank, store, self._stacks(rank), rank, size)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            pipe_of_rank.close()
+            self._pipes.append(pipe)
             self._processes.append(process)
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -108,9 +108,9 @@ class Pool:
 
 
 def _serve(pipe: Connection, store: str, stacks: Path, rank: int, size: int) -> None:
-    told = stacks.open("w")
+    dump = stacks.open("w")
     # From the start on: making the group may be what never ends.
-    faulthandler.dump_traceback_later(TIMEOUT_S * 0.9, file=told)
+    faulthandler.dump_traceback_later(TIMEOUT_S * 0.9, file=dump)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -125,7 +125,7 @@ def _serve(pipe: Connection, store: str, stacks: Path, rank: int, size: int) -> 
             fn, args, kwargs = pipe.recv()
         except EOFError:
             return
-        faulthandler.dump_traceback_later(TIMEOUT_S * 0.9, file=told)
+        faulthandler.dump_traceback_later(TIMEOUT_S * 0.9, file=dump)
         try:
             value = fn(*args, **kwargs)
             pipe.send((True, value, len(dist.distributed_c10d._world.pg_map)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from offloadtrain.config import job as jobs
 from offloadtrain.events import log_lines, schema
-from tests.distributed.forked_job import HELD, ForkedJob
+from tests.distributed.forked_job import MARKER, ForkedJob
 from tests.train.small_job import JOB, write_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,7 +56,7 @@ class Job:
         """`fault`: POINT:ACTION, STEP, RANK as `faulty_job` takes them."""
         program = " ".join(("-m", "tests.distributed.faulty_job", *fault))
         launcher = ("-c", _LAUNCH, program) if fault else ("-m", "offloadtrain")
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "FAULT_AT": str(beside(run, "fault"))}
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "FAULT_AT": str(file_of(run, "fault"))}
         process = subprocess.Popen(
             [sys.executable, *launcher, "train", str(job), "--run-dir", str(run), *arguments],
             cwd=ROOT,
@@ -77,8 +77,8 @@ class Job:
             heard: somebody reads what they print.
         """
         program = " ".join(("tests.distributed.faulty_job", *fault)) if fault else "offloadtrain"
-        given = ["train", str(job), "--run-dir", str(run), *arguments]
-        process = ForkedJob(f"-m {program}", given, beside(run, "fault"))
+        command = ["train", str(job), "--run-dir", str(run), *arguments]
+        process = ForkedJob(f"-m {program}", command, file_of(run, "fault"))
         if not heard:
             process.stdout.close()
             return cls(process, run)
@@ -141,7 +141,7 @@ class Job:
 
     def named_after_s(self, rank: int) -> float:
         """Return the seconds from the fault to the launcher's first line that names the rank."""
-        at = float(beside(self.run, "fault").read_text())
+        at = float(file_of(self.run, "fault").read_text())
         named = re.compile(rf"rank {rank} \(pid \d+\) (was killed|makes no progress)")
         return next(time_s for time_s, line in self.lines if named.match(line)) - at
 
@@ -152,35 +152,35 @@ class Job:
         return [record.event.step for record in log if isinstance(record.event, schema.Step)]
 
 
-def beside(run: Path, what: str) -> Path:
-    """A file of one run, which is not in it."""
+def file_of(run: Path, what: str) -> Path:
+    """A file of one run, which is not in its folder."""
     return Path(f"{run}.{what}")
 
 
 def processes_of(run: Path) -> list[int]:
     """Return the processes whose command line names the run folder, or that hold its file."""
-    found, held = [], str(beside(run, "held"))
+    pids, marker = [], str(file_of(run, "marker"))
     for path in Path("/proc").glob("[0-9]*"):
         try:
             named = os.fsencode(run) in (path / "cmdline").read_bytes()
-            if int(path.name) != os.getpid() and (named or _holds(path, held)):
-                found.append(int(path.name))
+            if int(path.name) != os.getpid() and (named or _holds(path, marker)):
+                pids.append(int(path.name))
         except OSError:
             continue  # it has ended meanwhile
-    return found
+    return pids
 
 
 def _holds(process: Path, file: str) -> bool:
-    link = process / "fd" / str(HELD)
+    link = process / "fd" / str(MARKER)
     return link.is_symlink() and os.readlink(link) == file
 
 
 def none_left(run: Path, within_s: float = WITHIN_S) -> bool:
     """Wait for the end of all processes of a run."""
     deadline = time.monotonic() + within_s
-    while found := processes_of(run):
+    while pids := processes_of(run):
         if time.monotonic() > deadline:
-            for pid in found:
+            for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             return False
         time.sleep(0.1)

@@ -201,9 +201,9 @@ def evaluations(folder: Path) -> list[tuple[int, float]]:
 
 def newest(folder: Path) -> checkpoint.Checkpoint:
     """Return the newest checkpoint of a run, verified."""
-    found = checkpoint.newest_good(folder / "checkpoints", lambda path, why: None)
-    assert found is not None
-    return found
+    source = checkpoint.newest_good(folder / "checkpoints", lambda path, why: None)
+    assert source is not None
+    return source
 
 
 def saved_tensors(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
@@ -250,7 +250,10 @@ def master_difference(first: Path, second: Path) -> float:
 
 
 def assert_same_state(first: Path, second: Path) -> None:
-    """Compare all tensors of the newest checkpoints: state, and weights that are saved with it."""
+    """Compare the newest checkpoints: state, weights that are saved with it, and the number of
+    updates of each expert."""
+    steps, expected_steps = (newest(folder).state["optimizer"] for folder in (first, second))
+    assert steps.get("expert_steps") == expected_steps.get("expert_steps")
     a, b = saved_tensors(first), saved_tensors(second)
     assert a.keys() == b.keys() and a
     for key, value in a.items():

@@ -1,8 +1,11 @@
-"""A checkpoint of any number of ranks is read by any other; who fails, fails together."""
+"""A checkpoint of any number of ranks is read by any other, and continues to the bit; ranks that
+fail to save fail together."""
 
 from __future__ import annotations
 
 import os
+import random
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,52 +16,41 @@ import torch.distributed as dist
 import offloadtrain as ot
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train.checkpoint import checkpoint
-from offloadtrain.train.checkpoint.manifest import (
-    CheckpointError,
-    DamagedCheckpointError,
-    NotFiniteError,
-)
+from offloadtrain.train.checkpoint.manifest import CheckpointError, NotFiniteError
 from offloadtrain.train.checkpoint.restore import restore
 from offloadtrain.train.checkpoint.save import save
 from tests.distributed.conftest import Run
-from tests.distributed.reference import whole_state
-from tests.distributed.test_sharded import own_batches
-from tests.numerics.models import Chain, Frozen, batches, loss_of
+from tests.distributed.rank_jobs import assert_tiled
+from tests.distributed.reference import own_batches, whole_state
+from tests.engine.test_proof import CASES, MODES, options_of
+from tests.numerics.models import MODELS, batches, loss_of
 from tests.numerics.test_offload import train
+from tests.train.bitwise import Case, differ, parted, running, saving, whole
 
 FIELDS = {
     "fp32": ("master", "exp_avg", "exp_avg_sq"),
     "split16": ("weight", "low", "exp_avg", "exp_avg_sq"),
     "int8": ("weight", "correction", "exp_avg", "exp_avg_sq"),
 }
-MODELS = {"chain": Chain, "frozen": Frozen}
+STREAMED: dict[str, Any] = {"zero_stage": 3, "working": "host"}
 
 
-def made(name: str, **options: Any) -> tuple[torch.nn.Module, ot.OffloadOptimizer]:
-    torch.manual_seed(1)
+def offloaded(
+    name: str, seed: int = 1, **options: Any
+) -> tuple[torch.nn.Module, ot.OffloadOptimizer]:
+    torch.manual_seed(seed)
     model = MODELS[name]()
     return model, ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", **options)
 
 
-def all_of(optimizer: ot.OffloadOptimizer, state: str) -> dict[str, Any]:
-    """Every element of every parameter's state, whoever has it."""
+def values_of(model: torch.nn.Module, optimizer: ot.OffloadOptimizer, state: str) -> dict[str, Any]:
+    """Every element of every parameter's state, whichever rank has it, and a loss."""
     optimizer.synchronize()
-    return {
-        key: {name: value.reshape(-1).tolist() for name, value in values.items()}
-        for key, values in whole_state(optimizer, *FIELDS[state]).items()
+    values = {
+        key: {name: value.reshape(-1).tolist() for name, value in tensors.items()}
+        for key, tensors in whole_state(optimizer, *FIELDS[state]).items()
     }
-
-
-def trained_and_saved(folder: Path, name: str, state: str, **options: Any) -> Any:
-    model, optimizer = made(name, state=state, **options)
-    for tokens in own_batches(3):
-        train(optimizer, model, [tokens])
-    optimizer.synchronize()
-    save(folder, 3, model, optimizer, {"step": 3}, ranks=optimizer.ranks)
-    found = all_of(optimizer, state)
-    found["loss"] = fixed_loss(model)
-    optimizer.close()
-    return found
+    return values | {"loss": fixed_loss(model)}
 
 
 def fixed_loss(model: torch.nn.Module) -> float:
@@ -67,134 +59,186 @@ def fixed_loss(model: torch.nn.Module) -> float:
         return loss_of(model, batches(1)[0]).item()
 
 
-def loaded(folder: Path, name: str, state: str, **options: Any) -> Any:
-    torch.manual_seed(2)
-    model = MODELS[name]()
-    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", state=state, **options)
+def train_and_save(folder: Path, name: str, state: str, **options: Any) -> dict[str, Any]:
+    model, optimizer = offloaded(name, state=state, **options)
+    for tokens in own_batches(3):
+        train(optimizer, model, [tokens])
+    optimizer.synchronize()
+    save(folder, 3, model, optimizer, {"step": 3}, ranks=optimizer.ranks)
+    values = values_of(model, optimizer, state)
+    optimizer.close()
+    return values
 
-    def never(path: Path, damage: DamagedCheckpointError) -> None:
-        raise damage
 
-    saved = checkpoint.newest_good(folder, never, optimizer.ranks)
+def raise_damage(path: Path, damage: Exception) -> None:
+    raise damage
+
+
+def load(folder: Path, name: str, state: str, **options: Any) -> dict[str, Any]:
+    model, optimizer = offloaded(name, seed=2, state=state, **options)
+    saved = checkpoint.newest_good(folder, raise_damage, optimizer.ranks)
     assert saved is not None
     restore(saved, model, optimizer)
     optimizer.finish_load(step=3)
-    found = all_of(optimizer, state)
-    found["loss"] = fixed_loss(model)
+    values = values_of(model, optimizer, state)
     train(optimizer, model, own_batches(1))
     optimizer.close()
-    return found
+    return values
 
 
-@pytest.mark.cover(0, 2)
-@pytest.mark.parametrize("state", FIELDS)
-@pytest.mark.parametrize(("wrote", "reads"), [(1, 1), (1, 4), (3, 2), (2, 4), (4, 1)])
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "readers", "state"),
+    [(1, 4, "fp32"), (3, 2, "split16"), (2, 4, "int8"), (4, 1, "fp32"), (4, 3, "int8")],
+)
 def test_any_number_of_ranks_reads_any_other(
-    ranks: Run, tmp_path: Path, wrote: int, reads: int, state: str
+    ranks: Run, tmp_path: Path, size: int, readers: int, state: str
 ) -> None:
-    (before, *_), of_readers = (
-        ranks(wrote, trained_and_saved, tmp_path, "frozen", state),
-        ranks(reads, loaded, tmp_path, "frozen", state),
-    )
-    assert of_readers == [before] * reads
-
-
-STREAMED: dict[str, Any] = {"zero_stage": 3, "working": "host"}
+    before, *_ = ranks(size, train_and_save, tmp_path, "frozen", state)
+    assert ranks(readers, load, tmp_path, "frozen", state) == [before] * readers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"zero_stage": 3}, STREAMED])
+@pytest.mark.parametrize("options", [{"zero_stage": 3}, STREAMED])
 def test_any_placement_reads_any_other(ranks: Run, tmp_path: Path, options: dict[str, Any]) -> None:
-    before = ranks(2, trained_and_saved, tmp_path, "frozen", "fp32", **options)[0]
+    before = ranks(2, train_and_save, tmp_path, "frozen", "fp32", **options)[0]
     resident, half = {"state_on": "device"}, {"state_on": {"device": 0.5}}
     disk = {"state_on": "disk", "scratch_dir": str(tmp_path / "scratch"), "scratch_in_memory": True}
-    others = ((1, {}), (2, resident), (2, half), (2, {"zero_stage": 3}), (2, disk), (4, STREAMED))
-    for size, other in others:
-        assert ranks(size, loaded, tmp_path, "frozen", "fp32", **other) == [before] * size
+    readers = ((1, {}), (2, resident), (2, half), (2, {"zero_stage": 3}), (2, disk), (4, STREAMED))
+    for size, other in readers:
+        assert ranks(size, load, tmp_path, "frozen", "fp32", **other) == [before] * size
 
 
 def test_no_element_is_written_twice(ranks: Run, tmp_path: Path) -> None:
-    ranks(4, trained_and_saved, tmp_path, "chain", "fp32")
+    ranks(4, train_and_save, tmp_path, "chain", "fp32")
     (path,) = checkpoint.find(tmp_path)
-    taken: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    sizes = {}
+    pieces: dict[tuple[str, str], list[Any]] = {}
     for entry in checkpoint.verify(path).manifest.entries:
-        sizes[entry.name, entry.kind] = torch.Size(entry.shape).numel()
-        taken.setdefault((entry.name, entry.kind), []).append((entry.lo, entry.hi))
-    assert any(len(spans) > 1 for spans in taken.values())
-    for key, spans in taken.items():
-        flat = [bound for span in sorted(spans) for bound in span]
-        assert flat[0] == 0 and flat[-1] == sizes[key]
-        assert flat[1:-1:2] == flat[2::2], key  # each begins where the one before ends
+        pieces.setdefault((entry.name, entry.kind), []).append(entry)
+    assert any(len(entries) > 1 for entries in pieces.values())
+    for key, entries in pieces.items():
+        assert_tiled(key, sorted(entries, key=lambda entry: entry.lo))
 
 
-def full_disk(folder: Path, broken: int) -> str:
-    model, optimizer = made("chain")
+def message_of_save(folder: Path, rank: int, fault: str) -> str:
+    """The error of a save in which the disk of one rank is full, or a weight of it not finite."""
+    model, optimizer = offloaded("chain")
+    train(optimizer, model, own_batches(1))
     optimizer.synchronize()
-    write, os.pwrite = os.pwrite, _full if optimizer.ranks.rank == broken else os.pwrite
+    is_broken = optimizer.ranks.rank == rank
+    if is_broken and fault == "nan":
+        _, state = next(item for item in optimizer.named_state() if item[1]["master"].numel())
+        state["master"].view(-1)[0] = float("nan")
     try:
-        save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
-    except CheckpointError as error:
+        with pytest.MonkeyPatch.context() as patch:
+            if is_broken and fault == "full disk":
+                patch.setattr(os, "pwrite", raise_no_space)
+            save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
+    except (CheckpointError, NotFiniteError) as error:
         return str(error)
     finally:
-        os.pwrite = write
         optimizer.close()
     return ""
 
 
-def _full(fd: int, data: bytes, offset: int) -> int:
+def raise_no_space(fd: int, data: bytes, offset: int) -> int:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("broken", [0, 1])
-def test_who_fails_fails_together(ranks: Run, tmp_path: Path, broken: int) -> None:
-    for message in ranks(2, full_disk, tmp_path, broken):
-        assert f"rank {broken}: " in message and "No space left" in message
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_fail_to_save_fail_together(ranks: Run, tmp_path: Path, rank: int) -> None:
+    for message in ranks(2, message_of_save, tmp_path, rank, "full disk"):
+        assert f"rank {rank}: " in message and "No space left" in message
+    for message in ranks(2, message_of_save, tmp_path, rank, "nan"):
+        assert message.startswith(f"rank {rank}: the weights of ")
+        assert message.endswith("not finite")
     assert not list(tmp_path.iterdir())
 
 
-def damaged(folder: Path) -> list[str]:
-    reported: list[str] = []
-    found = checkpoint.newest_good(
-        folder, lambda path, error: reported.append(str(error)), Ranks(dist.group.WORLD)
+def damage_reports(folder: Path) -> list[str]:
+    reports: list[str] = []
+    newest = checkpoint.newest_good(
+        folder, lambda path, error: reports.append(str(error)), Ranks(dist.group.WORLD)
     )
-    assert found is None
-    return reported
+    assert newest is None
+    return reports
 
 
-def test_a_damaged_file_is_seen_by_all(ranks: Run, tmp_path: Path) -> None:
-    ranks(2, trained_and_saved, tmp_path, "chain", "fp32")
+def test_all_ranks_report_a_damaged_file(ranks: Run, tmp_path: Path) -> None:
+    ranks(2, train_and_save, tmp_path, "chain", "fp32")
     (path,) = checkpoint.find(tmp_path)
     file = path / "rank-001.bin"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    first, second = ranks(2, damaged, tmp_path)
+    first, second = ranks(2, damage_reports, tmp_path)
     assert first == second and file.name in first[0]
 
 
-def saved_with_nan(folder: Path, spoilt: int) -> str:
-    """One rank holds a weight that is not finite."""
-    model, optimizer = made("chain")
-    for tokens in own_batches(1):
-        train(optimizer, model, [tokens])
-    if optimizer.ranks.rank == spoilt:
-        _, state = next(one for one in optimizer.named_state() if one[1]["master"].numel())
-        state["master"].view(-1)[0] = float("nan")
-    try:
-        save(folder, 1, model, optimizer, {}, ranks=optimizer.ranks)
-    except NotFiniteError as error:
-        return str(error)
-    finally:
-        optimizer.close()
-    return ""
+# Runs that save and stop twice, against runs that never do.
+
+STAGES: dict[str, dict[str, Any]] = {
+    "stage 1": {"zero_stage": 1},
+    "stage 2": {"zero_stage": 2},
+    "stage 3": {"zero_stage": 3},
+    "stage 3, host": STREAMED,
+    "stage 3, partly": STREAMED | {"resident_blocks": 1},
+}
 
 
-@pytest.mark.parametrize("spoilt", [0, 1])
-def test_what_is_not_finite_on_one_rank_is_saved_by_none(
-    ranks: Run, tmp_path: Path, spoilt: int
+def differences(
+    folder: Path, mode: str, placement: str, formats: tuple[str, str], accum: int
+) -> list[Any]:
+    """Return what differs on this rank, of a run that saves, and of one of three starts."""
+    state, precision = formats
+    options = {**options_of(mode, precision), "state": state, "precision": precision}
+    case = Case(options, STAGES[placement], accum=accum)
+    expected = whole(case)
+    runs = saving(case, folder / "saving"), parted([case] * 3, folder / "parted")
+    return [differ(run, expected) for run in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["stage 1", "stage 3, partly"])
+def test_a_delay_continues_among_ranks(ranks: Run, tmp_path: Path, placement: str) -> None:
+    of_ranks = ranks(2, differences, tmp_path, "delayed", placement, ("fp32", "bf16"), 1)
+    assert of_ranks == [[[], []]] * 2
+
+
+@pytest.mark.long
+def test_every_mode_stage_and_format_continues_to_the_bit(ranks: Run, tmp_path: Path) -> None:
+    cases, draw = list(product(MODES, STAGES, CASES)), random.Random(0)
+    for number, (mode, placement, formats) in enumerate(cases):
+        size = draw.choice((2, 2, 3))
+        folder = tmp_path / f"{number}"
+        of_ranks = ranks(size, differences, folder, mode, placement, formats, 1 + number % 2)
+        assert of_ranks == [[[], []]] * size, (mode, placement, formats, size)
+    print(f"{2 * len(cases)} resumes of {len(cases)} runs among ranks: 0 bits differ")
+
+
+def save_or_load_delayed(
+    folder: Path, state: str, options: dict[str, Any], *, loads: bool
+) -> tuple[float, dict[str, Any]]:
+    """Return the loss of the weights in use, and the newest state with its loss."""
+    case = Case({"update": "delayed", "state": state}, options, model="frozen")
+    with running(case, seed=int(loads)) as run:
+        if loads:
+            run.load(folder)
+        else:
+            run.train(range(1, 4))
+            run.save(folder, 3)
+            run.commit()
+        return fixed_loss(run.model), values_of(run.model, run.optimizer, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "readers", "state"), [(2, 1, "split16"), (1, 2, "fp32"), (2, 3, "int8")]
+)
+def test_any_number_of_ranks_continues_from_a_delay(
+    ranks: Run, tmp_path: Path, size: int, readers: int, state: str
 ) -> None:
-    for said in ranks(2, saved_with_nan, tmp_path, spoilt):
-        assert said.startswith(f"rank {spoilt}: the weights of ") and said.endswith("not finite")
-    assert list(tmp_path.iterdir()) == []
+    before, *_ = ranks(size, save_or_load_delayed, tmp_path, state, {"zero_stage": 2}, loads=False)
+    assert before[0] != before[1]["loss"], "the weights in use are not the newest"
+    after = ranks(readers, save_or_load_delayed, tmp_path, state, STREAMED, loads=True)
+    assert after == [before] * readers

@@ -99,34 +99,23 @@ def test_groups_of_a_host_gather_inside_of_it() -> None:
     assert {system for system in rows if rows[system] != plain_rows[system]} == {"offloadtrain"}
 
 
-@pytest.mark.parametrize(
-    ("width", "groups", "gpus", "hosts"),
-    [(4, 1, 4, 1), (4, 2, 4, 1), (8, 2, 4, 2), (6, 1, 8, 1), (6, 2, 8, 2), (2, 8, 8, 1)],
-)
-def test_hosts_of_a_group(width: int, groups: int, gpus: int, hosts: int) -> None:
-    assert most_hosts(width, groups, gpus) == hosts
+def test_hosts_of_a_group() -> None:
+    for width, groups, gpus, hosts in (
+        *((4, 1, 4, 1), (4, 2, 4, 1), (8, 2, 4, 2)),
+        *((6, 1, 8, 1), (6, 2, 8, 2), (2, 8, 8, 1)),
+    ):
+        assert most_hosts(width, groups, gpus) == hosts
 
 
 def test_state_that_does_not_fit_in_every_host_is_divided_among_all() -> None:
     """The plan suggests to give up the copies."""
     job = divided_job("groups", **BF16 | ANY_DEVICE)
     name, machine = find("rtx4090")
-    whole = make(job, name, two_gpus(machine), 4)
-    short = replace(two_gpus(machine), host_memory=f"{max(whole.host_peaks.values()) - 1} B")
+    ample = make(job, name, two_gpus(machine), 4)
+    short = replace(two_gpus(machine), host_memory=f"{max(ample.host_peaks.values()) - 1} B")
     changes = nearest(job, name, short, 4)
     assert not make(job, name, short, 4).fits
     assert any(change.keys == {"ranks.shard": 0} and change.plan.fits for change in changes)
-
-
-@pytest.mark.slow
-def test_a_search_of_pipelines_makes_no_groups(
-    data: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = data / "job.toml"
-    path.write_text(jobs.dump(divided_job("groups", data)))
-    assert main(["plan", str(path), "--gpus", "4", "--machine", "cpu2", "--search"]) == 2
-    assert "one copy of their state. Set ranks.shard = 0" in capsys.readouterr().err
 
 
 def test_why_plans_with_all_ranks(
@@ -145,10 +134,9 @@ def test_why_plans_with_all_ranks(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_shards_of_experts_count_in_a_limit_of_the_device(size: int) -> None:
+def test_shards_of_experts_count_in_a_limit_of_the_device() -> None:
     """Stage 3, every 2 ranks with all experts: blocks that fit in addition stay, and no others."""
-    options = ZERO_3 | {"model.num_layers": 8, "model.d_ff": 512}
+    options, size = ZERO_3 | {"model.num_layers": 8, "model.d_ff": 512}, 4
     free = make(divided_job("experts", **options), *find("cpu2"), size)
     least, resident = sum(free.engine_device.values()), []
     for more in range(0, 12 << 20, 512 << 10):
@@ -226,24 +214,37 @@ def test_state_that_fills_a_device_leaves_room_for_more_tokens() -> None:
     assert plan.host_peaks["step"] < plan.host_room
 
 
-@pytest.mark.slow
-def test_a_search_divides_the_experts_of_each_stage(
-    data: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """A stage has at least as many ranks as hold all experts."""
+def rows_of_search(
+    data: Path, capsys: pytest.CaptureFixture[str], name: str, gpus: int = 4, **options: Any
+) -> tuple[int, Any]:
+    """Return the exit code of `plan --search`, and its rows or its error."""
     path = data / "job.toml"
+    path.write_text(jobs.dump(divided_job(name, data, **options)))
+    command = ["plan", str(path), "--gpus", f"{gpus}", "--machine", "cpu2", "--search", "--json"]
+    code = main(command)
+    printed = capsys.readouterr()
+    return code, printed.err if code else json.loads(printed.out)["rows"]
+
+
+@pytest.mark.slow
+def test_a_search_of_pipelines_respects_the_other_divisions(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It keeps parts, makes no groups, and a stage has at least as many ranks as hold all
+    experts."""
+    code, error = rows_of_search(data, capsys, "groups")
+    assert code == 2 and "one copy of their state. Set ranks.shard = 0" in error
+    code, rows = rows_of_search(data, capsys, "stages, parts")
+    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 2), (2, 1)} and not code
+    code, error = rows_of_search(data, capsys, "stages, parts", gpus=3)
+    assert code == 2 and "ranks.tensor = 2 and 3 ranks" in error
     deep = {"model.num_layers": 8, "model.router_aux_loss_coef": 0.0, "train.grad_accum_steps": 8}
-    untied = {"model.tie_embeddings": "false", "offload.activation": '"keep"'}
-    job = divided_job("experts", data, **deep | untied)
-    path.write_text(jobs.dump(job))
-    command = ["plan", str(path), "--gpus", "4", "--machine", "cpu2", "--search"]
-    assert main([*command, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 4), (2, 2)}
+    deep |= {"model.tie_embeddings": "false", "offload.activation": '"keep"'}
+    code, rows = rows_of_search(data, capsys, "experts", **deep)
+    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 4), (2, 2)} and not code
     for row in rows:
         keys = dict(pair.split("=") for pair in row["keys"].split())
-        plan = make(divided_job("experts", **deep | untied | keys), *find("cpu2"), 4)
+        plan = make(divided_job("experts", **deep | keys), *find("cpu2"), 4)
         assert sum(plan.device.values()) == row["device_bytes"]
         assert {bucket.ranks for bucket in plan.placed.spec.buckets} == {
             row["replicas"],
@@ -287,9 +288,10 @@ def planned_share(data: Path, **changes: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.draws(0.5)
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize("name", ["experts", "four experts", "parts, experts"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("experts", "keep"), ("four experts", "recompute"), ("parts, experts", "keep")],
+)
 def test_activations_are_near_the_plan(ranks: Run, data: Path, name: str, policy: str) -> None:
     """If all experts get the same number of tokens, as the plan assumes."""
     division = DIVISIONS[name]
@@ -342,21 +344,26 @@ def test_traffic_of_parts_with_experts_by_hand() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, DEEP_INTERLEAVED, TWO_VERSIONS], ids=("1f1b", "x2", "2bw"))
-def test_traffic_of_parts_of_a_stage_by_hand(options: Options) -> None:
-    """Each part sends its whole activations to the next stage, and two sums forward and two
-    backward of every layer that it holds to the other part; every stage is proved."""
-    job = divided_job("stages, parts", **options)
-    plan = make(job, *find("cpu2"), 4)
-    part = plan.placed.config.train
+def test_traffic_within_a_stage_by_hand(options: Options) -> None:
+    """Each part sends its undivided activations to the next stage, and two sums forward and two
+    backward of every layer that it holds to the other part. Of experts half of the rows leave, in
+    as many all-to-alls. Every stage is proved."""
+    plan, of_experts = (
+        make(divided_job(name, **options), *find("cpu2"), 4)
+        for name in ("stages, parts", "stages, experts")
+    )
+    part, layers = plan.placed.config.train, plan.job.model.num_layers // 2
     tensor = part.micro_batch * 32 * 32 * 4  # tokens, d_model, fp32
-    of_step = 4 * (job.model.num_layers // 2) * tensor * part.grad_accum_steps
-    assert plan.prediction.parts_bytes == of_step
+    assert plan.prediction.parts_bytes == 4 * layers * tensor * part.grad_accum_steps
     times = times_of(plan)
-    assert times is not None and plan.ranks == 4
-    assert {link.nbytes for link in times.links} == {tensor}
+    assert times is not None and {link.nbytes for link in times.links} == {tensor}
     assert "tensor parallel: each rank holds 1/2 of the layers' matrices" in text(plan)
-    for stage in (0, 1):
-        assert "as planned" in dry_run.check(make(job, *find("cpu2"), 4, stage=stage))
+    part = of_experts.placed.config.train
+    rows = part.micro_batch * part.grad_accum_steps * 32 * 2
+    assert of_experts.prediction.experts_bytes == 4 * layers * rows * 32 * 4 // 2
+    assert "each rank holds 2 of 4 experts of a layer" in text(of_experts)
+    for proved in (plan, make(plan.job, *find("cpu2"), 4, stage=1), of_experts):
+        assert "as planned" in dry_run.check(proved) and proved.ranks == 4
 
 
 @pytest.mark.slow
@@ -375,42 +382,8 @@ def test_parts_of_a_stage_fill_hosts_one_by_one() -> None:
             assert link.seconds == pytest.approx(link.nbytes * sharing / 1e9)
 
 
-@pytest.mark.slow
-def test_a_search_keeps_the_parts(
-    data: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = data / "job.toml"
-    path.write_text(jobs.dump(divided_job("stages, parts", data)))
-    command = ["plan", str(path), "--machine", "cpu2", "--search", "--json"]
-    assert main([*command, "--gpus", "4"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {(row["stages"], row["replicas"]) for row in rows} == {(1, 2), (2, 1)}
-    assert main([*command, "--gpus", "3"]) == 2
-    assert "ranks.tensor = 2 and 3 ranks" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, DEEP_INTERLEAVED, TWO_VERSIONS])
-def test_tokens_of_a_rank_are_those_of_its_stages(
-    options: Options,
-) -> None:
-    """Two all-to-alls forward and two backward in each of its layers, half of the rows leave."""
-    job = divided_job("stages, experts", **options)
-    plan = make(job, *find("cpu2"), 4)
-    part = plan.placed.config.train
-    rows = part.micro_batch * part.grad_accum_steps * 32 * 2
-    sent = 4 * (job.model.num_layers // 2) * rows * 32 * 4 // 2
-    assert plan.prediction.experts_bytes == sent
-    assert "each rank holds 2 of 4 experts of a layer" in text(plan)
-    assert "as planned" in dry_run.check(plan)
-
-
-@pytest.mark.parametrize("options", [{}, {"offload.zero_stage": 1, "offload.state": '"split16"'}])
-def test_the_dry_run_of_a_rank_is_the_sum_of_its_stages(
-    options: Options,
-) -> None:
-    job = divided_job("interleaved", **{"train.micro_batch": 4} | options)
+def test_the_dry_run_of_a_rank_is_the_sum_of_its_stages() -> None:
+    job = divided_job("interleaved", **{"train.micro_batch": 4, "offload.zero_stage": 1})
     plans = [make(job, *find("cpu2"), 4, stage=place) for place in range(2)]
     for place, plan in enumerate(plans):
         report = dry_run.check(plan)
@@ -446,11 +419,10 @@ def test_the_dry_run_of_each_stage_is_its_plan(options: Options) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_dry_run_of_streamed_stages_is_their_plan(ranks: int) -> None:
+def test_the_dry_run_of_streamed_stages_is_their_plan() -> None:
     """Both versions are on the host; the device has one of them."""
     job = divided_job("2bw", **STREAMED | {"train.micro_batch": 4} | OFFLOADED)
-    plans = [make(job, *find("cpu2"), ranks, stage=stage) for stage in range(2)]
+    plans = [make(job, *find("cpu2"), 4, stage=stage) for stage in range(2)]
     for plan in plans:
         assert "free of races" in dry_run.check(plan)
     spec, host = plans[0].placed.spec, plans[0].placed.host()
@@ -485,8 +457,8 @@ def test_the_layout_of_each_stage_is_the_planned_one(tmp_path: Path) -> None:
         for stage in range(2):
             plan = make(job, name, machine, 2, stage=stage)
             assert "as planned" in dry_run.check(plan)
-        whole = make(replace(job, ranks=RanksConfig()), name, machine, 1)
-        assert plan.checkpoint_bytes == whole.checkpoint_bytes
+        undivided = make(replace(job, ranks=RanksConfig()), name, machine, 1)
+        assert plan.checkpoint_bytes == undivided.checkpoint_bytes
 
 
 @pytest.mark.slow

@@ -214,9 +214,10 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused() -> None:
             shards(divided_job("groups", **changes), size)
 
 
-@pytest.mark.parametrize("name", [name for name, row in DIVISIONS.items() if row.roles])
-def test_every_rank_has_a_role(name: str) -> None:
-    assert roles(divided_job(name), DIVISIONS[name].ranks) == DIVISIONS[name].roles
+def test_every_rank_has_a_role() -> None:
+    for name, division in DIVISIONS.items():
+        if division.roles:
+            assert roles(divided_job(name), division.ranks) == division.roles
 
 
 def test_ranks_that_see_other_batches() -> None:
@@ -234,14 +235,14 @@ def test_ranks_of_a_group() -> None:
     assert roles(job, 2) == () and group_of(job, 2, 1) == ""  # one group has no name
 
 
-@pytest.mark.parametrize(
-    ("micro", "accum", "ranks", "expected"),
-    [(8, 1, 2, (4, 1)), (8, 4, 2, (8, 2)), (8, 4, 8, (4, 1)), (6, 2, 4, (3, 1)), (4, 3, 2, (3, 2))],
-)
-def test_a_batch_is_shared(micro: int, accum: int, ranks: int, expected: tuple[int, int]) -> None:
-    job = divided_job("one rank", **{"train.micro_batch": micro, "train.grad_accum_steps": accum})
-    assert batch_of(shared(job, ranks)) == expected
-    assert expected[0] * expected[1] * ranks == micro * accum
+def test_a_batch_is_shared() -> None:
+    for micro, accum, ranks, expected in (
+        *((8, 1, 2, (4, 1)), (8, 4, 2, (8, 2)), (8, 4, 8, (4, 1))),
+        *((6, 2, 4, (3, 1)), (4, 3, 2, (3, 2))),
+    ):
+        batch = {"train.micro_batch": micro, "train.grad_accum_steps": accum}
+        assert batch_of(shared(divided_job("one rank", **batch), ranks)) == expected
+        assert expected[0] * expected[1] * ranks == micro * accum
 
 
 def batch_of(job: Config) -> tuple[int, int]:
@@ -267,26 +268,23 @@ def test_batches_of_stages_and_parts() -> None:
     assert batch_of(shared(parts, 2)) == batch_of(parts)
     assert shared(parts, 4).train.grad_accum_steps == parts.train.grad_accum_steps // 2
     experts = divided_job("experts")
-    whole = replace(experts, ranks=RanksConfig())
-    assert shared(experts, 2).train == shared(whole, 2).train
+    undivided = replace(experts, ranks=RanksConfig())
+    assert shared(experts, 2).train == shared(undivided, 2).train
     four = replace(experts, ranks=RanksConfig(expert=4))
     assert roles(four, 4) == tuple(f"expert {number}" for number in range(4))
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "text"),
-    [
+def test_the_division_is_explained() -> None:
+    for name, size, text in (
         ("2bw", 2, "2 stages of one rank each (2bw: no flush between steps) share"),
         ("interleaved", 2, "2 ranks with 2 of 4 stages each share 8 sequences"),
         ("groups", 4, "4 ranks, every 2 of which hold a copy of the state, share 4 seq"),
         ("parts", 2, "1 group of 2 ranks (tensor parallel)"),
         ("stages, parts", 8, "2 stages of 4 ranks each, every 2 of which divide its matrices"),
         ("stages, experts", 4, "2 stages of 2 ranks each, every 2 of which hold all experts"),
-    ],
-)
-def test_the_division_is_explained(name: str, size: int, text: str) -> None:
-    job = divided_job(name)
-    assert text in explain(job, shared(job, size), size)
+    ):
+        job = divided_job(name)
+        assert text in explain(job, shared(job, size), size)
 
 
 def test_choices_of_a_search() -> None:

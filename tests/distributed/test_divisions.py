@@ -28,7 +28,6 @@ from offloadtrain.train import dry_run
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import (
     DIVISIONS,
-    GPIPE,
     INTERLEAVED,
     TWO_VERSIONS,
     ZERO_3,
@@ -80,6 +79,17 @@ CHUNKED: Options = {"train.chunked_loss": "true"}
 ISOLATED: Options = {"data.packing": '"isolated"'}
 CLIPPED: Options = {"offload.clip_norm": 0.5}
 DROPOUT: Options = {"model.dropout": 0.1}
+SKIPPING: Options = {
+    "model.num_experts": 8,
+    "model.experts_per_token": 1,
+    "model.router_aux_loss_coef": 0.0,
+    "model.d_ff": 48,
+    "offload.skip_unused": '["*.experts.*"]',
+    "data.seq_len": 8,
+    "train.micro_batch": 1,
+    "train.eval_every": 0,
+} | FP32
+"""Few tokens, which many experts do not get."""
 EIGHT_LAYERS: Options = {"model.num_layers": 8}
 
 HF_GPT2: Options = {
@@ -132,8 +142,8 @@ def assert_plans_are_proved(division: Division, data: Path, options: Options) ->
     stages = options.get("ranks.pipeline", 1)
     for stage in range(stages // options.get("ranks.stages_per_rank", 1) or 1):
         plan = make(job_of(data, **options), *find("cpu2"), division.ranks, stage=stage)
-        found = dry_run.check(plan)
-        assert "as planned" in found and "free of races" in found
+        report = dry_run.check(plan)
+        assert "as planned" in report and "free of races" in report
         assert plan.ranks == division.ranks
 
 
@@ -141,83 +151,61 @@ def assert_plans_are_proved(division: Division, data: Path, options: Options) ->
 
 TRAINED = [
     case("zero", EVAL, level="quick"),
-    case("zero on 4", EVAL),
-    case("groups", EVAL | {"train.eval_batches": 8}, level="quick"),
-    case("groups", EVAL | {"train.eval_batches": 8} | ZERO_3),
+    case("zero on 4", EVAL | {"offload.zero_stage": 1}),
+    case("groups", EVAL | {"train.eval_batches": 8} | ZERO_3, level="quick"),
     case("groups", EVAL | {"train.eval_batches": 8} | DELAYED | STREAMED),
     case("groups and one group", EVAL),
     case("groups of stages", NO_EVAL, level="long"),
     case("groups of parts", NO_EVAL, level="long"),
-    case("stages", EVAL | FP16),
-    case("stages", CHUNKED | STREAMED),
-    case("gpipe", ISOLATED, level="long"),
+    case("stages", EVAL | FP16 | ISOLATED),
+    case("gpipe", CHUNKED | STREAMED),
     case("stages of 2", EVAL | RECOMPUTE),
     case("balanced stages", {}),
-    case("interleaved", EVAL | FP16 | ISOLATED),
-    case("interleaved", OFFLOADED | STREAMED),
-    case("interleaved on 4", RECOMPUTE | DELAYED),
-    case("interleaved on 4", DEVICE_STATE | {"offload.zero_stage": 1}, level="long"),
+    case("interleaved", EVAL | OFFLOADED | STREAMED),
+    case("interleaved on 4", RECOMPUTE | DELAYED | {"offload.zero_stage": 1}, level="long"),
     case("interleaved, 4 x 2 stages", CHUNKED, level="long"),
     case("interleaved, 2 x 3 stages", {"offload.state": '"split16"'}, level="long"),
-    case("2bw", EVAL | FP32 | {"train.checkpoint_every": 3}),
-    case("2bw", SPLIT16 | ISOLATED),
     case("2bw", EVAL | STREAMED | SPLIT16 | {"train.checkpoint_every": 3}),
-    case("2bw", EVAL | OFFLOADED | {"offload.sums_on": '"device"'}, level="long"),
-    case("2bw", {"model.num_experts": 4, "model.router_aux_loss_coef": 0.0}, level="long"),
     case("2bw on 4", EVAL | CLIPPED),
-    case("2bw on 4", EVAL | CLIPPED | STREAMED, level="long"),
-    case("2bw on 4", {"offload.state": '"int8"', "offload.zero_stage": 1}, level="long"),
     case("2bw, 4 stages", DEVICE_STATE | CHUNKED | NO_EVAL | {"train.checkpoint_every": 0}),
-    case("2bw, 4 stages", RECOMPUTE | {"offload.recompute_blocks": 1}),
+    case("2bw", {"model.num_experts": 4, "model.router_aux_loss_coef": 0.0}, level="long"),
     case("2bw, groups", {"train.grad_accum_steps": 16}, level="long"),
-    case("parts", EVAL, level="quick"),
-    case("parts", EVAL | GPT2),
+    case("parts", EVAL | GPT2, level="quick"),
+    case("parts on 4", ZERO_3 | EVAL),
+    case("parts", RECOMPUTE | STREAMED),
     case("experts", EVAL, level="quick"),
-    case("four experts", EVAL | {"model.experts_per_token": 1}),
-    case("experts on 4", EVAL | GPT2),
-    case("parts, experts", EVAL),
+    case("four experts", EVAL | {"model.experts_per_token": 1, "offload.zero_stage": 1}),
+    case("experts on 4", EVAL | GPT2 | ZERO_3),
     case("parts, experts", EVAL | GPT2),
-    case("stages, parts", EVAL | FP16),
     case("stages, parts", UNTIED_GPT2 | BF16 | RECOMPUTE | PARTITIONED),
     case("stages, parts", TWO_VERSIONS | SPLIT16),
-    case("stages, parts", BF16 | STREAMED | OFFLOADED | PARTITIONED, level="long"),
     case("stages, parts", INTERLEAVED | EIGHT_LAYERS | CHUNKED, level="long"),
-    case("stages, parts", GPIPE | SPECULATIVE, level="long"),
     case("stages, experts", EVAL | FP16),
-    case("stages, experts", ZERO_3 | RECOMPUTE | CHUNKED),
-    case("stages, experts", STREAMED | SPLIT16),
-    case("stages, experts", TWO_VERSIONS),
     case("stages, experts", INTERLEAVED | EIGHT_LAYERS | ZERO_3),
+    case("stages", SKIPPING),
+    case("experts", SKIPPING),
 ]
 
 TRANSFORMERS_TRAINED = [
-    case("stages", {"hf": "Llama"} | EVAL | ISOLATED),
     case("stages", {"hf": "Llama"} | CHUNKED | STREAMED),
-    case("stages", {"hf": "GPT2", "model.init": '"random"'}),
-    case("stages of 2", {"hf": "Gemma2"} | EVAL | RECOMPUTE),
+    case("stages", {"hf": "GPT2", "model.init": '"random"'} | EVAL),
+    case("stages of 2", {"hf": "Gemma2"} | EVAL | RECOMPUTE, level="long"),
     case("interleaved", {"hf": "Qwen2", "hf.num_hidden_layers": 8} | EVAL | CHUNKED, level="long"),
     case("2bw", {"hf": "Qwen3"}, level="long"),
-    case("gpipe", {"hf": "Llama", "data.packing": '"padded"'}, level="long"),
-    case("parts", {"hf": "Llama", "model.init": '"random"'} | FP32 | CHUNKED),
-    case("parts", {"hf": "Qwen3"} | FP32),
     case("parts", {"hf": "Phi3"} | FP32 | STREAMED),
     case("parts", MIXTRAL | FP32 | RECOMPUTE),
     case("parts", HF_GPT2 | FP32),
-    case("parts", {"hf": "Qwen2"} | FP32 | ISOLATED, level="long"),
-    case("parts", {"hf": "Gemma2"} | FP32 | RECOMPUTE, level="long"),
-    case("parts", QWEN3_MOE | FP32, level="long"),
     *(
         case("parts", {"hf": kind} | FP32, level="long")
-        for kind in ("Olmo2", "Glm4", "Gemma", "Gemma3Text", "GPTNeoX", "Granite")
+        for kind in ("Qwen3", "Gemma2", "Olmo2", "Glm4", "Gemma3Text", "GPTNeoX", "Granite")
     ),
+    case("parts", QWEN3_MOE | FP32, level="long"),
     case("stages, parts", {"hf": "Llama"} | FP32 | CHUNKED | ISOLATED),
-    case("stages, parts", {"hf": "Qwen3"} | BF16 | RECOMPUTE | PARTITIONED),
     case("stages, parts", {"hf": "Gemma2", "model.init": '"random"'} | FP32, level="long"),
-    case("stages, parts", {"hf": "Qwen2"} | FP32 | TWO_VERSIONS | EVAL, level="long"),
 ]
 
 
-@pytest.mark.draws(0.6)
+@pytest.mark.draws(0.7)
 @pytest.mark.parametrize(("name", "options"), [*TRAINED, *TRANSFORMERS_TRAINED])
 def test_a_divided_job_trains_the_model_of_its_reference(
     ranks: Run,
@@ -229,30 +217,30 @@ def test_a_divided_job_trains_the_model_of_its_reference(
 ) -> None:
     """The bits of the reference, or with another order of sums values near it; and as planned."""
     division = DIVISIONS[name]
-    divided, alone = keys(division, options), undivided(division, options)
+    divided, plain = keys(division, options), undivided(division, options)
     require_transformers(options)
     plan = plan_of(division, data, divided)
     expected, run = tmp_path / "expected", tmp_path / "run"
-    first, *_ = ranks(division.reference_ranks, train, expected, data, **alone)
-    found: list[RankRun] = ranks(division.ranks, train, run, data, **divided)
+    first, *_ = ranks(division.reference_ranks, train, expected, data, **plain)
+    runs: list[RankRun] = ranks(division.ranks, train, run, data, **divided)
 
-    assert all(rank.losses == found[0].losses for rank in found)  # the mean over all ranks
-    assert {rank.val_loss for rank in found} == {found[0].val_loss}
-    assert found[0].tokens == first.tokens
-    assert_reported_once(found, run)
+    assert all(rank.losses == runs[0].losses for rank in runs)  # the mean over all ranks
+    assert {rank.val_loss for rank in runs} == {runs[0].val_loss}
+    assert runs[0].tokens == first.tokens
+    assert_reported_once(runs, run)
     if division.order == "same":
         assert_same_run(expected, run, division.ranks)
         assert evaluations(run) == evaluations(expected)
-        assert found[0].val_loss == first.val_loss
+        assert runs[0].val_loss == first.val_loss
     elif division.order == "same sums":
         for rank in range(division.ranks):
             assert without_loss(figures(run, rank)) == without_loss(figures(expected)), rank
         assert_same_state(run, expected)
-        assert_near(found[0], first, 1e-6)
+        assert_near(runs[0], first, 1e-6)
     else:
-        assert_near(found[0], first, 1e-4)
+        assert_near(runs[0], first, 1e-4)
         if "experts" in name and division.reference_ranks == division.ranks:
-            assert found[0].losses[1] == first.losses[1]  # experts compute the same bits elsewhere
+            assert runs[0].losses[1] == first.losses[1]  # experts compute the same bits elsewhere
         norms = [float(figures(folder)[0][2]) for folder in (expected, run)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)  # every gradient counts once
         difference = master_difference(expected, run)
@@ -262,15 +250,15 @@ def test_a_divided_job_trains_the_model_of_its_reference(
     flushes = divided.get("ranks.schedule") != TWO_VERSIONS["ranks.schedule"]
     if "ranks.pipeline" in divided and division.reference_ranks == 1 and flushes:
         # A rank reports the traffic of all its stages and of no other.
-        traffic = zip(*(rank.d2h_bytes for rank in found), strict=True)
+        traffic = zip(*(rank.d2h_bytes for rank in runs), strict=True)
         assert [sum(step) for step in traffic] == first.d2h_bytes
 
-    assert_allocated_and_sent_as_planned(found, plan, divided)
+    assert_allocated_and_sent_as_planned(runs, plan, divided)
     assert_plans_are_proved(division, data, divided)
     if division.stages and {"ranks.schedule", "hf.num_hidden_layers"}.isdisjoint(options):
-        assert tuple(rank.parts["stage"] for rank in found) == division.stages
+        assert tuple(rank.parts["stage"] for rank in runs) == division.stages
     if "ranks.tensor" in divided and division.roles and "ranks.shard" not in divided:
-        for rank, role in zip(found, division.roles, strict=True):
+        for rank, role in zip(runs, division.roles, strict=True):
             assert rank.parts["part"].startswith("part") and role.endswith(rank.parts["part"])
 
 
@@ -279,27 +267,25 @@ def require_transformers(options: Options) -> None:
         pytest.importorskip("transformers")
 
 
-def assert_near(found: RankRun, expected: RankRun, rel: float) -> None:
-    assert losses_are_close(found.losses, expected.losses, rel)
+def assert_near(run: RankRun, expected: RankRun, rel: float) -> None:
+    assert losses_are_close(run.losses, expected.losses, rel)
     if expected.val_loss is None:
-        assert found.val_loss is None
+        assert run.val_loss is None
     else:
-        assert found.val_loss == pytest.approx(expected.val_loss, rel=rel)
+        assert run.val_loss == pytest.approx(expected.val_loss, rel=rel)
 
 
-def assert_reported_once(found: list[RankRun], folder: Path) -> None:
+def assert_reported_once(runs: list[RankRun], folder: Path) -> None:
     """Rank 0 alone reports the times of all ranks, and writes each step to the metrics."""
-    assert [len(rank.ranks_ms) for rank in found] == [len(found)] + [0] * (len(found) - 1)
-    assert all((rank.busy_ms.get("comm", 0.0) > 0) == (rank.comm_bytes > 0) for rank in found)
+    assert [len(rank.ranks_ms) for rank in runs] == [len(runs)] + [0] * (len(runs) - 1)
+    assert all((rank.busy_ms.get("comm", 0.0) > 0) == (rank.comm_bytes > 0) for rank in runs)
     rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     logged = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-    assert logged == [*found[0].losses.items()]
+    assert logged == [*runs[0].losses.items()]
 
 
-def assert_allocated_and_sent_as_planned(
-    found: list[RankRun], plan: Plan, options: Options
-) -> None:
-    for rank in found:
+def assert_allocated_and_sent_as_planned(runs: list[RankRun], plan: Plan, options: Options) -> None:
+    for rank in runs:
         assert_as_planned(rank)
         if "ranks.pipeline" not in options and "ranks.tensor" not in options:
             assert rank.comm_bytes == plan.prediction.comm_bytes
@@ -312,35 +298,18 @@ def assert_allocated_and_sent_as_planned(
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        case("zero", {"offload.zero_stage": 1, "model.d_model": 128}),
         case("zero", ZERO_3 | {"model.d_model": 128}),
+        case("zero", BF16 | STREAMED | {"offload.state": '"int8"'}),
+        case("zero on 4", {"offload.zero_stage": 1, "offload.reduction": '"fp32"'} | BF16),
         case("groups", ZERO_3 | BF16, level="quick"),
-        case("groups", {"train.grad_accum_steps": 8} | STREAMED | SPECULATIVE),
-        case("groups", SPLIT16 | DELAYED),
         case("groups", BF16 | {"offload.reduction": '"fp32"'} | DEVICE_STATE),
-        case("parts", GPT2 | BF16),
-        case("parts", SPLIT16 | DELAYED),
         case("parts", STREAMED | SPECULATIVE),
-        case("parts", RECOMPUTE | PARTITIONED),
         case("parts", OFFLOADED | PARTITIONED),
-        case("parts on 4", ZERO_3),
         case("experts", SPLIT16 | DELAYED),
-        case("experts", BF16 | DEVICE_STATE),
         case("experts", ZERO_3 | {"offload.device_slots": 1, "model.num_layers": 4}),
-        case("experts", BF16 | STREAMED | SPECULATIVE),
-        case("experts on 4", GPT2 | BF16),
-        case("experts on 4", BF16 | {"offload.reduction": '"fp32"', "train.grad_accum_steps": 8}),
-        case("experts on 4", SPECULATIVE | OFFLOADED),
-        case("experts on 4", STREAMED | RECOMPUTE),
-        case("experts on 4", ZERO_3 | BF16 | DEVICE_STATE),
         case("experts on 4", ZERO_3 | BF16 | {"model.num_layers": 1, "model.d_ff": 512}),
-        case("four experts", {"offload.zero_stage": 1}),
-        case("parts, experts", GPT2 | BF16 | ZERO_3),
-        case("parts, experts", BF16 | DEVICE_STATE | {"offload.zero_stage": 1}),
-        case("parts, experts", RECOMPUTE | PARTITIONED),
-        case("parts, experts", STREAMED | SPECULATIVE),
+        case("experts on 4", SPECULATIVE | OFFLOADED | {"train.grad_accum_steps": 8}),
         case("parts, experts", SPLIT16 | ZERO_3 | {"model.num_layers": 1}),
-        case("parts on 4", {"hf": "Qwen3"} | FP32 | ZERO_3),
         case("parts on 4", MIXTRAL | BF16 | ZERO_3),
     ],
 )
@@ -353,8 +322,8 @@ def test_every_rank_allocates_and_sends_what_was_planned(
     few = {"train.steps": 3, "optim.warmup_steps": 0, "train.checkpoint_every": 0} | NO_EVAL
     divided = keys(division, options) | few
     plan = plan_of(division, data, divided)
-    found = ranks(division.ranks, train, tmp_path / "run", data, **divided)
-    assert_allocated_and_sent_as_planned(found, plan, divided)
+    runs = ranks(division.ranks, train, tmp_path / "run", data, **divided)
+    assert_allocated_and_sent_as_planned(runs, plan, divided)
     assert_plans_are_proved(division, data, divided)
     if "ranks.shard" in divided:
         assert plan.placed.spec.copies == 2 and (plan.hosts, plan.local_ranks) == (1, 4)
@@ -368,40 +337,24 @@ def test_every_rank_allocates_and_sends_what_was_planned(
 @pytest.mark.parametrize(
     ("first", "then", "options"),
     [
-        case("groups", "groups", {}),
         case("groups", "one rank", DELAYED),
-        case("groups", "zero on 4", SPLIT16),
         case("zero", "groups", ZERO_3),
         case("groups of 2 on 6", "groups of 3", BF16 | {"train.grad_accum_steps": 6}, level="long"),
         case("parts", "one rank", SPLIT16),
-        case("parts", "one rank", DELAYED),
-        case("parts", "zero", GPT2 | BF16),
         case("one rank", "parts on 4", GPT2),
-        case("parts on 4", "zero on 4", {"offload.zero_stage": 2}),
         case("four parts", "parts on 4", {"model.num_kv_heads": 4} | STREAMED),
-        case("experts", "one rank", SPLIT16),
-        case("one rank", "experts on 4", GPT2),
         case("four experts", "experts", {"offload.zero_stage": 1}),
-        case("experts on 4", "four experts", DELAYED),
-        case("experts on 4", "experts", ZERO_3),
         case("experts on 4", "zero", STREAMED),
-        case("parts, experts", "one rank", ZERO_3),
-        case("parts, experts", "experts", GPT2 | BF16),
         case("parts, experts", "four experts", SPLIT16 | DELAYED),
-        case("stages, parts", "one rank", UNTIED_GPT2 | BF16),
-        case("stages, parts", "stages", BF16, level="long"),
         case("parts", "stages, parts", UNTIED_GPT2 | BF16),
         case("stages, experts", "experts", ZERO_3),
-        case("stages, experts", "one rank", {}),
         case("stages", "stages, experts", {}),
-        case("parts", "one rank", {"hf": "Llama"} | SPLIT16),
+        case("experts", "one rank", SKIPPING),
+        case("one rank", "stages", SKIPPING | {"model.tie_embeddings": "false"}),
         case("one rank", "parts", {"hf": "Qwen3"} | FP32),
-        case("parts", "zero", HF_GPT2 | FP32),
         case("parts on 4", "zero on 4", MIXTRAL | BF16 | {"offload.zero_stage": 2}),
         case("stages, parts", "one rank", {"hf": "Llama"} | FP32),
-        case("parts", "zero", {"hf": "Gemma2"} | BF16 | STREAMED, level="long"),
-        case("parts", "one rank", {"hf": "Phi3"} | FP32, level="long"),
-        case("stages, parts", "stages", {"hf": "Qwen3"} | FP32, level="long"),
+        case("parts", "zero", HF_GPT2 | FP32, level="long"),
     ],
 )
 def test_a_checkpoint_is_the_same_in_every_division(
@@ -427,7 +380,8 @@ def test_a_checkpoint_is_the_same_in_every_division(
     assert_same_state(run, back)
 
     assert main(["checkpoints", str(run), "--verify"]) == 0
-    if "model.positions" not in options:  # no model of transformers has this shape
+    no_export = {"model.positions", "model.experts_per_token"}
+    if no_export.isdisjoint(options):  # no model of transformers has the other shapes
         weights = []
         for folder in (run, other):
             target = f"{folder}-exported"
@@ -451,18 +405,12 @@ def test_a_checkpoint_is_the_same_in_every_division(
     [
         case("zero", BF16 | DROPOUT, level="quick"),
         case("groups", ZERO_3 | FP16 | DROPOUT),
-        case("stages", DELAYED),
-        case("2bw", {}),
         case("2bw on 4", DEVICE_STATE | CLIPPED),
-        case("interleaved", DELAYED, level="long"),
+        case("interleaved", DELAYED),
         case("parts", DELAYED | FP16 | DROPOUT),
-        case("parts on 4", ZERO_3 | DROPOUT),
-        case("experts", DELAYED | FP16 | DROPOUT),
-        case("experts on 4", ZERO_3 | RECOMPUTE | DROPOUT),
-        case("experts", STREAMED | DROPOUT),
+        case("experts", SKIPPING),
         case("parts, experts", ZERO_3 | DROPOUT),
         case("stages", {"hf": "Gemma2"}),
-        case("parts", {"hf": "Qwen3"} | FP32),
     ],
 )
 def test_a_stopped_job_continues_to_the_bit(
@@ -494,32 +442,20 @@ def test_a_stopped_job_continues_to_the_bit(
     ("path", "options"),
     [
         case(("one rank", "zero"), {}, level="quick"),
-        case(("zero", "zero on 4"), {}),
-        case(("zero on 4", "one rank"), {}),
         case(("zero", "groups", "zero"), {}),
-        case(("stages", "one rank"), {}),
-        case(("one rank", "stages"), {}, level="long"),
         case(("balanced stages", "stages"), {"model.num_layers": 5}),
         case(("2bw", "one rank"), DELAYED | EIGHT_LAYERS),
         case(("one rank", "2bw"), DELAYED | EIGHT_LAYERS),
-        case(("2bw", "stages"), DELAYED | EIGHT_LAYERS, level="long"),
         case(("2bw", "2bw, 4 stages"), SPLIT16 | STREAMED | EIGHT_LAYERS),
-        case(("2bw", "2bw, 4 stages"), EIGHT_LAYERS, level="long"),
-        case(("2bw", "2bw, streamed"), {}, level="long"),
         case(("2bw, streamed", "2bw"), {}, level="long"),
-        case(("interleaved", "one rank"), DELAYED | EIGHT_LAYERS),
-        case(("one rank", "interleaved"), DELAYED | EIGHT_LAYERS),
+        case(("2bw", "stages"), DELAYED | EIGHT_LAYERS, level="long"),
         case(("interleaved", "stages"), DELAYED | EIGHT_LAYERS),
         case(("four stages", "interleaved"), DELAYED | EIGHT_LAYERS, level="long"),
+        case(("one rank", "interleaved"), DELAYED | EIGHT_LAYERS, level="long"),
         case(("parts", "one rank"), {}),
-        case(("one rank", "parts"), {}),
-        case(("experts", "one rank"), {}),
         case(("zero", "experts"), {}),
         case(("stages, parts", "parts"), {}),
-        case(("stages, experts", "experts"), ZERO_3),
-        case(("stages", "one rank"), {"hf": "Gemma2"}),
         case(("one rank", "stages"), {"hf": "Gemma2"}),
-        case(("parts", "one rank"), {"hf": "Qwen3"} | FP32),
     ],
 )
 def test_a_stopped_job_continues_in_another_division(
@@ -538,7 +474,7 @@ def test_a_stopped_job_continues_in_another_division(
     ranks(divisions[0].ranks, train, complete, data, **chosen | divisions[0].options)
     for division, steps in zip(divisions, ends, strict=True):
         some = chosen | division.options | {"train.steps": steps}
-        found = ranks(division.ranks, train, run, data, resume=steps > ends[0], **some)
+        runs = ranks(division.ranks, train, run, data, resume=steps > ends[0], **some)
     orders = {division.order for division in divisions if not is_reference(division, divisions)}
     if orders <= {"same"}:
         assert figures(run) == figures(complete)
@@ -549,7 +485,7 @@ def test_a_stopped_job_continues_in_another_division(
     else:
         expected = {figure[0]: figure[1] for figure in figures(complete)}
         later = {step: expected[step] for step in range(ends[-2] + 1, 13)}
-        for rank in found:
+        for rank in runs:
             losses = {step: rank.losses[step] for step in later}
             assert losses_are_close(losses, later, 1e-4)
         assert 0 < master_difference(complete, run) < MASTERS_APART
@@ -572,15 +508,10 @@ def is_reference(division: Division, divisions: list[Division]) -> bool:
     ("name", "killed", "fault", "options"),
     [
         case("groups", 2, "backward:kill", DROPOUT),
-        case("parts", 1, "backward:kill", DROPOUT),
-        case("experts", 1, "backward:kill", DROPOUT),
         case("parts, experts", 3, "backward:kill", DROPOUT),
-        case("stages, parts", 3, "backward:kill", DROPOUT),
         case("stages, experts", 2, "backward:kill", DROPOUT),
-        case("stages", 1, "backward:kill", {}, level="long"),
-        case("stages", 1, "forward:stop", {}, level="long"),
+        case("stages, parts", 3, "forward:stop", DROPOUT, level="long"),
         case("interleaved", 1, "backward:kill", {}, level="long"),
-        case("2bw", 1, "backward:kill", {}, level="long"),
         case("2bw", 0, "backward:kill", STREAMED, level="long"),
         case("stages", 1, "backward:kill", {"hf": "Llama"}, level="long"),
     ],
@@ -617,5 +548,5 @@ def test_the_other_ranks_end_and_name_the_one_that_failed(
     with started(write_job(tmp_path, **keys(division, {})), "backward", 1) as processes:
         codes = [ended(process) for process in processes]
     assert codes == [1, -signal.SIGKILL]
-    output = (tmp_path / "said0").read_text()
+    output = (tmp_path / "output0").read_text()
     assert f"another rank has failed: rank 1 ({division.roles[1]}, pid" in output

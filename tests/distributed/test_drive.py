@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.conftest import Run
-from tests.distributed.test_sharded import own_batches
+from tests.distributed.reference import own_batches
 from tests.numerics.models import VOCAB, WIDTH, Layer
 from tests.step.test_drive import STEPS, compared
 
@@ -27,11 +27,27 @@ def differs(mode: str, accum: int, options: dict[str, Any]) -> str:
     return compared(mode, accum, options, own_batches(STEPS * accum))
 
 
-@pytest.mark.cover(0, 2)
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("mode", "accum"),
-    [("exact", 1), ("exact", 2), ("early", 2), ("speculative", 1), ("delayed", 2)],
+    ("mode", "accum", "place"),
+    [
+        ("exact", 1, "stage 1"),
+        ("speculative", 1, "stage 3, host"),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                ("exact", 2, "stage 2"),
+                ("early", 2, "stage 2, summed in fp32"),
+                ("speculative", 1, "stage 2"),
+                ("delayed", 2, "stage 1"),
+                ("exact", 2, "stage 3, device"),
+                ("early", 2, "stage 3, host"),
+                ("delayed", 2, "stage 3, some stay"),
+                ("delayed", 2, "stage 3, device"),
+                ("speculative", 1, "stage 3, some stay"),
+                ("exact", 1, "stage 2, summed in fp32"),
+            )
+        ),
+    ],
 )
 def test_every_rank_does_what_its_program_says(
     ranks: Run, mode: str, accum: int, place: str
@@ -63,7 +79,13 @@ def differs_tied(mode: str, accum: int, options: dict[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "accum"), [("exact", 2), ("early", 1), ("delayed", 1)])
-@pytest.mark.parametrize("place", ["stage 3, device", "stage 3, host"])
+@pytest.mark.parametrize(
+    ("mode", "accum", "place"),
+    [
+        ("exact", 2, "stage 3, device"),
+        ("early", 1, "stage 3, host"),
+        ("delayed", 1, "stage 3, device"),
+    ],
+)
 def test_tied_weights_are_read_at_both_ends(ranks: Run, mode: str, accum: int, place: str) -> None:
     assert ranks(2, differs_tied, mode, accum, PLACES[place]) == ["", ""]

@@ -39,14 +39,13 @@ from tests.distributed.rank_faults import (
     none_left,
     processes_of,
 )
-from tests.distributed.rank_jobs import job_of
+from tests.distributed.rank_jobs import events_of_rank, job_of
 from tests.train.small_job import events_of, tensor_hashes, write_text
 
 pytestmark = pytest.mark.usefixtures("pools")  # they are forked from where those are
 ROOT = Path(__file__).resolve().parent.parent.parent
 WITHIN_S = 300.0
 """A bound of what hangs."""
-CLI = [sys.executable, "-m", "offloadtrain"]
 
 
 def environ(**more: str) -> dict[str, str]:
@@ -63,9 +62,9 @@ def job(tmp_path: Path) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @contextmanager
@@ -77,8 +76,10 @@ def started(job: Path, point: str, victim: int, step: int = 5) -> Iterator[list[
     processes = []
     for rank in range(2):
         rank_info = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | shared
-        said = job.parent / f"said{rank}"
-        processes.append(forkserver().Process(target=in_a_fork, args=(said, rank_info, arguments)))
+        output = job.parent / f"output{rank}"
+        processes.append(
+            forkserver().Process(target=in_a_fork, args=(output, rank_info, arguments))
+        )
         processes[-1].start()
     try:
         yield processes
@@ -98,19 +99,19 @@ def ended(process: BaseProcess) -> int | None:
     [
         ("backward", 0),  # rank 0 keeps the store
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (*((point, 1) for point in POINTS), ("error", 0))
+            pytest.param(point, victim, marks=pytest.mark.slow)
+            for point, victim in (*((point, 1) for point in POINTS), ("error", 0))
         ),
     ],
 )
-def test_the_other_rank_ends_and_says_why(job: Path, point: str, victim: int) -> None:
+def test_the_other_rank_ends_and_reports_why(job: Path, point: str, victim: int) -> None:
     with started(job, point, victim) as processes:
         codes = [ended(process) for process in processes]
     assert codes[1 - victim] == 1
     assert codes[victim] == (1 if point == "error" else -signal.SIGKILL)
-    said = (job.parent / f"said{1 - victim}").read_text()
+    output = (job.parent / f"output{1 - victim}").read_text()
     cause = f"rank {victim}: FloatingPointError" if point == "error" else f"rank {victim} (pid"
-    assert f"another rank has failed: {cause}" in said
+    assert f"another rank has failed: {cause}" in output
     log = job.parent / "run" / "events" / f"rank{1 - victim:03d}.jsonl"
     last = [record.event for record in log_lines.read(log)][-1]
     assert isinstance(last, schema.RunEnded) and last.status == "failed"
@@ -128,7 +129,7 @@ def by_torchrun(module: list[str], job: Path, run: Path) -> None:
 @pytest.mark.slow
 def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) -> None:
     """The same bits as a job that nobody killed, whatever it was doing."""
-    by_torchrun(["offloadtrain"], job, tmp_path / "whole")
+    by_torchrun(["offloadtrain"], job, tmp_path / "undisturbed")
     for point in ("all-gather", "checkpoint"):
         broken = tmp_path / point
         by_torchrun(["tests.distributed.faulty_job", point, "6", "1"], job, broken)
@@ -142,7 +143,7 @@ def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) ->
 def test_a_rank_that_fails_in_the_first_step_leaves_no_run(job: Path) -> None:
     with started(job, "error", 1, step=0) as processes:
         assert [ended(process) for process in processes] == [1, 1]
-    assert "FloatingPointError" in (job.parent / "said0").read_text()
+    assert "FloatingPointError" in (job.parent / "output0").read_text()
     assert not (job.parent / "run").exists()
 
 
@@ -154,29 +155,18 @@ def test_ranks_killed_before_the_first_checkpoint_start_over(job: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_nproc_stops_on_request_and_goes_on(job: Path, tmp_path: Path) -> None:
-    many = ["--set", "train.steps=5000", "train.eval_every=0"]
-    command = [*CLI, "train", str(job), "--nproc", "2", "--run-dir", str(tmp_path / "run")]
-    with (tmp_path / "said").open("wb") as said:
-        process = subprocess.Popen(
-            [*command, *many], cwd=ROOT, env=environ(), stdout=said, stderr=said
-        )
-    logs = [tmp_path / "run" / "events" / f"rank00{rank}.jsonl" for rank in range(2)]
-    deadline = time.monotonic() + WITHIN_S
-    while not all(log.exists() and b'"k":"step"' in log.read_bytes() for log in logs):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=WITHIN_S)
-    assert process.returncode == 75
-    stopped = events_of(tmp_path / "run", schema.RunEnded)[-1]
+def test_nproc_stops_on_request_and_continues(job: Path, tmp_path: Path) -> None:
+    run, many = tmp_path / "run", ("train.steps=5000", "train.eval_every=0")
+    started = Job.start(job, run, "--nproc", "2", "--set", *many)
+    started.wait_for_step(ranks=2)
+    started.process.send_signal(signal.SIGINT)
+    assert started.ended() == 75, started.text
+    stopped = events_of(run, schema.RunEnded)[-1]
     assert stopped.status == "stopped"
-    goes_on = ["--resume", str(tmp_path / "run"), "--set", f"train.steps={stopped.step + 2}"]
-    done = subprocess.run(
-        [*CLI, "train", str(job), *goes_on], cwd=ROOT, env=environ(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert events_of(tmp_path / "run", schema.Step)[-1].step == stopped.step + 2
+    last = stopped.step + 2
+    resumed = Job.start(job, run, "--resume", str(run), "--set", f"train.steps={last}")
+    assert resumed.ended() == 0, resumed.text
+    assert events_of(run, schema.Step)[-1].step == last
 
 
 @pytest.mark.slow
@@ -184,15 +174,15 @@ def test_nproc_listens_on_loopback_only(job: Path, tmp_path: Path) -> None:
     """The store, Gloo's pairs, and whatever else the processes of a job open."""
     started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", "train.steps=5000")
     started.wait_for_step(ranks=2)
-    found = listening(processes_of(tmp_path / "run"))
+    addresses = listening(processes_of(tmp_path / "run"))
     started.process.terminate()
     assert started.ended() == 75, started.text
-    assert found and found <= LOOPBACK
+    assert addresses and addresses <= LOOPBACK
     assert "resolved.toml --nproc 2 --resume" in started.text, "as many ranks go on"
 
 
 @pytest.mark.slow
-def test_ranks_without_a_launcher_listen_where_they_are_told(job: Path) -> None:
+def test_ranks_without_a_launcher_listen_at_master_addr(job: Path) -> None:
     """MASTER_ADDR is the address of the store, and not only its name."""
     with started(job, "backward", 1, step=100000) as processes:
         logs = [job.parent / "run" / "events" / f"rank00{rank}.jsonl" for rank in range(2)]
@@ -200,8 +190,8 @@ def test_ranks_without_a_launcher_listen_where_they_are_told(job: Path) -> None:
         while not all(log.exists() and b'"k":"step"' in log.read_bytes() for log in logs):
             assert all(p.is_alive() for p in processes) and time.monotonic() < deadline
             time.sleep(0.05)
-        found = listening([process.pid for process in processes if process.pid])
-    assert found and found <= LOOPBACK
+        addresses = listening([process.pid for process in processes if process.pid])
+    assert addresses and addresses <= LOOPBACK
 
 
 @pytest.mark.slow
@@ -212,15 +202,11 @@ def test_a_rank_that_hangs_is_named_and_the_job_comes_back(job: Path, tmp_path: 
     assert started.ended() == 0, started.text
     assert started.named_after_s(0) > 0
     assert started.steps()[-1] == 9
-    ends = [e for e in events_of(tmp_path / "run", schema.RunEnded)]
-    assert ends[-1].status == "done"
-    told = [
-        record.event
-        for record in log_lines.read(tmp_path / "run" / "events" / "rank001.jsonl")
-        if isinstance(record.event, schema.Warning_) and record.event.code == "hung"
-    ]
-    assert "rank 0 (pid" in told[0].message and "stopped by a signal" in told[0].message
-    assert "lanes: " in told[0].message and "all_gather" in told[0].message, "stacks"
+    assert events_of(tmp_path / "run", schema.RunEnded)[-1].status == "done"
+    warnings = events_of_rank(tmp_path / "run", schema.Warning_, 1)
+    message = next(warning.message for warning in warnings if warning.code == "hung")
+    assert "rank 0 (pid" in message and "stopped by a signal" in message
+    assert "lanes: " in message and "all_gather" in message, "stacks"
 
 
 @pytest.mark.slow
@@ -249,7 +235,7 @@ def test_a_run_outlives_those_who_read_its_output(job: Path, tmp_path: Path, ran
 
 
 @pytest.mark.slow
-def test_usr1_saves_and_goes_on(job: Path, tmp_path: Path) -> None:
+def test_usr1_saves_and_continues(job: Path, tmp_path: Path) -> None:
     never = ("train.steps=5000", "train.checkpoint_every=0", "train.eval_every=0")
     started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", *never)
     started.wait_for_step(ranks=2)
@@ -265,28 +251,18 @@ def test_usr1_saves_and_goes_on(job: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_start_that_is_refused_is_told_without_a_traceback(job: Path, tmp_path: Path) -> None:
+def test_a_start_that_is_refused_prints_no_traceback(job: Path, tmp_path: Path) -> None:
     """Rank 0 alone knows that the folder is taken; the others lose their peer."""
     first = Job.fork(job, tmp_path / "run", "--set", "train.steps=5000")
     first.wait_for_step()
     second = Job.fork(job, tmp_path / "run", "--nproc", "2", "--resume", "auto")
     assert second.ended() == 1
-    told = [line for line in second.text.splitlines() if line.startswith(("rank", "[rank"))]
-    assert "is already running, pid" in told[0]
+    lines = [line for line in second.text.splitlines() if line.startswith(("rank", "[rank"))]
+    assert "is already running, pid" in lines[0]
     assert "Traceback" not in second.text and "RuntimeError" not in second.text
-    assert any("another rank has failed" in line for line in told)
+    assert any("another rank has failed" in line for line in lines)
     first.process.send_signal(signal.SIGTERM)
     assert first.ended() == 75
-
-
-@pytest.mark.slow
-def test_a_killed_launcher_takes_its_ranks_along(job: Path, tmp_path: Path) -> None:
-    started = Job.start(job, tmp_path / "run", "--nproc", "2", "--set", "train.steps=5000")
-    started.wait_for_step(ranks=2)
-    assert len(processes_of(tmp_path / "run")) == 3
-    started.process.kill()
-    started.process.wait()
-    assert none_left(tmp_path / "run")
 
 
 @pytest.mark.long
@@ -296,37 +272,40 @@ def test_random_faults(what: str, count: int) -> None:
     assert rank_faults.main([what, "--count", str(count), "--at-once", "2"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
+def test_bad_numbers_of_ranks(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
         (["--nproc", "none"], "--nproc none: give a number"),
         (["--nproc", "3"], "take 2, or a batch that 3 divides"),
         (["--nproc", "auto"], "this torch sees none"),
         (["--max-restarts", "2"], "it needs --nproc"),
-    ],
-)
-def test_bad_numbers_of_ranks(
-    job: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
-) -> None:
-    assert main.main(["train", str(job), *arguments]) == 2
-    said = capsys.readouterr().err
-    assert says in said and "Traceback" not in said
+    ):
+        assert main.main(["train", str(job), *arguments]) == 2
+        errors = capsys.readouterr().err
+        assert message in errors and "Traceback" not in errors
     assert not (job.parent / "runs").exists()
 
 
-def test_ranks_that_cannot_be_connected_say_so_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_be_connected_report_it_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Too few descriptors, no such interface, a rank that has ended: torch tells it at length."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1234")
 
-    def refused(*given: object, **more: object) -> None:
+    def refused(*args: object, **more: object) -> None:
         raise RuntimeError("Too many open files\nException raised from somewhere:\nframe #0")
 
     monkeypatch.setattr(rendezvous, "_connected", refused)
     with pytest.raises(RankError) as raised:
         rendezvous.connect(RankInfo(0, 2), on_gpu=False, timeout_s=1.0)
-    told = "the ranks cannot be connected through 127.0.0.1:1234: Too many open files"
-    assert str(raised.value) == told
+    message = "the ranks cannot be connected through 127.0.0.1:1234: Too many open files"
+    assert str(raised.value) == message
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("offloadtrain.runtime.failure_detector.GRACE_S", 0.01)
 
 
 class Board:
@@ -337,31 +316,30 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self.kept: dict[str, bytes] = {}
+        self.values: dict[str, bytes] = {}
         self.looks = 0
 
     def set(self, key: str, value: str) -> None:
         self.looks += key == "beat0"
-        self.kept[key] = value.encode()
+        self.values[key] = value.encode()
 
     def wait_for_a_look(self, judged: Callable[[], object] = lambda: False) -> None:
         """Wait for a look that begins after this call to end, or until the detector has judged."""
-        seen, deadline = self.looks, time.monotonic() + WITHIN_S
-        while self.looks < seen + 2 and not judged():
+        before, deadline = self.looks, time.monotonic() + WITHIN_S
+        while self.looks < before + 2 and not judged():
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
     def get(self, key: str) -> bytes:
-        return self.kept[key]
+        return self.values[key]
 
     def check(self, keys: list[str]) -> bool:
-        return all(key in self.kept for key in keys)
+        return all(key in self.values for key in keys)
 
 
-def test_a_host_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("looks_often")
+def test_a_host_that_falls_silent() -> None:
     """A rank of another host is known by what it says only."""
-    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("offloadtrain.runtime.failure_detector.GRACE_S", 0.01)
     board, now = Board(), [0.0]
     board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
     lost: list[str] = []
@@ -393,10 +371,9 @@ class Reporter:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.usefixtures("looks_often")
 def test_ranks_of_torchrun_find_who_hangs(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
     """A stopped rank says nothing any more, a hung one that it is silent."""
-    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr("offloadtrain.runtime.failure_detector.GRACE_S", 0.01)
     monkeypatch.setattr("offloadtrain.runtime.failure_detector._open_pid", lambda _: 0)
     monkeypatch.setattr("offloadtrain.runtime.failure_detector._has_ended", lambda _: False)
     home = json.dumps({"pid": 7, "home": _home()})
@@ -426,8 +403,8 @@ def test_ranks_of_torchrun_find_who_hangs(monkeypatch: pytest.MonkeyPatch, stopp
     assert "update of step 3" in reporter.ended[0]
 
 
-def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
+@pytest.mark.usefixtures("looks_often")
+def test_a_rank_that_has_ended_its_work_is_not_missed() -> None:
     board = Board()
     board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
     board.set("done1", "1")
@@ -440,12 +417,12 @@ def test_who_has_done_its_work_is_not_missed(monkeypatch: pytest.MonkeyPatch) ->
     assert board.check(["done0"])
 
 
-def test_a_rank_stopped_while_the_ranks_meet_says_so(
+@pytest.mark.usefixtures("looks_often")
+def test_a_rank_stopped_while_the_ranks_meet_reports_it(
     monkeypatch: pytest.MonkeyPatch, job: Path
 ) -> None:
     """The others know its process already, and would call its end a failure."""
     board = Board()
-    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(distributed_run, "connect", lambda *_, **__: board)
     monkeypatch.setattr(distributed_run, "attempt_store", lambda store, _: store)
 
@@ -456,23 +433,23 @@ def test_a_rank_stopped_while_the_ranks_meet_says_so(
     with pytest.raises(StoppedEarlyError):
         DistributedRun(RankInfo(1, 2), jobs.load(job), lambda _: 1, StopRequests())
     assert board.check(["who1", "stopped early"])
-    assert board.kept["failed"] == b"rank 1: SIGHUP while it waits for who0"
+    assert board.values["failed"] == b"rank 1: SIGHUP while it waits for who0"
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_a_rank_that_is_told_to_stop_too_blames_nobody(
-    monkeypatch: pytest.MonkeyPatch, job: Path, asked: bool
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.usefixtures("looks_often")
+def test_a_rank_that_has_to_stop_too_blames_nobody(
+    monkeypatch: pytest.MonkeyPatch, job: Path, stops: bool
 ) -> None:
     """The rank that has ended was stopped in a moment in which it could say nothing."""
-    monkeypatch.setattr("offloadtrain.runtime.failure_detector.LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(distributed_run, "connect", lambda *_, **__: board)
     monkeypatch.setattr(distributed_run, "attempt_store", lambda store, _: store)
     board, stop = Board(), StopRequests()
     board.set("who1", '{"pid": 7, "home": ["elsewhere", "", ""]}')
     run = DistributedRun(RankInfo(0, 2), jobs.load(job), lambda _: 1, stop)
     board.set("failed", "rank 1 (pid 7) has ended")
-    stop.requested = "SIGHUP" if asked else None
-    error = StoppedEarlyError if asked else RankError
+    stop.requested = "SIGHUP" if stops else None
+    error = StoppedEarlyError if stops else RankError
     with pytest.raises(error, match="rank 1"), run.reporting(None):  # type: ignore[arg-type]
         raise RuntimeError("a collective without its peer")
     run._failures.close()  # or it ends this process, which is not a rank

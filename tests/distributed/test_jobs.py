@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from offloadtrain.events import alerts
@@ -28,6 +29,8 @@ from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DEEP, DEEPER, INTERLEAVED, SMALL, STAGES, TENSOR
 from tests.distributed.rank_jobs import CONSTANT, FP32, RankRun, evaluations, figures, job_of, train
+from tests.train.small_job import tensor_hashes
+from tests.train.test_spikes import STEPS, plant
 
 
 def train_until_stopped(folder: Path, data: Path, stopped: int) -> RankRun:
@@ -129,12 +132,11 @@ def test_the_rank_that_arrives_last_is_visible() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ["int8", "fp32"])
 def test_weights_are_read_from_the_shards_of_a_checkpoint(
-    ranks: Run, tmp_path: Path, data: Path, state: str
+    ranks: Run, tmp_path: Path, data: Path
 ) -> None:
     """The same weights as those of an engine of one rank that was restored from it."""
-    small = {"train.steps": 2, "train.eval_every": 0, "offload.state": state}
+    small = {"train.steps": 2, "train.eval_every": 0, "offload.state": '"int8"'}
     ranks(2, train, tmp_path / "run", data, **small)
     saved = open_saved(tmp_path / "run")
     assert any(
@@ -180,12 +182,11 @@ def train_part(data: Path, **options: Any) -> PartRun:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", ['"keep"', '"recompute"'])
-def test_parts_do_not_drift_apart(ranks: Run, data: Path, activation: str) -> None:
+def test_parts_do_not_drift_apart(ranks: Run, data: Path) -> None:
     """With dropout; replicas of the same part get different batches."""
     options = SMALL | TENSOR | {"model.norm": '"layernorm"', "model.bias": "true"}
     options |= {"model.mlp": '"gelu"', "model.positions": '"learned"'}
-    options |= {"model.dropout": 0.2, "offload.activation": activation}
+    options |= {"model.dropout": 0.2, "offload.activation": '"recompute"'}
     runs: list[PartRun] = ranks(4, train_part, data, **options)
     assert runs[0] == runs[1] and runs[2] == runs[3]
     assert runs[0].losses != runs[2].losses and len(runs[0].shared_masters) > 8
@@ -246,8 +247,10 @@ def test_all_stages_of_a_rank_evaluate_without_dropout(
     assert evaluations(tmp_path / "run")[0] == evaluations(tmp_path / "expected")[0]
 
 
-def train_with_spike(folder: Path, data: Path) -> None:
-    """Train in stages; the 11th batch has a loss far above the others."""
+def train_with_spike(
+    folder: Path, data: Path, policy: str, steps: int, *, resume: bool = False, **options: Any
+) -> None:
+    """Train with a spike at step 11, in the loss of rank 1 or, of stages, of their batch."""
     run, calls = PipelinedModel.run, 0
 
     def spoilt(*args: Any) -> torch.Tensor:
@@ -255,15 +258,42 @@ def train_with_spike(folder: Path, data: Path) -> None:
         calls += 1
         return run(*args) * (80.0 if calls == 11 else 1.0)
 
-    changes = {"train.on_spike": '"rollback"', "train.steps": 14, "train.checkpoint_every": 3}
+    changes = {"train.on_spike": f'"{policy}"', "train.steps": steps, "train.eval_every": 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alerts, "SPIKE_AFTER", 6)
-        patch.setattr(PipelinedModel, "run", spoilt)
-        train(folder, data, **DEEP | STAGES | CONSTANT | changes)
+        if "ranks.pipeline" in options:
+            patch.setattr(alerts, "SPIKE_AFTER", 6)
+            patch.setattr(PipelinedModel, "run", spoilt)
+        else:
+            plant(patch, 11, times=80.0 if dist.get_rank() == 1 else 1.0)
+        train(folder, data, resume=resume, **CONSTANT | options | changes)
+
+
+def tried(run: Path, rank: int) -> list[tuple[int, bool]]:
+    """The number of each step, and whether it was skipped."""
+    return [(figure[0], figure[-1]) for figure in figures(run, rank)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "again"), [("skip", [11]), ("rollback", [10, 11])])
+def test_all_ranks_decide_alike_about_a_spike_and_resume_to_the_bit(
+    ranks: Run, tmp_path: Path, data: Path, policy: str, again: list[int]
+) -> None:
+    """One of them sees it."""
+    complete, parted = tmp_path / "complete", tmp_path / "parted"
+    ranks(2, train_with_spike, complete, data, policy, STEPS)
+    assert tried(complete, 0) == tried(complete, 1)
+    expected = [*range(1, 12), *again, *range(12, STEPS + 1)]
+    assert [step for step, _ in tried(complete, 0)] == expected
+    assert [step for step, skipped in tried(complete, 0) if skipped] == [11]
+    ranks(2, train_with_spike, parted, data, policy, 12)
+    ranks(2, train_with_spike, parted, data, policy, STEPS, resume=True)
+    assert tried(parted, 0) == tried(complete, 0)
+    assert tensor_hashes(parted, STEPS) == tensor_hashes(complete, STEPS)
 
 
 @pytest.mark.long
 def test_all_stages_go_back_from_a_spike(ranks: Run, tmp_path: Path, data: Path) -> None:
-    ranks(2, train_with_spike, tmp_path / "run", data)
-    steps = [[figure[0] for figure in figures(tmp_path / "run", rank)] for rank in range(2)]
+    options = DEEP | STAGES | {"train.checkpoint_every": 3}
+    ranks(2, train_with_spike, tmp_path / "run", data, "rollback", 14, **options)
+    steps = [[step for step, _ in tried(tmp_path / "run", rank)] for rank in range(2)]
     assert steps[0] == steps[1] == [*range(1, 12), 10, 11, 12, 13, 14]

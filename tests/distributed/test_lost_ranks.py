@@ -62,8 +62,8 @@ def ends(folder: Path, run: Callable[[], object]) -> None:
 
 
 def run_stages(schedule: str, place: str, failing: int) -> None:
-    own = place if dist.get_rank() == failing else ""
-    counted = Failing(own)
+    failing_place = place if dist.get_rank() == failing else ""
+    counted = Failing(failing_place)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         counted.count("loss")
@@ -72,7 +72,7 @@ def run_stages(schedule: str, place: str, failing: int) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
     more = {"stages_per_rank": 2} if schedule == "interleaved" else {}
     pipeline = ot.pipeline(
-        nn.Sequential(*(Failing(own) for _ in range(4))),
+        nn.Sequential(*(Failing(failing_place) for _ in range(4))),
         mesh,
         example=torch.zeros(2, 4),
         microbatches=4,
@@ -81,7 +81,7 @@ def run_stages(schedule: str, place: str, failing: int) -> None:
         device="cpu",
         **more,
     )
-    if own == "hook":
+    if failing_place == "hook":
         first = next(iter(pipeline.module.parameters()))
         first.register_hook(lambda _: counted.count("hook"))
     for _ in range(4):
@@ -98,12 +98,9 @@ def stages_end(folder: Path, *how: Any) -> None:
     ("size", "schedule", "place", "failing"),
     [
         (2, "2bw", "backward", 0),
-        (4, "2bw", "hook", 2),
-        (2, "1f1b", "forward", 0),
-        (2, "interleaved", "backward", 1),
+        (4, "1f1b", "hook", 2),
+        (2, "interleaved", "forward", 1),
         (2, "gpipe", "loss", 1),
-        pytest.param(2, "2bw", "loss", 1, marks=pytest.mark.long),
-        pytest.param(2, "1f1b", "hook", 1, marks=pytest.mark.long),
     ],
 )
 def test_a_stage_that_fails_is_named_by_the_others(
@@ -111,13 +108,13 @@ def test_a_stage_that_fails_is_named_by_the_others(
 ) -> None:
     with pytest.raises(RankFailedError):
         own_ranks(size, stages_end, tmp_path, schedule, place, failing)
-    told = [Path(tmp_path, str(rank)).read_text().splitlines()[-1] for rank in range(size)]
-    assert told[failing] == "ValueError: the real cause"
+    errors = [Path(tmp_path, str(rank)).read_text().splitlines()[-1] for rank in range(size)]
+    assert errors[failing] == "ValueError: the real cause"
     for rank in set(range(size)) - {failing}:
-        assert told[rank].startswith("offloadtrain.runtime.lost_ranks.LostRankError: rank ")
-        assert "has lost another rank: rank " in told[rank]
-        assert f"rank {failing} (stage {failing + 1} " in told[rank]
-        assert told[rank].endswith("has raised ValueError: the real cause")
+        assert errors[rank].startswith("offloadtrain.runtime.lost_ranks.LostRankError: rank ")
+        assert "has lost another rank: rank " in errors[rank]
+        assert f"rank {failing} (stage {failing + 1} " in errors[rank]
+        assert errors[rank].endswith("has raised ValueError: the real cause")
 
 
 class Headless(Chain):
@@ -148,6 +145,6 @@ def test_a_head_that_one_rank_alone_uses_is_named(own_ranks: Run, tmp_path: Path
     """Gloo ends rank 0 itself, which gets messages of another size than it gathers."""
     with pytest.raises(RankFailedError):
         own_ranks(2, headless_end, tmp_path)
-    told = Path(tmp_path, "1").read_text().splitlines()[-1]
-    assert "LostRankError: rank 1, in '" in told and "', has lost another rank" in told
-    assert "has not used 'head.weight' so far" in told and 'keep_whole = ["head"]' in told
+    error = Path(tmp_path, "1").read_text().splitlines()[-1]
+    assert "LostRankError: rank 1, in '" in error and "', has lost another rank" in error
+    assert "has not used 'head.weight' so far" in error and 'keep_whole = ["head"]' in error

@@ -60,7 +60,7 @@ def step(optimizer: ot.OffloadOptimizer, model: Chain) -> ot.StepReport:
 
 def image(optimizer: ot.OffloadOptimizer, model: Chain) -> dict[str, bytes]:
     """Every byte of state, and of the weights that are there."""
-    found = {
+    values = {
         f"{name}/{key}": bytes(value.contiguous().view(torch.uint8).flatten().tolist())
         for name, tensors in optimizer.named_state()
         for key, value in tensors.items()
@@ -68,8 +68,8 @@ def image(optimizer: ot.OffloadOptimizer, model: Chain) -> dict[str, bytes]:
     }
     for name, param in model.named_parameters():
         flat = param.detach().float().contiguous()
-        found[name] = bytes(flat.view(torch.uint8).flatten().tolist()) if flat.numel() else b""
-    return found
+        values[name] = bytes(flat.view(torch.uint8).flatten().tolist()) if flat.numel() else b""
+    return values
 
 
 def inject(
@@ -113,9 +113,9 @@ def injections(run: Run, share: float, seed: int, sizes: Sequence[int]) -> int:
     alone = (MODES[mode] | {"state": state} for mode, state in itertools.product(MODES, STATES))
     total = sum(inject(options, share, seed)[0] for options in alone)
     for size, stage in itertools.product(sizes, STAGES):
-        found = run(size, on_rank, {"zero_stage": stage}, share, seed)
-        assert all(count == owned for count, owned in found), "each named its rank"
-        total += found[0][0]
+        counts = run(size, on_rank, {"zero_stage": stage}, share, seed)
+        assert all(count == owned for count, owned in counts), "each named its rank"
+        total += counts[0][0]
     print(f"{total} injections")
     return total
 

@@ -1,41 +1,40 @@
-"""ZeRO stage 3 outside of layers: embedding, norm and head in shards, gathered into one slot."""
+"""ZeRO stage 3 outside of layers: embedding, norm and head in shards, gathered into one slot.
+
+Bits of further models are in `test_sharded.py`.
+"""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
-from offloadtrain.engine import ModelError
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
-from offloadtrain.step.program.streaming import StreamError
 from offloadtrain.step.proof.prove import prove
 from tests.distributed.conftest import Run
-from tests.distributed.test_sharded import compare, own_batches
-from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, loss_of
+from tests.distributed.reference import own_batches
+from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.test_offload import train
+from tests.parallel.messages import message_of, warnings_of
 
 STAGE_3: dict[str, Any] = {"zero_stage": 3, "device": "cpu"}
 
 
-def streamed(*, tied: bool = False, **options: Any) -> tuple[list[str], dict[str, int], int]:
-    """The streamed blocks outside of layers, what the device holds, and the whole of them."""
-    model = Chain(tied=tied)
-    optimizer = ot.offload(model, **STAGE_3, **options)
+def streamed_blocks(*, tied: bool = False, **options: Any) -> tuple[list[str], dict[str, int], int]:
+    """Streamed blocks outside of layers, what the device holds, and the bytes of all of them."""
+    optimizer = ot.offload(Chain(tied=tied), **STAGE_3, **options)
     outside = [block for block in optimizer._blocks if not block.repeated]
-    held = {row.owner: row.bytes for row in optimizer.ledger.rows() if row.tier == "device"}
-    whole = sum(bucket.numel for block in outside for bucket in block.all_buckets) * 2
+    on_device = {row.owner: row.bytes for row in optimizer.ledger.rows() if row.tier == "device"}
+    total = sum(bucket.numel for block in outside for bucket in block.all_buckets) * 2
     names = [block.name for block in outside if block.streamed]
     optimizer.close()
-    return names, held, whole
+    return names, on_device, total
 
 
 @pytest.mark.parametrize(
@@ -48,56 +47,41 @@ def streamed(*, tied: bool = False, **options: Any) -> tuple[list[str], dict[str
         (4, {"keep_whole": ["norm"]}, ["embed", "head"]),
     ],
 )
-def test_what_saves_no_memory_stays_whole(
+def test_what_saves_no_memory_is_not_sharded(
     ranks: Run, size: int, options: dict[str, Any], expected: list[str]
 ) -> None:
-    for names, held, whole in ranks(size, streamed, **options):
+    for names, on_device, total in ranks(size, streamed_blocks, **options):
         assert names == expected
         if not names:
-            assert held["working weights"] == whole
+            assert on_device["working weights"] == total
         elif len(names) == 3:
-            assert "working weights" not in held
+            assert "working weights" not in on_device
 
 
-def read_outside(keep: list[str]) -> str:
+class ReadsHead(Chain):
     """A head that nobody calls."""
 
-    class Bare(Chain):
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return F.linear(self.norm(x), self.head.weight)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(self.norm(x), self.head.weight)
 
+
+def message_of_read(keep: list[str]) -> str:
     torch.manual_seed(0)
-    model = Bare()
+    model = ReadsHead()
     optimizer = ot.offload(model, keep_whole=keep, **STAGE_3)
-    try:
-        train(optimizer, model, own_batches(1))
-    except StreamError as error:
-        return str(error)
-    finally:
-        optimizer.close()
-    return ""
+    message = message_of(lambda: train(optimizer, model, own_batches(1)))
+    optimizer.close()
+    return message
 
 
-def test_weights_read_without_a_call_are_told_with_the_key(ranks: Run) -> None:
-    for told in ranks(4, read_outside, []):
-        assert "'head'" in told and 'keep_whole = ["head"]' in told
-    assert ranks(4, read_outside, ["head"]) == [""] * 4
-
-
-def unknown() -> str:
-    try:
-        ot.offload(Chain(), keep_whole=["haed"], **STAGE_3)
-    except OptionError as error:
-        return str(error)
-    return ""
-
-
-def test_a_name_that_no_module_has(ranks: Run) -> None:
-    for told in ranks(2, unknown):
-        assert "'haed' matches no module" in told and "'embed', 'norm', 'head'" in told
+def test_weights_read_without_a_call_are_named_with_the_key(ranks: Run) -> None:
+    for message in ranks(4, message_of_read, []):
+        assert message.startswith("StreamError")
+        assert "'head'" in message and 'keep_whole = ["head"]' in message
+    assert ranks(4, message_of_read, ["head"]) == ["nothing"] * 4
 
 
 def test_keep_whole_without_stage_3() -> None:
@@ -105,63 +89,8 @@ def test_keep_whole_without_stage_3() -> None:
         ot.offload(Chain(), keep_whole=["head"], device="cpu")
 
 
-class Adapted(Chain):
-    """Frozen embedding and head, as with LoRA: they are in shards, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.requires_grad_(False)
-        self.head.requires_grad_(False)
-
-
-class Several(nn.Module):
-    """Two towers with tables of their own, a head used twice, and no layers beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleDict({key: nn.Embedding(VOCAB, WIDTH) for key in ("left", "right")})
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tables["left"](tokens) + self.tables["right"](tokens.flip(-1))
-        for layer in self.layers:
-            x = self.head(layer(x))
-        return self.out(x)
-
-
-def compared(kind: str, **options: Any) -> None:
-    MODELS.update(adapted=Adapted, several=Several)
-    compare(kind, **options)
-
-
-@pytest.mark.parametrize("kind", ["adapted", "several"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"zero_stage": 3, "lanes": "threads", "accum": 2},
-        {"working": "host", "update": "speculative", "clip": 1e9, "steps": 6, "lanes": "seeded"},
-        pytest.param(
-            {"zero_stage": 3, "activation": "recompute", "lanes": "late"}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            {
-                "zero_stage": 3,
-                "activation": "offload_saved",
-                "offload_saved_above": 0,
-                "lanes": "seeded",
-            },
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_same_bits(ranks: Run, kind: str, options: dict[str, Any]) -> None:
-    ranks(4, compared, kind, **options)
-
-
 def proved_and_evaluated(tied: bool, **options: Any) -> tuple[list[Any], list[float]]:
-    """Faults of the program of two steps with an evaluation between; its losses."""
+    """Faults of the program of two steps with an evaluation between; its losses and weights."""
     torch.manual_seed(0)
     model, lanes = Chain(tied=tied), RecordingLanes(SequentialLanes())
     with on_lanes(lanes):
@@ -178,15 +107,14 @@ def proved_and_evaluated(tied: bool, **options: Any) -> tuple[list[Any], list[fl
     return prove(lanes.program), losses
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize(("tied", "working"), [(False, "host"), (True, "device")])
 def test_the_program_has_no_race_and_evaluations_their_bits(
     ranks: Run, tied: bool, working: str
 ) -> None:
-    found = ranks(4, proved_and_evaluated, tied, working=working)
-    assert [faults for faults, _ in found] == [[]] * 4
-    whole = ranks(4, proved_and_evaluated, tied, working=working, keep_whole=["*"])
-    assert [losses for _, losses in found] == [losses for _, losses in whole]
+    sharded = ranks(4, proved_and_evaluated, tied, working=working)
+    assert [faults for faults, _ in sharded] == [[]] * 4
+    unsharded = ranks(4, proved_and_evaluated, tied, working=working, keep_whole=["*"])
+    assert [losses for _, losses in sharded] == [losses for _, losses in unsharded]
 
 
 def loads_of_a_step() -> list[str]:
@@ -194,16 +122,15 @@ def loads_of_a_step() -> list[str]:
     model, lanes = Chain(4), RecordingLanes(SequentialLanes())
     with on_lanes(lanes):
         optimizer = ot.offload(model, device_slots=2, keep_whole=["norm"], **STAGE_3)
-    stream = own_batches(3)
-    for step in range(3):
+    for tokens in own_batches(3):
         lanes.program.clear()
-        train(optimizer, model, stream[step : step + 1])
+        train(optimizer, model, [tokens])
     optimizer.close()
     names = [getattr(entry, "name", "") for entry in lanes.program]
     return [name for name in names if name.startswith(("load", "forward", "backward"))]
 
 
-def test_the_head_is_on_its_way_before_the_last_layers_run(ranks: Run) -> None:
+def test_the_head_is_loaded_before_the_last_layers_run(ranks: Run) -> None:
     """And not earlier: gathers of layers, which are needed sooner, go before it."""
     for names in ranks(4, loads_of_a_step):
         loads = [name for name in names if name.startswith("load")]
@@ -211,28 +138,44 @@ def test_the_head_is_on_its_way_before_the_last_layers_run(ranks: Run) -> None:
         assert names.index("load head") < names.index("forward layers.3")
 
 
-def twin_in_shards() -> tuple[bool, bool]:
-    """A state loaded from a run that keeps all whole; a rank has no state_dict of the model."""
+def train_from_unsharded() -> bool:
+    """A state loaded from a run that shards nothing outside of layers: the same bits."""
     torch.manual_seed(0)
-    one = Chain()
-    two = copy.deepcopy(one)
-    first, second = ot.offload(one, keep_whole=["*"], **STAGE_3), ot.offload(two, **STAGE_3)
-    train(first, one, own_batches(1))
+    models = Chain(), Chain()
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = (
+        ot.offload(model, **keys, **STAGE_3)
+        for model, keys in zip(models, ({"keep_whole": ["*"]}, {}), strict=True)
+    )
+    stream = own_batches(2)
+    train(first, models[0], stream[:1])
     second.load_state_dict(first.state_dict())
-    stream = own_batches(2)[1:]
-    same = train(first, one, stream) == train(second, two, stream)
+    same = train(first, models[0], stream[1:]) == train(second, models[1], stream[1:])
     pairs = zip(first.master_weights(), second.master_weights(), strict=True)
     bits = all(torch.equal(a, b) for (_, a), (_, b) in pairs)
-    try:
-        two.state_dict()
-        told = False
-    except (ModelError, RuntimeError):
-        told = True
     first.close()
     second.close()
-    dist.barrier()
-    return same and bits, told
+    return same and bits
 
 
-def test_state_of_the_one_is_that_of_the_other(ranks: Run) -> None:
-    assert ranks(4, twin_in_shards) == [(True, True)] * 4
+def test_the_state_is_that_of_a_run_without_these_shards(ranks: Run) -> None:
+    assert ranks(4, train_from_unsharded) == [True] * 4
+
+
+def leave_scope(close: bool) -> tuple[list[str], set[tuple[int, ...]]]:
+    """The warnings, and the shapes of the layers' parameters afterwards."""
+    with warnings_of("offloadtrain") as messages:
+        model = Chain()
+        optimizer = ot.offload(model, **STAGE_3)
+        train(optimizer, model, batches(1))
+        if close:
+            optimizer.close()
+        del optimizer
+        return messages, {tuple(param.shape) for param in model.layers.parameters()}
+
+
+def test_an_optimizer_out_of_scope_is_warned_of(ranks: Run) -> None:
+    """Weights in shards cannot be gathered there: their parameters are empty, and not NaN."""
+    for messages, shapes in ranks(2, leave_scope, False):
+        assert "dict(optimizer.full_weights()) on all ranks" in messages[0] and shapes == {(0,)}
+    assert ranks(2, leave_scope, True) == [([], {(0,)})] * 2

@@ -1,9 +1,9 @@
-"""The plan of a rank holds what the rank books, to the byte."""
+"""The plan of tables in shards: what a rank holds and moves, to the byte. Other plans of ranks are
+in `test_divisions.py`."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,31 +18,15 @@ from tests.distributed.conftest import Run
 from tests.plan.test_memory import GPT, booked, job, planned
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"offload__zero_stage": 1},
-        {"offload__zero_stage": 2, "offload__reduction": "fp32"},
-        {"offload__zero_stage": 3},
-        {"offload__zero_stage": 3, "offload__state_on": "device"},
-        {"offload__working": "host", "offload__state": "int8"},
-        {"offload__zero_stage": 1, "offload__reduction": "fp32", "train__grad_accum_steps": 2},
-    ],
-)
-def test_of_a_rank(ranks: Run, keys: dict[str, Any]) -> None:
-    config = shared(job(GPT, train__micro_batch=4, **keys), 2)
-    assert ranks(2, booked, config) == [planned(config, 2)] * 2
-
-
 @pytest.mark.parametrize("working", ["device", "host"])
 def test_of_tables_in_shards(ranks: Run, working: str) -> None:
     """Untied ones, of which one is gathered at a time."""
     keys = {"offload__zero_stage": 3, "offload__working": working, "model__tie_embeddings": False}
     config = shared(job(GPT, train__micro_batch=4, **keys), 4)
-    table, found = config.model.vocab_size * config.model.d_model, planned(config, 4)
-    assert ranks(4, booked, config) == [found] * 4
-    whole = planned(replace(config, offload=config.offload.replace(keep_whole=("*",))), 4)
-    on_device = [sum(one["device"].values()) for one in (found, whole)]
+    table, sharded = config.model.vocab_size * config.model.d_model, planned(config, 4)
+    assert ranks(4, booked, config) == [sharded] * 4
+    unsharded = planned(replace(config, offload=config.offload.replace(keep_whole=("*",))), 4)
+    on_device = [sum(tiers["device"].values()) for tiers in (sharded, unsharded)]
     assert on_device[1] - on_device[0] > (0.9 if working == "host" else 0.4) * 2 * table
 
 
@@ -64,9 +48,10 @@ def moved(config: Config) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("working", ["device", "host"])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize(
+    ("working", "tied", "accum"),
+    [("device", True, 1), ("host", True, 2), ("device", False, 2), ("host", False, 1)],
+)
 def test_what_moves_of_tables(ranks: Run, working: str, tied: bool, accum: int) -> None:
     """A tied embedding is loaded a second time, for the head, where positions share its slot."""
     shape = GPT | {"tie_embeddings": tied, "max_seq_len": 32}
@@ -77,6 +62,6 @@ def test_what_moves_of_tables(ranks: Run, working: str, tied: bool, accum: int) 
         train__grad_accum_steps=accum,
         train__micro_batch=4,
     )
-    found = make(config, "job", find("cpu2")[1], 4).prediction
-    planned_bytes = (found.d2h_bytes, found.h2d_bytes, found.comm_bytes)
+    prediction = make(config, "job", find("cpu2")[1], 4).prediction
+    planned_bytes = (prediction.d2h_bytes, prediction.h2d_bytes, prediction.comm_bytes)
     assert ranks(4, moved, shared(config, 4)) == [planned_bytes] * 4

@@ -1,4 +1,5 @@
-"""Jobs without a flush between steps (PipeDream-2BW): skipped steps, requests, and the log.
+"""Jobs without a flush between steps (PipeDream-2BW): skipped steps, loss scales, requests, and the
+log are those of `update="delayed"` in one process.
 
 Bits, plans, checkpoints and restarts are in `test_divisions.py`.
 """
@@ -18,24 +19,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from offloadtrain.engine.engine import Engine
 from offloadtrain.events import schema
+from offloadtrain.optim import LossScaleError, LossScaler
 from offloadtrain.parallel.pipeline.split_step import SplitStep
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import trainer as trainers
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.signals import StopRequests
+from offloadtrain.train.trained_model import open_saved
 from offloadtrain.train.trainer import Trainer
 from tests.distributed.conftest import Run
 from tests.distributed.divisions import DEEP, TWO_VERSIONS
 from tests.distributed.rank_jobs import (
+    CONSTANT,
+    FP16,
     FP32,
     Options,
     RankRun,
     assert_same_run,
+    assert_same_state,
     evaluations,
     events_of_rank,
     figures,
     train,
 )
+
+pytestmark = pytest.mark.slow
 
 DELAYED: Options = DEEP | {"offload.update": '"delayed"'}
 EVAL: Options = {"train.eval_every": 4}
@@ -79,13 +87,11 @@ def count_flushes(folder: Path, data: Path, **options: Any) -> int:
     return flushes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "flushes"),
     [
         (2, EVAL, 6),  # evaluations after steps 4, 8 and 12, checkpoints after 3, 6, 9 and 12
-        (2, NOTHING_DUE | {"offload.working": '"host"', "offload.state": '"split16"'}, 1),
-        (4, EVAL | {"train.checkpoint_every": 0}, 3),
+        (4, NOTHING_DUE | {"offload.working": '"host"', "offload.state": '"split16"'}, 1),
     ],
 )
 def test_stages_flush_only_when_something_is_due(
@@ -95,7 +101,6 @@ def test_stages_flush_only_when_something_is_due(
     assert ranks(size, count_flushes, tmp_path / "run", data, **chosen) == [flushes] * size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", [{3, 4}, pytest.param({7, 11}, marks=pytest.mark.long)])
 def test_a_skipped_step_repeats_its_rate(
     ranks: Run, tmp_path: Path, data: Path, steps: set[int]
@@ -122,7 +127,6 @@ def message_of_skips(folder: Path, data: Path, **options: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
 def test_a_run_that_only_skips_ends_with_its_checkpoint(
     ranks: Run, tmp_path: Path, data: Path
 ) -> None:
@@ -165,12 +169,11 @@ def train_with_request(
         return train(folder, data, **options)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "request_"), [(1, "stop"), (1, "save"), (0, "file")])
 def test_a_request_is_answered_after_a_step(
     ranks: Run, tmp_path: Path, data: Path, rank: int, request_: str
 ) -> None:
-    """The ranks exchange it with the next step; all end that one, and continue to the bit."""
+    """The ranks exchange it with the next step; all end that step, and continue to the bit."""
     expected, run = tmp_path / "expected", tmp_path / "run"
     options = DELAYED | NOTHING_DUE
     ranks(1, train, expected, data, **options)
@@ -178,18 +181,17 @@ def test_a_request_is_answered_after_a_step(
     runs = ranks(2, train_with_request, run, data, rank, request_, **staged)
     saved = [path.name for path in sorted((run / "checkpoints").iterdir())]
     assert saved[0] == "step-00000007"
-    assert {one_rank.status for one_rank in runs} == {"stopped" if request_ == "stop" else "done"}
+    assert {of_rank.status for of_rank in runs} == {"stopped" if request_ == "stop" else "done"}
     if request_ == "stop":
         assert len(saved) == 1
         ranks(2, train, run, data, resume=True, **staged)
     assert_same_run(expected, run, 2)
 
 
-@pytest.mark.slow
-def test_a_sampled_step_has_the_intervals_of_its_own_lanes(
+def test_a_sampled_step_has_the_intervals_of_its_lanes(
     ranks: Run, tmp_path: Path, data: Path
 ) -> None:
-    """From one decision to the next: one whole step of all microbatches."""
+    """From one decision to the next: a step with all its microbatches."""
     ranks(2, train, tmp_path / "run", data, **DEEP | TWO_VERSIONS | NOTHING_DUE)
     for rank in range(2):
         steps = events_of_rank(tmp_path / "run", schema.Step, rank)
@@ -199,3 +201,84 @@ def test_a_sampled_step_has_the_intervals_of_its_own_lanes(
         assert {span.step for span in spans} == {4}
         names = sorted({span.name for span in spans})
         assert any(name.startswith("adam") for name in names), names
+
+
+# Loss scaling, whose scale is as late as the updates.
+
+
+def fast(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Call `run` with a loss scale that begins where gradients overflow, and grows every two
+    steps."""
+
+    def scaler(hysteresis: int) -> LossScaler:
+        return LossScaler(scale=2.0**24, growth_interval=2, hysteresis=hysteresis)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offloadtrain.engine.step_report.LossScaler", scaler)
+        return run(*args, **options)
+
+
+def test_a_job_of_fp16_has_the_scales_of_one_process(
+    ranks: Run, tmp_path: Path, data: Path
+) -> None:
+    expected, run = tmp_path / "expected", tmp_path / "run"
+    chosen = DELAYED | EVAL | FP16 | {"offload.clip_norm": 0.5, "train.checkpoint_every": 2}
+    ranks(1, fast, train, expected, data, **chosen)
+    ranks(2, fast, train, run, data, **chosen | TWO_VERSIONS)
+    assert_same_run(expected, run, 2)
+    assert evaluations(run) == evaluations(expected)
+    scales = {event.loss_scale for event in events_of_rank(run, schema.Step)}
+    assert len(scales) > 2, scales
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stop"),
+    [
+        (TWO_VERSIONS, {}, 4),
+        ({}, TWO_VERSIONS, 7),
+        pytest.param(TWO_VERSIONS, {"ranks.pipeline": 2}, 7, marks=pytest.mark.long),
+        pytest.param(
+            *(TWO_VERSIONS, TWO_VERSIONS | {"ranks.pipeline": 4}, 4), marks=pytest.mark.long
+        ),
+    ],
+)
+def test_a_job_of_fp16_continues_in_other_stages(
+    ranks: Run, tmp_path: Path, data: Path, before: Options, after: Options, stop: int
+) -> None:
+    """With the scales of the run that never stopped: a checkpoint holds what they do not follow
+    yet."""
+    expected, run = tmp_path / "expected", tmp_path / "run"
+    chosen = DELAYED | CONSTANT | FP16 | {"model.num_layers": 8, "train.checkpoint_every": 5}
+    ranks(1, fast, train, expected, data, **chosen)
+    for stages, steps in ((before, stop), (after, 12)):
+        more = chosen | stages | {"train.steps": steps}
+        size = stages.get("ranks.pipeline", 1)
+        ranks(size, fast, train, run, data, resume=steps > stop, **more)
+    assert figures(run) == figures(expected)
+    assert_same_state(expected, run)
+
+
+def message_of_overflow(folder: Path, data: Path, bad: set[int], **changes: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("offloadtrain.optim.loss_scaler.SMALLEST", 2.0**16)
+        with pytest.raises(LossScaleError) as error:
+            train_skipping(folder, data, bad, **changes)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "bad", [{6, 7}, pytest.param({6}, marks=pytest.mark.long)], ids=["two", "one"]
+)
+def test_a_job_that_overflows_at_the_smallest_scale_ends_with_a_checkpoint(
+    ranks: Run, tmp_path: Path, data: Path, bad: set[int]
+) -> None:
+    expected, run = tmp_path / "expected", tmp_path / "run"
+    chosen = DELAYED | FP16
+    (alone,) = ranks(1, message_of_overflow, expected, data, bad, **chosen)
+    assert "smallest loss scale" in alone and "Not finite: the gradients of '" in alone
+    assert ranks(2, message_of_overflow, run, data, bad, **chosen | TWO_VERSIONS) == [alone] * 2
+    plain, staged = (open_saved(folder).found for folder in (expected, run))
+    # In stages another step is under way, which is ended; it counts, or is skipped as well.
+    assert staged.step - plain.step == len({6, 7} - bad) and plain.step == 6
+    if len(bad) == 2:
+        assert_same_state(expected, run)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.config.offload import ActivationMode, Precision, WeightTier
+from offloadtrain.config.offload import Precision, WeightTier
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
@@ -24,7 +24,7 @@ from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
-from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, offload
+from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, NAME, offload
 from tests.numerics.models import MODELS, STREAMED, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_update_modes import DelayedRun
@@ -50,24 +50,33 @@ def deterministic() -> object:
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("accum", [1, 3])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
-def test_same_bits_as_resident_over_streams(name: str, precision: Precision, accum: int) -> None:
+def compare(
+    name: str,
+    resident_kind: type[ResidentRun],
+    *,
+    steps: int = 6,
+    precision: Precision = NAME,
+    **options: Any,
+) -> None:
+    """Train offloaded and resident: losses, norms, weights and masters must have the same bits."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    twin = copy.deepcopy(model).to(DEVICE)
+    copied = copy.deepcopy(model).to(DEVICE)
     optimizer = offload(
         model,
         ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
         precision=precision,
-        clip_norm=0.5,
-        grad_accum_steps=accum,
+        **options,
     )
-    resident = ResidentOnGpu(twin, DTYPES[precision], clip_norm=0.5, scale=optimizer.loss_scale)
-    stream = [tokens.to(DEVICE) for tokens in batches(10 * accum)]
-    for step in range(10):
+    resident = resident_kind(
+        copied,
+        DTYPES[precision],
+        clip_norm=options.get("clip_norm"),
+        scale=optimizer.loss_scale,
+    )
+    accum, is_delayed = options.get("grad_accum_steps", 1), issubclass(resident_kind, DelayedRun)
+    stream = [tokens.to(DEVICE) for tokens in batches(steps * accum)]
+    for step in range(steps):
         micro = stream[step * accum : (step + 1) * accum]
         expected = resident.step(micro, loss_of)
         losses = []
@@ -77,53 +86,47 @@ def test_same_bits_as_resident_over_streams(name: str, precision: Precision, acc
             optimizer.backward(loss)
         optimizer.step()
         assert [loss.item() for loss in losses] == expected
-        assert optimizer.grad_norm == pytest.approx(resident.norms[-1], rel=1e-14)
+        assert is_delayed or optimizer.grad_norm == pytest.approx(resident.norms[-1], rel=1e-14)
     optimizer.synchronize()
+    if isinstance(resident, DelayedRun):
+        resident.flush()
     for key, param in model.named_parameters():
-        assert torch.equal(param, resident.params[key]), key
+        assert torch.equal(param.cpu(), resident.params[key].cpu()), key
+    on_device = options.get("state_on") == "device"
     for key, state in optimizer.named_state():
         assert torch.equal(state["master"], resident.master(key)), key
+        assert not on_device or state["master"].device == DEVICE
+    if on_device:
+        on_host = {row.owner for row in optimizer.ledger.rows() if row.tier == "host"}
+        assert on_host <= {"norms", "padding"}
     optimizer.close()
 
 
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("activation", ["keep", "recompute"])
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_nothing_offloaded(name: str, accum: int, activation: ActivationMode) -> None:
+@pytest.mark.cover(0)
+@pytest.mark.draws(0.3)
+@pytest.mark.parametrize(
+    ("name", "precision", "accum"),
+    [
+        (name, precision, (1, 3)[(row + column) % 2])
+        for row, name in enumerate(MODELS)
+        for column, precision in enumerate(DTYPES)
+        if (row + column) % 3
+    ],
+)
+def test_same_bits_as_resident_over_streams(name: str, precision: Precision, accum: int) -> None:
+    options: dict[str, Any] = {"clip_norm": 0.5, "grad_accum_steps": accum}
+    compare(name, ResidentOnGpu, steps=10, precision=precision, **options)
+
+
+@pytest.mark.cover(0)
+@pytest.mark.draws(0.3)
+@pytest.mark.parametrize(("name", "accum"), [(name, 1 + n % 2) for n, name in enumerate(MODELS)])
+def test_nothing_offloaded(name: str, accum: int) -> None:
     """Masters and moments on the GPU: the bits of torch's fused AdamW there."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    twin = copy.deepcopy(model).to(DEVICE)
-    optimizer = offload(
-        model,
-        ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-        state_on="device",
-        activation=activation if name in STREAMED else "keep",
-        grad_accum_steps=accum,
-    )
-    resident = ResidentRun(twin, DTYPE)
-    stream = [tokens.to(DEVICE) for tokens in batches(6 * accum)]
-    for step in range(6):
-        micro = stream[step * accum : (step + 1) * accum]
-        expected = resident.step(micro, loss_of)
-        losses = []
-        for tokens in micro:
-            loss = loss_of(model, tokens)
-            losses.append(loss.detach())
-            optimizer.backward(loss)
-        optimizer.step()
-        assert [loss.item() for loss in losses] == expected
-        assert optimizer.grad_norm == pytest.approx(resident.norms[-1], rel=1e-14)
-    optimizer.synchronize()
-    assert {row.owner for row in optimizer.ledger.rows() if row.tier == "host"} <= {
-        "norms",
-        "padding",
-    }
-    for key, state in optimizer.named_state():
-        assert state["master"].device == DEVICE
-        assert torch.equal(state["master"], resident.master(key)), key
-    optimizer.close()
+    recomputes = name in STREAMED and len(name) % 2
+    activation = "recompute" if recomputes else "keep"
+    options: dict[str, Any] = {"activation": activation, "grad_accum_steps": accum}
+    compare(name, ResidentRun, state_on="device", **options)
 
 
 class DelayedOnGpu(ResidentOnGpu, DelayedRun):
@@ -152,41 +155,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.cover(0, 1)
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", STREAMED)
-def test_every_mode_and_placement_over_streams(name: str, options: str, accum: int) -> None:
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    twin = copy.deepcopy(model).to(DEVICE)
-    chosen = {"clip_norm": 0.5} | OPTIONS[options]
-    optimizer = offload(
-        model,
-        ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
-        grad_accum_steps=accum,
-        **chosen,
-    )
-    run = DelayedOnGpu if "delayed" in options else ResidentOnGpu
-    resident = run(twin, DTYPE, clip_norm=chosen["clip_norm"])
-    stream = [tokens.to(DEVICE) for tokens in batches(6 * accum)]
-    for step in range(6):
-        micro = stream[step * accum : (step + 1) * accum]
-        losses = []
-        for tokens in micro:
-            loss = loss_of(model, tokens)
-            losses.append(loss.detach())
-            optimizer.backward(loss)
-        optimizer.step()
-        assert [loss.item() for loss in losses] == resident.step(micro, loss_of)
-    optimizer.synchronize()
-    if isinstance(resident, DelayedOnGpu):
-        resident.flush()
-    for key, param in model.named_parameters():
-        assert torch.equal(param.cpu(), resident.params[key].cpu()), key
-    for key, state in optimizer.named_state():
-        assert torch.equal(state["master"], resident.master(key)), key
-    optimizer.close()
+def some_of_each() -> list[tuple[str, str, int]]:
+    """Every mode with three models, and every model with three modes or more, with 1 or 2
+    microbatches."""
+    return [
+        (STREAMED[(3 * row + column) % len(STREAMED)], mode, 1 + (row + column) % 2)
+        for row, mode in enumerate(OPTIONS)
+        for column in range(3)
+    ]
+
+
+@pytest.mark.cover(0)
+@pytest.mark.draws(0.3)
+@pytest.mark.parametrize(("name", "mode", "accum"), some_of_each())
+def test_every_mode_and_placement_over_streams(name: str, mode: str, accum: int) -> None:
+    options: dict[str, Any] = {"clip_norm": 0.5, "grad_accum_steps": accum} | OPTIONS[mode]
+    compare(name, DelayedOnGpu if "delayed" in mode else ResidentOnGpu, **options)
 
 
 @pytest.mark.cover(0, 1)
@@ -242,13 +226,13 @@ class TinyComputeBigTransfer(nn.Module):
 def test_race_provoking_shapes(working: WeightTier) -> None:
     torch.manual_seed(0)
     model = TinyComputeBigTransfer()
-    twin = copy.deepcopy(model).to(DEVICE)
+    copied = copy.deepcopy(model).to(DEVICE)
     optimizer = offload(
         model,
         ot.AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1),
         working=working,
     )
-    resident = ResidentOnGpu(twin, DTYPE, lr=1e-3)
+    resident = ResidentOnGpu(copied, DTYPE, lr=1e-3)
     inputs = [torch.randn(1, WIDTH, device=DEVICE, dtype=DTYPE) for _ in range(20)]
 
     def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -256,29 +240,31 @@ def test_race_provoking_shapes(working: WeightTier) -> None:
         return output.float().square().mean()
 
     # In separate loops: the other model's work would give a missing wait time to go unnoticed.
-    mine = []
+    losses = []
     for x in inputs:
         value = loss(model, x)
         optimizer.backward(value)
         optimizer.step()
-        mine.append(value.detach())
+        losses.append(value.detach())
     optimizer.synchronize()
-    theirs = [resident.step([x], loss)[0] for x in inputs]
-    assert [value.item() for value in mine] == theirs
+    expected = [resident.step([x], loss)[0] for x in inputs]
+    assert [value.item() for value in losses] == expected
     for key, param in model.named_parameters():
         assert torch.equal(param.cpu(), resident.params[key].cpu()), key
-
-
-@pytest.mark.parametrize("options", [{}, {"working": "host"}, {"state_on": "device"}], ids=str)
-def test_masters_come_back_to_the_host_as_they_were_given(options: dict[str, Any]) -> None:
-    model = Chain()
-    given = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = offload(model, ot.AdamW(), **options)
-    found = dict(optimizer.master_weights())
-    assert found.keys() == given.keys()
-    for name, value in found.items():
-        assert value.device.type == "cpu" and torch.equal(value, given[name]), name
     optimizer.close()
+
+
+def test_masters_come_back_to_the_host_as_they_were() -> None:
+    placements: list[dict[str, Any]] = [{}, {"working": "host"}, {"state_on": "device"}]
+    for options in placements:
+        model = Chain()
+        expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+        optimizer = offload(model, ot.AdamW(), **options)
+        masters = dict(optimizer.master_weights())
+        assert masters.keys() == expected.keys()
+        for name, value in masters.items():
+            assert value.device.type == "cpu" and torch.equal(value, expected[name]), name
+        optimizer.close()
 
 
 @pytest.mark.gpu(until="cuda_driver.register")
@@ -347,7 +333,7 @@ def test_training_waits_for_nothing_but_the_norm() -> None:
     optimizer.close()
 
 
-def test_the_timeline_shows_adam_beside_uploads() -> None:
+def test_the_timeline_shows_adam_and_uploads() -> None:
     model = TinyComputeBigTransfer()
     optimizer = offload(model)
     x = torch.randn(1, WIDTH, device=DEVICE, dtype=DTYPE)
@@ -360,7 +346,7 @@ def test_the_timeline_shows_adam_beside_uploads() -> None:
     assert report is not None
     lanes = {interval.lane for interval in report.timeline}
     assert lanes == {"compute", "wait", "d2h", "host", "h2d"}
-    waited_ms = sum(one.duration_ms for one in report.timeline if one.lane == "wait")
+    waited_ms = sum(span.duration_ms for span in report.timeline if span.lane == "wait")
     assert sum(report.exposed_by_lane.values()) == pytest.approx(waited_ms)
     optimizer.close()
 
@@ -393,7 +379,7 @@ def test_every_lane_tells_how_long_it_worked() -> None:
     began = torch.cuda.Event(enable_timing=True)
     ended = torch.cuda.Event(enable_timing=True)
     began.record()
-    for tokens in batches(20):
+    for tokens in batches(8):
         optimizer.backward(loss_of(model, tokens.to(DEVICE)))
         optimizer.step()
         assert optimizer.last_step is not None
@@ -471,14 +457,14 @@ def test_a_group_of_one_over_nccl() -> None:
         model = Chain(3)
         optimizer = offload(model, ot.AdamW(lr=1e-2), clip_norm=0.5)
         assert optimizer.ranks.is_single
-        found = []
+        of_steps = []
         for tokens in batches(4):
             loss = loss_of(model, tokens.to(DEVICE))
             optimizer.backward(loss)
             optimizer.step()
-            found.append(loss.item())
+            of_steps.append(loss.item())
         assert optimizer.last_step is not None and optimizer.last_step.comm_bytes == 0
-        losses.append(found)
+        losses.append(of_steps)
         optimizer.close()
     torch.distributed.destroy_process_group()
     assert losses[0] == losses[1]

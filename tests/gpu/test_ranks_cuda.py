@@ -25,18 +25,18 @@ RANKS, STEPS = 2, 6
 
 
 def losses_of(**options: Any) -> list[float]:
-    """Of this rank, and its norms."""
+    """The losses and norms of this rank."""
     torch.manual_seed(0)
     model, rank = Chain(4), dist.get_rank()
     optimizer = offload(model, ot.AdamW(lr=1e-2), clip_norm=0.5, **options)
-    found = []
+    figures = []
     for tokens in batches(STEPS * RANKS)[rank::RANKS]:
         loss = loss_of(model, tokens.to(DEVICE.type))
         optimizer.backward(loss)
         optimizer.step()
-        found += [loss.item(), optimizer.grad_norm or 0.0]
+        figures += [loss.item(), optimizer.grad_norm or 0.0]
     optimizer.close()
-    return found
+    return figures
 
 
 def by_torch() -> list[float]:
@@ -45,30 +45,30 @@ def by_torch() -> list[float]:
     rank = dist.get_rank()
     model = torch.nn.parallel.DistributedDataParallel(Chain(4).to(DEVICE.type))
     adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found = []
+    figures = []
     for tokens in batches(STEPS * RANKS)[rank::RANKS]:
         loss = loss_of(model, tokens.to(DEVICE.type))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         adam.step()
         adam.zero_grad()
-        found += [loss.item(), norm.item()]
-    return found
+        figures += [loss.item(), norm.item()]
+    return figures
 
 
 def on_rank(rank: int, folder: str, options: list[dict[str, Any]]) -> None:
     torch.use_deterministic_algorithms(True)
     join_through(Path(folder, "store"), rank, RANKS, on_gpu=HAS_GPU)
-    told = [by_torch() if chosen.get("torch") else losses_of(**chosen) for chosen in options]
-    torch.save(told, Path(folder, f"told{rank}"))
+    of_options = [by_torch() if chosen.get("torch") else losses_of(**chosen) for chosen in options]
+    torch.save(of_options, Path(folder, f"figures{rank}"))
     dist.destroy_process_group()
 
 
-def told_by(*options: dict[str, Any]) -> list[list[float]]:
-    """What rank 0 found with each of these."""
+def figures_of(*options: dict[str, Any]) -> list[list[float]]:
+    """The losses and norms of rank 0 with each of these."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(on_rank, args=(folder, list(options)), nprocs=RANKS)
-        return list(torch.load(Path(folder, "told0"), weights_only=True))
+        return list(torch.load(Path(folder, "figures0"), weights_only=True))
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,17 @@ def told_by(*options: dict[str, Any]) -> list[list[float]]:
 )
 def test_placements_change_no_bit(state: str) -> None:
     plain = {"state": state}
-    first, *others = told_by(
+    first, *placed = figures_of(
         plain,
         plain | {"zero_stage": 1},
         plain | {"zero_stage": 3},
         plain | {"zero_stage": 3, "working": "host"},
         plain | {"update": "speculative"},
     )
-    assert all(other == first for other in others)
+    assert all(other == first for other in placed)
 
 
+@pytest.mark.slow
 def test_ddp_agrees() -> None:
-    ours, ddp = told_by({"precision": "fp32"}, {"torch": True})
+    ours, ddp = figures_of({"precision": "fp32"}, {"torch": True})
     assert ours == pytest.approx(ddp, rel=1e-4)

@@ -156,12 +156,6 @@ def test_blocks_used_inside_of_each_other_need_a_slot_each() -> None:
     assert_same(resident, optimizer, model)
 
 
-def test_weights_read_without_calling_their_block_are_told() -> None:
-    _, optimizer, model = pair(make("detached"), working="host")
-    with pytest.raises(StreamError, match=r"'layers\.0' are read outside its forward"):
-        train(optimizer, model, batches(1))
-
-
 class Several(Chain):
     """A user's recompute over several blocks at once."""
 

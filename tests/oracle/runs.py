@@ -64,7 +64,7 @@ class DividedExperts(Experts):
 
 
 def _llama() -> nn.Module:
-    from tests.distributed.test_tensor_parallel import Llama
+    from tests.parallel.models import Llama
 
     return Llama()
 
@@ -74,10 +74,10 @@ def _divide(model: nn.Module, mesh: DeviceMesh) -> None:
     # Imported on use, as in `offloaded`: every rank would import these modules for seconds.
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from tests.distributed.test_tensor_parallel import plan
+    from tests.parallel.models import columns_and_rows
 
     for layer in model.get_submodule("layers").children():
-        parallelize_module(layer, mesh["tp"], plan())
+        parallelize_module(layer, mesh["tp"], columns_and_rows())
 
 
 def _grouped(model: nn.Module) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -43,12 +44,12 @@ def pipeline(stages: int, count: int, schedule: Schedule = "1f1b", **keys: Any) 
     """Layers that are alike, and a head that is next to nothing."""
     shape = {"num_layers": 8, "d_model": 256, "num_heads": 2, "vocab_size": 2}
     shape |= keys.pop("shape", {})
-    given = {
+    values = {
         "train__grad_accum_steps": count,
         "offload__precision": "bf16",
         "device__kind": "auto",
     }
-    config = job(shape | {"max_seq_len": 16}, **(given | keys))
+    config = job(shape | {"max_seq_len": 16}, **(values | keys))
     if schedule == "2bw":
         config = replace(config, offload=config.offload.replace(update="delayed"))
     return replace(config, ranks=RanksConfig(pipeline=stages, schedule=schedule))
@@ -60,24 +61,24 @@ def planned(
     return make(pipeline(stages, count, schedule, **keys), "test", machine, stages)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_step_is_its_compute_and_its_flush(stages: int, schedule: Schedule) -> None:
+@pytest.mark.parametrize(("schedule", "stages"), [("gpipe", 4), ("1f1b", 2), ("2bw", 4)])
+def test_a_step_is_its_compute_and_its_flush(schedule: Schedule, stages: int) -> None:
     """m microbatches, and p - 1 more where the pipeline is flushed."""
-    found = times_of(planned(stages, 8, schedule))
-    assert found is not None
-    each = found.compute_s[0] / 8
+    times = times_of(planned(stages, 8, schedule))
+    assert times is not None
+    each = times.compute_s[0] / 8
     turns = 8 if schedule == "2bw" else 8 + stages - 1
-    assert found.seconds == pytest.approx(turns * each, rel=0.05)
-    assert found.bubbles[0] == pytest.approx(1 - 8 / turns, abs=0.05)
+    assert times.seconds == pytest.approx(turns * each, rel=0.05)
+    assert times.bubbles[0] == pytest.approx(1 - 8 / turns, abs=0.05)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_slow_links_make_a_step_longer(schedule: Schedule) -> None:
-    fast = times_of(planned(4, 8, schedule))
-    slow = times_of(planned(4, 8, schedule, replace(FREE, gpu_link_gbps=0.5)))
-    assert fast is not None and slow is not None
-    assert slow.links[0].seconds == slow.links[0].nbytes / 0.5e9 and slow.seconds > fast.seconds
+def test_slow_links_make_a_step_longer() -> None:
+    for schedule in SCHEDULES:
+        fast = times_of(planned(4, 8, schedule))
+        slow = times_of(planned(4, 8, schedule, replace(FREE, gpu_link_gbps=0.5)))
+        assert fast is not None and slow is not None
+        assert slow.links[0].seconds == slow.links[0].nbytes / 0.5e9
+        assert slow.seconds > fast.seconds
 
 
 def test_a_link_between_hosts_is_shared_by_those_who_cross() -> None:
@@ -101,8 +102,7 @@ def test_many_microbatches_take_what_a_simulation_of_all_takes(schedule: Schedul
     assert times is not None and times.seconds == pytest.approx(exact, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 1), ("1f1b", 2), ("2bw", 2)])
 def test_the_driven_program_of_every_stage_has_no_race(schedule: Schedule, ranks: int) -> None:
     plan = make(pipeline(2, 4, schedule), "test", A100, 2 * ranks)
     for number, stage in enumerate(stages_of(plan)):
@@ -112,13 +112,13 @@ def test_the_driven_program_of_every_stage_has_no_race(schedule: Schedule, ranks
 
 
 def test_turns_by_hand() -> None:
-    def told(turns: list[Turn]) -> str:
+    def text(turns: Iterable[Turn]) -> str:
         return " ".join(f"{turn.kind[0]}{turn.number}" for turn in turns)
 
-    assert told(list(order("gpipe", 0, 2, 2, 1))) == "f0 f1 b0 b1 s0 d0"
-    assert told(list(order("1f1b", 0, 2, 3, 1))) == "f0 f1 b0 f2 b1 b2 s0 d0"
-    assert told(list(order("1f1b", 1, 2, 3, 1))) == "f0 b0 f1 b1 f2 b2 s0 d0"
-    assert told(list(order("2bw", 0, 2, 2, 2))) == "f0 f1 b0 f2 b1 s0 d0 f3 b2"
+    assert text(order("gpipe", 0, 2, 2, 1)) == "f0 f1 b0 b1 s0 d0"
+    assert text(order("1f1b", 0, 2, 3, 1)) == "f0 f1 b0 f2 b1 b2 s0 d0"
+    assert text(order("1f1b", 1, 2, 3, 1)) == "f0 b0 f1 b1 f2 b2 s0 d0"
+    assert text(order("2bw", 0, 2, 2, 2)) == "f0 f1 b0 f2 b1 s0 d0 f3 b2"
 
 
 class Shape:
@@ -130,31 +130,31 @@ class Shape:
         self.microbatches_per_round = microbatches // max(1, microbatches // ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("per_rank", [2, 3])
+@pytest.mark.parametrize(("ranks", "per_rank"), [(2, 3), (3, 2), (4, 3)])
 def test_interleaved_is_in_torchs_order(ranks: int, per_rank: int) -> None:
     """Of every rank, in rounds that the ranks divide and others; no stage has more in flight."""
     for count in (count for count in range(ranks, 14) if count % (count // ranks) == 0):
         shape, most = Shape(ranks, per_rank, count), dict.fromkeys(range(ranks * per_rank), 0)
         for rank in range(ranks):
             actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(shape, rank)
-            found = [one for one in actions if one is not None]
-            own = list(rank_order("interleaved", rank, ranks, per_rank, count, 1))
+            expected = [action for action in actions if action is not None]
+            turns = list(rank_order("interleaved", rank, ranks, per_rank, count, 1))
             kinds = {"FORWARD": "forward", "FULL_BACKWARD": "backward"}
-            assert [(stage, turn.kind, turn.number) for stage, turn in own[: len(found)]] == [
-                (one.stage_index, kinds[one.computation_type.name], one.microbatch_index)
-                for one in found
+            assert [(stage, turn.kind, turn.number) for stage, turn in turns[: len(expected)]] == [
+                (action.stage_index, kinds[action.computation_type.name], action.microbatch_index)
+                for action in expected
             ]
-            assert [turn.kind for _, turn in own[len(found) :]] == [
+            assert [turn.kind for _, turn in turns[len(expected) :]] == [
                 *["squares"] * per_rank,
                 *["decide"] * per_rank,
             ]
             now = dict.fromkeys(most, 0)
-            for one in found:
-                now[one.stage_index] += 1 if one.computation_type.name == "FORWARD" else -1
-                most[one.stage_index] = max(most[one.stage_index], now[one.stage_index])
-        for stage, held in most.items():
-            assert in_flight("interleaved", stage, ranks * per_rank, per_rank, count) == held
+            for action in expected:
+                stage = action.stage_index
+                now[stage] += 1 if action.computation_type.name == "FORWARD" else -1
+                most[stage] = max(most[stage], now[stage])
+        for stage, number in most.items():
+            assert in_flight("interleaved", stage, ranks * per_rank, per_rank, count) == number
 
 
 @pytest.mark.parametrize("stages", [2, 4])
@@ -164,7 +164,7 @@ def test_stages_that_take_turns_have_less_of_a_bubble(stages: int) -> None:
     job = pipeline(stages, 8, shape={"num_layers": 16})
     in_turn = RanksConfig(pipeline=stages, schedule="interleaved", stages_per_rank=2)
     both = job, replace(job, ranks=in_turn)
-    plain, twice = (times_of(make(one, "test", FREE, stages)) for one in both)
+    plain, twice = (times_of(make(config, "test", FREE, stages)) for config in both)
     assert plain is not None and twice is not None
     compute = max(plain.compute_s)
     bubbles = [times.seconds / compute - 1 for times in (plain, twice)]
@@ -183,15 +183,15 @@ def test_without_a_flush_weights_are_there_twice_but_on_the_last_stage() -> None
 def test_the_search_tries_streamed_weights_without_a_flush() -> None:
     config = pipeline(1, 16)
     config = replace(config, offload=config.offload.replace(working="host"))
-    found = search(config, "test", A100, 2, ("1f1b", "2bw"))
-    (without,) = [one for one in found if one.schedule == "2bw"]
+    rows = search(config, "test", A100, 2, ("1f1b", "2bw"))
+    (without,) = [row for row in rows if row.schedule == "2bw"]
     first, last = stages_of(without.plan)
     assert first.spec.weight_versions == 2 and last.spec.weight_versions == 1
     assert make(without.plan.job, "test", A100, 2).prediction.seconds == without.seconds
 
 
 @pytest.mark.slow
-def test_what_bounds_a_step_of_stages_is_asked_of_all_of_them() -> None:
+def test_what_bounds_a_step_depends_on_all_stages() -> None:
     """Twice as fast a part saves at most half of the step, and links that take no time nothing."""
     gains = why(planned(2, 8, "1f1b", replace(A100, gpu_link_gbps=1e9))).gains
     assert all(0 <= gain <= 1 for gain in gains.values()), gains
@@ -210,34 +210,35 @@ def test_only_the_last_stage_has_the_head() -> None:
 
 def test_ranks_of_other_stages_share_the_host() -> None:
     machine = replace(A100, numa_nodes=1)
-    one = Costs(make(pipeline(1, 4), "test", machine, 1).placed, machine)
-    two = Costs(make(pipeline(2, 4), "test", machine, 2).placed, machine)
-    assert two._dram < one._dram
+    alone, shared = (
+        Costs(make(pipeline(ranks, 4), "test", machine, ranks).placed, machine) for ranks in (1, 2)
+    )
+    assert shared._dram < alone._dram
 
 
 @pytest.mark.slow
 def test_the_search_finds_what_a_plan_of_its_keys_says() -> None:
-    found = search(pipeline(1, 16), "test", A100, 4)
-    assert {one.stages for one in found} == {1, 2, 4}
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    for one in found:
-        again = make(one.plan.job, "test", A100, 4)
-        assert again.prediction.seconds == one.seconds and again.fits
-        assert again.prediction.tokens_per_s == pytest.approx(16 * 16 * 2 / one.seconds)
+    rows = search(pipeline(1, 16), "test", A100, 4)
+    assert {row.stages for row in rows} == {1, 2, 4}
+    assert [row.seconds for row in rows] == sorted(row.seconds for row in rows)
+    for row in rows:
+        again = make(row.plan.job, "test", A100, 4)
+        assert again.prediction.seconds == row.seconds and again.fits
+        assert again.prediction.tokens_per_s == pytest.approx(16 * 16 * 2 / row.seconds)
 
 
 @pytest.mark.slow
 def test_the_search_ends_for_any_number_of_sequences() -> None:
-    (found,) = search(pipeline(1, 3 * 10**12), "test", FREE, 1)[:1]
-    assert found.plan.job.train.global_batch_tokens == 0 and found.seconds > 0
+    row, *_ = search(pipeline(1, 3 * 10**12), "test", FREE, 1)
+    assert row.plan.job.train.global_batch_tokens == 0 and row.seconds > 0
 
 
 def test_the_search_tries_several_stages_on_a_rank() -> None:
     """Where nothing but compute takes time, they have the smaller bubble."""
-    found = {one.order: one for one in search(pipeline(1, 16), "test", FREE, 2) if one.stages == 2}
-    assert found["interleaved x2"].seconds < found["1f1b"].seconds
-    assert "ranks.schedule=interleaved ranks.stages_per_rank=2" in found["interleaved x2"].keys
-    assert "stages_per_rank" not in found["1f1b"].keys
+    rows = {row.order: row for row in search(pipeline(1, 16), "test", FREE, 2) if row.stages == 2}
+    assert rows["interleaved x2"].seconds < rows["1f1b"].seconds
+    assert "ranks.schedule=interleaved ranks.stages_per_rank=2" in rows["interleaved x2"].keys
+    assert "stages_per_rank" not in rows["1f1b"].keys
 
 
 @pytest.mark.slow
@@ -248,27 +249,26 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
     schedules: tuple[Schedule, ...] = ("1f1b", "2bw")
     ample, tight = (
         {
-            (one.order, one.stages): one
-            for one in search(config, "test", replace(A100, gpu_memory=memory), 2, schedules)
+            (row.order, row.stages): row
+            for row in search(config, "test", replace(A100, gpu_memory=memory), 2, schedules)
         }
         for memory in ("80 GiB", "1600 MiB")
     )
-    assert all(one.activation == "keep" for one in ample.values())
-    for where, one in tight.items():
-        again = one.plan.job.offload.activations.recompute_blocks
-        if one.plan.job.offload.activations.recomputes:
-            assert type(again) is int and 0 < again
-            assert f"offload.recompute_blocks={again}" in one.keys
-            assert one.seconds >= ample[where].seconds
-    recomputed = {
-        where for where, one in tight.items() if one.plan.job.offload.activations.recomputes
-    }
+    assert all(row.activation == "keep" for row in ample.values())
+    recomputed = set()
+    for order_and_stages, row in tight.items():
+        activations = row.plan.job.offload.activations
+        if activations.recomputes:
+            recomputed.add(order_and_stages)
+            assert type(activations.recompute_blocks) is int and activations.recompute_blocks > 0
+            assert f"offload.recompute_blocks={activations.recompute_blocks}" in row.keys
+            assert row.seconds >= ample[order_and_stages].seconds
     assert {("1f1b", 2), ("2bw", 2)} <= recomputed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "asked",
+    "division",
     [
         ["ranks.pipeline=2", "ranks.layers_per_stage=[2,2]"],
         ["ranks.pipeline=2", "ranks.schedule=interleaved", "ranks.stages_per_rank=2"],
@@ -278,14 +278,14 @@ def test_the_search_recomputes_as_few_layers_as_fit() -> None:
         ],
     ],
 )
-def test_the_keys_of_a_division_are_taken_by_the_job_that_was_asked_for(asked: list[str]) -> None:
-    layers = 8 if "interleaved" in asked[1] else 4
+def test_the_job_takes_the_keys_of_a_division(division: list[str]) -> None:
+    layers = 8 if "interleaved" in division[1] else 4
     sizes = [f"model.num_layers={layers}", "model.tie_embeddings=false", "train.micro_batch=16"]
-    one = loads(JOB, overrides=[*sizes, *asked, "device.kind=auto"])
-    for found in search(one, "a100_80gb", A100, 4):
-        job_of_keys = loads(JOB, overrides=[*sizes, *asked, *found.keys.split()])
-        assert job_of_keys.ranks == found.plan.job.ranks, found.keys
+    job_of_division = loads(JOB, overrides=[*sizes, *division, "device.kind=auto"])
+    for row in search(job_of_division, "a100_80gb", A100, 4):
+        job_of_keys = loads(JOB, overrides=[*sizes, *division, *row.keys.split()])
+        assert job_of_keys.ranks == row.plan.job.ranks, row.keys
         assert (
             job_of_keys.offload.activations.recomputes
-            == found.plan.job.offload.activations.recomputes
+            == row.plan.job.offload.activations.recomputes
         )

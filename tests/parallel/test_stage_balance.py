@@ -31,27 +31,27 @@ HEAD = {"shape": {"d_model": 1024, "vocab_size": 65536}, "train__micro_batch": 6
 def divisions(layers: int, stages: int) -> list[tuple[int, ...]]:
     """All of them, by number of layers."""
     bounds = ((0, *inner, layers) for inner in combinations(range(1, layers), stages - 1))
-    found = [tuple(end - first for first, end in pairwise(one)) for one in bounds]
-    return [one for one in found if min(one) >= LEAST]
+    layers_of = [tuple(end - first for first, end in pairwise(ends)) for ends in bounds]
+    return [division for division in layers_of if min(division) >= LEAST]
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 8))]
-)
+@pytest.mark.parametrize("seed", range(4))
 def test_no_division_has_a_shorter_longest_stage(seed: int) -> None:
     draw = random.Random(seed)
     stages = draw.choice([2, 3, 4])
     layers = [draw.randint(1, 9) for _ in range(draw.randint(2 * stages, 11))]
-    before, behind = draw.randint(0, 9), draw.randint(0, 30)
+    before, after = draw.randint(0, 9), draw.randint(0, 30)
 
     def loads(each: tuple[int, ...]) -> list[int]:
         firsts = [sum(each[:stage]) for stage in range(stages)]
-        own = [sum(layers[first : first + n]) for first, n in zip(firsts, each, strict=True)]
-        return [own[0] + before, *own[1:-1], own[-1] + behind]
+        sums = [sum(layers[first : first + n]) for first, n in zip(firsts, each, strict=True)]
+        return [sums[0] + before, *sums[1:-1], sums[-1] + after]
 
-    chosen = divided(layers, before, behind, stages)
+    chosen = divided(layers, before, after, stages)
     assert sum(chosen) == len(layers) and min(chosen) >= LEAST
-    assert max(loads(chosen)) == min(max(loads(one)) for one in divisions(len(layers), stages))
+    assert max(loads(chosen)) == min(
+        max(loads(division)) for division in divisions(len(layers), stages)
+    )
 
 
 def test_divisions_by_hand() -> None:
@@ -64,16 +64,16 @@ def test_divisions_by_hand() -> None:
 
 
 def planned(job: Config, each: object, machine: Machine = FREE, ranks: int = 2) -> Plan:
-    given = replace(job, ranks=replace(job.ranks, layers_per_stage=each))
-    return make(given, "test", machine, ranks)
+    config = replace(job, ranks=replace(job.ranks, layers_per_stage=each))
+    return make(config, "test", machine, ranks)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "2bw"])
 def test_auto_is_the_fastest_division_of_all(schedule: Schedule) -> None:
     job = pipeline(2, 8, schedule, **HEAD)
     auto = planned(job, "auto")
-    seconds = {one: planned(job, one).prediction.seconds for one in divisions(8, 2)}
-    assert auto.job.ranks.layers_per_stage == min(seconds, key=lambda one: seconds[one]) != (4, 4)
+    seconds = {each: planned(job, each).prediction.seconds for each in divisions(8, 2)}
+    assert auto.job.ranks.layers_per_stage == min(seconds, key=seconds.__getitem__) != (4, 4)
     assert auto.prediction.seconds == min(seconds.values())
     assert [stage.repeated for stage in stages_of(auto)] == list(auto.job.ranks.layers_per_stage)
 
@@ -99,8 +99,8 @@ def test_stages_are_balanced_as_far_as_they_fit() -> None:
 def test_the_most_layers_that_a_stage_has_room_for(most: int, chosen: tuple[int, ...]) -> None:
     """None of any stage: what is asked for is planned, and told not to fit."""
 
-    def plan(one: Config) -> Any:
-        each = one.ranks.given_layers or (4, 4)
+    def plan(config: Config) -> Any:
+        each = config.ranks.given_layers or (4, 4)
         return SimpleNamespace(fits=max(each) <= most, divisions=lambda: ((), (5, 3), (6, 2)))
 
     auto = pipeline(2, 8, "1f1b")
@@ -109,8 +109,8 @@ def test_the_most_layers_that_a_stage_has_room_for(most: int, chosen: tuple[int,
 
 
 def test_divisions_between_two() -> None:
-    found = list(divisions_from((3, 3, 3, 3), (5, 4, 2, 1)))
-    assert found == [(4, 3, 3, 2), (5, 3, 2, 2), (5, 4, 2, 1)]
+    between = list(divisions_from((3, 3, 3, 3), (5, 4, 2, 1)))
+    assert between == [(4, 3, 3, 2), (5, 3, 2, 2), (5, 4, 2, 1)]
     assert not list(divisions_from((2, 2), (2, 2)))
 
 
@@ -118,21 +118,19 @@ def test_alike_stages_stay_as_they_are() -> None:
     assert planned(pipeline(2, 8), "auto").job.ranks.layers_per_stage == ()
 
 
+@pytest.mark.slow
 def test_the_search_and_the_reasons_name_it() -> None:
     job = pipeline(2, 8, "1f1b", **HEAD)
     best = planned(job, "auto").job.ranks.layers_per_stage
-    (found,) = [one for one in search(job, "test", FREE, 2, ["1f1b"]) if one.stages == 2]
-    assert f"ranks.layers_per_stage=[{','.join(map(str, best))}] " in found.keys
-    changes = [one.keys for one, _ in why(planned(job, ())).changes]
-    assert {"ranks.layers_per_stage": "auto"} in changes
-    assert {"ranks.layers_per_stage": "auto"} not in [
-        one.keys for one, _ in why(planned(job, "auto")).changes
-    ]
+    (row,) = [row for row in search(job, "test", FREE, 2, ["1f1b"]) if row.stages == 2]
+    assert f"ranks.layers_per_stage=[{','.join(map(str, best))}] " in row.keys
+    for each, suggests in (((), True), ("auto", False)):
+        changes = [change.keys for change, _ in why(planned(job, each)).changes]
+        assert ({"ranks.layers_per_stage": "auto"} in changes) is suggests
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
+def test_layers_that_no_stages_have_are_refused() -> None:
+    for options, message in (
         ({"pipeline": 2, "layers_per_stage": [4, 3]}, "are 7 layers, and the model has 8"),
         ({"pipeline": 2, "layers_per_stage": [4, 2, 2]}, "has 3 numbers for 2 stages"),
         ({"pipeline": 2, "layers_per_stage": [7, 1]}, "each stage needs 2 layers"),
@@ -140,10 +138,7 @@ def test_the_search_and_the_reasons_name_it() -> None:
         ({"pipeline": 2, "layers_per_stage": "even"}, "one of auto"),
         ({"layers_per_stage": [8]}, "for the stages of a pipeline"),
         ({"layers_per_stage": "auto"}, "for the stages of a pipeline"),
-    ],
-)
-def test_layers_that_no_stages_have_are_refused(options: dict[str, object], told: str) -> None:
-
-    keys = [f"ranks.{key}={value}".replace("'", '"') for key, value in options.items()]
-    with pytest.raises(ConfigError, match=told):
-        jobs.loads(JOB, "job", ["model.num_layers=8", "model.tie_embeddings=false", *keys])
+    ):
+        keys = [f"ranks.{key}={value}".replace("'", '"') for key, value in options.items()]
+        with pytest.raises(ConfigError, match=message):
+            jobs.loads(JOB, "job", ["model.num_layers=8", "model.tie_embeddings=false", *keys])

@@ -47,12 +47,12 @@ def turns_of(spec: StepSpec) -> tuple[Operations, list[tuple[Turn, Operations]]]
     """All operations, and those of each turn, behind the upload of the first weights."""
     program = Program(spec)
     before = program.upload_masters()
-    driven, found = Driven(program, "2bw", 64), []
+    driven, turns = Driven(program, "2bw", 64), []
     for turn in order("2bw", 0, STAGES, MICROBATCHES, STEPS):
         begin = len(driven.operations)
         driven.take(turn)
-        found.append((turn, driven.operations[begin:]))
-    return [*before, *driven.operations], [(Turn("decide", -1), before), *found]
+        turns.append((turn, driven.operations[begin:]))
+    return [*before, *driven.operations], [(Turn("decide", -1), before), *turns]
 
 
 def updates_read(spec: StepSpec) -> Iterator[tuple[Turn, set[int]]]:
@@ -102,11 +102,11 @@ def test_the_second_version_takes_as_much_as_the_first(state: str, place: str) -
     ranks, stage = (2, 3) if place == "device" else (1, 0)
     two = spec_of(ranks, state=state, working=place, zero_stage=stage)
     exact = two.config.replace(update="exact")
-    one = replace(two, config=exact, weight_versions=1, update_policy=None)
+    single = replace(two, config=exact, weight_versions=1, update_policy=None)
     streamed = [bucket for bucket in two.buckets if two.is_streamed(bucket)]
     weights = sum(bucket.shard_numel * bucket.weight_bytes for bucket in streamed)
     of = host_owners if place == "host" else device_owners
-    more = {owner: n - of(one).get(owner, 0) for owner, n in of(two).items()}
+    more = {owner: n - of(single).get(owner, 0) for owner, n in of(two).items()}
     more.pop("padding", 0)
     if place == "device":  # of blocks that stay whole, too
         staying = [bucket for bucket in two.buckets if not two.is_streamed(bucket)]

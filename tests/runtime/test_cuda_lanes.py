@@ -24,7 +24,7 @@ from offloadtrain.step.program import modes
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.operations import Kind
 from tests.distributed.conftest import Run
-from tests.distributed.test_sharded import own_batches
+from tests.distributed.reference import own_batches
 from tests.engine.test_async_save import Copies
 from tests.engine.test_proof import allocate_after_the_event
 from tests.numerics.models import MODELS, Chain, batches, loss_of

@@ -1,0 +1,93 @@
+"""Experts divided among ranks: tokens travel; gradients are summed where the same experts are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import offloadtrain as ot
+from offloadtrain.engine.local_part import local
+from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
+from tests.distributed.conftest import Run
+from tests.parallel.mesh_runs import LR, expert_steps_of, run_on, whole_masters
+from tests.parallel.models import KINDS, MANY_EXPERTS, token_loss, with_experts
+
+
+def compare_with_resident(dp: int, ep: int, *, accum: int, stage: int = 2) -> None:
+    """A plain loop: gradients summed over whom they are due to, torch's AdamW of whole masters."""
+    mesh = init_device_mesh("cpu", (dp, ep), mesh_dim_names=("dp", "ep"))
+    model, resident, kind = with_experts(), with_experts(), KINDS["experts"]
+    for part in (model, resident):
+        ot.expert_parallel(part, mesh)
+    optimizer = ot.offload(
+        model,
+        ot.AdamW(lr=LR),
+        device="cpu",
+        mesh=mesh,
+        precision="fp32",
+        grad_accum_steps=accum,
+        zero_stage=stage,
+    )
+    params = dict(resident.named_parameters())
+    masters = {name: local(p).detach().clone() for name, p in params.items()}
+    adam = torch.optim.AdamW(masters.values(), lr=LR, weight_decay=0.01, fused=True)
+    buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
+    for step in range(3):
+        sums = {name: torch.zeros_like(value) for name, value in masters.items()}
+        for micro in range(accum):
+            tokens, targets = kind.batch(10 * step + micro, dist.get_rank())
+            loss, expected = (token_loss(m(tokens), targets) for m in (model, resident))
+            assert loss.item() == expected.item()
+            optimizer.backward(loss)
+            (expected / accum).backward()
+            for bucket in buckets:
+                of_experts = {"experts" in slot.name for slot in bucket.slots}
+                assert len(of_experts) == 1
+                group = mesh["dp"].get_group() if of_experts.pop() else dist.group.WORLD
+                flat = torch.zeros(bucket.numel)
+                for slot in bucket.slots:
+                    slot.view(flat).copy_(local(params[slot.name].grad))
+                    params[slot.name].grad = None
+                if group.size() > 1:
+                    shard = torch.empty(bucket.numel // group.size())
+                    reduce_scatter_single(shard, flat, group=group)
+                    all_gather_single(flat, shard, group=group)
+                for slot in bucket.slots:
+                    sums[slot.name] += slot.view(flat)
+        optimizer.step()
+        for name, value in masters.items():
+            value.grad = sums[name] / (dp * ep)
+        adam.step()
+        for name, value in masters.items():
+            local(params[name]).data.copy_(value)
+    for name, value in optimizer.master_weights():
+        assert torch.equal(value, masters[name]), name
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("dp", "ep", "accum", "stage"),
+    [(1, 2, 1, 2), *(pytest.param(2, 2, 2, n, marks=pytest.mark.slow) for n in (2, 3))],
+)
+def test_bits_of_resident_ranks(ranks: Run, dp: int, ep: int, accum: int, stage: int) -> None:
+    ranks(dp * ep, compare_with_resident, dp, ep, accum=accum, stage=stage)
+
+
+@pytest.mark.slow
+def test_an_unused_expert_of_another_rank_stays(ranks: Run) -> None:
+    """In the first step used experts have the bits of a run that skips none, others their first
+    weights; two ranks of each part of experts."""
+    mesh, options = {"dp": 2, "ep": 2}, {"precision": "fp32", "clip_norm": 0.05, "steps": 1}
+    skipping = run_on(ranks, "many experts", mesh, options | {"skip_unused": ("*.experts.*",)})
+    plain = run_on(ranks, "many experts", mesh, options)
+    counts, first = expert_steps_of(skipping), dict(with_experts(MANY_EXPERTS).named_parameters())
+    assert {count for steps in counts.values() for count in steps} == {0, 1}
+    masters, expected = whole_masters(skipping[:2]), whole_masters(plain[:2])
+    for name, steps in counts.items():
+        for number, used in enumerate(steps):
+            source = expected[name] if used else first[name].detach()
+            assert torch.equal(masters[name][number], source[number]), (name, number)
+    for name in expected.keys() - counts.keys():
+        assert torch.equal(masters[name], expected[name]), name

@@ -184,14 +184,16 @@ class Engine:
             if self.residency.blocks[name].is_unread:
                 self._interpreter.run(self.program.graph_freed(name), updates=True)
 
-    def read_without_a_call(self, block: Block, slot: Slot) -> Tensor | None:
+    def read_without_a_call(self, block: Block, slot: Slot, *, in_graph: bool) -> Tensor | None:
         """Let compute read a parameter outside of its module's forward.
+
+        Args:
+            in_graph: autograd may save it for a backward.
 
         Returns:
             A copy of a streamed block's weights; None: the parameter's own memory can be read.
         """
         # A graph saves the parameter itself, whose memory changes: it needs a copy.
-        in_graph = torch.is_grad_enabled() and slot.param.requires_grad
         if self.residency.shows_host(block) and not in_graph:
             return None
         self._forward_hooks.read_without_a_call(block)

@@ -58,9 +58,10 @@ class ParameterReaders:
         }
         self._warned: set[str] = set()
         observe((param for _, param in self._named), self)
+        # The first read of each block reports it: weights go up in the order of the first reads.
         for block in engine.residency.blocks.values():
-            if not block.views.ready:
-                set_unready(block.views.params)
+            set_unready(block.views.params)
+            block.views.ready = False
 
     def remove(self) -> None:
         """Make them ordinary parameters again."""
@@ -82,10 +83,10 @@ class ParameterReaders:
         _, slot = self._blocks[param]
         return torch.empty_strided(slot.shape, slot.stride, device="meta")
 
-    def values_of(self, param: nn.Parameter) -> Tensor | None:
+    def values_of(self, param: nn.Parameter, *, in_graph: bool) -> Tensor | None:
         """See `Observer`."""
         block, slot = self._blocks[param]
-        return self._engine.read_without_a_call(block, slot)
+        return self._engine.read_without_a_call(block, slot, in_graph=in_graph)
 
     def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
         """Drop the step's gradients for `zero_grad()` of the model; warn once of other readers that

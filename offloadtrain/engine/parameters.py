@@ -62,8 +62,11 @@ class Observer(Protocol):
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """Return a tensor without memory, of the parameter's shape and strides."""
 
-    def values_of(self, param: nn.Parameter) -> Tensor | None:
+    def values_of(self, param: nn.Parameter, *, in_graph: bool) -> Tensor | None:
         """Let compute read the newest weights of a parameter.
+
+        Args:
+            in_graph: autograd may save the values for a backward.
 
         Returns:
             A copy of the weights on the device; None: the parameter's own memory has them now.
@@ -126,7 +129,7 @@ class UnreadyParameter(OffloadedParameter):
             if func in _WITHOUT_VALUES or _is_of_autograd(func):
                 return func(*args, **kwargs)
             copies: dict[nn.Parameter, Tensor] = {}
-            read = partial(_readable, copies)
+            read = partial(_readable, copies, has_gradient=func not in _DETACHED)
             args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
         return _run(func, args, kwargs, list(copies.values()))
 
@@ -170,20 +173,23 @@ class _ThroughCopy(torch.autograd.Function):
         return grads[0], None
 
 
-def _readable(copies: dict[nn.Parameter, Tensor], param: nn.Parameter) -> Tensor:
+def _readable(
+    copies: dict[nn.Parameter, Tensor], param: nn.Parameter, *, has_gradient: bool
+) -> Tensor:
     """Return what a function reads in the place of a parameter: itself, or a copy, which is added
-    to `copies`."""
+    to `copies`; `has_gradient`: that of the function."""
     if param in copies:
         return copies[param]
     observer = _observer_of(param)
     if observer is None:
         param.__class__ = OffloadedParameter
         return param
-    weights = observer.values_of(param)
+    in_graph = has_gradient and param.requires_grad and torch.is_grad_enabled()
+    weights = observer.values_of(param, in_graph=in_graph)
     if weights is None:
         # The alias shares the memory and the count of writes.
         return param.detach() if type(param) is UnreadyParameter else param
-    if param.requires_grad and torch.is_grad_enabled():
+    if in_graph:
         weights = _ThroughCopy.apply(param, weights)  # type: ignore[no-untyped-call]
     copies[param] = weights
     return weights
@@ -291,6 +297,7 @@ def _without_values() -> set[Any]:
     return found | {getattr(torch, name) for name in _FUNCTIONS.split()}
 
 
+_DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
 """Questions that the memory of absent weights, one NaN, would answer wrongly."""
 _WITHOUT_VALUES = _without_values()

@@ -75,11 +75,15 @@ class Canvas:
         return [("".join(signs), None if curve == _NO_CURVE else curve) for signs, curve in runs]
 
 
+_HALF = 0.5 + 1e-9
+"""What lies between two rows of dots, but for rounding, is in the upper one."""
+
+
 def _row(value: float, low: float, scale: float, highest: int) -> int:
     """Return the row of dots, counted from below."""
     if scale == 0.0:
         return highest // 2
-    row = int((value - low) * scale + 0.5)
+    row = int((value - low) * scale + _HALF)
     return 0 if row < 0 else highest if row > highest else row
 
 

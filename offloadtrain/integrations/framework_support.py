@@ -6,7 +6,7 @@ and callbacks that read weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,6 @@ Options = Mapping[str, Any] | OffloadConfig
 """Of `offload`, by name, or in one object."""
 
 Dtypes = Mapping[nn.Parameter, torch.dtype]
-
-_FRAMEWORKS = {"transformers", "lightning", "pytorch_lightning"}
-"""Packages source own callbacks read weights by `state_dict()` alone, if at all."""
-_READERS = ("weight_averaging", "stochastic_weight_avg")
-"""Modules of Lightning source callbacks read parameters."""
 
 
 def merged(options: Options, settings: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -132,28 +127,3 @@ def _masters(optimizer: OffloadOptimizer, wide: set[nn.Parameter]) -> dict[nn.Pa
         return {param: master for param, master in masters.items() if param in wide}
     gathered = ((params[name], master) for name, master in optimizer.master_weights())
     return {param: master for param, master in gathered if param in wide and param.requires_grad}
-
-
-def synchronize_readers(
-    optimizer: OffloadOptimizer, callbacks: Iterable[object], event: str
-) -> None:
-    """Make parameters hold the newest weights if a callback of `event` may read them.
-
-    After `step()` new weights are still being uploaded, concurrently with what the training thread
-    does next. A callback that averages or copies parameters would read old ones, and NaN where they
-    are streamed. Waiting costs that overlap, so it happens only before callbacks that are not the
-    framework's own, at the events that these handle, unless a callback says `reads_weights =
-    False`; and not in update mode "delayed", source delay it would end.
-    """
-    if optimizer.config.update != "delayed" and any(
-        _reads(callback, event) for callback in callbacks
-    ):
-        optimizer.synchronize()
-
-
-def _reads(callback: object, event: str) -> bool:
-    handles = getattr(callback, event, None)
-    if handles is None or not getattr(callback, "reads_weights", True):
-        return False
-    package, _, module = handles.__module__.partition(".")
-    return package not in _FRAMEWORKS or module.endswith(_READERS)

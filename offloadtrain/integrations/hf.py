@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ from offloadtrain.integrations.framework_support import (
     offload_for,
     precision_of,
     state_dict_of,
-    synchronize_readers,
 )
 from offloadtrain.optim import SGD, Adagrad, AdamW, AnyRule, Lion, UpdateRule
 
@@ -72,7 +70,6 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         if chunked_loss is not None:
             self.chunked_loss = chunked_loss
         super().__init__(*args, **kwargs)
-        _synchronize_before(self.callback_handler)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""
@@ -263,20 +260,6 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 def _is_driven(optimizer: OffloadOptimizer | None) -> bool:
     """Tell whether a trainer has made or taken this optimizer."""
     return optimizer is not None and optimizer._prepared
-
-
-def _synchronize_before(handler: Any) -> None:
-    """Synchronize before the callbacks of a `CallbackHandler` of transformers."""
-    alive = weakref.ref(handler)  # a cycle would keep the trainer, and with it the host's memory
-
-    def call_event(event: str, *args: Any, **kwargs: Any) -> Any:
-        handler = alive()
-        assert handler is not None, "it calls this function"
-        if isinstance(handler.optimizer, OffloadOptimizer):
-            synchronize_readers(handler.optimizer, handler.callbacks, event)
-        return type(handler).call_event(handler, event, *args, **kwargs)
-
-    handler.call_event = call_event
 
 
 _REFUSED: dict[str, str] = {

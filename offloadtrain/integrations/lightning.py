@@ -26,7 +26,6 @@ from offloadtrain.integrations.framework_support import (
     offload_for,
     precision_of,
     state_dict_of,
-    synchronize_readers,
 )
 from offloadtrain.optim import AnyRule
 
@@ -59,25 +58,6 @@ class _EnginePrecision(Precision):  # type: ignore[misc]
         self.engine.clip_grad_norm_(clip_val)
 
 
-_EVENTS = (
-    *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
-    *("on_validation_start", "on_validation_epoch_start", "on_validation_epoch_end"),
-    *("on_validation_end", "on_train_end", "on_fit_end"),
-)
-"""Hooks of callbacks and modules between two microbatches."""
-
-
-def _synchronizing(event: str) -> Any:
-    """Return the hook of a first callback, before which nobody reads weights."""
-
-    def hook(callback: Any, trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if (engine := trainer.strategy._engine) is not None:
-            readers = [other for other in (*trainer.callbacks, module) if other is not callback]
-            synchronize_readers(engine, readers, event)
-
-    return hook
-
-
 def _through_hooks(method: str) -> Any:
     """Return a step of the strategy that calls the module's as its forward, whose hooks are the
     engine's."""
@@ -87,10 +67,6 @@ def _through_hooks(method: str) -> Any:
         return strategy._forward_redirection(module, module, method, *args, **kwargs)
 
     return step
-
-
-class _FirstCallback:
-    """Waits for the newest weights before the other callbacks, which may read them."""
 
 
 class _Strategy(DDPStrategy):  # type: ignore[misc]
@@ -154,10 +130,6 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
             trainer._accelerator_connector.use_distributed_sampler = False
         if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
-            if not any(isinstance(other, _FirstCallback) for other in trainer.callbacks):
-                hooks = {event: _synchronizing(event) for event in _EVENTS}
-                first = _made("FirstCallback", _FirstCallback, "callbacks", "Callback", **hooks)
-                trainer.callbacks.insert(0, first())
             if self._engine is None or self.optimizers != [self._engine]:
                 raise TypeError(
                     "configure_optimizers must return one optimizer: "

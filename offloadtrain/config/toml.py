@@ -230,14 +230,15 @@ def missing_fields(cls: type, present: Container[str]) -> list[str]:
 
 
 def converted(kind: Any, value: Any) -> Any:
-    """Return `value` as the annotated type, strictly: a bool is not an int, an int may be a float.
+    """Return `value` converted to the annotated type. Conversion is strict: a bool is not accepted
+    as an int; an int is accepted as a float.
 
     Raises:
-        ValueError: it is of another type; the text names the allowed one ("a string").
+        ValueError: the value has another type; the message describes the accepted one.
     """
     if get_origin(kind) in (UnionType, Union):  # TOML has no null: None is omitted
-        # The kind of a table for a table, that of words for a string, if there is one; else the
-        # first.
+        # A table selects a Mapping and a string a Literal, if there is one; otherwise the first
+        # type counts.
         special: dict[type, Any] = {dict: Mapping, str: Literal}
         of_value = special.get(type(value))
         fits = [option for option in get_args(kind) if get_origin(option) is of_value is not None]

@@ -58,7 +58,7 @@ def to_run(
     model = empty_model(config)
     with ExitStack() as stack:
         foreign = stack.enter_context(open_foreign(source, optimizer, list(model_tensors(model))))
-        for note in (*foreign.notes, *_differences(source, foreign, model, config)):
+        for note in (*foreign.notes, *_hyperparameter_differences(source, foreign, model, config)):
             console.say(f"{source}: {note}")
         run = stack.enter_context(RunFolder.new(Path(config.runs_dir), config.name, run_dir))
         run.announce()
@@ -98,14 +98,14 @@ def _sent(dtype: torch.dtype) -> str:
     return "float32" if dtype in (torch.bfloat16, torch.float16) else name_of(dtype)
 
 
-def _differences(
+def _hyperparameter_differences(
     source: Path, foreign: CheckpointStream, model: nn.Module, config: Config
 ) -> Iterator[str]:
-    """Yield the hyperparameters that change from here on.
+    """Yield a message for each hyperparameter whose value in the checkpoint the job replaces.
 
     Raises:
-        ConfigError: the job cannot go on from this step.
-        ForeignError: weight decay is of another kind.
+        ConfigError: the checkpoint is at the job's last step or after it.
+        ForeignError: the checkpoint has used the other kind of weight decay.
     """
     optim, steps = config.optim, config.train.steps
     if foreign.step >= steps:

@@ -237,7 +237,11 @@ def _is_plausible(header: TokenHeader) -> bool:
 
 
 def _check_size(path: Path, header: TokenHeader, num_bytes: int) -> None:
-    """Compare the header with the `num_bytes` that follow it."""
+    """Check that the `num_bytes` after the header are those that it declares.
+
+    Raises:
+        DataError: they are not, or there are no tokens.
+    """
     width = DTYPES[header.dtype]
     num_bytes -= header.length_bytes + header.mask_bytes
     if num_bytes % width:

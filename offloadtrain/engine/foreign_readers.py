@@ -112,18 +112,18 @@ class ParameterReaders:
         elif param.requires_grad and gradient_of(param) is None:
             if reader == CLIPPING:
                 self._warn_once(
-                    CLIPPING, _clips_nothing(self._engine.program.spec.config.clip_norm)
+                    CLIPPING, _clipping_warning(self._engine.program.spec.config.clip_norm)
                 )
             else:
                 name = next(name for name, other in self._named if other is param)
-                self._warn_once("reading", _reads_nothing(name, frame))
+                self._warn_once("reading", _reading_warning(name, frame))
 
     def _zero_grad(self, module: nn.Module) -> None:
         zeroed = set(map(id, module.parameters()))
         if all(id(param) in zeroed for _, param in self._named if param.requires_grad):
             self._engine.drop_gradients()
         else:
-            self._warn_once("zeroing", _drops_nothing(module))
+            self._warn_once("zeroing", _zero_grad_warning(module))
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
@@ -131,7 +131,7 @@ class ParameterReaders:
             _log.warning("%s", message)
 
 
-def _clips_nothing(clip_norm: float | None) -> str:
+def _clipping_warning(clip_norm: float | None) -> str:
     """Describe that torch's clipping was called after backward; `clip_norm`: the engine's own."""
     message = (
         "torch's clip_grad_norm_ or clip_grad_value_ (or what calls it: Accelerate's, Lightning's "
@@ -147,8 +147,8 @@ def _clips_nothing(clip_norm: float | None) -> str:
     )
 
 
-def _reads_nothing(name: str, frame: FrameType) -> str:
-    """Describe that code other than torch's has looked for a gradient."""
+def _reading_warning(name: str, frame: FrameType) -> str:
+    """Return the warning for code other than torch's that has read a gradient."""
     return (
         f"'{name}'.grad was read at {line_of(frame)}: it is None between backward and step(), as "
         "gradients leave for the host during backward. What changes or measures single gradients "
@@ -157,8 +157,8 @@ def _reads_nothing(name: str, frame: FrameType) -> str:
     )
 
 
-def _drops_nothing(module: nn.Module) -> str:
-    """Describe `zero_grad()` of a module that has not all trained parameters."""
+def _zero_grad_warning(module: nn.Module) -> str:
+    """Return the warning for `zero_grad()` of a module without some of the trained parameters."""
     return (
         f"zero_grad() of a part of the offloaded model ({type(module).__name__}) drops nothing: "
         "its gradients have left for the host. optimizer.zero_grad(), or that of the model, drops "

@@ -154,11 +154,11 @@ class MatrixRule(CodecRule, ABC):
         grad_scale: float,
         seed: int,
     ) -> None:
-        """Update the moments, where the state is, and write what the device needs.
+        """Update the moments on the tier of the state, and write the update direction to `target`.
 
         Args:
-            state, grad, layout, group, step, grad_scale, seed: see `UpdateRule.update`; masters
-                stay.
+            state, grad, layout, group, step, grad_scale, seed: see `UpdateRule.update`. Masters
+                are not changed.
             target: (numel,) bf16; the first bytes of `grad`, which is consumed.
         """
 

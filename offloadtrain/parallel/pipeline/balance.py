@@ -22,17 +22,19 @@ _Division: TypeAlias = tuple[int, int, tuple[int, ...]]
 
 
 def balanced(stages: Sequence[Placement], machine: Machine) -> tuple[int, ...]:
-    """Return the number of layers of each stage.
+    """Return the number of layers per stage that minimizes the compute time of the slowest stage.
 
     Args:
-        stages: of a pipeline with the layers divided in any way.
+        stages: the stages of a pipeline, with the layers divided in any way.
     """
     before, layers, after = 0, list[int](), 0
     for stage in stages:
         computed = Costs(stage, machine).computed
         for block in stage.spec.blocks:
             seconds = computed[block.name].forward + computed[block.name].backward
-            duration = round(1e9 * seconds)  # layers that are alike take exactly as long
+            duration = round(
+                1e9 * seconds
+            )  # rounded, so that identical layers have identical durations
             if block.repeated:
                 layers.append(duration)
             elif layers:
@@ -42,7 +44,7 @@ def balanced(stages: Sequence[Placement], machine: Machine) -> tuple[int, ...]:
     return divided(layers, before, after, len(stages))
 
 
-def divided(layers: Sequence[int], before: int, behind: int, stages: int) -> tuple[int, ...]:
+def divided(layers: Sequence[int], before: int, after: int, stages: int) -> tuple[int, ...]:
     """Divide layers so that the stage that takes longest takes least; of several such divisions,
     the one whose stages differ least, and then with fewer layers on the first stages, which hold
     the activations of more microbatches.
@@ -52,7 +54,7 @@ def divided(layers: Sequence[int], before: int, behind: int, stages: int) -> tup
         before, after: nanoseconds of the first stage before its layers, of the last after them.
     """
     ends = [0, *accumulate(layers)]
-    outside = [before, *[0] * (stages - 2), behind]
+    outside = [before, *[0] * (stages - 2), after]
     best: dict[int, _Division] = {0: (0, 0, ())}
     """Of the first stages: where they end → their best division."""
     for stage in range(stages):

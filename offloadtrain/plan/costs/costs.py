@@ -122,7 +122,7 @@ class Costs:
         """Kind and bucket → seconds of one operation: a simulation asks for each of them often."""
 
     def seconds(self, op: Launch) -> float:
-        """Return the seconds of one operation."""
+        """Return the estimated duration of an operation, in seconds."""
         match op.kind:
             case Kind.DECIDE:
                 return 0.0

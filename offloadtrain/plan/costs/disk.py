@@ -66,7 +66,7 @@ def disk_load(spec: StepSpec, machine: Machine, local_ranks: int) -> DiskLoad:
         1e9 * rate / local_ranks for rate in (known.disk_read_gbps, known.disk_write_gbps)
     )
     both = 1e9 * machine.disk_both_gbps / local_ranks
-    slower = _shared(from_disk, to_disk, read, write, both)
+    slower = _contention_factor(from_disk, to_disk, read, write, both)
     return DiskLoad(
         read_bytes=from_disk,
         written_bytes=to_disk,
@@ -101,9 +101,11 @@ def _of_program(spec: StepSpec, micro_steps: int) -> tuple[int, int]:
     return sum(by_lane.get(lane, 0) for lane in READING), by_lane.get(Lane.DISK_WRITE, 0)
 
 
-def _shared(from_disk: int, to_disk: int, read: float, write: float, both: float) -> float:
-    """Return how much slower each way is than alone, where reads and writes share the drive: so
-    that all bytes take as long as the rate of both at once says."""
+def _contention_factor(
+    from_disk: int, to_disk: int, read: float, write: float, both: float
+) -> float:
+    """Return the slowdown of reads and writes that share a drive, at least 1.0, from the measured
+    rate of both at once. Sizes are in bytes, rates in bytes per second."""
     if not both or not from_disk + to_disk:
         return 1.0
     return max(1.0, (from_disk + to_disk) / both / max(from_disk / read, to_disk / write))

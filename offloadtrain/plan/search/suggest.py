@@ -147,7 +147,7 @@ def nearest(
     """
     changes = _promising(job, name, machine, ranks, trace=trace)
     fitting = [change for change in changes if change.plan.fits]
-    fitting = fitting or _fewer_tokens(job, name, machine, ranks, trace)
+    fitting = fitting or _single_microbatch_changes(job, name, machine, ranks, trace)
     if not fitting:
         fitting = _smaller_pieces(job, name, machine, ranks, trace)
     fitting.sort(key=lambda change: len(change.keys))
@@ -320,23 +320,24 @@ def _fastest(changes: Sequence[Change]) -> list[Change]:
     return sorted(changes, key=order)
 
 
-def _fewer_tokens(
+def _single_microbatch_changes(
     job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
 ) -> list[Change]:
-    """Return the change to the largest single microbatch that fits, a power of two per rank."""
-    most = (job.train.micro_batch * job.train.grad_accum_steps - 1) // ranks
+    """Return changes that reduce a step to one microbatch: the largest power of two of sequences
+    per rank that fits. Empty if none fits."""
+    max_per_rank = (job.train.micro_batch * job.train.grad_accum_steps - 1) // ranks
 
-    def fitting(power: int) -> Iterator[Change]:
+    def changes_that_fit(power: int) -> Iterator[Change]:
         return _one_microbatch(job, ranks << power, name, machine, ranks, trace)
 
     def none_fits(power: int) -> bool:
-        return next(fitting(power), None) is None  # one is enough: others take other traces
+        return next(changes_that_fit(power), None) is None  # generating the rest would trace again
 
-    powers = range(most.bit_length())
-    # Where the smallest does not fit, no other has to be traced.
+    powers = range(max_per_rank.bit_length())
+    # If the smallest size does not fit, no other size needs to be traced.
     if not powers or none_fits(0):
         return []
-    return list(fitting(bisect_left(powers, True, lo=1, key=none_fits) - 1))
+    return list(changes_that_fit(bisect_left(powers, True, lo=1, key=none_fits) - 1))
 
 
 def _one_microbatch(

@@ -234,8 +234,8 @@ def cast(source: Tensor, target: Tensor) -> None:
 
 
 def sum_squares(values: Tensor) -> float:
-    """Return the sum of squares of one parameter, fp64; see [Note: The norm]. Not finite if a value
-    is not."""
+    """Return the sum of squares of a 1-D tensor, accumulated in fp64; see [Note: The norm]. It is
+    not finite if a value is not."""
     squares = torch.zeros(1, dtype=torch.float64, device="cpu")
     sum_squares_many(values, Layout.of_one(values.numel()), squares)
     return squares.item()

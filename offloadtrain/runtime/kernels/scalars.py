@@ -256,7 +256,8 @@ class BlendScalars:
     seed: int = 0
 
     def coefficients(self) -> BlendCoefficients:
-        """The factors of the loop, rounded once to fp32."""
+        """Return the weights of the momentum and Nesterov averages and the gradient scale, rounded
+        once to fp32."""
         weight, towards_grad = _lerp(1.0 - self.momentum)
         ahead, towards_average = _lerp(self.momentum)
         return BlendCoefficients(

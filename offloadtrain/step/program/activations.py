@@ -218,7 +218,8 @@ class ActivationPath:
             self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (entry.back,)))
 
     def _part_of_rank(self, numel: int) -> tuple[int, int]:
-        """Return [lo, hi) of the elements that this rank keeps."""
+        """Return the range [lo, hi) of elements that this rank keeps: all of them if the number of
+        parts does not divide `numel`."""
         if numel % self._parts:
             return 0, numel
         count = numel // self._parts

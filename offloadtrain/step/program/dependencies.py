@@ -132,9 +132,9 @@ class Dependencies:
         return self._uses[ref[:3]].written
 
     def synchronized(self) -> None:
-        """The launching thread has seen every lane empty."""
+        """Record that the launching thread has seen every lane empty."""
         done = [self._known[lane][at] for lane, at in _AT.items()]
-        # All lanes know all that was launched: what is launched next waits for none of it.
+        # Every lane knows that all earlier operations are done: later launches wait for none.
         self._thread_clock[:] = done
         for known in self._known.values():
             known[:] = done

@@ -374,8 +374,9 @@ class Delayed(Exact):
         self._upload(list(reversed(self._waiting)))
 
     def _upload(self, blocks: Sequence[str]) -> None:
-        old = [(name, [bucket for bucket, _ in self._waiting[name]]) for name in blocks]
-        # These uploads wait for compute's reads of the old weights so far.
-        self._updates.end_backward(old)
+        """Upload the updated weights of these blocks, which no graph needs the old ones of."""
+        ended = [(name, [bucket for bucket, _ in self._waiting[name]]) for name in blocks]
+        # The uploads wait until compute has read the old weights.
+        self._updates.end_backward(ended)
         for name in blocks:
             self._updates.upload(name, self._waiting.pop(name))

@@ -280,7 +280,7 @@ def test_every_page_with_python_is_run() -> None:
     with_code = {
         page.name for page in (ROOT / "docs").glob("*.md") if python_of(f"docs/{page.name}")
     }
-    assert with_code == PAGES.keys() | {"README.md", "loop.md", "extending.md", "ranks.md"}
+    assert with_code == PAGES.keys() | {"loop.md", "extending.md", "ranks.md"}
 
 
 @pytest.mark.slow

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
@@ -21,7 +19,7 @@ from tests.distributed.conftest import Run
 from tests.distributed.reference import own_batches
 from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.test_offload import train
-from tests.parallel.messages import message_of, warnings_of
+from tests.parallel.messages import warnings_of
 
 STAGE_3: dict[str, Any] = {"zero_stage": 3, "device": "cpu"}
 
@@ -56,32 +54,6 @@ def test_what_saves_no_memory_is_not_sharded(
             assert on_device["working weights"] == total
         elif len(names) == 3:
             assert "working weights" not in on_device
-
-
-class ReadsHead(Chain):
-    """A head that nobody calls."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return F.linear(self.norm(x), self.head.weight)
-
-
-def message_of_read(keep: list[str]) -> str:
-    torch.manual_seed(0)
-    model = ReadsHead()
-    optimizer = ot.offload(model, keep_whole=keep, **STAGE_3)
-    message = message_of(lambda: train(optimizer, model, own_batches(1)))
-    optimizer.close()
-    return message
-
-
-def test_weights_read_without_a_call_are_named_with_the_key(ranks: Run) -> None:
-    for message in ranks(4, message_of_read, []):
-        assert message.startswith("StreamError")
-        assert "'head'" in message and 'keep_whole = ["head"]' in message
-    assert ranks(4, message_of_read, ["head"]) == ["nothing"] * 4
 
 
 def test_keep_whole_without_stage_3() -> None:

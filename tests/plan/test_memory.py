@@ -220,7 +220,7 @@ def test_parameters_are_counted_as_the_model_has_them() -> None:
             "skip_nonfinite": st.booleans(),
         }
     ),
-    kept=st.sampled_from([[], ["*norm*"], ["blocks.*"], ["*"]]),
+    keep_fp32=st.sampled_from([[], ["*norm*"], ["blocks.*"], ["*"]]),
     decay=st.sampled_from(["matrices", "all"]),
     rule=st.sampled_from(["adamw", "lamb"]),
     accum=st.integers(1, 2),

@@ -131,10 +131,10 @@ def test_it_guesses_as_long_as_half_of_the_last_guesses_were_right() -> None:
     policy = SpeculationPolicy()
     assert policy.should_speculate()
     for _ in range(SpeculationPolicy.WINDOW):
-        policy.record(False)
+        policy.add_outcome(False)
         assert not policy.should_speculate()
     for right in range(1, SpeculationPolicy.WINDOW + 1):
-        policy.record(True)  # the oldest wrong one is forgotten for it
+        policy.add_outcome(True)  # the oldest wrong one is forgotten for it
         assert policy.should_speculate() == (2 * right >= SpeculationPolicy.WINDOW)
 
 

@@ -261,7 +261,7 @@ class SpeculationPolicy:
     def should_speculate(self) -> bool:
         return 2 * sum(self._recent) >= len(self._recent)
 
-    def record(self, right: bool) -> None:
+    def add_outcome(self, right: bool) -> None:
         self._recent.append(right)
 
 
@@ -292,7 +292,7 @@ class Speculative(Exact):
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         unclipped = not decision.skipped and decision.coef == 1.0
-        self._policy.record(unclipped)
+        self._policy.add_outcome(unclipped)
         right = unclipped and (not self._used or self._used == decision.hyperparameters)
         guessed = len(self._staged)
         # Right: the second copy becomes the state, and only uploads remain. Wrong: it is discarded,

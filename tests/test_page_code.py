@@ -7,6 +7,8 @@ docs/extending.md has a test of its own: tests/engine/test_extending.py.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -263,6 +265,16 @@ def plan(blocks: list[str]) -> None:
     run(blocks[0], {"torch": torch, "make_model": llama})
 
 
+def troubleshooting(blocks: list[str]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    names: Names = {"ot": ot, "model": model, "batches": [torch.ones(2, 8)] * 2}
+    names["loss_of"] = lambda model, batch: model(batch).square().mean()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run(blocks[0], names)
+    assert "compute use of 3 reads what h2d 3 writes" in printed.getvalue().splitlines()
+
+
 PAGES: dict[str, Callable[[list[str]], None]] = {
     "checkpoints.md": checkpoints,
     "disk.md": disk,
@@ -273,6 +285,7 @@ PAGES: dict[str, Callable[[list[str]], None]] = {
     "monitor.md": monitor,
     "optimizers.md": optimizers,
     "plan.md": plan,
+    "troubleshooting.md": troubleshooting,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, assert_never
 
 import torch
 from torch import Tensor
@@ -157,6 +157,8 @@ class MemoryMap(dict[BufferKey, Buffer]):
                 tensors = self._arena.map(list(rows.values()))
             case Tier.DEVICE:
                 tensors = [self._on_device(key, row) for key, row in rows.items()]
+            case _:
+                assert_never(tier)
         for (key, row), tensor in zip(rows.items(), tensors, strict=True):
             self[key] = Buffer(row.name, tensor)
 

@@ -272,8 +272,8 @@ class Engine:
         if self._norm is not None:
             coef = self._norm.coef
             self._norm_measure.check_after_clipping(self.counter.steps, coef, skip=skip)
-        # Otherwise the training thread waits here, and nowhere else in a step: the decision to skip
-        # and the clip coefficient go into every launch of Adam.
+        # Otherwise the training thread waits for results here, and nowhere else in a step: the
+        # decision to skip and the clip coefficient go into every launch of Adam.
         norm = self._norm or self._measure("step", skip=skip)
         micro_steps = self._gradients.micro_steps
         decision = self._launch_update(norm, skip=skip)

@@ -108,8 +108,8 @@ class SquareSums:
         Args:
             intent: numbers that every rank sends to the others in the same exchange.
         """
-        # The only wait of the training thread in a step. The norms of early blocks ran during
-        # backward; only the copy down of the last block is exposed.
+        # The only wait for results of the training thread in a step. The norms of early blocks ran
+        # during backward; only the copy down of the last block is exposed.
         self._interpreter.run(self._program.norm())
         for ranks, usages in self._usages.items():
             assert self._skipping is not None

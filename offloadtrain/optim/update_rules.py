@@ -14,7 +14,8 @@ from offloadtrain.config.sections import OptimConfig
 
 
 def update_rule(chosen: OptimConfig) -> optim.AnyRule:
-    """Return the rule that the job names, with its hyperparameters among the job's."""
+    """Return the rule that the job names. Its fields are keys of `OptimConfig` with the same names
+    and types; a rule with other fields needs a branch here."""
     if chosen.name == "muon":
         rest = optim.AdamW(
             lr=chosen.adamw_lr,

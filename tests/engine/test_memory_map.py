@@ -39,7 +39,7 @@ def test_every_row_has_memory_of_its_size_and_only_parts_share_any(
     memory = optimizer._engine.residency.memory
     extents: dict[int, tuple[int, BufferSpec]] = {}
     for key, row in memory.table.rows.items():
-        if row.is_late and key not in memory:
+        if row.on_first_use and key not in memory:
             continue
         flat = memory[key].flat
         assert (flat.numel(), str(flat.dtype)) == (row.numel, f"torch.{row.dtype}"), key

@@ -15,9 +15,9 @@ from offloadtrain.step.layout.buffers import (
     BufferKey,
     BufferSpec,
     BufferTable,
-    Delivery,
     Memory,
     PoolSpec,
+    WeightRoute,
     by_owner,
     not_late,
     span_bytes,
@@ -43,7 +43,7 @@ def buffer_table(spec: StepSpec) -> BufferTable:
         pools(spec),
         sources={bucket.name: tuple(_sources(spec, bucket)) for bucket in streamed},
         staging={bucket.name: _staging(spec, bucket) for bucket in spec.buckets},
-        delivery={bucket.name: _delivery(spec, bucket) for bucket in spec.buckets},
+        weight_route={bucket.name: _weight_route(spec, bucket) for bucket in spec.buckets},
     )
 
 
@@ -59,10 +59,12 @@ def host_rows(spec: StepSpec) -> Iterator[Row]:
     yield from _disk_slots(spec)
     # Two slots for gradients that are summed and for weights without other staging. With one
     # microbatch they are needed when a bucket first gets a second gradient in a backward.
-    late = not spec.stages_on_host
+    on_first_use = not spec.stages_on_host
     for slot in range(RING_SLOTS):
         name, nbytes = f"host staging[{slot}]", spec.host_staging_bytes
-        row = BufferSpec("host staging", nbytes, "uint8", Tier.HOST, name, is_late=late)
+        row = BufferSpec(
+            "host staging", nbytes, "uint8", Tier.HOST, name, on_first_use=on_first_use
+        )
         yield BufferKey(slot, Memory.HOST_STAGING), row
 
 
@@ -240,7 +242,7 @@ def _gradient_staging(spec: StepSpec) -> Iterator[Row]:
             for lo, hi in spec.pieces(bucket):
                 owner, nbytes = "gradients", (hi - lo) * bucket.ranks * spec.reduced_bytes(bucket)
                 name = f"{owner} {bucket.name}[{lo}][0]"
-                row = BufferSpec(owner, nbytes, "uint8", Tier.DEVICE, name, is_late=True)
+                row = BufferSpec(owner, nbytes, "uint8", Tier.DEVICE, name, on_first_use=True)
                 yield BufferKey(f"{bucket.name}[{lo}]", Memory.STAGING), row
     else:
         for slot in range(spec.staging_slots):
@@ -342,16 +344,16 @@ def _staging(spec: StepSpec, bucket: BucketSpec) -> Memory:
     return Memory.NEW_WEIGHTS if spec.has_new_weight_slot(bucket) else Memory.HOST_STAGING
 
 
-def _delivery(spec: StepSpec, bucket: BucketSpec) -> Delivery:
+def _weight_route(spec: StepSpec, bucket: BucketSpec) -> WeightRoute:
     """Return the way of new weights from the memory that an update writes."""
     if spec.loads_from_disk(bucket):
-        return Delivery.FILE
+        return WeightRoute.FILE
     if spec.loads_from_host(bucket):
         if spec.loads_in_turn(bucket):
-            return Delivery.IN_TURN
-        return Delivery.SNAPSHOT if spec.has_snapshot(bucket) else Delivery.IN_PLACE
+            return WeightRoute.IN_TURN
+        return WeightRoute.SNAPSHOT if spec.has_snapshot(bucket) else WeightRoute.IN_PLACE
     on_device = bucket.update_tier is Tier.DEVICE
-    return Delivery.ON_DEVICE if on_device else Delivery.UPLOAD
+    return WeightRoute.ON_DEVICE if on_device else WeightRoute.UPLOAD
 
 
 # Sums, as the Ledger shows them.

@@ -82,7 +82,7 @@ class Memory(StrEnum):
     """Device: a buffer for this rank's part of a block's input."""
 
 
-class Delivery(Enum):
+class WeightRoute(Enum):
     """The way of a bucket's new weights from where the update writes them to where compute, or the
     loads of a streamed bucket, read them."""
 
@@ -129,7 +129,7 @@ class BufferSpec:
         name: its name in traces.
         is_weights: weights of a streamed block, which become the model's memory when the optimizer
             closes.
-        is_late: it is allocated when it is first used.
+        on_first_use: it is allocated when it is first used.
         within: for a part of another buffer, which has no memory of its own, the key of that one
             and the offset in it, in bytes.
     """
@@ -140,7 +140,7 @@ class BufferSpec:
     tier: Tier = Tier.HOST
     name: str = ""
     is_weights: bool = False
-    is_late: bool = False
+    on_first_use: bool = False
     within: tuple[BufferKey, int] | None = None
 
     @property
@@ -183,14 +183,14 @@ class BufferTable:
         pools: kind → buffers of which the table knows no sizes.
         sources: streamed bucket → the buffers that its loads read, one per version of the weights.
         staging: trained bucket → the kind of the memory that its new weights are written to.
-        delivery: trained bucket → the way of its new weights from there.
+        weight_route: trained bucket → the way of its new weights from there.
     """
 
     rows: Rows
     pools: Mapping[Memory, PoolSpec]
     sources: Mapping[str, tuple[BufferKey, ...]]
     staging: Mapping[str, Memory]
-    delivery: Mapping[str, Delivery]
+    weight_route: Mapping[str, WeightRoute]
 
     def allocated(self, tier: Tier) -> dict[BufferKey, BufferSpec]:
         """Return the rows that are allocated on a tier before the first step."""
@@ -216,7 +216,7 @@ class BufferTable:
 
 def not_late(row: BufferSpec) -> bool:
     """Tell whether a row is allocated before the first step."""
-    return row.within is None and not row.is_late
+    return row.within is None and not row.on_first_use
 
 
 def by_owner(rows: Iterable[BufferSpec]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from offloadtrain.step.layout.block_spec import BucketSpec, MatrixSpec
-from offloadtrain.step.layout.buffers import BufferTable, Delivery, Memory
+from offloadtrain.step.layout.buffers import BufferTable, Memory, WeightRoute
 from offloadtrain.step.layout.step_spec import StepSpec
 from offloadtrain.step.program.gradients import GradientRefs, update_lane
 from offloadtrain.step.program.operations import Lane, Ref, ref_of
@@ -21,7 +21,7 @@ class BucketRefs:
         rank: the number of this rank among those that share it.
         gradient: of a trained bucket.
         staging: the kind of the memory that new weights are written to; None for a frozen bucket.
-        delivery: the way of new weights from there; None for a frozen bucket.
+        weight_route: the way of new weights from there; None for a frozen bucket.
         sources: of a streamed bucket, the buffers that its loads read, one per version of the
             weights; empty for a bucket that stays on the device.
         state_files: all fields of the state on the disk; empty where it is in memory.
@@ -52,7 +52,7 @@ class BucketRefs:
         self.state_files = tuple(self._refs[key] for key in files if key in self._refs)
         self.sources = [self._refs[key[1:]] for key in table.sources.get(spec.name, ())]
         self.staging = table.staging.get(spec.name)
-        self.delivery = table.delivery.get(spec.name)
+        self.weight_route = table.weight_route.get(spec.name)
         if self.staging is not None:
             self.gradient = GradientRefs(spec, step, self._refs, self.rank)
         self.spilled = step.spilled.get(spec.name, ()) if self.staging is not None else ()
@@ -222,7 +222,7 @@ class BucketRefs:
     def staged(self, *, other: bool = False) -> Ref | None:
         """Return where new weights wait for their upload, or where they are used if they need not
         wait; None for a slot of a ring."""
-        if self.delivery is Delivery.IN_TURN:
+        if self.weight_route is WeightRoute.IN_TURN:
             return self.sources[self._newest]
         match self.staging:
             case Memory.PENDING:

@@ -9,7 +9,7 @@ memory that the operations touch. There is no second description of a step.
 
     forward      `use` waits for each block's weights, and loads those of the next blocks
     backward     `grads_ready` sends a block's gradients down; the host adds and measures them
-    step()       `norm` waits for the sums of squares (the only wait of the launching thread);
+    step()       `norm` waits for the sums of squares (the only `HostWait` of a step);
                  `norm_known` launches the rest of Adam, and the upload of each block in forward
                  order
     forward      of the next step begins after the first block's upload

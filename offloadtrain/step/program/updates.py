@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from offloadtrain.step.layout.block_spec import MatrixSpec
-from offloadtrain.step.layout.buffers import BufferTable, Delivery, Memory
+from offloadtrain.step.layout.buffers import BufferTable, Memory, WeightRoute
 from offloadtrain.step.program.dependencies import Dependencies
 from offloadtrain.step.program.disk import DiskPath
 from offloadtrain.step.program.gradients import GradientSlots
@@ -247,25 +247,25 @@ class UpdatePath:
         return event
 
     def _upload(self, bucket: BucketRefs, staged: Ref) -> None:
-        match bucket.delivery:
-            case Delivery.FILE:
+        match bucket.weight_route:
+            case WeightRoute.FILE:
                 # Written after its Adam. Loads launched so far read the version before.
                 if bucket.flip_weight_file():
                     self._order.operations.append(Flip(bucket.name))
-            case Delivery.IN_TURN:
+            case WeightRoute.IN_TURN:
                 # Loads read the staged weights themselves and wait for Adam.
                 if not bucket.updates_other_version:
                     self._publish_weights(bucket)
-            case Delivery.SNAPSHOT:
+            case WeightRoute.SNAPSHOT:
                 # Host, after its Adam: waits for loads in flight of the old snapshot.
                 snapshot = bucket.ref(Memory.SNAPSHOT)
                 self._launch(Kind.PUBLISH, Lane.HOST, bucket, staged, snapshot)
-            case Delivery.ON_DEVICE:
+            case WeightRoute.ON_DEVICE:
                 # update, during compute: waits for backward's last read of the old weights.
                 if staged != bucket.upload_target:
                     self._launch(Kind.COPY, Lane.UPDATE, bucket, staged, bucket.upload_target)
                 self._gather(bucket)
-            case Delivery.UPLOAD:
+            case WeightRoute.UPLOAD:
                 # h2d, during Adam of the next bucket and forward of the blocks before: forward
                 # waits for its own block only. The next copy down waits until the staged weights
                 # are read.

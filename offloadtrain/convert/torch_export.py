@@ -169,7 +169,7 @@ def _adam(saved: SavedRun, model: nn.Module, names: dict[Any, str]) -> dict[str,
     moments = update_rule(saved.job.optim).moments
     state_dict["state"] = {
         key: {"step": torch.tensor(float(saved.found.step))}
-        | {kind: torch.empty(param.shape, device="cpu") for kind in moments}
+        | {kind: torch.empty(param.shape, dtype=torch.float32, device="cpu") for kind in moments}
         for key, param in enumerate(params)
     }
     return state_dict

@@ -9,8 +9,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, pairwise
-from operator import is_
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -331,7 +330,9 @@ class ParameterGuard:
     """Detects parameters that were written, moved, frozen or added outside the engine.
 
     The engine writes through flat buffers, which changes neither a parameter's version counter nor
-    its address; any other write changes one of them.
+    its address; any other write changes one of them. Frozen parameters may be written: they have no
+    master weights that would undo it. The order of a module's parameters may change, as it does
+    where a forward registers a parametrization and removes it.
     """
 
     def __init__(self, model: nn.Module, moving: Collection[nn.Parameter] = ()) -> None:
@@ -340,14 +341,14 @@ class ParameterGuard:
         self._moving = set(map(id, moving))
         self._names = [name for name, _ in model.named_parameters()]
         self._params = list(model.parameters())
-        self._walked = _parameters(model)
+        self._ids = _parameters(model).keys()
         self.renew()
 
     def written(self) -> list[nn.Parameter]:
         """Return the parameters whose values were written by others since the last renewal."""
         pairs = zip(self._params, self._seals, strict=True)
         with past_the_class():
-            return [param for param, seal in pairs if _version(param) != seal[0]]
+            return [param for param, (version, *_) in pairs if _version(param) != version]
 
     def renew(self) -> None:
         """Accept the values as they are."""
@@ -360,30 +361,29 @@ class ParameterGuard:
 
     def check(self) -> None:
         """Raises ModelError naming the first parameter that others have changed."""
-        walked = _parameters(self._model)
-        same = len(walked) == len(self._walked) and all(map(is_, walked, self._walked))
+        same = _parameters(self._model).keys() == self._ids
         with past_the_class():
             if not same or [self._seal(param) for param in self._params] != self._seals:
                 self._raise()
 
     def _raise(self) -> None:
-        current = list(self._model.parameters())
+        current = _parameters(self._model).keys()
         if len(current) != len(self._params):
             raise ModelError(
                 f"the model has {len(current)} parameters, {len(self._params)} when it "
                 "was offloaded: "
                 "close() the optimizer and offload the changed model"
             )
-        for name, param, now, seal in zip(
-            self._names, self._params, current, self._seals, strict=True
-        ):
-            if now is not param or self._seal(param) != seal:
-                raise ModelError(_describe(name, now is param, param, seal))
+        for name, param, seal in zip(self._names, self._params, self._seals, strict=True):
+            now = self._seal(param)
+            is_written = now[0] != seal[0] and param.requires_grad
+            if id(param) not in current or now[1:] != seal[1:] or is_written:
+                raise ModelError(_describe(name, id(param) in current, param, seal))
 
 
-def _parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the model's parameters once each, module by module. Every step calls it; it is faster
-    than `model.parameters()`, with a generator per level and a name for each."""
+def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return the model's parameters by id. Every step calls it; it is faster than
+    `model.parameters()`, with a generator per level and a name for each."""
     # By id: a tensor's own hash is a function of Python.
     params: dict[int, nn.Parameter | None] = {}
     modules, visited = [model], {id(model)}
@@ -395,7 +395,8 @@ def _parameters(model: nn.Module) -> list[nn.Parameter]:
             if child is not None and id(child) not in visited:
                 visited.add(id(child))
                 modules.append(child)
-    return [param for param in params.values() if param is not None]
+    params.pop(id(None), None)
+    return cast(dict[int, nn.Parameter], params)
 
 
 def _version(param: nn.Parameter) -> int:

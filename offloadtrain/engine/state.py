@@ -190,7 +190,10 @@ def whole_master(bucket: Bucket, slot: Slot, rule: Rule, ranks: Ranks) -> Tensor
         shard = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
     if ranks.is_single:
         return slot.shaped(shard)
-    (lo, hi), values = bucket.piece(slot), torch.empty(slot.numel, device="cpu")
+    (lo, hi), values = (
+        bucket.piece(slot),
+        torch.empty(slot.numel, dtype=torch.float32, device="cpu"),
+    )
     values[lo:hi] = shard
     ranks.assemble(values, bucket.pieces(slot))
     return slot.shaped(values)
@@ -248,7 +251,7 @@ def _decoded(bucket: Bucket, rule: Rule, tensors: tuple[Tensor, ...], count: int
     """Copy the master weights of a piece of state to the host, decoded: (count,) fp32."""
     if bucket.format is FP32:
         return tensors[0].to("cpu", copy=True)
-    decoded = torch.empty(count, device="cpu")
+    decoded = torch.empty(count, dtype=torch.float32, device="cpu")
     kernels.read_master(bucket.format, rule.moments, tensors, decoded)
     return decoded
 

@@ -101,7 +101,7 @@ class _Measured:
         """`numel`: elements of the largest piece."""
         self._rule, self._format, self._fields = rule, format, format.fields(rule.moments)
         self._state = tuple(map(torch.empty_like, kernels.cut(self._fields, state, 0, numel)))
-        self._values = torch.empty(3, numel, device=state[0].device)
+        self._values = torch.empty(3, numel, dtype=torch.float32, device=state[0].device)
 
     def trust_ratio(
         self,

@@ -185,7 +185,9 @@ class Muon(KeywordsOnly, MatrixRule):
                 kernels.cut(fields, state, part.start, part.stop),
                 update[part].clone(),
             )
-            master = torch.empty(part_update.numel(), device=part_update.device)
+            master = torch.empty(
+                part_update.numel(), dtype=torch.float32, device=part_update.device
+            )
             values = kernels.Fp32State(master, torch.empty_like(master))
             kernels.read_master(format, self.moments, part_state, master)
             part_layout = Layout.of_one(part_update.numel())

@@ -103,3 +103,26 @@ def test_a_large_parameter_is_decoded_in_pieces() -> None:
     optimizer = ot.offload(model, device="cpu", state="split16")
     assert torch.equal(dict(optimizer.master_weights())["0.weight"], initial)
     optimizer.close()
+
+
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+def test_the_default_dtype_of_torch_is_not_that_of_masters(state: Any) -> None:
+    """Models of molecules set it to fp64."""
+    results = []
+    for default in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        x = torch.ones(2, 8)
+        torch.set_default_dtype(default)
+        try:
+            optimizer = ot.offload(model, device="cpu", state=state, seed=0)
+            for _ in range(2):
+                optimizer.backward(model(x.bfloat16()).float().square().mean())
+                optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            results.append(dict(optimizer.master_weights()))
+            optimizer.close()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for name, master in results[1].items():
+        assert master.dtype is torch.float32 and torch.equal(master, results[0][name]), name

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrize
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -271,4 +272,65 @@ def test_a_read_in_the_midst_of_a_streamed_forward_needs_a_slot() -> None:
     handle.remove()
     optimizer.zero_grad()
     assert by_call(model, torch.ones(2, 8)).isfinite()
+    optimizer.close()
+
+
+class Momentum(nn.Module):
+    """A frozen copy follows the trained one, as in momentum contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.ModuleList(Layer() for _ in range(2))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for key, query in zip(self.key.parameters(), self.query.parameters(), strict=True):
+            key.lerp_(query, 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        target = x
+        for query, key in zip(self.query, self.key, strict=True):
+            x, target = query(x), key(target)
+        return (x - target.detach() - 1).square().mean()
+
+
+def test_a_frozen_copy_may_follow_the_trained_one() -> None:
+    torch.manual_seed(0)
+    model = Momentum()
+    plain = copy.deepcopy(model)
+    resident = torch.optim.AdamW(plain.query.parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = ot.offload(
+        model, ot.AdamW(lr=1e-2, weight_decay=0.0), device="cpu", precision="fp32"
+    )
+    x = torch.randn(4, 8)
+    for _ in range(4):
+        losses = [model(x), plain(x)]
+        for loss, each in zip(losses, (optimizer, resident), strict=True):
+            loss.backward()
+            each.step()
+            each.zero_grad()
+        model.follow()
+        plain.follow()
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    optimizer.close()
+
+
+def test_a_parametrization_that_comes_and_goes_is_no_change() -> None:
+    """It moves a parameter to the end of its module's, and counts a write of a frozen one."""
+
+    class Twice(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    optimizer = ot.offload(model, device="cpu", precision="fp32")
+    for _ in range(2):
+        nn.utils.parametrize.register_parametrization(model[0], "weight", Twice())
+        loss = model(torch.ones(2, 8)).square().mean()
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+        optimizer.backward(loss)
+        optimizer.step()
     optimizer.close()

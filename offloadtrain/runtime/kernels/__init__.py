@@ -317,7 +317,7 @@ def master_of(state: State) -> Tensor:
     """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
     if isinstance(state, Fp32State) or not state[0].is_cpu:
         return codec.master_of(state)
-    master = torch.empty(state[0].numel(), device="cpu")
+    master = torch.empty(state[0].numel(), dtype=torch.float32, device="cpu")
     _check_master(state, master)
     active_backend().read_master(state, master)
     return master

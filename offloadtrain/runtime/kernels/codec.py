@@ -180,7 +180,9 @@ class Minifloat:
         """t of the largest code, () fp32."""
         steps = 1 << self.mantissa
         exponent, fraction = divmod(self.largest, steps)
-        return torch.full((), 2.0**exponent * (1 + fraction / steps) - 1, device=device)
+        return torch.full(
+            (), 2.0**exponent * (1 + fraction / steps) - 1, dtype=torch.float32, device=device
+        )
 
     def decode(self, codes: Tensor, scale: Tensor) -> Tensor:
         """t * scale, rounded once."""

@@ -52,7 +52,7 @@ def _adam(s: AdamScalars, g: Tensor, master: Tensor, exp_avg: Tensor, exp_avg_sq
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.full((), float(s.step), device=g.device)],
+        [torch.full((), float(s.step), dtype=torch.float32, device=g.device)],
         lr=s.lr,
         beta1=s.beta1,
         beta2=s.beta2,

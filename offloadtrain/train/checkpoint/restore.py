@@ -287,7 +287,7 @@ def _read(checkpoint: Checkpoint, name: str, piece: _Piece, rule: AnyRule, worki
     if source is FP32 or (working and source.holds_weight):
         return _values(checkpoint, piece[source.master[0].name])
     encoded = [_values(checkpoint, piece[f.name]) for f in source.fields(piece_rule.moments)]
-    weights = torch.empty(encoded[0].numel())
+    weights = torch.empty(encoded[0].numel(), dtype=torch.float32)
     kernels.read_master(source, piece_rule.moments, tuple(encoded), weights)
     return weights
 
@@ -317,10 +317,10 @@ def _decoded(
     encoded = [_values(checkpoint, piece[f.name]) for f in fields]
     entry = next(iter(piece.values()))
     numel = entry.hi - entry.lo
-    decoded = {kind: torch.empty(numel) for kind in kinds}
+    decoded = {kind: torch.empty(numel, dtype=torch.float32) for kind in kinds}
     for lo in range(0, numel, _DECODED):
         hi = min(lo + _DECODED, numel)
-        wide = tuple(torch.empty(hi - lo) for _ in wide_fields)
+        wide = tuple(torch.empty(hi - lo, dtype=torch.float32) for _ in wide_fields)
         rule.convert(source, kernels.cut(fields, encoded, lo, hi), FP32, wide)
         for field, values in zip(wide_fields, wide, strict=True):
             if field.name in decoded:

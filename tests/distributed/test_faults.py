@@ -136,7 +136,7 @@ def test_a_job_that_is_started_again_loses_nothing(job: Path, tmp_path: Path) ->
         steps = [event.step for event in events_of(broken, schema.Step)]
         again = steps.index(5, 5)  # after the fifth, for the second time
         assert steps[again:] == [5, 6, 7, 8, 9]
-        assert tensor_hashes(broken, 9) == tensor_hashes(tmp_path / "whole", 9)
+        assert tensor_hashes(broken, 9) == tensor_hashes(tmp_path / "undisturbed", 9)
 
 
 @pytest.mark.slow

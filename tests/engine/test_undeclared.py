@@ -119,13 +119,16 @@ PLACEMENTS: list[dict[str, Any]] = [
     {"activation": "offload_saved", "offload_saved_above": 0},
     {"working": "host", "update": "delayed"},
 ]
+WITHOUT_A_CALL = {"unusual", "partly used", "detached"}
+"""Models that read weights without calling their modules: the parameters ask for them, and uploads
+wait for all that compute was given before."""
 CASES = [
-    *((name, {}) for name in MODELS),
-    *((name, {"working": "host"}) for name in STREAMED),
+    *((name, {}) for name in MODELS if name not in WITHOUT_A_CALL),
+    *((name, {"working": "host"}) for name in STREAMED if name not in WITHOUT_A_CALL),
     *(
         pytest.param(name, options, marks=pytest.mark.slow)
         for options in PLACEMENTS
-        for name in ("tied", "unusual", "shared", "experts")
+        for name in ("tied", "shared", "experts")
     ),
 ]
 

@@ -209,7 +209,10 @@ class NarrowRun(ResidentRun):
         for name, param in self.trained.items():
             zeros = [torch.zeros(param.numel()) for _ in self.rule.moments]
             values = [self.master(name).reshape(-1), *zeros]
-            self.kept[name] = made(self.state, self.rule.moments, values, self.dtype)
+            state = made(self.state, self.rule.moments, values, self.dtype)
+            for moment in state[len(state.format.master) :]:
+                moment.zero_()  # what a run starts with; a codec makes scales of zeros
+            self.kept[name] = state
         self.publish_weights()
 
     def newest(self, name: str) -> Tensor:

@@ -22,7 +22,7 @@ from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.recording import Entry, Launched, trace
 from tests import levels
 from tests.numerics.comparison import train
-from tests.numerics.models import Chain, Experts, batches, loss_of
+from tests.numerics.models import Chain, batches, loss_of
 from tests.numerics.muon import RULE
 
 STEPS = 4
@@ -138,14 +138,6 @@ def test_every_lane_does_the_same_in_the_same_order(
 )
 def test_a_rule_for_matrices_does_the_same(mode: str, place: str) -> None:
     assert compared(mode, 2, PLACES[place], batches(2 * STEPS), RULE) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", OPTIONS)
-def test_experts_that_are_skipped_do_the_same(mode: str) -> None:
-    """Their gradients come in every step."""
-    options = {"skip_unused": ["*.experts.*"]}
-    assert compared(mode, 2, options, batches(2 * STEPS), made=Experts) == ""
 
 
 @pytest.mark.parametrize("accum", [1, 2])

@@ -32,7 +32,7 @@ def plant(patch: pytest.MonkeyPatch, *steps: int, times: float = 40.0) -> None:
 
     def accumulate(self: Trainer, clock: Any) -> None:
         nonlocal bad
-        bad = self.batches.state_dict()["sample"] in samples
+        bad = self._context.batches.state_dict()["sample"] in samples
         real_accumulate(self, clock)
         bad = False
 
@@ -84,8 +84,8 @@ def test_skip_leaves_the_batch_out(
     real = Trainer._accumulate
 
     def leave_out(self: Trainer, clock: Any) -> None:
-        if self.batches.state_dict()["sample"] == 10 * BATCHES:
-            self.batches.next(), self.batches.next()
+        if self._context.batches.state_dict()["sample"] == 10 * BATCHES:
+            self._context.batches.next(), self._context.batches.next()
         real(self, clock)
 
     monkeypatch.setattr(Trainer, "_accumulate", leave_out)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 
 
@@ -148,7 +149,8 @@ def watch_inside(module: nn.Module, watcher: Watcher) -> list[RemovableHandle]:
 def is_reached(param: nn.Parameter) -> bool:
     """Tell whether the backward in progress will accumulate into a parameter."""
     try:
-        node = torch.autograd.graph.get_gradient_edge(param).node
+        with past_the_class():
+            node = torch.autograd.graph.get_gradient_edge(param).node
         return bool(torch._C._will_engine_execute_node(node))
     # torch.autograd.grad() of the parameter, which returns the gradient and delivers none.
     except RuntimeError:

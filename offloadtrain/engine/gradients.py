@@ -181,14 +181,14 @@ class _Delivery:
 
     Attributes:
         expected: the number of its trained parameters, each of which delivers a gradient.
-        left: its gradients were sent.
-        leaves_late: it delivers more than once, and is sent when the micro-step ends.
+        is_sent: its gradients were sent.
+        is_sent_late: it delivers more than once, and is sent when the micro-step ends.
     """
 
     expected: int
     arrived: int = 0
-    left: bool = False
-    leaves_late: bool = False
+    is_sent: bool = False
+    is_sent_late: bool = False
 
 
 class Gradients:
@@ -246,13 +246,13 @@ class Gradients:
         delivery = self._deliveries[block]
         delivery.arrived += 1
         # The block's gradients have left: this one stays in `.grad` until the micro-step ends.
-        if delivery.left:
+        if delivery.is_sent:
             self._check_twice(block)
-            delivery.leaves_late = True
+            delivery.is_sent_late = True
             return GradStatus.AGAIN, []
         # Sent as soon as it is complete, so that gather, copy and norm run concurrently with the
         # rest of backward.
-        if delivery.arrived < delivery.expected or delivery.leaves_late:
+        if delivery.arrived < delivery.expected or delivery.is_sent_late:
             return GradStatus.PART, []
         due = [self._trained[number] for number in self._turns.ready(self._number[block])]
         for ready_block in due:
@@ -309,7 +309,7 @@ class Gradients:
             self._take(self._trained[number])
         if self._agreed:
             for block in self._trained:
-                if self._deliveries[block].leaves_late:
+                if self._deliveries[block].is_sent_late:
                     self._take(block)
         else:
             self._agree()
@@ -360,21 +360,21 @@ class Gradients:
         self._agreed, count = True, len(self._trained)
         place = {number: position for position, number in enumerate(self._turns.ready_blocks)}
         places = [float(place.get(number, count)) for number in range(count)]
-        flags = [float(self._deliveries[block].leaves_late) for block in self._trained]
+        flags = [float(self._deliveries[block].is_sent_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
         self._interpreter.run(self._program.wait_for_first_sums())
         of_ranks = self._ranks.everyone.all_gather_host([*places, *flags])
         first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
         for block, is_late in zip(self._trained, late, strict=True):
             if is_late:
-                self._deliveries[block].leaves_late = True
+                self._deliveries[block].is_sent_late = True
                 self._take(block)
         order = sorted(range(count), key=lambda number: (first[number], -number))
         self._turns.agree([number for number in order if not late[number]])
 
     def _reset_deliveries(self) -> None:
         for delivery in self._deliveries.values():
-            delivery.arrived, delivery.left = 0, False
+            delivery.arrived, delivery.is_sent = 0, False
         self._turns.restart()
 
     def _take(self, block: Block) -> None:
@@ -391,7 +391,7 @@ class Gradients:
         self._functions.delivered = delivered
         ready = self._program.grads_ready(block.name, complete, last=self._in_last)
         self._interpreter.run(ready)
-        self._deliveries[block].left = True
+        self._deliveries[block].is_sent = True
 
 
 def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:

@@ -20,7 +20,8 @@ an error. Questions for sizes, types and gradients read no values and wait for n
 
 Not seen are readers below torch's functions: C++ extensions, `torch.compile` of code that the
 engine does not hook, `torch.func.grad` of a parameter, and views that were taken before. Where the
-weights are not on the device, these read NaN.
+weights are not on the device, these read NaN. Parameters of another class than torch's, such as
+DTensors, keep theirs: only their module's hooks wait for them.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Tensor]) -> 
         raise ParameterWriteError(
             f"{getattr(func, '__name__', func)}() writes into weights of a streamed block, which "
             "are not on the device: the write would be lost. Load weights with "
-            "model.load_state_dict(), or write behind optimizer.synchronize() and call "
+            "model.load_state_dict(), or write after optimizer.synchronize() and call "
             "optimizer.adopt_written_weights()"
         )
     if copies and type(result) is Tensor and _storage(result) in map(_storage, copies):
@@ -289,12 +290,12 @@ _FUNCTIONS = (
 
 def _without_values() -> set[Any]:
     accessors = ("__get__", "__set__", "__delete__")
-    found: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
+    functions: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
     for name in _ATTRIBUTES.split():
         descriptor = getattr(Tensor, name, None)
-        found |= {getattr(descriptor, each) for each in accessors if hasattr(descriptor, each)}
-    found |= {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
-    return found | {getattr(torch, name) for name in _FUNCTIONS.split()}
+        functions |= {getattr(descriptor, each) for each in accessors if hasattr(descriptor, each)}
+    functions |= {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
+    return functions | {getattr(torch, name) for name in _FUNCTIONS.split()}
 
 
 _DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]

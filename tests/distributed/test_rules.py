@@ -59,7 +59,7 @@ def trained_pair(
 
     def fields(name: str) -> list[Tensor]:
         if state != "fp32":
-            return list(run.kept[name])
+            return list(run.states[name])
         return [run.master(name), *(run.moment(name, key) for key in run.rule.moments)]
 
     return run, optimizer, fields

@@ -22,7 +22,7 @@ from offloadtrain.step.program import modes
 from offloadtrain.step.program.operations import Written
 from offloadtrain.step.proof.prove import prove
 from tests.engine.test_proof import CASES, MODES, PLACEMENTS, options_of
-from tests.numerics.models import MODELS, STREAMED, batches, loss_of
+from tests.numerics.models import MODELS, batches, loss_of
 
 STEPS, SAVED = 5, (1, 3)
 
@@ -134,7 +134,7 @@ def test_what_is_written_is_the_state_of_its_step(
     mode: str, placement: str, state: str, precision: str, spill: int
 ) -> None:
     """Whatever a save copies, it writes the same as one that copies nothing, without a race."""
-    name = sorted(STREAMED)[0]
+    name = min(MODELS)
     options = options_of(mode, precision) | PLACEMENTS[placement]
     expected = trained(SequentialLanes(), name, state, precision, **options)
     options["checkpoint_spill"] = spill
@@ -154,7 +154,7 @@ def test_frozen_weights_of_streamed_blocks_are_written() -> None:
 
 
 def test_state_is_not_written_inside_a_step() -> None:
-    model: nn.Module = MODELS[sorted(STREAMED)[0]]()
+    model: nn.Module = MODELS[min(MODELS)]()
     optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu")
     optimizer.backward(loss_of(model, batches(1)[0]))
     with pytest.raises(EngineError, match="between backward and step"):

@@ -218,13 +218,13 @@ def test_copies_are_ordinary_and_new(placement: str) -> None:
     torch.save(model, stored)
     stored.seek(0)
     copies = [copied, torch.load(stored, weights_only=False), pickle.loads(pickle.dumps(model))]
-    one = copy.deepcopy(model.layers[1].inner.weight.data)
+    copied_view = copy.deepcopy(model.layers[1].inner.weight.data)
     optimizer.synchronize()
     for other in copies:
         assert {type(param) for param in other.parameters()} == {nn.Parameter}
         for param, expected in zip(other.parameters(), model.parameters(), strict=True):
             assert torch.equal(param, expected)
-    assert type(one) is Tensor and torch.equal(one, model.layers[1].inner.weight)
+    assert type(copied_view) is Tensor and torch.equal(copied_view, model.layers[1].inner.weight)
     optimizer.close()
 
 

@@ -18,7 +18,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lane, Range, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.base import Operation, Span
-from tests.numerics.models import MODELS, STREAMED, batches, loss_of
+from tests.numerics.models import MODELS, batches, loss_of
 from tests.numerics.test_rerun import RECOMPUTES
 from tests.numerics.test_streaming import Several
 
@@ -124,7 +124,7 @@ WITHOUT_A_CALL = {"unusual", "partly used", "detached"}
 wait for all that compute was given before."""
 CASES = [
     *((name, {}) for name in MODELS if name not in WITHOUT_A_CALL),
-    *((name, {"working": "host"}) for name in STREAMED if name not in WITHOUT_A_CALL),
+    *((name, {"working": "host"}) for name in MODELS if name not in WITHOUT_A_CALL),
     *(
         pytest.param(name, options, marks=pytest.mark.slow)
         for options in PLACEMENTS

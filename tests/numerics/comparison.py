@@ -102,8 +102,8 @@ def assert_same(run: Any, optimizer: ot.OffloadOptimizer, model: nn.Module) -> N
     moments = run.rule.moments if hasattr(run, "rule") else ("exp_avg", "exp_avg_sq")
     for name, state in optimizer.named_state():
         if isinstance(run, NarrowRun):
-            assert list(state) == run.kept[name].names(moments)
-            expected = list(run.kept[name])
+            assert list(state) == run.states[name].names(moments)
+            expected = list(run.states[name])
         else:
             assert list(state) == ["master", *moments]
             # torch's own scalar tail cannot be avoided for exp_avg_sq; padding to 16 removes it.

@@ -112,7 +112,7 @@ class NarrowLambRun(NarrowRuleRun):
         times: dict[str, Any] = {"step": self.steps, "grad_scale": factor, "seed": SEED}
         tried = self.rule.scalars(self.rule.defaults() | {"lr": 1.0, "weight_decay": 0.0}, **times)
         for name in self.trained:
-            state, grad = self.kept[name], sums[name].reshape(-1)
+            state, grad = self.states[name], sums[name].reshape(-1)
             layout = Layout.of_one(grad.numel(), self.ids[name])
             scratch = type(state)(*(field.clone() for field in state))
             scratch[0].zero_(), scratch[1].zero_()

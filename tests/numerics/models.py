@@ -216,7 +216,6 @@ MODELS = {
     "detached": Detached,
     "experts": Experts,
 }
-STREAMED = sorted(MODELS)
 
 
 def batches(count: int, seed: int = 0) -> list[Tensor]:

@@ -200,7 +200,7 @@ class NarrowRun(ResidentRun):
 
     state: str = ""
     steps: int = 0
-    kept: dict[str, kernels.State] = field(default_factory=dict)
+    states: dict[str, kernels.State] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,11 +212,11 @@ class NarrowRun(ResidentRun):
             state = made(self.state, self.rule.moments, values, self.dtype)
             for moment in state[len(state.format.master) :]:
                 moment.zero_()  # what a run starts with; a codec makes scales of zeros
-            self.kept[name] = state
+            self.states[name] = state
         self.publish_weights()
 
     def newest(self, name: str) -> Tensor:
-        return self.kept[name][0].view_as(self.trained[name])
+        return self.states[name][0].view_as(self.trained[name])
 
     def update(self, sums: dict[str, Tensor], factor: float) -> None:
         self.steps += 1
@@ -224,7 +224,7 @@ class NarrowRun(ResidentRun):
             self.rule.defaults(), step=self.steps, grad_scale=factor, seed=SEED
         )
         for name in self.trained:
-            state, grad = self.kept[name], sums[name].reshape(-1)
+            state, grad = self.states[name], sums[name].reshape(-1)
             layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
             torch_backend.update(state, state, grad, None, layout, scalars)
         self.publish_weights()

@@ -163,7 +163,7 @@ class NarrowSkippingRun(NarrowRuleRun):
     ) -> None:
         self.done[key] = step = self.done.get(key, 0) + 1
         scalars = ADAMW.scalars(ADAMW.defaults(), step=step, grad_scale=factor, seed=SEED)
-        state = self.kept[name]
+        state = self.states[name]
         part = type(state)(*kernels.cut(state.format.fields(ADAM), tuple(state), lo, lo + numel))
         layout = kernels.Layout([0], [numel], [self.ids[name]], [lo])
         torch_backend.update(part, part, grad.reshape(-1)[lo : lo + numel], None, layout, scalars)
@@ -183,7 +183,7 @@ def test_narrow_state(state: str, working: str) -> None:
         assert train(optimizer, model, [tokens]) == run.step([tokens], loss_of)
     optimizer.synchronize()
     for name, actual in optimizer.named_state():
-        fields = run.kept[name]
+        fields = run.states[name]
         for spec, expected in zip(fields.format.fields(ADAM), fields, strict=True):
             assert torch.equal(actual[spec.name].reshape(-1), expected), (name, spec.name)
 

@@ -165,10 +165,7 @@ class ForwardHooks:
         if running.pushed is not None:
             self._saved.pop(running.pushed)
         # Without a pin the slot may go to another block, whose load waits for compute up to then.
-        for block in running.blocks:
-            block.forwards -= 1
-            if block.streamed and not block.forwards:
-                block.views.set_ready(ready=False)
+        self._release(running.blocks)
         self._lanes.close_span(running.span)
 
     def end_interrupted(self) -> None:
@@ -234,9 +231,15 @@ class ForwardHooks:
                 block.use()
                 block.views.set_ready(ready=True)
         except BaseException:
-            for block in blocks:
-                block.forwards -= 1
+            self._release(blocks)
             raise
+
+    @staticmethod
+    def _release(blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            block.forwards -= 1
+            if block.streamed and not block.forwards:
+                block.views.set_ready(ready=False)
 
     def read_without_a_call(self, block: Block) -> None:
         """A function of torch is about to read a block's parameters outside of its forward.

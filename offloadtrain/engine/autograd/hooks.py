@@ -158,8 +158,9 @@ def is_reached(param: nn.Parameter) -> bool:
 
 
 class Passthrough(TorchDispatchMode):
-    """Stands for the tracker where a tracked forward runs again: under any mode torch computes some
-    functions (`ctc_loss`) by other operations, which save other tensors."""
+    """Stands for a dispatch mode of the user's when a forward that ran under it runs again without
+    it: under any mode torch computes some functions (`ctc_loss`) by other operations, which save
+    other tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -244,15 +244,6 @@ class SavedTensors:
             for bucket in block.all_buckets:
                 self._owners.add(block.views.placeholder(bucket), partial(_raise_absent, block))
 
-    def owner(self, tensor: Tensor) -> Block | None:
-        """Return the block whose working weights this tensor views, if any.
-
-        Raises:
-            StreamError: if they are not on the device.
-        """
-        entry = self._owner(tensor)
-        return entry[0] if entry else None
-
     def _owner(self, tensor: Tensor) -> _Owner | None:
         entry = self._owners.find(tensor)
         return entry if entry is None or isinstance(entry, tuple) else entry(tensor)

@@ -15,7 +15,12 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import LocalPart
-from offloadtrain.engine.parameters import past_the_class, set_ready, set_unready
+from offloadtrain.engine.parameters import (
+    OffloadedParameter,
+    past_the_class,
+    set_ready,
+    set_unready,
+)
 from offloadtrain.runtime.lanes import Buffer, Lanes, Range, Span
 
 
@@ -81,6 +86,11 @@ class ParameterViews:
         self.params = [slot.param for bucket in buckets for slot in bucket.slots]
         self.ready = True
         """Compute may read the parameters."""
+
+    @property
+    def asks(self) -> bool:
+        """True if a read of any parameter asks for its weights."""
+        return all(isinstance(param, OffloadedParameter) for param in self.params)
 
     @property
     def ranges(self) -> tuple[Range, ...]:

@@ -21,7 +21,8 @@ an error. Questions for sizes, types and gradients read no values and wait for n
 Not seen are readers below torch's functions: C++ extensions, `torch.compile` of code that the
 engine does not hook, `torch.func.grad` of a parameter, and views that were taken before. Where the
 weights are not on the device, these read NaN. Parameters of another class than torch's, such as
-DTensors, keep theirs: only their module's hooks wait for them.
+DTensors, keep theirs and ask for nothing: hooks of modules wait for them ([Note: Reads without a
+call] in `engine.autograd.forward_hooks`).
 """
 
 from __future__ import annotations

@@ -334,3 +334,38 @@ def test_a_parametrization_that_comes_and_goes_is_no_change() -> None:
         optimizer.backward(loss)
         optimizer.step()
     optimizer.close()
+
+
+class Tagged(nn.Parameter):
+    """A class of the user's, which the engine leaves as it is."""
+
+
+class TaggedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = Tagged(self.head.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.first(x)), self.head.weight).square().mean()
+
+
+def test_a_forward_reads_a_parameter_of_another_class_without_a_call() -> None:
+    torch.manual_seed(0)
+    model = TaggedHead()
+    plain = copy.deepcopy(model)
+    resident = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    with on_lanes(SeededLanes(0, late=True)):
+        optimizer = ot.offload(
+            model, ot.AdamW(lr=1e-2, weight_decay=0.0), device="cpu", precision="fp32"
+        )
+    assert type(model.head.weight) is Tagged
+    x = torch.randn(4, 8)
+    for _ in range(4):
+        losses = [model(x), plain(x)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        for loss, each in zip(losses, (optimizer, resident), strict=True):
+            loss.backward()
+            each.step()
+            each.zero_grad()
+    optimizer.close()

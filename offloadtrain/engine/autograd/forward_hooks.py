@@ -4,7 +4,8 @@
 A forward may read parameters without calling the module that owns them: `F.linear(h,
 self.wte.weight)`, `nn.MultiheadAttention.out_proj`, a parent that calls `block.attn(x)` and never
 `block(x)`. No hook of the owner fires then. The parameters themselves ask for their weights: see
-[Note: Parameters] in `engine.parameters`.
+[Note: Parameters] in `engine.parameters`. Parameters of another class than torch's cannot. So the
+model waits for their blocks itself where its first forward has not called their modules.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class ForwardHooks:
         self._offloader = offloader
         self._blocks = blocks
         self._order: dict[Block, None] = {}
+        self._is_first = True
+        """No forward of the model has ended."""
         self._hooked: dict[nn.Module, _HookedModule] = {}
         self._running: list[_Running] = []
         """All forwards in progress, the innermost last."""
@@ -167,6 +170,14 @@ class ForwardHooks:
         # Without a pin the slot may go to another block, whose load waits for compute up to then.
         self._release(running.blocks)
         self._lanes.close_span(running.span)
+        if self._is_first and module is self._model:
+            self._is_first = False
+            uncalled = (block for block in self._blocks if block not in self._order)
+            hooked.waits += [
+                block
+                for block in uncalled
+                if not (block.views.asks or (block.streamed and block.repeated))
+            ]
 
     def end_interrupted(self) -> None:
         """End the forwards that an interruption has cut: [Note: Interrupted forwards]."""

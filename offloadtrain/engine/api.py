@@ -191,10 +191,10 @@ def offload(
     16-bit logits that it returns, and inside a `checkpoint` of your own, take the loss of
     `logits.float()`.
 
-    Gradients are taken from `.grad` during backward: code that reads `.grad` afterwards finds None.
-    So torch's `clip_grad_norm_`, and with it Accelerate's, the Trainer's `max_grad_norm` and
-    Lightning's `gradient_clip_val`, **clip nothing and return 0.0** (a warning says so once): use
-    `clip_norm`, or `optimizer.clip_grad_norm_(max_norm)` between the last backward and `step()`.
+    Gradients leave the device during backward. Between backward and `step()`, `.grad` is a view of
+    them where they are, as a rule on the host, and the step uses what is written into it. torch's
+    `clip_grad_norm_` of all parameters takes the norm that the engine has measured; it does what
+    `optimizer.clip_grad_norm_(max_norm)` does. After `step()`, `.grad` is None.
 
     `optimizer.backward(loss)` divides by `grad_accum_steps` and scales fp16 losses. A plain
     `loss.backward()` does neither, as in every torch loop: divide the loss before it. If the loss

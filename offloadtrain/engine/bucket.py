@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.local_part import LocalPart, local
-from offloadtrain.engine.parameters import gradient_of
+from offloadtrain.engine.parameters import gradient_of, set_gradient
 from offloadtrain.engine.skipping import Usage
 from offloadtrain.optim import AnyRule, MatrixRule, keeps_whole
 from offloadtrain.runtime.dtypes import name_of
@@ -199,7 +199,7 @@ class Bucket:
         """Remove the gradients that its parameters hold, and return them."""
         gradients = [(slot, grad) for slot in self.slots if (grad := slot.gradient()) is not None]
         for slot, _ in gradients:
-            slot.param.grad = None
+            set_gradient(slot.param, None)
         return gradients
 
     @property

@@ -21,6 +21,7 @@ from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
+from offloadtrain.engine.gradient_access import GradientAccess
 from offloadtrain.engine.gradients import Gradients, GradStatus
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
@@ -114,7 +115,8 @@ class Engine:
         self.program = program
         self._interpreter = interpreter
         self.functions = functions
-        self._gradients = gradients
+        self.gradients = gradients
+        self.gradient_access = GradientAccess(program, self._settle_gradients)
         self._norm_measure = norm_measure
         self.residency = residency
         self._ranks = ranks
@@ -155,17 +157,18 @@ class Engine:
         """
         if self.guard.closed:
             self.guard.require_open("backward")
-        if self.counter.scaler is not None and not self._gradients.in_explicit_backward:
+        if self.counter.scaler is not None and not self.gradients.in_explicit_backward:
             raise EngineError(
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
                 "loss.backward(), whose gradients would be taken for scaled ones"
             )
-        if self._norm is not None:
+        if self._norm is not None and self._norm.is_clipped:
             raise EngineError(
                 "a backward between clip_grad_norm_() and step(): what it adds would not be "
                 "clipped. Clip after the last backward of a step"
             )
-        arrival, complete = self._gradients.deliver(block, slot)
+        self._norm = None
+        arrival, complete = self.gradients.deliver(block, slot)
         if arrival is GradStatus.AGAIN:
             self.program.grads_repeated(block.name)
         elif (
@@ -220,8 +223,8 @@ class Engine:
         """See `OffloadOptimizer.micro_step`; of a loss that `scaled` has made."""
         self.guard.require_open("backward")
         # A plain backward before this one may have left its micro-step open.
-        self._gradients.end_micro_step()
-        self._gradients.in_explicit_backward = True
+        self.gradients.end_micro_step()
+        self.gradients.in_explicit_backward = True
         try:
             yield
         except BaseException:
@@ -230,14 +233,14 @@ class Engine:
                 self.drop_gradients()
             raise
         finally:
-            self._gradients.in_explicit_backward = False
-        self._gradients.end_micro_step()
+            self.gradients.in_explicit_backward = False
+        self.gradients.end_micro_step()
         self.residency.end_backward()
 
     def end_micro_step(self) -> None:
         """The backward of one microbatch is over."""
         self.guard.require_open("end_micro_step")
-        self._gradients.end_micro_step()
+        self.gradients.end_micro_step()
 
     def clip(self, max_norm: float) -> float:
         """Clip the step in progress; returns the norm before it. See [Note: Clipping].
@@ -245,12 +248,62 @@ class Engine:
         Raises:
             EngineError: without a backward, or where Adam runs inside backward.
         """
-        self.guard.require_at_rest("clip_grad_norm_")
-        self.guard.require_undecided("clip_grad_norm_()")
-        norm = self._norm = self._norm or self._measure("clip_grad_norm_", max_norm)
+        norm = self.measure("clip_grad_norm_", max_norm)
         before = norm.clipped
         norm.clip(max_norm)
         return before
+
+    def measure(self, asker: str, max_norm: float | None = None) -> Norm:
+        """Measure the norm of the step in progress, for a caller that may clip it; raises as
+        `clip`."""
+        self.guard.require_at_rest(asker)
+        self.guard.require_undecided(f"{asker}()")
+        self._take_back_gradients()
+        self._norm = self._norm or self._measure(asker, max_norm)
+        # Zeros of parameters without a gradient, and sums that go down.
+        self.gradients.in_transit = True
+        return self._norm
+
+    def grad_norms(self) -> dict[str, float]:
+        """Measure the norm of each parameter's gradient; raises as `clip`, and EngineError where
+        other processes train other parameters."""
+        norms, names = self.measure("grad_norms").of_parameter, self._norm_measure.names
+        if len(norms) != len(names):
+            raise EngineError("grad_norms() of a model that is divided into stages")
+        return {name: norm for name, norm in zip(names, norms, strict=True) if name}
+
+    def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each trained parameter's gradient; see `OffloadOptimizer.gradients`."""
+        self.measure("gradients")
+        access = self.gradient_access
+        for bucket in (bucket for block in self._blocks for bucket in block.buckets):
+            for slot in bucket.slots:
+                in_place = self.program.spec.is_single and not bucket.spec.gradient_on_disk
+                yield slot.name, access.of(bucket, slot) if in_place else access.copy(bucket, slot)
+
+    def _settle_gradients(self) -> None:
+        """The user is about to read gradients where they are, or to write them."""
+        if self.gradients.in_transit:
+            self._drain()
+            self.gradients.in_transit = False
+        # Clipping leaves the gradients as they are. Whoever reads them afterwards expects them
+        # clipped.
+        norm, self._norm = self._norm, None
+        if norm is not None and norm.coef != 1.0:
+            self._drain()
+            buckets = [bucket for block in self._blocks for bucket in block.buckets]
+            for bucket in filter(self.gradient_access.has_left, buckets):
+                self.gradient_access.multiply(bucket, norm.coef)
+
+    def _take_back_gradients(self) -> None:
+        """The step is about to be measured: take over what code has done to its gradients."""
+        if self.gradient_access.has_assigned:
+            self.gradient_access.has_assigned = False
+            self.gradients.take_assigned()
+        if changed := self.gradient_access.take_changed():
+            # Kernels of the user may still write.
+            self._drain()
+            self.program.gradients_changed(changed)
 
     def step(self, *, skip: bool = False) -> StepReport:
         """Measure the norm, skip or clip, then launch Adam and uploads; returns before these are
@@ -268,6 +321,7 @@ class Engine:
         self.guard.require_at_rest("step")
         if skip:
             self.guard.require_undecided("step(skip=True)")
+        self._take_back_gradients()
         # clip_grad_norm_() has waited for the norm; ranks compare what has changed since.
         if self._norm is not None:
             coef = self._norm.coef
@@ -275,9 +329,10 @@ class Engine:
         # Otherwise the training thread waits for results here, and nowhere else in a step: the
         # decision to skip and the clip coefficient go into every launch of Adam.
         norm = self._norm or self._measure("step", skip=skip)
-        micro_steps = self._gradients.micro_steps
+        micro_steps = self.gradients.micro_steps
+        self.gradient_access.end_step()
         decision = self._launch_update(norm, skip=skip)
-        self._gradients.drop()
+        self.gradients.drop()
         self.program.end_step()
         # Launches the loads of the first streamed blocks, during Adam of the others.
         self.residency.restart()
@@ -293,8 +348,8 @@ class Engine:
         self.guard.require_open("step")
         # Waits for the host's last norm here, and not for any other rank.
         receive = self._norm_measure.send("step", self.counter.steps, self.counter.undecided_scale)
-        pending = PendingNorm(receive, self._gradients.micro_steps)
-        self._gradients.drop(in_flight=False)
+        pending = PendingNorm(receive, self.gradients.micro_steps)
+        self.gradients.drop(in_flight=False)
         self.program.close_sums()
         return pending
 
@@ -420,7 +475,8 @@ class Engine:
             self.program.reset()
             self.residency.reset()
             self._interpreter.failure = None
-        self._gradients.drop()
+        self.gradient_access.end_step()
+        self.gradients.drop()
         # Copies down in flight need no wait: the next step's write the same memory after them.
         self._interpreter.run(self.program.drop(), updates=True)
 

@@ -1,12 +1,11 @@
-"""Observes who copies an engine's parameters, and who reads their `.grad`.
+"""Answers what code asks an engine's parameters for: copies of them, their values, `.grad`.
 
-Copies and pickles of a model are made of the newest weights. torch's clipping, and with it
-Accelerate's, Lightning's and the Trainer's, reads `.grad` after backward. By then gradients have
-left for the host: it clips nothing, returns 0.0 and says nothing; the same holds for code that
-clips, edits or measures gradients itself. `zero_grad()` of a model finds none to drop. torch's
-pipeline schedules divide `.grad` by the number of microbatches, and the zero-bubble ones put it
-together from two halves of a backward: with them gradients would be too large, or not there.
-See `engine.bucket`.
+Copies and pickles of a model are made of the newest weights. For gradients see [Note: Gradients of
+the user] in `engine.gradient_access`. Some of torch's own files read `.grad` as the user's code
+does: its clipping, which Accelerate, Lightning and the Trainer call, and its gradient scaler. The
+others look whether there are gradients, and find none. torch's pipeline schedules divide `.grad` by
+the number of microbatches, and the zero-bubble ones put it together from two halves of a backward:
+they would train with wrong gradients, and are refused.
 """
 
 from __future__ import annotations
@@ -16,14 +15,17 @@ import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp import grad_scaler
 from torch.nn.utils import clip_grad
 
 from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.engine import Engine
+from offloadtrain.engine.gradient_access import ClippedTogether, GradientAccessError
 from offloadtrain.engine.parameters import gradient_of, observe, release, set_unready
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.engine.weights import WeightsOwner
@@ -33,9 +35,10 @@ _log = logging.getLogger(__name__)
 
 _PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
 
-CLIPPING, SCALING, SPLITTING = "clipping", "scaling", "splitting"
+CLIPPING, UNSCALING, SCALING, SPLITTING = "clipping", "unscaling", "scaling", "splitting"
 _READERS = {
     clip_grad.__file__: CLIPPING,
+    grad_scaler.__file__: UNSCALING,
     str(_PIPELINING / "stage.py"): SCALING,
     str(_PIPELINING / "_backward.py"): SPLITTING,
 }
@@ -50,8 +53,8 @@ class ParameterReaders:
     ) -> None:
         self._owner = weakref.ref(owner)
         self._named, self._engine = list(named), engine
-        self._blocks = {
-            slot.param: (block, slot)
+        self._places = {
+            slot.param: (block, bucket, slot)
             for block in engine.residency.blocks.values()
             for bucket in block.all_buckets
             for slot in bucket.slots
@@ -80,50 +83,93 @@ class ParameterReaders:
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """See `Observer`."""
-        _, slot = self._blocks[param]
+        *_, slot = self._places[param]
         return torch.empty_strided(slot.shape, slot.stride, device="meta")
 
     def values_of(self, param: nn.Parameter, *, in_graph: bool) -> Tensor | None:
         """See `Observer`."""
-        block, slot = self._blocks[param]
+        block, _, slot = self._places[param]
         return self._engine.read_without_a_call(block, slot, in_graph=in_graph)
 
-    def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
-        """Drop the step's gradients for `zero_grad()` of the model; warn once of other readers that
-        miss gradients which have left.
+    def gradient(self, param: nn.Parameter, frame: FrameType) -> Tensor | None:
+        """See `Observer`.
 
         Raises:
             PipelineError: the schedule would train with wrong gradients.
-            EngineError: gradients that are dropped belong to microbatches in flight.
+            EngineError: gradients that are dropped belong to microbatches in flight, or cannot be
+                clipped any more.
+            GradientAccessError: the gradient is in shards or on the disk.
         """
         file = frame.f_code.co_filename
         reader = _READERS.get(file)
-        zeroes = frame.f_code is nn.Module.zero_grad.__code__
-        # torch's optimizers and compiler look whether there are gradients.
-        if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
-            return
         if reader in (SCALING, SPLITTING):
             _refuse_pipelining(reader)
-        left = self._engine.guard.phase in (Phase.BACKWARD, Phase.ACCUMULATED)
-        if not left or in_backward():
-            return
-        if zeroes:
-            self._zero_grad(frame.f_locals["self"])
-        elif param.requires_grad and gradient_of(param) is None:
-            if reader == CLIPPING:
-                self._warn_once(
-                    CLIPPING, _clipping_warning(self._engine.program.spec.config.clip_norm)
-                )
-            else:
-                name = next(name for name, other in self._named if other is param)
-                self._warn_once("reading", _reading_warning(name, frame))
-
-    def _zero_grad(self, module: nn.Module) -> None:
-        zeroed = set(map(id, module.parameters()))
-        if all(id(param) in zeroed for _, param in self._named if param.requires_grad):
+        zeroes = frame.f_code is nn.Module.zero_grad.__code__
+        if not self._has_left(param):
+            return gradient_of(param)
+        if zeroes and self._all_trained(frame.f_locals["self"].parameters()):
             self._engine.drop_gradients()
-        else:
-            self._warn_once("zeroing", _zero_grad_warning(module))
+            return None
+        # torch's optimizers and compiler look whether there are gradients.
+        if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
+            return None
+        if reader == CLIPPING and (call := _clipping_call(frame)) is not None:
+            params = call["parameters"]
+            if call["norm_type"] == 2 and self._all_trained(params):
+                # All are clipped together: the first of them stands for the others.
+                first = next(each for each in params if each in self._places)
+                return self._clipped_together() if param is first else None
+        return self._view(param, writes=reader is not None, frame=frame)
+
+    def gradient_is_set(self, param: nn.Parameter, grad: Tensor | None, frame: FrameType) -> bool:
+        """See `Observer`; raises as `gradient`."""
+        if self._has_left(param):
+            with torch.no_grad():
+                if (view := self._view(param, writes=True, frame=frame)) is not None:
+                    view.zero_() if grad is None else view.copy_(grad)
+            return True
+        if grad is not None and not in_backward() and self._engine.program.spec.is_single:
+            self._engine.gradient_access.has_assigned = True
+        return False
+
+    def _has_left(self, param: nn.Parameter) -> bool:
+        """Tell whether the step has a gradient of this parameter that is not in `.grad`."""
+        phase = self._engine.guard.phase
+        if phase not in (Phase.BACKWARD, Phase.ACCUMULATED) or in_backward():
+            return False
+        _, bucket, _ = self._places[param]
+        left = self._engine.gradient_access.has_left(bucket)
+        if left and gradient_of(param) is not None:
+            # A second gradient of the same backward: it joins the first.
+            self._engine.end_micro_step()
+        return left
+
+    def _all_trained(self, params: Iterable[nn.Parameter]) -> bool:
+        """Tell whether these are all the parameters that the engine trains, or more."""
+        return {param for _, param in self._named if param.requires_grad} <= set(params)
+
+    def _clipped_together(self) -> Tensor:
+        norm = self._engine.measure("clip_grad_norm_")
+        together = torch.tensor([norm.clipped], dtype=torch.float64).as_subclass(ClippedTogether)
+        together.on_factor = norm.multiply
+        return together
+
+    def _view(self, param: nn.Parameter, *, writes: bool, frame: FrameType) -> Tensor | None:
+        (_, bucket, slot), program = self._places[param], self._engine.program
+        if not program.spec.is_single or program.buckets[bucket.name].gradient.file is not None:
+            where = "on the disk" if program.spec.is_single else "divided among ranks"
+            raise GradientAccessError(
+                f"'{slot.name}'.grad is {where} between backward and step(): read it through "
+                "optimizer.gradients(), or change it in a hook (param.register_hook)"
+            )
+        if not program.mode.waits_for_norm:
+            if writes:
+                self._engine.guard.require_undecided("a change of gradients")
+            self._warn_once("early", _early_warning(slot.name, frame))
+            return None
+        if self._engine.counter.scaler is not None:
+            self._warn_once("scaled", _scaled_warning(slot.name, frame))
+        return self._engine.gradient_access.of(bucket, slot)
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
@@ -131,38 +177,31 @@ class ParameterReaders:
             _log.warning("%s", message)
 
 
-def _clipping_warning(clip_norm: float | None) -> str:
-    """Describe that torch's clipping was called after backward; `clip_norm`: the engine's own."""
-    message = (
-        "torch's clip_grad_norm_ or clip_grad_value_ (or what calls it: Accelerate's, Lightning's "
-        "gradient_clip_val, the Trainer's max_grad_norm) found no gradients, which have left for "
-        "the host: it clips nothing, and a norm is 0.0. "
-    )
-    if clip_norm is not None:
-        return f"{message}What clips is clip_norm = {clip_norm:g}; the norm is optimizer.grad_norm."
-    return (
-        f"{message}Call optimizer.clip_grad_norm_(max_norm) in its place, or offload with "
-        "clip_norm: both clip by the norm of all parameters together; a part cannot be clipped by "
-        "itself"
-    )
+def _clipping_call(frame: FrameType) -> dict[str, Any] | None:
+    """Return the local variables of torch's `clip_grad_norm_`, if it reads the gradient."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename == clip_grad.__file__:
+        if caller.f_code.co_name == clip_grad.clip_grad_norm_.__name__:
+            local_variables = dict(caller.f_locals)
+            return local_variables if "parameters" in local_variables else None
+        caller = caller.f_back
+    return None
 
 
-def _reading_warning(name: str, frame: FrameType) -> str:
-    """Return the warning for code other than torch's that has read a gradient."""
+def _early_warning(name: str, frame: FrameType) -> str:
+    """Return the warning for a read of a gradient that Adam may have used."""
     return (
         f"'{name}'.grad was read at {line_of(frame)}: it is None between backward and step(), as "
-        "gradients leave for the host during backward. What changes or measures single gradients "
-        "goes into param.register_hook(…), which sees each of them; the norm of all is "
-        "optimizer.clip_grad_norm_(inf), and optimizer.grad_norm after step()"
+        "Adam runs inside backward (skip_nonfinite = False and no clip_norm). Set skip_nonfinite = "
+        "True, or read gradients in a hook (param.register_hook)"
     )
 
 
-def _zero_grad_warning(module: nn.Module) -> str:
-    """Return the warning for `zero_grad()` of a module without some of the trained parameters."""
+def _scaled_warning(name: str, frame: FrameType) -> str:
+    """Return the warning for a read of a gradient in fp16."""
     return (
-        f"zero_grad() of a part of the offloaded model ({type(module).__name__}) drops nothing: "
-        "its gradients have left for the host. optimizer.zero_grad(), or that of the model, drops "
-        "those of all parameters"
+        f"'{name}'.grad was read at {line_of(frame)}: in fp16 it is the gradient of the scaled "
+        "loss, optimizer.loss_scale times the gradient. step() divides by it"
     )
 
 

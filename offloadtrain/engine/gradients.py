@@ -45,7 +45,7 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Delivered, Slot
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.interpreter import Interpreter
-from offloadtrain.engine.parameters import gradient_of
+from offloadtrain.engine.parameters import gradient_of, set_gradient
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.program.program import Program
 
@@ -224,6 +224,8 @@ class Gradients:
         """Whole micro-steps since the last optimizer step."""
         self.open = False
         """A micro-step has begun and not ended."""
+        self.in_transit = False
+        """Gradients were sent since the caller set this to False."""
         self.in_explicit_backward = False
         """`optimizer.backward` runs, whose micro-step may not have delivered anything yet."""
 
@@ -322,6 +324,29 @@ class Gradients:
         self.open = False
         self.micro_steps += 1
 
+    def take_assigned(self) -> None:
+        """Send the gradients that code has put into `.grad`, as a micro-step if there was none.
+
+        Raises:
+            GradientError: for a sparse one.
+        """
+        if not self.micro_steps and not self.open:
+            if not any(self._holds_gradients(block) for block in self._trained):
+                return
+            self._begin()
+        self.end_micro_step()
+        for block in filter(self._holds_gradients, self._trained):
+            self._take(block)
+
+    def _holds_gradients(self, block: Block) -> bool:
+        for slot in (slot for bucket in block.buckets for slot in bucket.slots):
+            grad = gradient_of(slot.param)
+            if grad is not None and grad.layout is not torch.strided:
+                raise _bad_gradient(slot, grad)
+            if grad is not None:
+                return True
+        return False
+
     def drop(self, *, in_flight: bool = True) -> None:
         """Forget every gradient since the last step; `in_flight`: no backward is to come."""
         # Gradients not sent down go back to the allocator, in the order of compute.
@@ -329,7 +354,7 @@ class Gradients:
         for block in self._blocks:
             block.graphs.end()
             for slot in (slot for bucket in block.buckets for slot in bucket.slots):
-                slot.param.grad = None
+                set_gradient(slot.param, None)
         self._reset_deliveries()
         if in_flight:
             self._in_flight.drop()
@@ -391,7 +416,7 @@ class Gradients:
         self._functions.delivered = delivered
         ready = self._program.grads_ready(block.name, complete, last=self._in_last)
         self._interpreter.run(ready)
-        self._deliveries[block].is_sent = True
+        self._deliveries[block].is_sent = self.in_transit = True
 
 
 def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:

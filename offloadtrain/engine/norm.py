@@ -43,6 +43,10 @@ class Norm:
     """The norm of the step's gradient, unscaled. It is measured once; clipping multiplies
     coefficients.
 
+    Attributes:
+        of_parameter: the norm of each of the model's parameters, in order.
+        is_clipped: also by a coefficient of 1.0.
+
     [Note: Clipping]
     `clip_grad_norm_(max_norm)` sees the norm times all coefficients so far and multiplies them by
     `min(1, max_norm / (that + 1e-6))`; so does `clip_norm` in step(), which comes last. All of it
@@ -51,7 +55,9 @@ class Norm:
 
     value: float
     nonfinite: Mapping[str, tuple[int, ...]]
+    of_parameter: Sequence[float]
     coef: float = 1.0
+    is_clipped: bool = False
 
     @property
     def clipped(self) -> float:
@@ -59,7 +65,11 @@ class Norm:
 
     def clip(self, max_norm: float) -> None:
         coef = max_norm / (self.clipped + 1e-6)
-        self.coef *= 1.0 if coef > 1.0 else coef  # NaN stays, as in torch's clip_grad_norm_
+        self.multiply(1.0 if coef > 1.0 else coef)  # NaN stays, as in torch's clip_grad_norm_
+
+    def multiply(self, coef: float) -> None:
+        self.coef *= coef
+        self.is_clipped = True
 
 
 class SquareSums:
@@ -228,8 +238,9 @@ class NormMeasure:
         def norm() -> Norm:
             measured = receive()
             self.check_ranks(self.ranks, measured.intents, step_count)
-            value = math.sqrt(measured.squares) / (loss_scale * self.ranks.everyone.size)
-            return Norm(value, measured.nonfinite)
+            scale = loss_scale * self.ranks.everyone.size
+            norms = [math.sqrt(squares) / scale for squares in measured.of_parameter]
+            return Norm(math.sqrt(measured.squares) / scale, measured.nonfinite, norms)
 
         return norm
 

@@ -417,6 +417,33 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     @torch.no_grad()
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, gradient) of every trained parameter, after the last backward of a
+        step and before `step()`.
+
+        In one process it is `param.grad`, a view of the memory that Adam will read: the step uses
+        what is written into it. Among ranks, and with `grad_on = "disk"`, it is a copy on the host,
+        fp32, of the mean over ranks. All ranks must exhaust the iterator; of a DTensor each gets
+        its own part. In fp16 gradients are those of the scaled loss.
+
+        Raises:
+            EngineError: as `clip_grad_norm_`.
+        """
+        return self._engine.whole_gradients()
+
+    def grad_norms(self) -> dict[str, float]:
+        """Return parameter name → norm of its gradient, unscaled and before clipping, after the
+        last backward of a step and before `step()`.
+
+        They are measured during backward: nothing is copied. Waits for the norm, as `step()` would;
+        all ranks must call it.
+
+        Raises:
+            EngineError: as `clip_grad_norm_`, or the model is divided into pipeline stages.
+        """
+        return self._engine.grad_norms()
+
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: bool = False) -> Any:
         """Update from what backward has delivered; waits only for the gradient norm.
 

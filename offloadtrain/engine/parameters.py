@@ -58,8 +58,12 @@ class Observer(Protocol):
     def before_copy(self) -> None:
         """Parameters are about to be copied: make them hold the newest weights."""
 
-    def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
-        """The code in `frame` is about to read `param.grad`."""
+    def gradient(self, param: nn.Parameter, frame: FrameType) -> Tensor | None:
+        """Return `param.grad` for the code in `frame`."""
+
+    def gradient_is_set(self, param: nn.Parameter, grad: Tensor | None, frame: FrameType) -> bool:
+        """The code in `frame` sets `param.grad`; returns True if the gradient was written to where
+        it is, False if it goes into the attribute."""
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """Return a tensor without memory, of the parameter's shape and strides."""
@@ -84,19 +88,18 @@ class OffloadedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        if (observer := _observer_of(self)) is not None:
-            observer.gradient_is_read(self, sys._getframe(1))
-        return gradient_of(self)
+        observer = _observer_of(self)
+        return gradient_of(self) if observer is None else observer.gradient(self, sys._getframe(1))
 
     @grad.setter
     def grad(self, grad: Tensor | None) -> None:
-        with past_the_class():
-            _GRAD.__set__(self, grad)
+        observer = _observer_of(self)
+        if observer is None or not observer.gradient_is_set(self, grad, sys._getframe(1)):
+            set_gradient(self, grad)
 
     @grad.deleter
     def grad(self) -> None:
-        with past_the_class():
-            _GRAD.__delete__(self)
+        self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
@@ -128,7 +131,7 @@ class UnreadyParameter(OffloadedParameter):
         with past_the_class():
             if func in _LAYOUT and (observer := _observer_of(args[0])) is not None:
                 return func(observer.layout_of(args[0]), *args[1:], **kwargs)
-            if func in _WITHOUT_VALUES or _is_of_autograd(func):
+            if func in WITHOUT_VALUES or _is_of_autograd(func):
                 return func(*args, **kwargs)
             copies: dict[nn.Parameter, Tensor] = {}
             read = partial(_readable, copies, has_gradient=func not in _DETACHED)
@@ -212,13 +215,16 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Tensor]) -> 
             "model.load_state_dict(), or write after optimizer.synchronize() and call "
             "optimizer.adopt_written_weights()"
         )
-    if copies and type(result) is Tensor and _storage(result) in map(_storage, copies):
+    if type(result) is Tensor and any(shares_memory(result, copy) for copy in copies):
         return result.as_subclass(WeightsCopy)
     return result
 
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+def shares_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors are views of one storage."""
+    if not tensor.layout is other.layout is torch.strided:
+        return False
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _is_of_autograd(func: Any) -> bool:
@@ -236,6 +242,12 @@ def gradient_of(param: nn.Parameter) -> Tensor | None:
     with past_the_class():
         grad: Tensor | None = _GRAD.__get__(param)
     return grad
+
+
+def set_gradient(param: nn.Parameter, grad: Tensor | None) -> None:
+    """Set `param.grad` for the engine itself: no observer is called."""
+    with past_the_class():
+        _GRAD.__set__(param, grad)
 
 
 def observe(params: Iterable[nn.Parameter], observer: Observer) -> None:
@@ -302,5 +314,5 @@ def _without_values() -> set[Any]:
 _DETACHED = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 _LAYOUT = {Tensor.stride, Tensor.is_contiguous, Tensor.dim_order}
 """Questions that the memory of absent weights, one NaN, would answer wrongly."""
-_WITHOUT_VALUES = _without_values()
+WITHOUT_VALUES = _without_values()
 """Functions of torch that read no values of their arguments."""

@@ -1,10 +1,8 @@
-"""`clip_grad_norm_` beside and without `clip_norm`, and clipping by others, which finds nothing."""
+"""`clip_grad_norm_` with and without `clip_norm`, `zero_grad()` of the model, and its copies."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import pickle
 from typing import Any
 
@@ -18,8 +16,6 @@ from offloadtrain.runtime.lanes import on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from tests.numerics.models import Chain, batches, loss_of
-
-LOGGER = "offloadtrain.engine.foreign_readers"
 
 
 def offloaded(**options: Any) -> tuple[ot.OffloadOptimizer, Chain]:
@@ -91,75 +87,7 @@ def test_clipping_is_dropped_with_its_gradients() -> None:
 # ---- others ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-@pytest.mark.parametrize("explicit", [True, False])
-@pytest.mark.parametrize("options", [{}, {"working": "host"}])
-def test_clipping_that_finds_nothing_is_told_once(
-    options: dict[str, Any],
-    explicit: bool,
-    clip_norm: float | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    optimizer, net = offloaded(clip_norm=clip_norm, **options)
-    for tokens in batches(3):
-        loss = loss_of(net, tokens)
-        optimizer.backward(loss) if explicit else loss.backward()
-        assert torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).item() == 0.0
-        optimizer.step()
-        optimizer.zero_grad()
-        net.zero_grad()
-    (record,) = [item for item in caplog.records if item.name == LOGGER]
-    assert record.levelno == logging.WARNING and "clips nothing" in record.message
-    remedy = "optimizer.clip_grad_norm_(max_norm)" if clip_norm is None else "clip_norm = 0.5"
-    assert remedy in record.message
-
-
-def by_part(net: Chain) -> None:
-    assert torch.nn.utils.clip_grad_norm_(net.head.parameters(), 0.1).item() == 0.0
-    assert torch.nn.utils.clip_grad_norm_(net.layers[1].parameters(), 0.1).item() == 0.0
-
-
-def by_value(net: Chain) -> None:
-    with contextlib.suppress(RuntimeError):  # torch's, of an empty list
-        torch.nn.utils.clip_grad_value_(net.layers.parameters(), 1e-3)
-
-
-def by_total_norm(net: Chain) -> None:
-    result = [param.grad for param in net.parameters() if param.grad is not None]
-    assert torch.nn.utils.get_total_norm(result).item() == 0.0
-
-
-def by_hand(net: Chain) -> None:
-    if net.head.weight.grad is not None:
-        net.head.weight.grad[0] = 0
-
-
-@pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("options", [{}, {"working": "host"}, {"update": "speculative"}])
-@pytest.mark.parametrize(
-    ("clip", "remedy"),
-    [
-        (by_part, "optimizer.clip_grad_norm_"),
-        (by_value, "optimizer.clip_grad_norm_"),
-        (by_total_norm, "param.register_hook"),
-        (by_hand, "param.register_hook"),
-    ],
-)
-def test_reading_gradients_of_a_part_is_told_once(
-    clip: Any, remedy: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    optimizer, net = offloaded(**options)
-    for tokens in batches(4):
-        optimizer.backward(loss_of(net, tokens))
-        clip(net)
-        optimizer.step()
-    (record,) = [item for item in caplog.records if item.name == LOGGER]
-    assert record.levelno == logging.WARNING and remedy in record.message
-    if clip in (by_total_norm, by_hand):
-        assert f"{__file__}:" in record.message and ".weight" in record.message
-
-
-def test_reads_that_miss_nothing_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_torch_looks_for_gradients_and_finds_none(caplog: pytest.LogCaptureFixture) -> None:
     """Before a backward nothing has left; a hook inside of one finds the gradient; torch looks."""
     optimizer, net = offloaded()
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -205,16 +133,6 @@ def test_zero_grad_of_the_model_drops_the_step(
     for zero_grad in ("optimizer", "model", "around"):
         for name, value in run(zero_grad).items():
             assert torch.equal(value, expected[name]), (zero_grad, name)
-
-
-def test_zero_grad_of_a_part_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    optimizer, net = offloaded()
-    backward(optimizer, net)
-    net.head.zero_grad()
-    net.layers.zero_grad()
-    optimizer.step()
-    (record,) = caplog.records
-    assert "zero_grad() of a part" in record.message and "optimizer.zero_grad()" in record.message
 
 
 def test_copies_and_closed_models_are_ordinary() -> None:

@@ -91,6 +91,11 @@ class GradientRefs:
         if self.file is None and len(self._versions) > 1:
             self.adding = self._versions[1 - self.adding.copy]
 
+    def forget_norm(self) -> None:
+        """The gradient may have changed where it is complete first: measure it and bring it to the
+        host again."""
+        self.arrived, self.measured_on = False, None
+
     def end_step(self) -> None:
         """Forget the gradient: the step was applied or dropped."""
         self.touched = self.arrived = False

@@ -101,6 +101,9 @@ class Exact:
     def grads_repeated(self, block: BlockRefs) -> None:
         """A gradient arrived for a block whose gradient was complete."""
 
+    def gradients_changed(self) -> None:
+        """The caller has changed gradients of the step."""
+
     def graph_freed(self, block: str) -> None:
         """No graph needs the weights of a block that is `waiting_for_graphs`."""
 
@@ -203,6 +206,9 @@ class Early(Exact):
                 "or set skip_nonfinite = True"
             )
 
+    def gradients_changed(self) -> None:
+        raise UpdateError("gradients were changed after Adam has run inside backward")
+
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         self._require_intact()
         used, self._used = self._used, None
@@ -289,6 +295,10 @@ class Speculative(Exact):
     def grads_repeated(self, block: BlockRefs) -> None:
         for bucket in block[1]:
             self._staged.pop(bucket, None)
+
+    def gradients_changed(self) -> None:
+        # The guess was made for the gradients as they were.
+        self.drop()
 
     def apply(self, order: Sequence[BlockRefs], decision: Decision) -> Speculation:
         unclipped = not decision.skipped and decision.coef == 1.0

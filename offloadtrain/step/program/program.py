@@ -174,6 +174,16 @@ class Program:
         """
         self.mode.grads_repeated(self._block(block))
 
+    def gradients_changed(self, buckets: Collection[str]) -> None:
+        """The caller may have changed the gradients of these buckets, while the lanes were empty.
+
+        Raises:
+            UpdateError: some were updated in place.
+        """
+        self.mode.gradients_changed()
+        for name in buckets:
+            self.buckets[name].gradient.forget_norm()
+
     def graph_freed(self, block: str) -> Operations:
         """No graph needs the old weights of a block of `mode.waiting_for_graphs` any more."""
         self.mode.graph_freed(block)

@@ -275,11 +275,14 @@ class Engine:
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each trained parameter's gradient; see `OffloadOptimizer.gradients`."""
         self.measure("gradients")
-        access = self.gradient_access
+        access, ranks = self.gradient_access, self._ranks.everyone.size
         for bucket in (bucket for block in self._blocks for bucket in block.buckets):
+            in_place = self.program.spec.is_single and not bucket.spec.gradient_on_disk
             for slot in bucket.slots:
-                in_place = self.program.spec.is_single and not bucket.spec.gradient_on_disk
-                yield slot.name, access.of(bucket, slot) if in_place else access.copy(bucket, slot)
+                yield (
+                    slot.name,
+                    access.of(bucket, slot) if in_place else access.copy(bucket, slot, ranks),
+                )
 
     def _settle_gradients(self) -> None:
         """The user is about to read gradients where they are, or to write them."""

@@ -141,8 +141,8 @@ class GradientAccess:
             self._handed_out.add(bucket.name)
         return self._views[slot]
 
-    def copy(self, bucket: Bucket, slot: Slot) -> Tensor:
-        """Copy a parameter's gradient, the mean over ranks, to the host, where it is measured. A
+    def copy(self, bucket: Bucket, slot: Slot, ranks: int) -> Tensor:
+        """Copy a parameter's gradient, the mean over `ranks`, to the host, where it is measured. A
         collective of the ranks that share it."""
         self._settle()
         gradient = self._program.buckets[bucket.name].gradient
@@ -150,7 +150,7 @@ class GradientAccess:
         (lo, hi), sharers = bucket.piece(slot), bucket.sharers
         start = slot.offset + lo - bucket.lo if lo < hi else 0
         values = torch.empty(slot.numel, dtype=torch.float32, device="cpu")
-        values[lo:hi] = shard[start : start + hi - lo] / sharers.everyone.size
+        values[lo:hi] = shard[start : start + hi - lo] / ranks
         if not sharers.is_single:
             sharers.assemble(values, bucket.pieces(slot))
         return slot.shaped(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import offloadtrain as ot
+from offloadtrain.engine.gradient_access import GradientAccessError
 from offloadtrain.step.program.streaming import StreamError
 from tests.distributed.conftest import Run
 from tests.numerics.models import Chain, batches, loss_of
@@ -85,3 +87,36 @@ def test_out_of_scope_in_stage_3_is_told(ranks: Run) -> None:
     for heard, shapes in ranks(2, out_of_scope, False):
         assert "dict(optimizer.full_weights()) on all ranks" in heard[0] and shapes == {(0,)}
     assert ranks(2, out_of_scope, True) == [([], {(0,)})] * 2
+
+
+def gradients_of_ranks(options: dict[str, Any]) -> tuple[float, float, float]:
+    """The largest difference to the mean gradient, to its norms, and to torch's total norm."""
+    torch.manual_seed(0)
+    model, plain = Chain(), Chain()
+    plain.load_state_dict(model.state_dict())
+    optimizer = ot.offload(model, device="cpu", precision="fp32", **options)
+    ranks = optimizer.ranks
+    for number, tokens in enumerate(batches(ranks.size)):
+        (loss_of(plain, tokens) / ranks.size).backward()
+        if number == ranks.rank:
+            loss_of(model, tokens).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    with pytest.raises(GradientAccessError, match=r"divided among ranks.*optimizer.gradients\(\)"):
+        print(model.head.weight.grad)
+    assert not hasattr(model.head.weight, "grad")
+    norms, gradients = optimizer.grad_norms(), dict(optimizer.gradients())
+    assert norms.keys() == gradients.keys() == expected.keys()
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.clip_coef < 0.5
+    return (
+        max(float((gradients[name] - grad).abs().max()) for name, grad in expected.items()),
+        max(abs(norms[name] - float(grad.norm())) for name, grad in expected.items()),
+        abs(float(total) - float(torch.nn.utils.get_total_norm(list(expected.values())))),
+    )
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 2}, {"zero_stage": 3, "working": "host"}])
+def test_gradients_in_shards(ranks: Run, options: dict[str, Any]) -> None:
+    for differences in ranks(2, gradients_of_ranks, options):
+        assert max(differences) < 1e-6

@@ -180,12 +180,12 @@ class Engine:
             # Modes that update early launch Adam here, concurrently with the rest of backward. Not
             # in the first step, whose backward shows which blocks deliver twice.
             for completed in complete:
-                self._interpreter.run(self.program.grads_complete(completed.name, early))
+                self._interpreter.run(self.program.grads_complete, completed.name, early)
         # Mode "delayed": a block's new weights go up, concurrently with backward, once no graph
         # holds its old ones. Earlier they would overwrite what this backward still reads.
         for name in tuple(self.program.mode.waiting_for_graphs):
             if self.residency.blocks[name].is_unread:
-                self._interpreter.run(self.program.graph_freed(name), updates=True)
+                self._interpreter.run_update(self.program.graph_freed, name)
 
     def read_without_a_call(self, block: Block, slot: Slot, *, in_graph: bool) -> Tensor | None:
         """Let compute read a parameter outside of its module's forward.
@@ -199,12 +199,10 @@ class Engine:
         # A graph saves the parameter itself, whose memory changes: it needs a copy.
         if self.residency.shows_host(block) and not in_graph:
             return None
-        self._forward_hooks.read_without_a_call(block)
-        if not block.streamed:
-            return None
-        with torch.no_grad(), past_the_class():
+        with self._interpreter.lock, torch.no_grad(), past_the_class():
+            self._forward_hooks.read_without_a_call(block)
             # Compute has waited for the load; the slot's next load waits for this copy.
-            return slot.local.data.clone()
+            return slot.local.data.clone() if block.streamed else None
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True) -> None:
         """See `OffloadOptimizer.backward`."""
@@ -369,16 +367,16 @@ class Engine:
 
     def publish_weights(self) -> None:
         """The first forward of a step is about to begin: parameters become the newest weights."""
-        self._interpreter.run(self.program.flush(), updates=True)
+        self._interpreter.run_update(self.program.flush)
 
     def detach_weights(self) -> None:
         """The caller will set the state, and apart from it the weights that forward uses; waits."""
-        self._interpreter.run(self.program.detach_weights(), updates=True)
+        self._interpreter.run_update(self.program.detach_weights)
         self._drain()
 
     def switch_version(self, *, to_previous: bool) -> None:
         """Parameters become the weights before the newest ones, or the newest ones again."""
-        self._interpreter.run(self.program.switch_version(to_previous=to_previous), updates=True)
+        self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
 
     def _launch_update(self, norm: Norm, *, skip: bool) -> Decision:
         """Decide the step; launch what is left of its update, and the uploads."""
@@ -396,7 +394,7 @@ class Engine:
         if not skipped:
             self._norm_measure.count_steps()
         # Only launches: Adam and uploads run during the next forward, whose blocks wait for theirs.
-        self._interpreter.run(self.program.norm_known(order, decision), updates=True)
+        self._interpreter.run_update(self.program.norm_known, order, decision)
         self._norm = None
         return decision
 
@@ -442,7 +440,7 @@ class Engine:
         self._interpreter.journal.forget()
         self.delay_goes_on = delayed
         set_ = self.program.resume_delay if delayed else self.program.upload_masters
-        self._interpreter.run(set_(), updates=True)
+        self._interpreter.run_update(set_)
         # The caller may read parameters, or write masters again, outside of any hook that waits.
         self._drain()
 
@@ -454,11 +452,11 @@ class Engine:
         """
         self.guard.require_between_steps("write the state")
         self.functions.writer = writer
-        self._interpreter.run(self.program.save())
+        self._interpreter.run(self.program.save)
 
     def finish_writing(self) -> None:
         """Wait until the state is written."""
-        self._interpreter.run(self.program.wait_for_writes())
+        self._interpreter.run(self.program.wait_for_writes)
 
     def drop_gradients(self) -> None:
         """Forget the gradients since the last step.
@@ -481,7 +479,7 @@ class Engine:
         self.gradient_access.end_step()
         self.gradients.drop()
         # Copies down in flight need no wait: the next step's write the same memory after them.
-        self._interpreter.run(self.program.drop(), updates=True)
+        self._interpreter.run_update(self.program.drop)
 
     def synchronize(self) -> None:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
@@ -492,17 +490,18 @@ class Engine:
             # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
             # weights.
             if self.guard.phase is Phase.FORWARD:
-                self._interpreter.run(self.program.flush(), updates=True)
+                self._interpreter.run_update(self.program.flush)
             self._drain()
 
     def _drain(self) -> None:
         """Wait until all lanes are empty; parameters hold the weights that forward uses."""
         # The caller reads or writes state past the lanes: nothing may be in flight. Later launches
         # wait for nothing before this point, and the disk's checksums may not be true any more.
-        self.lanes.synchronize()
-        self.program.synchronized()
-        self.functions.at_rest()
-        self.residency.show_host_weights()
+        with self._interpreter.lock:
+            self.lanes.synchronize()
+            self.program.synchronized()
+            self.functions.at_rest()
+            self.residency.show_host_weights()
 
     def sample_timeline(self) -> None:
         """Record the intervals of all lanes until the next step()."""
@@ -520,6 +519,7 @@ class Engine:
         # Drains: weights are copied out of host memory next, which the caller then gives back.
         self.lanes.close()
         self._interpreter.failure = None
+        self.gradient_access.end_step()
         self.residency.close()
 
     def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:

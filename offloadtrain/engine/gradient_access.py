@@ -17,6 +17,7 @@ gradients per sample, surgery) stay there, and `step()` sends them as it sends t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -117,8 +118,9 @@ class GradientAccess:
     """Hands the gradients of one engine's step out, and knows which of them may have changed."""
 
     def __init__(self, program: Program, settle: Callable[[], None]) -> None:
-        """`settle`: waits until the gradients are in their memory, as the user may read them."""
-        self._program, self._settle = program, settle
+        """`settle`: waits until the gradients are in their memory, as the user may read them; a
+        method of an object that is not kept alive."""
+        self._program, self._settle_ref = program, weakref.WeakMethod(settle)
         self._views: dict[Slot, GradientView] = {}
         self._handed_out: set[str] = set()
         """Names of the buckets of `_views`."""
@@ -172,6 +174,10 @@ class GradientAccess:
     def _flat(self, bucket: Bucket) -> Tensor:
         summed = self._program.buckets[bucket.name].gradient.summed
         return bucket.memory[summed.key].flat
+
+    def _settle(self) -> None:
+        if (settle := self._settle_ref()) is not None:
+            settle()
 
     def begin_use(self) -> None:
         """A function is about to read or write views."""

@@ -387,7 +387,7 @@ class Gradients:
         places = [float(place.get(number, count)) for number in range(count)]
         flags = [float(self._deliveries[block].is_sent_late) for block in self._trained]
         # Waits for this rank's reduce-scatters. Once per run: it exposes the first backward's.
-        self._interpreter.run(self._program.wait_for_first_sums())
+        self._interpreter.run(self._program.wait_for_first_sums)
         of_ranks = self._ranks.everyone.all_gather_host([*places, *flags])
         first, late = of_ranks[0, :count].tolist(), of_ranks[:, count:].amax(0).tolist()
         for block, is_late in zip(self._trained, late, strict=True):
@@ -414,8 +414,8 @@ class Gradients:
                 complete[bucket.spec.name] = len(pairs) == len(bucket.slots)
                 delivered[bucket.spec.name] = pairs
         self._functions.delivered = delivered
-        ready = self._program.grads_ready(block.name, complete, last=self._in_last)
-        self._interpreter.run(ready)
+        ready = self._program.grads_ready
+        self._interpreter.run(ready, block.name, complete, last=self._in_last)
         self._deliveries[block].is_sent = self.in_transit = True
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from threading import RLock
+from typing import ParamSpec, Protocol
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.buffers import Ranges
@@ -24,13 +25,15 @@ from offloadtrain.step.program.operations import (
     Lane,
     Launch,
     Leave,
-    Operation,
+    Operations,
     Record,
     Renew,
     Swap,
     Undefined,
     Wait,
 )
+
+P = ParamSpec("P")
 
 
 class CutShortError(OffloadTrainError):
@@ -55,6 +58,7 @@ class Interpreter:
         cut: the exception that cut operations short. The program assumes that all of them ran, so
             nothing more runs until the step is given up and both restart from memory at rest.
         torn: weights or state may be between two steps then: a restart is impossible.
+        lock: is held from an event of the program until its operations are launched.
         journal: the updates that may be unfinished; see [Note: Salvage] in `engine.salvage`.
     """
 
@@ -66,6 +70,7 @@ class Interpreter:
         self._functions = functions
         self._residents = residents
         self._updating = False
+        self.lock = RLock()
         self.journal = UpdateJournal()
         self.failure: BaseException | None = None
         self.is_inconsistent = False
@@ -88,16 +93,24 @@ class Interpreter:
             Flip: lambda op: residents.flip(op.bucket),
         }
 
-    def run(self, operations: Iterable[Operation], *, updates: bool = False) -> None:
-        """Run the operations in order; returns when the last one is launched.
-
-        Args:
-            updates: they change weights or state in ways that cannot be repeated.
+    def run(self, event: Callable[P, Operations], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Report an event to the program and run its operations in order; returns when the last one
+        is launched.
 
         Raises:
             CutShortError: earlier operations were cut short.
             LostRankError: an exchange has failed.
         """
+        # Other threads may read parameters: what one event returns is launched before the next.
+        with self.lock:
+            self._run(event(*args, **kwargs), updates=False)
+
+    def run_update(self, event: Callable[P, Operations], *args: P.args, **kwargs: P.kwargs) -> None:
+        """The same for operations that change weights or state in ways that cannot be repeated."""
+        with self.lock:
+            self._run(event(*args, **kwargs), updates=True)
+
+    def _run(self, operations: Operations, *, updates: bool) -> None:
         if self.failure is not None:
             self.require_intact()
         todo = iter(operations)

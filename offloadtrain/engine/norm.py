@@ -120,7 +120,7 @@ class SquareSums:
         """
         # The only wait for results of the training thread in a step. The norms of early blocks ran
         # during backward; only the copy down of the last block is exposed.
-        self._interpreter.run(self._program.norm())
+        self._interpreter.run(self._program.norm)
         for ranks, usages in self._usages.items():
             assert self._skipping is not None
             self._skipping.agree(usages, (ranks.everyone, self._parts))

@@ -102,7 +102,7 @@ class Residency:
         """Compute is about to read the block; `expected`: see `Streaming.use`."""
         # Compute waits for the block's own upload; later blocks' uploads run during its forward.
         if not block.streamed:
-            self.interpreter.run(self._program.use(block.name))
+            self.interpreter.run(self._program.use, block.name)
             block.views.set_ready(ready=True)
             return
         # Backwards that are over release their pins: those inside the current one have larger
@@ -114,7 +114,7 @@ class Residency:
         if self.on_backward is not None and now >= 0:
             self.on_backward(block.clock.last, block)
         # Compute waits for the block's load; the next blocks' loads go to slots without a pin.
-        self.interpreter.run(self._program.use(block.name, self._pinned(), expected=expected))
+        self.interpreter.run(self._program.use, block.name, self._pinned(), expected=expected)
         self._latest = block
 
     def passed(self, clock: int) -> dict[Block, int]:
@@ -175,7 +175,7 @@ class Residency:
                 access_order.missed,
             )
         # Launches loads into slots without a pin, while compute and the host still run.
-        self.interpreter.run(self._program.begin_pass(self._pinned()))
+        self.interpreter.run(self._program.begin_pass, self._pinned())
 
     def reset(self) -> None:
         """The lanes are empty, and no streamed block has a slot any more."""
@@ -201,7 +201,7 @@ class Residency:
                 block.views.set_ready(ready=True)
             # A block whose forward is running keeps its slot: the call comes from inside it.
             elif self.is_single and not block.forwards:
-                self.interpreter.run(self._program.drop_slot(block.name))
+                self.interpreter.run(self._program.drop_slot, block.name)
                 block.views.show_host()
                 self._exposed.add(block)
 

@@ -292,3 +292,10 @@ def test_stored_views_outlive_the_step() -> None:
     optimizer.synchronize()
     assert type(stored) is Tensor and torch.equal(stored, values)
     assert torch.equal(part, values[2:]) and net.head.weight.grad is None
+
+
+def test_a_changed_sum_on_the_device_goes_to_the_host_again() -> None:
+    placement = PLACEMENTS["sums on the device"]
+    _, changed = trained(edits_in_place, placement)
+    _, expected = trained(edits_in_place, {**placement, "sums_on": "host"})
+    assert all(torch.equal(value, expected[name]) for name, value in changed.items())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -24,8 +26,9 @@ from offloadtrain.engine.parameters import (
     UnreadyParameter,
     past_the_class,
 )
-from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes import Lanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.runtime.lanes.threads import ThreadLanes
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "resident": {},
@@ -180,9 +183,9 @@ def test_questions_without_values_wait_for_nothing(
     runs: list[object] = []
     original = Interpreter.run
 
-    def run(self: Interpreter, operations: Any, *, updates: bool = False) -> None:
-        runs.append(operations)
-        original(self, operations, updates=updates)
+    def run(self: Interpreter, event: Any, *args: Any, **kwargs: Any) -> None:
+        runs.append(event)
+        original(self, event, *args, **kwargs)
 
     monkeypatch.setattr(Interpreter, "run", run)
     for param in model.parameters():
@@ -369,3 +372,46 @@ def test_a_forward_reads_a_parameter_of_another_class_without_a_call() -> None:
             each.step()
             each.zero_grad()
     optimizer.close()
+
+
+@pytest.mark.parametrize("lanes", [ThreadLanes, lambda: SeededLanes(0, late=True)])
+def test_another_thread_may_read_while_the_model_trains(lanes: Callable[[], Lanes]) -> None:
+    """Classes switch meanwhile: every value is one that the parameter had, and no bit changes."""
+
+    def weights(*, read: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, seen, errors = Model(), 0, []
+        with on_lanes(lanes()):
+            optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", precision="fp32")
+        done = threading.Event()
+
+        def reads() -> None:
+            nonlocal seen
+            try:
+                while not done.is_set():
+                    for param in model.parameters():
+                        assert bool(param.detach().isfinite().all())
+                        assert (param * 2).requires_grad
+                        seen += 1
+            except BaseException as error:
+                errors.append(error)
+
+        reader = threading.Thread(target=reads)
+        if read:
+            reader.start()
+        for step in range(6):
+            by_methods(model, torch.full((4, 8), 0.1 * step)).backward()
+            optimizer.step()
+        done.set()
+        if read:
+            reader.join()
+            assert seen and not errors, errors
+        optimizer.synchronize()
+        return [param.detach().clone() for param in model.parameters()]
+
+    interval = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(1e-6)
+        assert all(map(torch.equal, weights(read=True), weights(read=False)))
+    finally:
+        sys.setswitchinterval(interval)

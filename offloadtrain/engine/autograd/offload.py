@@ -113,8 +113,8 @@ class ActivationOffloader:
         # Holds the tensor after autograd has let go of it: d2h still reads it.
         self._tensors.leaving[number] = flat, flat._version
         self._tensors.likes[number] = offloaded.like
-        saved = self._program.activation_saved(number, flat.numel(), name_of(tensor.dtype))
-        self._interpreter.run(saved)
+        saved = self._program.activation_saved
+        self._interpreter.run(saved, number, flat.numel(), name_of(tensor.dtype))
         self._check_freed()
         return offloaded
 
@@ -133,7 +133,7 @@ class ActivationOffloader:
         # The first forward is over: later ones make their inputs in the same way.
         self._compares = False
         # Compute waits for this input only; the next one comes during this block's backward.
-        self._interpreter.run(self._program.activation_needed(number))
+        self._interpreter.run(self._program.activation_needed, number)
         self._check_freed()
         if number in self._tensors.leaving:  # it is taken from there
             _check_unchanged(*self._tensors.leaving[number])
@@ -163,7 +163,7 @@ class ActivationOffloader:
         while self.dropped:
             number = self.dropped.popleft()
             if self._tensors.likes.pop(number, None) is not None:
-                self._interpreter.run(self._program.activation_dropped(number))
+                self._interpreter.run(self._program.activation_dropped, number)
 
     def _check_freed(self) -> None:
         # A write on compute may have run before, during or after the copy: its bytes cannot be

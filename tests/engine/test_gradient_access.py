@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,54 +36,56 @@ EPS = 1e-4
 """Large, so that rounding of gradients near zero is not amplified."""
 
 Backward = Callable[[Any], None]
-Habit = Callable[[nn.Module, list[Tensor], Backward], Any]
+Losses = list[Callable[[], Tensor]]
+"""A forward of each microbatch."""
+Habit = Callable[[nn.Module, Losses, Backward], Any]
 """Runs the backwards of a step over its losses, and does something with the gradients. Returns
 values to compare."""
 
 
-def backwards(losses: list[Tensor], backward: Backward) -> None:
+def backwards(losses: Losses, backward: Backward) -> None:
     for loss in losses:
-        backward(loss)
+        backward(loss())
 
 
-def only_reads(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def only_reads(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     read = []
     for loss in losses:
-        backward(loss)
+        backward(loss())
         read.append([param.grad.norm() for param in net.parameters()])
     gradients = [param.grad for param in net.parameters()]
     return read, get_total_norm(gradients), torch.cat([grad.view(-1) for grad in gradients]).sum()
 
 
-def clips_all(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def clips_all(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     backwards(losses, backward)
     return clip_grad_norm_(net.parameters(), 0.3, error_if_nonfinite=True)
 
 
-def clips_all_twice_and_reads(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def clips_all_twice_and_reads(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     backwards(losses, backward)
     first = clip_grad_norm_(list(net.parameters()), 0.3)
     second = clip_grad_norm_(net.parameters(), 0.1, foreach=True)
     return first, second, net.head.weight.grad.norm(), net.embed.weight.grad.norm()
 
 
-def clips_by_largest(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def clips_by_largest(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     backwards(losses, backward)
     return clip_grad_norm_(net.parameters(), 0.01, norm_type=float("inf"))
 
 
-def clips_parts(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def clips_parts(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     backwards(losses, backward)
     parts = net.head, net.layers[1]
     return [clip_grad_norm_(part.parameters(), 0.05) for part in parts]
 
 
-def clips_values(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def clips_values(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     backwards(losses, backward)
     clip_grad_value_(net.parameters(), 1e-2)
 
 
-def edits_in_place(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def edits_in_place(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     backwards(losses, backward)
     weights = net.head.weight
     weights.grad[:3] = 0
@@ -93,7 +96,7 @@ def edits_in_place(net: nn.Module, losses: list[Tensor], backward: Backward) -> 
     return weights.grad.sum()
 
 
-def replaces(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def replaces(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     backwards(losses, backward)
     for param in net.layers.parameters():
         param.grad = param.grad.sign() * 1e-2
@@ -101,29 +104,29 @@ def replaces(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
     net.layers[0].zero_grad(set_to_none=False)
 
 
-def keeps_views(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def keeps_views(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     """Surgery between two losses: gradients are stored without a copy while others arrive."""
-    backward(losses[0])
+    backward(losses[0]())
     stored = [param.grad for param in net.parameters()]
     parts = [grad.view(-1)[:2] for grad in stored]
     net.zero_grad()
-    backwards([*losses[1:], loss_of(net, batches(1, seed=9)[0]) / len(losses)], backward)
+    backwards([*losses[1:], losses[0]], lambda loss: backward(loss.square()))
     for param, grad in zip(net.parameters(), stored, strict=True):
         param.grad = param.grad + grad * 0.5
     return [part.sum() for part in parts]
 
 
-def assigns(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def assigns(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     """No backward at all."""
     params = list(net.parameters())
-    of_loss = [torch.autograd.grad(loss, params) for loss in losses]
+    of_loss = [torch.autograd.grad(loss(), params) for loss in losses]
     for param, *grads in zip(params, *of_loss, strict=True):
         param.grad = torch.stack(grads).sum(0).sign() * 1e-2
 
 
-def scales(net: nn.Module, losses: list[Tensor], backward: Backward) -> Any:
+def scales(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     """What `torch.amp.GradScaler` does with gradients, and the noise of private training."""
-    backwards([loss * 64 for loss in losses], backward)
+    backwards(losses, lambda loss: backward(loss * 64))
     scaler = torch.amp.GradScaler("cpu", init_scale=64)
     scaler.scale(torch.ones(()))
     scaler.unscale_(SCALED[0])
@@ -149,6 +152,10 @@ HABITS: list[Habit] = [
 ]
 
 
+def loss_of_microbatch(net: nn.Module, tokens: Tensor, microbatches: int) -> Tensor:
+    return loss_of(net, tokens) / microbatches
+
+
 def trained(habit: Habit, options: dict[str, Any], *, resident: bool = False) -> list[Any]:
     """Train some steps; `resident`: in torch."""
     torch.manual_seed(0)
@@ -160,9 +167,8 @@ def trained(habit: Habit, options: dict[str, Any], *, resident: bool = False) ->
         optimizer = ot.offload(net, rule, device="cpu", precision="fp32", **options)
     SCALED[:] = [optimizer]
     for step in range(STEPS):
-        losses = [
-            loss_of(net, tokens) / microbatches for tokens in batches(microbatches, seed=step)
-        ]
+        tokens = batches(microbatches, seed=step)
+        losses = [partial(loss_of_microbatch, net, each, microbatches) for each in tokens]
         results.append(habit(net, losses, lambda loss: loss.backward()))
         if resident and "clip_norm" in options:
             clip_grad_norm_(net.parameters(), options["clip_norm"])
@@ -193,7 +199,7 @@ def test_reading_changes_no_bit(placement: str) -> None:
     def weights(habit: Habit) -> dict[str, Tensor]:
         return trained(habit, PLACEMENTS[placement])[1]  # type: ignore[no-any-return]
 
-    def nothing(net: nn.Module, losses: list[Tensor], backward: Backward) -> None:
+    def nothing(net: nn.Module, losses: Losses, backward: Backward) -> None:
         backwards(losses, backward)
 
     assert {n: v.tolist() for n, v in weights(only_reads).items()} == {

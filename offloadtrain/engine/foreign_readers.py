@@ -150,7 +150,8 @@ class ParameterReaders:
 
     def _clipped_together(self) -> Tensor:
         norm = self._engine.measure("clip_grad_norm_")
-        together = torch.tensor([norm.clipped], dtype=torch.float64).as_subclass(ClippedTogether)
+        total = torch.tensor([norm.clipped], dtype=torch.float64, device="cpu")
+        together = total.as_subclass(ClippedTogether)
         together.on_factor = norm.multiply
         return together
 

@@ -122,13 +122,13 @@ def test_every_recorded_buffer_is_known() -> None:
 def test_every_operation_that_is_no_launch_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded programs show their effect only: the memory of later launches."""
     kinds_run: set[type] = set()
-    run = Interpreter.run
+    run = Interpreter._run
 
-    def noting(self: Interpreter, operations: Sequence[Operation], **options: bool) -> None:
+    def noting(self: Interpreter, operations: Sequence[Operation], *, updates: bool) -> None:
         kinds_run.update(map(type, operations))
-        run(self, operations, **options)
+        run(self, operations, updates=updates)
 
-    monkeypatch.setattr(Interpreter, "run", noting)
+    monkeypatch.setattr(Interpreter, "_run", noting)
     for case in COVERING.values():
         if case.placement in ("streamed, 1 slot", "state on three tiers") or "saved" in case.name:
             recorded(case)

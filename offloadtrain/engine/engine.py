@@ -398,6 +398,23 @@ class Engine:
         self.functions.writer = writer
         self._interpreter.run(self.program.save())
 
+    def average(self, update: Callable[..., None]) -> None:
+        """Launch calls of `update` with the name and the state of each bucket after the last step;
+        they run on the lanes, during the next step.
+
+        Raises:
+            EngineError: between backward and step().
+        """
+        self.guard.require_between_steps("update an average of the weights")
+        self.functions.average = update
+        self._interpreter.run(self.program.average())
+        self.functions.average = None  # it may keep the optimizer alive
+
+    def finish_averages(self) -> None:
+        """Wait until the calls that `average` has launched are done."""
+        if not self.guard.closed:
+            self._interpreter.run(self.program.wait_for_averages())
+
     def finish_writing(self) -> None:
         """Wait until the state is written."""
         self._interpreter.run(self.program.wait_for_writes())

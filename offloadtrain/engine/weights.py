@@ -30,7 +30,7 @@ from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
-from offloadtrain.engine.state import StateIO, whole_master
+from offloadtrain.engine.state import StateIO, assembled, master
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
@@ -440,7 +440,6 @@ class WeightsIO(StateIO):
             if param not in done:
                 yield name, param.detach().to("cpu", copy=True)
 
-    @torch.no_grad()
     def master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
         shape), one at a time, in the order of `model.named_parameters()`.
@@ -456,12 +455,23 @@ class WeightsIO(StateIO):
             raise EngineError("master_weights() after close(), which gives their memory back")
         # This thread reads masters that Adam on the host lane may still write.
         self.synchronize()
+        return self._assembled(master)
+
+    @torch.no_grad()
+    def _assembled(
+        self, shard_of: Callable[[Bucket, Slot], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `master_weights` does, with these shards of trained parameters."""
         slot_of = {s.param: (b, s) for k in self._blocks for b in k.all_buckets for s in b.slots}
+        closed = self._engine.guard.closed  # frozen weights are in their parameters again
         for name, param in self.model.named_parameters():
-            if param in slot_of:
-                bucket, slot = slot_of[param]
-                rule = self._rules[bucket.group]
-                yield name, whole_master(bucket, slot, rule, bucket.sharers)
+            bucket, slot = slot_of.get(param, (None, None))
+            if bucket is not None and slot is not None and (bucket.is_trained or not closed):
+                if bucket.is_trained:
+                    shard = shard_of(bucket, slot)
+                else:
+                    shard = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
+                yield name, assembled(bucket, slot, shard, bucket.sharers)
             elif param.is_floating_point():
                 yield name, param.detach().to("cpu", torch.float32, copy=True)
             else:

@@ -86,7 +86,7 @@ class EMA:
         receives whole tensors.
         """
         self._optimizer._engine.finish_averages()
-        return self._optimizer._assembled(self._average_of)
+        yield from self._optimizer._assembled(self._piece)
 
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages, the frozen parameters and the buffers into a model with the same
@@ -113,7 +113,7 @@ class EMA:
             "decay": self.decay,
             "num_updates": self.num_updates,
             "held_by": self._optimizer._held_by,
-            "averages": {s.name: self._average_of(b, s) for b, s in self._slots()},
+            "averages": {s.name: s.shaped(self._piece(b, s)) for b, s in self._slots()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -154,10 +154,7 @@ class EMA:
         """View this rank's shard of a parameter's average: (n,)."""
         lo, hi = bucket.piece(slot)
         start = slot.offset + lo - bucket.lo if lo < hi else 0
-        return self._averages[bucket.name][start : start + hi - lo]
-
-    def _average_of(self, bucket: Bucket, slot: Slot) -> Tensor:
-        return slot.shaped(with_own_storage(self._piece(bucket, slot)))
+        return with_own_storage(self._averages[bucket.name][start : start + hi - lo])
 
 
 @torch.no_grad()

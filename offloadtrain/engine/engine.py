@@ -445,13 +445,17 @@ class Engine:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
         if not (self.guard.closed or self.salvaged):
-            self.guard.require_at_rest("synchronize")
-            self._forward_hooks.end_interrupted()
-            # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
-            # weights.
-            if self.guard.phase is Phase.FORWARD:
-                self._interpreter.run(self.program.flush(), updates=True)
+            self.end_delay()
             self._drain()
+
+    def end_delay(self) -> None:
+        """Between steps, launch the uploads that mode "delayed" holds back."""
+        if not (self.guard.closed or self.salvaged):
+            self.guard.require_at_rest("reading the newest weights")
+            self._forward_hooks.end_interrupted()
+            # Inside a step they stay: backward may need the old weights.
+            if self.guard.phase is Phase.FORWARD:
+                self.publish_weights()
 
     def _drain(self) -> None:
         """Wait until all lanes are empty; parameters hold the weights that forward uses."""

@@ -424,21 +424,36 @@ class WeightsIO(StateIO):
 
         All ranks must exhaust it: each block is gathered in a collective.
         """
-        # Mode "delayed" uploads the weights that it holds back.
-        self.synchronize()
+        for name, weights in self.working_weights():
+            # Blocking: the slot may go to another block when the generator goes on.
+            yield name, weights.to("cpu", copy=True)
+
+    @torch.no_grad()
+    def working_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, its newest working weights on the device), one block after the
+        other: to send them to an inference engine, for example.
+
+        Tied parameters come once, by their first name; buffers do not come. Blocks that have not
+        been updated yet are waited for one by one, and streamed ones are loaded, each during the
+        use of the one before. Update mode "delayed" ends its delay, as `synchronize()` does.
+
+        Each tensor is the memory that forward uses and no copy: read it on the current stream,
+        before the next item is asked for, and do not run the model in between. All ranks must
+        exhaust it; with `zero_stage` 3 each block is gathered in a collective.
+        """
+        self._engine.end_delay()
         done: set[nn.Parameter] = set()
         for block in self._blocks:
-            # Compute waits for the block's load; the next block's runs during the copies below.
+            # Compute waits for the block's upload or load; the next block is loaded meanwhile.
             block.use()
             for slot in (slot for bucket in block.all_buckets for slot in bucket.slots):
                 done.add(slot.param)
-                # Blocking: the slot may go to another block when the generator goes on.
                 with past_the_class():
-                    values = slot.local.data.to("cpu", copy=True)
-                yield slot.name, values
+                    weights = slot.local.data
+                yield slot.name, weights
         for name, param in self.model.named_parameters():
             if param not in done:
-                yield name, param.detach().to("cpu", copy=True)
+                yield name, param.detach()
 
     def master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
@@ -455,7 +470,7 @@ class WeightsIO(StateIO):
             raise EngineError("master_weights() after close(), which gives their memory back")
         # This thread reads masters that Adam on the host lane may still write.
         self.synchronize()
-        return self._assembled(master)
+        yield from self._assembled(master)
 
     @torch.no_grad()
     def _assembled(

@@ -78,7 +78,10 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_averages_are_those_of_torch(case: str, tmp_path: Path) -> None:
+def test_the_averages_are_those_of_torch(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offloadtrain.engine.ema._CHUNK", 256)
     name, options = CASES[case]
     options = dict(options)
     accum, state = options.get("accum", 1), options.get("state", "fp32")

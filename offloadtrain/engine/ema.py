@@ -20,7 +20,7 @@ from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.formats import FP32
 
 _CHUNK = 1 << 20
-"""Elements that are decoded at a time; a multiple of the blocks of all formats."""
+"""Elements that are averaged at a time; a multiple of the blocks of all formats."""
 
 
 class EMA:
@@ -33,10 +33,11 @@ class EMA:
             ema.update()
         ema.copy_to(another_model)
 
-    It averages the fp32 master weights, so that changes below the precision of 16-bit weights count,
-    and gives the values of `torch.optim.swa_utils.AveragedModel(model, multi_avg_fn =
-    get_ema_multi_avg_fn(decay))` over a resident fp32 run: the first update takes the weights over.
-    Frozen parameters and buffers are not averaged: they are those of the model.
+    It averages the fp32 master weights, so that changes below the precision of 16-bit weights
+    count. The values are those of `torch.optim.swa_utils.AveragedModel(model,
+    multi_avg_fn=get_ema_multi_avg_fn(decay))` over the masters of a resident run: the first update
+    takes the weights over. Frozen parameters and buffers are not averaged: they are those of the
+    model.
 
     The averages take 4 bytes per trained parameter of host memory ("moving average" in the Ledger),
     and those of several ranks are in shards.
@@ -44,6 +45,7 @@ class EMA:
     Attributes:
         decay: how much of the average an update keeps. May be changed between updates.
         num_updates: calls of `update` so far.
+        optimizer: the one whose masters are averaged.
     """
 
     def __init__(self, optimizer: OffloadOptimizer, decay: float = 0.999) -> None:
@@ -53,7 +55,7 @@ class EMA:
             HostMemoryError: the host has too little memory.
         """
         self.decay, self.num_updates = decay, 0
-        self._optimizer, arena = optimizer, Arena(optimizer.ledger, pin=False)
+        self.optimizer, arena = optimizer, Arena(optimizer.ledger, pin=False)
         buckets = {b.name: b for block in optimizer._blocks for b in block.buckets}
         rows = [BufferSpec("moving average", b.shard_numel, "float32") for b in buckets.values()]
         self._buckets = buckets
@@ -85,8 +87,8 @@ class EMA:
         read after `close()` of the optimizer. All ranks must exhaust it, before `close()`, and each
         receives whole tensors.
         """
-        self._optimizer._engine.finish_averages()
-        yield from self._optimizer._assembled(self._piece)
+        self.optimizer._engine.finish_averages()
+        yield from self.optimizer._assembled(self._piece)
 
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages, the frozen parameters and the buffers into a model with the same
@@ -101,18 +103,18 @@ class EMA:
                 f"the model has no '{unknown[0]}' ({len(unknown)} in all): give one with the names "
                 "of the model that is trained"
             )
-        buffers = dict(self._optimizer.model.named_buffers())
+        buffers = dict(self.optimizer.model.named_buffers())
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return "decay", "num_updates" and "averages", by parameter name: views, which the next
         update changes; of several ranks, each its shard of them."""
-        self._optimizer._engine.finish_averages()
+        self.optimizer._engine.finish_averages()
         return {
             "decay": self.decay,
             "num_updates": self.num_updates,
-            "held_by": self._optimizer._held_by,
+            "held_by": self.optimizer._held_by,
             "averages": {s.name: s.shaped(self._piece(b, s)) for b, s in self._slots()},
         }
 
@@ -123,8 +125,8 @@ class EMA:
         Raises:
             EngineError: names, shapes or ranks do not fit; nothing has changed.
         """
-        self._optimizer._engine.finish_averages()
-        check_held_by(state_dict, self._optimizer._held_by)
+        self.optimizer._engine.finish_averages()
+        check_held_by(state_dict, self.optimizer._held_by)
         pairs = []
         for bucket, slot in self._slots():
             target = self._piece(bucket, slot)
@@ -145,7 +147,7 @@ class EMA:
         def update(name: str, *state: Tensor) -> None:
             _average(self._averages[name], self._buckets[name], state, decay)
 
-        self._optimizer._engine.average(update)
+        self.optimizer._engine.average(update)
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         return ((bucket, slot) for bucket in self._buckets.values() for slot in bucket.slots)
@@ -162,11 +164,9 @@ def _average(average: Tensor, bucket: Bucket, state: tuple[Tensor, ...], decay: 
     """Average a bucket's masters; `decay` 0: take them over."""
     fields, numel = bucket.format.fields(bucket.spec.moments), average.numel()
     in_place = bucket.format is FP32 and state[0].is_cpu
-    step = numel if in_place else _CHUNK
-    for lo in range(0, numel, max(step, 1)):
-        hi = min(lo + step, numel)
-        piece = cut(fields, state, lo, hi)
+    for lo in range(0, numel, _CHUNK):
+        hi = min(lo + _CHUNK, numel)
+        piece, target = cut(fields, state, lo, hi), average[lo:hi]
         master = piece[0] if in_place else decoded(bucket, piece, hi - lo)
-        # As torch's own average, to the bit; `lerp_` from memory without values would be NaN.
-        target = average[lo:hi]
+        # As torch's own average, to the bit; `lerp_` from memory without values could be NaN.
         target.lerp_(master, 1.0 - decay) if decay else target.copy_(master)

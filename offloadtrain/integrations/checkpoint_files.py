@@ -141,7 +141,7 @@ def load_for_trainer(optimizer: OffloadOptimizer, folder: str) -> bool:
     """
     path = Path(folder) / _TRAINER_FILE
     # Earlier releases have written the whole state into the file of the rank.
-    shared = read_file(path) if path.exists() else {"state": {}, _OURS: ""}
+    shared: dict[str, Any] = read_file(path) if path.exists() else {"state": {}, _OURS: ""}
     if _OURS not in shared:
         steps = json.loads((Path(folder) / "trainer_state.json").read_text())["global_step"]
         torch_optimizers.complete(shared, optimizer, step=steps)

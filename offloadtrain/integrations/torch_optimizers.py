@@ -16,8 +16,6 @@ _RULES: dict[type[torch.optim.Optimizer], type[Any]] = {
     torch.optim.SGD: SGD,
     torch.optim.Adagrad: Adagrad,
 }
-_SWITCHES = {"foreach", "fused", "capturable", "differentiable", "initial_accumulator_value"}
-"""Keys of torch's groups that change no update here."""
 _REFUSED = ("amsgrad", "maximize")
 _QUANTIZED = "__bnb_optimizer_quant_state__"
 """Where a state dict of bitsandbytes keeps its tensors; Lion's, of 32 bits, is "state1"."""
@@ -41,23 +39,20 @@ def translated(optimizer: torch.optim.Optimizer, source: str) -> tuple[AnyRule, 
             "out, and the optimizer is made from TrainingArguments; or give one of "
             "offloadtrain.offload"
         )
-    if kind is Adam and all(group["decoupled_weight_decay"] for group in groups):
-        kind = AdamW
-    decoupled = getattr(kind, "decoupled", None)
-    for group in groups:
-        wrong = [key for key in _REFUSED if group.get(key)]
-        if group.get("decoupled_weight_decay", decoupled) is not decoupled:
-            wrong.append("decoupled_weight_decay")
-        if wrong:
-            raise ValueError(
-                f"{source} = ({type(optimizer).__name__}, …) with {wrong[0]} = "
-                f"{group[wrong[0]]}, which {kind.__name__} is not"
-            )
+    # torch's AdamW is an Adam with this switch.
+    decoupled = {group.get("decoupled_weight_decay", False) for group in groups}
+    unlike = [f"{key} = {group[key]}" for group in groups for key in _REFUSED if group.get(key)]
+    unlike += ["decoupled_weight_decay in a part of its groups"] if len(decoupled) > 1 else []
+    if unlike:
+        raise ValueError(
+            f"{source} = ({type(optimizer).__name__}, …) with {unlike[0]}, which "
+            f"{kind.__name__} is not"
+        )
+    kind = AdamW if True in decoupled else kind
     names = kind().defaults().keys()
     values = [{k: _number(group[k]) for k in names & group.keys()} for group in groups]
     # A rule of SGD keeps a buffer if its own momentum is not 0, which a group may turn off.
-    first = max(values, key=lambda group: group.get("momentum", 0))
-    rule: AnyRule = kind(**first)
+    rule: AnyRule = kind(**max(values, key=lambda group: group.get("momentum", 0)))
     return rule, [g | {"params": o["params"]} for g, o in zip(values, groups, strict=True)]
 
 
@@ -65,8 +60,9 @@ def take_over(given: torch.optim.Optimizer, optimizer: OffloadOptimizer) -> None
     """Move the state of a translated optimizer, and let both have the same groups: schedules that
     were made for the torch optimizer change those of the offloaded one."""
     for group, original in zip(optimizer.param_groups, given.param_groups, strict=True):
-        for key in original.keys() - group.keys() - _SWITCHES - {*_REFUSED}:
-            group[key] = original[key]  # a schedule's own, "initial_lr" for example
+        # A schedule's own keys, "initial_lr" for example.
+        own = original.keys() - group.keys() - given.defaults.keys()
+        group.update({key: original[key] for key in own})
     if given.state:
         state = given.state_dict()
         complete(state, optimizer, step=1)
@@ -86,9 +82,8 @@ def complete(state: dict[str, Any], optimizer: OffloadOptimizer, *, step: int) -
     """
     keys = [key for group in state["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if len(keys) != len(params):
-        return  # `load_state_dict` says so
-    for key, param in zip(keys, params, strict=True):
+    # `load_state_dict` raises where they are not as many.
+    for key, param in zip(keys, params, strict=False):
         entry = state["state"].setdefault(key, {})
         entry |= entry.pop(_QUANTIZED, {})
         if "state1" in entry:

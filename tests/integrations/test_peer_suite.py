@@ -182,7 +182,7 @@ def test_a_checkpoint_of_a_plain_optimizer_with_momentum_goes_on(tmp_path: Path)
     at = tmp_path / "checkpoint-3"
     again = trainers.train("Trainer", tmp_path, STREAMED, arguments=arguments, resume=at, **named)
     assert again == once
-    with pytest.raises(ot.OffloadTrainError, match="the state has step, exp_avg, exp_avg_sq|needs"):
+    with pytest.raises(ot.OffloadTrainError, match="needs a step and exp_avg, exp"):
         trainers.train("Trainer", tmp_path, STREAMED, arguments=arguments, resume=at)
 
 

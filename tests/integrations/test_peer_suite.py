@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from torch import nn
 
 import offloadtrain as ot
 from benchmarks.frameworks import data, trainers
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
+from offloadtrain.runtime.lanes.recorder import RecordingLanes
+from offloadtrain.step.proof.recording import Launched
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -263,3 +267,35 @@ def test_an_evaluation_in_another_precision_has_that_of_training(
     evaluated = trainer.evaluate()["eval_loss"]
     assert evaluated == pytest.approx(plain.evaluate()["eval_loss"], 1e-6)
     assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
+
+
+def test_clipping_by_the_trainer_is_the_engines_norm(tmp_path: Path) -> None:
+    """The launches are those of a loop with `clip_norm`: gradients are measured once, where they
+    come from backward, and no lane passes over them again."""
+
+    def launches(lanes: RecordingLanes) -> Counter[tuple[str, str]]:
+        launched = (entry for entry in lanes.program if isinstance(entry, Launched))
+        return Counter((entry.lane.value, entry.name) for entry in launched)
+
+    by_trainer, by_loop = (RecordingLanes(SequentialLanes()) for _ in range(2))
+    with on_lanes(by_trainer):
+        trainer = trainers.make("Trainer", tmp_path, {}, arguments={"max_grad_norm": 0.5})
+        trainer.train()
+    model, texts = data.model(), data.Texts(masked=True)
+    with on_lanes(by_loop):
+        optimizer = ot.offload(
+            model,
+            ot.AdamW(lr=1e-3),
+            params=trainer._groups(model),
+            device="cpu",
+            precision="fp32",
+            clip_norm=0.5,
+        )
+    for step in range(6):
+        rows = [texts[2 * step + row] for row in range(2)]
+        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        optimizer.backward(model(**batch).loss)
+        optimizer.step()
+    assert launches(by_trainer) == launches(by_loop)
+    lanes = {lane for lane, name in launches(by_trainer) if name.startswith("norm ")}
+    assert lanes == {"compute"}

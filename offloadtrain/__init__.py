@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         WeightOptions,
     )
     from offloadtrain.engine import (
+        EMA,
         GradientError,
         ModelError,
         OffloadOptimizer,
@@ -62,6 +63,7 @@ _HOMES = {
     "AdamW": "offloadtrain.optim",
     "DeviceMemoryError": "offloadtrain.config.errors",
     "ElementwiseRule": "offloadtrain.optim",
+    "EMA": "offloadtrain.engine",
     "expert_parallel": "offloadtrain.parallel.expert_parallel",
     "from_pretrained": "offloadtrain.integrations.pretrained",
     "GradientError": "offloadtrain.engine",
@@ -93,6 +95,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "EMA",
     "LAMB",
     "SGD",
     "ActivationOptions",

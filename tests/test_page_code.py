@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,34 @@ def test_weights_changed_in_the_loop_become_the_masters(working: str) -> None:
     optimizer.backward(model(torch.randn(4, 8)).square().mean())
     with pytest.raises(ModelError, match="written in place"):
         optimizer.step()
+
+
+def test_averages_and_weights_leave_the_loop() -> None:
+    average, send = python_of("docs/loop.md")[3:5]
+    model, another = llama(), llama()
+    optimizer = ot.offload(model, ot.AdamW(lr=0.1), device="cpu", working="host")
+    received: dict[str, Tensor] = {}
+    names = {
+        "ot": ot,
+        "torch": torch,
+        "model": model,
+        "another_model": another,
+        "optimizer": optimizer,
+        "batches": torch.arange(24).view(3, 2, 4),
+        "loss_of": lambda net, batch: net(input_ids=batch, labels=batch).loss,
+        "engine": SimpleNamespace(load_weight=lambda k, v: received.update({k: v.clone()})),
+    }
+    run(average, names)
+    averages = {name: value.clone() for name, value in names["ema"].weights()}
+    loaded = type(model).from_pretrained("averaged")
+    for name, param in another.named_parameters():
+        assert torch.equal(param, averages[name]), name
+        assert torch.equal(loaded.get_parameter(name), averages[name].bfloat16()), name
+    assert torch.load("ema.pt")["num_updates"] == 3
+    run(send, names)
+    for name, master in optimizer.master_weights():
+        assert torch.equal(received[name], master.bfloat16()), name
+    optimizer.close()
 
 
 # ---- the other pages

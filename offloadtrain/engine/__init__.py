@@ -11,6 +11,7 @@ Start at `api.offload`, then `engine.Engine`; docs/architecture.md walks a gradi
 from offloadtrain.engine.api import offload, optimizer_of
 from offloadtrain.engine.block import StaleGraphError
 from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine.ema import EMA
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import GradientError
 from offloadtrain.engine.norm import EngineError
@@ -19,6 +20,7 @@ from offloadtrain.engine.parameters import ParameterWriteError
 from offloadtrain.engine.step_report import Phase, StepReport
 
 __all__ = [
+    "EMA",
     "Engine",
     "EngineError",
     "GradientError",

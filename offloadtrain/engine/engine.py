@@ -282,6 +282,12 @@ class Engine:
                     access.of(bucket, slot) if in_place else access.copy(bucket, slot, ranks),
                 )
 
+    def take_assigned_gradients(self) -> None:
+        """Send the gradients that code has put into `.grad`: they may be the step's only ones."""
+        if self.gradient_access.has_assigned:
+            self.gradient_access.has_assigned = False
+            self.gradients.take_assigned()
+
     def _settle_gradients(self) -> None:
         """The user is about to read gradients where they are, or to write them."""
         if self.gradients.in_transit:
@@ -298,9 +304,7 @@ class Engine:
 
     def _take_back_gradients(self) -> None:
         """The step is about to be measured: take over what code has done to its gradients."""
-        if self.gradient_access.has_assigned:
-            self.gradient_access.has_assigned = False
-            self.gradients.take_assigned()
+        self.take_assigned_gradients()
         if changed := self.gradient_access.take_changed():
             # Kernels of the user may still write.
             self._drain()
@@ -454,6 +458,23 @@ class Engine:
         self.functions.writer = writer
         self._interpreter.run(self.program.save)
 
+    def average(self, update: Callable[..., None]) -> None:
+        """Launch calls of `update` with the name and the state of each bucket after the last step;
+        they run on the lanes, during the next step.
+
+        Raises:
+            EngineError: between backward and step().
+        """
+        self.guard.require_between_steps("update an average of the weights")
+        self.functions.average = update
+        self._interpreter.run(self.program.average)
+        self.functions.average = None  # it may keep the optimizer alive
+
+    def finish_averages(self) -> None:
+        """Wait until the calls that `average` has launched are done."""
+        if not self.guard.closed:
+            self._interpreter.run(self.program.wait_for_averages)
+
     def finish_writing(self) -> None:
         """Wait until the state is written."""
         self._interpreter.run(self.program.wait_for_writes)
@@ -485,13 +506,17 @@ class Engine:
         """Wait until all lanes are empty and state is at rest; between steps, parameters hold the
         newest weights."""
         if not (self.guard.closed or self.salvaged):
-            self.guard.require_at_rest("synchronize")
-            self._forward_hooks.end_interrupted()
-            # Mode "delayed" holds updates back. Inside a step they stay: backward may need the old
-            # weights.
-            if self.guard.phase is Phase.FORWARD:
-                self._interpreter.run_update(self.program.flush)
+            self.end_delay()
             self._drain()
+
+    def end_delay(self) -> None:
+        """Between steps, launch the uploads that mode "delayed" holds back."""
+        if not (self.guard.closed or self.salvaged):
+            self.guard.require_at_rest("reading the newest weights")
+            self._forward_hooks.end_interrupted()
+            # Inside a step they stay: backward may need the old weights.
+            if self.guard.phase is Phase.FORWARD:
+                self.publish_weights()
 
     def _drain(self) -> None:
         """Wait until all lanes are empty; parameters hold the weights that forward uses."""

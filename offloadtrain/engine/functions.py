@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -65,6 +66,8 @@ class Functions:
         delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
         seed: that of stochastic rounding.
         writer: takes what the next launches of `WRITE` read.
+        average: takes the name of a bucket and its state, which the next launches of `AVERAGE`
+            read.
         digests: of the collectives, and of weights that the user has written.
     """
 
@@ -86,6 +89,7 @@ class Functions:
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
+        self.average: Callable[..., None] | None = None
         self.digests = RankDigests()
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self._lanes = lanes
@@ -107,6 +111,7 @@ class Functions:
             Kind.ALL_GATHER: self._collective,
             Kind.ROUND_SUM: self._round_sum,
             Kind.WRITE: self._write,
+            Kind.AVERAGE: self._average,
             **dict.fromkeys(_FROM_DISK, lambda _: disk.read),
             **dict.fromkeys(_TO_DISK, lambda _: disk.write),
             Kind.ACCUMULATE: self._accumulate,
@@ -341,6 +346,10 @@ class Functions:
             writer.write(op.owner, list(zip(op.written, fields, strict=True)))
 
         return write if op.owner else writer.finish
+
+    def _average(self, op: Launch) -> Operation:
+        assert self.average is not None
+        return partial(self.average, op.owner)
 
 
 def _dense(slot: Slot, grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -229,7 +229,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     _split: SplitSteps | None = None
     """What ends the steps, each in several moments, in the place of `step`."""
-    _told_of_local_norm = False
+    _told_of_local_norm = _warned_of_no_backward = False
 
     def __init__(
         self,
@@ -449,14 +449,16 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
         A non-finite gradient norm skips the step: no state, no weight and no step count changes
         (`last_step.skipped`). Fewer microbatches than `grad_accum_steps` are applied as they are.
+        Without a backward since the last step nothing changes, as in torch, whose optimizers leave
+        parameters without gradients alone; a warning says so once.
 
         Args:
             closure: recomputes the loss and calls backward; its result is returned.
             skip: skip the step in any case, on every rank: its loss says that it does harm.
 
         Raises:
-            EngineError: without a backward since the last step, or `skip` where Adam runs inside
-                backward.
+            EngineError: among ranks without a backward since the last step, or `skip` where Adam
+                runs inside backward.
             ModelError: if a parameter was changed by others since `offload()`.
         """
         if self._accumulating:
@@ -465,6 +467,17 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._engine.take_assigned_gradients()
+        # Among ranks the others may have had a backward, and would wait for this one.
+        alone, guard = self.ranks.everyone.is_single, self._engine.guard
+        if alone and guard.phase is Phase.FORWARD and not guard.in_flight:
+            if not self._warned_of_no_backward:
+                self._warned_of_no_backward = True
+                _log.warning(
+                    "step() without a backward: no parameter of the model has received a gradient "
+                    "since the last step, and nothing has changed"
+                )
+            return loss
         self._check()
         report = self._engine.step(skip=skip)
         self._step_tensor.fill_(report.step)

@@ -173,7 +173,7 @@ def load(
     own_fields = bucket.format.fields(rule.moments)
     target = cut(own_fields, bucket.state_of(slot), begin - first, end - first)
     if without_master:
-        flat = (_decoded(bucket, rule, target, end - begin), *flat)
+        flat = (decoded(bucket, target, end - begin), *flat)
     if [x.dtype for x in target] == [x.dtype for x in flat]:
         for destination, value in zip(target, flat, strict=True):
             destination.copy_(value)
@@ -181,13 +181,9 @@ def load(
         rule.convert(source, flat, bucket.format, target)
 
 
-def whole_master(bucket: Bucket, slot: Slot, rule: Rule, ranks: Ranks) -> Tensor:
-    """Return a parameter's master weights, or its frozen weights, from the shards of all ranks: a
-    copy on the host, fp32, of its shape. A collective."""
-    if bucket.state:
-        shard = master(bucket, slot, rule)
-    else:
-        shard = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
+def assembled(bucket: Bucket, slot: Slot, shard: Tensor, ranks: Ranks) -> Tensor:
+    """Return a parameter's values, in its shape, from the shards of all ranks: (n,) fp32 on the
+    host each. A collective; of a single rank, a view of its shard."""
     if ranks.is_single:
         return slot.shaped(shard)
     (lo, hi), values = (
@@ -199,11 +195,11 @@ def whole_master(bucket: Bucket, slot: Slot, rule: Rule, ranks: Ranks) -> Tensor
     return slot.shaped(values)
 
 
-def master(bucket: Bucket, slot: Slot, rule: Rule) -> Tensor:
+def master(bucket: Bucket, slot: Slot) -> Tensor:
     """Copy this rank's part of a parameter's master weights to the host, decoded: (n,) fp32. The
     lanes must be empty."""
     first, last = bucket.piece(slot)
-    return _decoded(bucket, rule, bucket.state_of(slot), last - first)
+    return decoded(bucket, bucket.state_of(slot), last - first)
 
 
 def load_weights(bucket: Bucket, slot: Slot, tensor: Tensor, lo: int | None) -> None:
@@ -247,13 +243,13 @@ def _tensors(entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {key: value for key, value in entry.items() if key != "step"}
 
 
-def _decoded(bucket: Bucket, rule: Rule, tensors: tuple[Tensor, ...], count: int) -> Tensor:
+def decoded(bucket: Bucket, tensors: tuple[Tensor, ...], count: int) -> Tensor:
     """Copy the master weights of a piece of state to the host, decoded: (count,) fp32."""
     if bucket.format is FP32:
         return tensors[0].to("cpu", copy=True)
-    decoded = torch.empty(count, dtype=torch.float32, device="cpu")
-    kernels.read_master(bucket.format, rule.moments, tensors, decoded)
-    return decoded
+    values = torch.empty(count, dtype=torch.float32, device="cpu")
+    kernels.read_master(bucket.format, bucket.spec.moments, tensors, values)
+    return values
 
 
 def _flat_values(slot: Slot, field: Field, tensor: Tensor, lo: int | None, count: int) -> Tensor:

@@ -30,7 +30,7 @@ from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
-from offloadtrain.engine.state import StateIO, whole_master
+from offloadtrain.engine.state import StateIO, assembled, master
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
@@ -424,23 +424,37 @@ class WeightsIO(StateIO):
 
         All ranks must exhaust it: each block is gathered in a collective.
         """
-        # Mode "delayed" uploads the weights that it holds back.
-        self.synchronize()
+        for name, weights in self.working_weights():
+            # Blocking: the slot may go to another block when the generator goes on.
+            yield name, weights.to("cpu", copy=True)
+
+    @torch.no_grad()
+    def working_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (parameter name, its newest working weights on the device), one block after the
+        other: to send them to an inference engine, for example.
+
+        Tied parameters come once, by their first name; buffers do not come. Blocks that have not
+        been updated yet are waited for one by one, and streamed ones are loaded, each during the
+        use of the one before. Update mode "delayed" ends its delay, as `synchronize()` does.
+
+        Each tensor is the memory that forward uses and no copy: read it on the current stream,
+        before the next item is asked for, and do not run the model in between. All ranks must
+        exhaust it; with `zero_stage` 3 each block is gathered in a collective.
+        """
+        self._engine.end_delay()
         done: set[nn.Parameter] = set()
         for block in self._blocks:
-            # Compute waits for the block's load; the next block's runs during the copies below.
+            # Compute waits for the block's upload or load; the next block is loaded meanwhile.
             block.use()
             for slot in (slot for bucket in block.all_buckets for slot in bucket.slots):
                 done.add(slot.param)
-                # Blocking: the slot may go to another block when the generator goes on.
                 with past_the_class():
-                    values = slot.local.data.to("cpu", copy=True)
-                yield slot.name, values
+                    weights = slot.local.data
+                yield slot.name, weights
         for name, param in self.model.named_parameters():
             if param not in done:
-                yield name, param.detach().to("cpu", copy=True)
+                yield name, param.detach()
 
-    @torch.no_grad()
     def master_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter name, a copy of its fp32 master weights on the host, in the parameter's
         shape), one at a time, in the order of `model.named_parameters()`.
@@ -456,12 +470,23 @@ class WeightsIO(StateIO):
             raise EngineError("master_weights() after close(), which gives their memory back")
         # This thread reads masters that Adam on the host lane may still write.
         self.synchronize()
+        yield from self._assembled(master)
+
+    @torch.no_grad()
+    def _assembled(
+        self, shard_of: Callable[[Bucket, Slot], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `master_weights` does, with these shards of trained parameters."""
         slot_of = {s.param: (b, s) for k in self._blocks for b in k.all_buckets for s in b.slots}
+        closed = self._engine.guard.closed  # frozen weights are in their parameters again
         for name, param in self.model.named_parameters():
-            if param in slot_of:
-                bucket, slot = slot_of[param]
-                rule = self._rules[bucket.group]
-                yield name, whole_master(bucket, slot, rule, bucket.sharers)
+            bucket, slot = slot_of.get(param, (None, None))
+            if bucket is not None and slot is not None and (bucket.is_trained or not closed):
+                if bucket.is_trained:
+                    shard = shard_of(bucket, slot)
+                else:
+                    shard = bucket.weights_of(slot).to("cpu", torch.float32, copy=True)
+                yield name, assembled(bucket, slot, shard, bucket.sharers)
             elif param.is_floating_point():
                 yield name, param.detach().to("cpu", torch.float32, copy=True)
             else:

@@ -10,6 +10,7 @@ master weights. Together they are as large as the whole state in one file. Where
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import nn
 
 from offloadtrain.config.errors import OffloadTrainError, broken
 from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.integrations import torch_optimizers
 from offloadtrain.optim import AdamW
 
 _RANK_FILE = "offload_rank{}_of_{}.pt"
@@ -130,19 +132,24 @@ def save_for_trainer(
 
 
 def load_for_trainer(optimizer: OffloadOptimizer, folder: str) -> bool:
-    """Load this rank's state; returns False if the folder has that of a plain Trainer.
+    """Load this rank's state, or that of a plain Trainer's optimizer; returns False if the folder
+    has neither, as where only the model was saved.
 
     Raises:
         CheckpointError: the folder has the state of another number of ranks.
+        EngineError: it has that of another optimizer.
     """
+    path = Path(folder) / _TRAINER_FILE
+    # Earlier releases have written the whole state into the file of the rank.
+    shared: dict[str, Any] = read_file(path) if path.exists() else {"state": {}, _OURS: ""}
+    if _OURS not in shared:
+        steps = json.loads((Path(folder) / "trainer_state.json").read_text())["global_step"]
+        torch_optimizers.complete(shared, optimizer, step=steps)
+        optimizer.load_state_dict(shared)
+        return True
     if not any(Path(folder).glob(_RANK_FILE.format("*", "*"))):  # of any number of ranks
         return False
-    path, moments = Path(folder) / _TRAINER_FILE, {}
-    if path.exists():  # earlier releases have written the whole state into the file of the rank
-        shared = read_file(path)
-        if _OURS not in shared:
-            return False
-        moments = shared["state"]
+    moments = shared["state"]
     state = read_state(optimizer, folder)
     for key, entry in moments.items():
         state["state"][key] |= entry

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from offloadtrain.engine import OffloadOptimizer, optimizer_of
 from offloadtrain.engine.step_report import Phase
-from offloadtrain.integrations import accelerate, checkpoint_files
+from offloadtrain.integrations import accelerate, checkpoint_files, torch_optimizers
 from offloadtrain.integrations.chunked_loss import chunk_loss, is_chunked
 from offloadtrain.integrations.framework_support import (
     Dtypes,
@@ -56,6 +56,8 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
     chunked_loss: bool = False
     _original_dtypes: Dtypes | None = None
     _driven: OffloadOptimizer | None = None
+    _given_optimizer: torch.optim.Optimizer | None = None
+    """A torch optimizer that the trainer was given; its translation trains."""
     _warned_of_reason = False
 
     def __init__(
@@ -70,10 +72,21 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         if chunked_loss is not None:
             self.chunked_loss = chunked_loss
         super().__init__(*args, **kwargs)
+        # What cannot be translated is refused here, before anything is loaded or moved.
+        if not isinstance(self.optimizer, OffloadOptimizer):
+            self._given_optimizer = self.optimizer
+            self._rule_and_groups([nn.Parameter(torch.zeros(1))])
 
     def create_accelerator_and_postprocess(self) -> None:
         """The first that `Trainer.__init__` does: what cannot be honoured is refused here."""
         refuse_arguments(self.args)
+        for name, precision in (("fp16_full_eval", "fp16"), ("bf16_full_eval", "bf16")):
+            if getattr(self.args, name):
+                if mixed_precision(self.args) != precision:
+                    _log.warning(
+                        "%s = True: evaluation has the weights and the precision of training", name
+                    )
+                setattr(self.args, name, False)  # transformers would cast the model for good
         if self.args.n_gpu > 1:
             _log.warning(
                 "%d GPUs and one process: it trains on the first; torchrun starts one per GPU",
@@ -91,7 +104,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
 
         Raises:
             ValueError: options contradict the arguments, or each other.
-            TypeError: the trainer was given an optimizer of another kind.
+            TypeError: the trainer was given an optimizer that cannot be translated.
         """
         model = self.model if model is None else model
         if self._driven is not None and self._driven.phase is Phase.CLOSED:
@@ -102,19 +115,23 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                 )
                 self.optimizer = None
             self._driven = None
-        if self.optimizer is None:
+        if not isinstance(self.optimizer, OffloadOptimizer):
+            self._given_optimizer = self.optimizer or self._given_optimizer
             earlier = optimizer_of(model)
             for optimizer in (self._driven, earlier if _is_driven(earlier) else None):
                 if optimizer is not None:
                     optimizer.close()
+            rule, groups = self._rule_and_groups(self._groups(model))
             self.optimizer, self._original_dtypes = offload_for(
                 "TrainingArguments",
                 model,
-                self._rule(),
+                rule,
                 self.offload,
                 options_of(self.args, model),
-                params=self._groups(model),
+                params=groups,
             )
+            if self._given_optimizer is not None:
+                torch_optimizers.take_over(self._given_optimizer, self.optimizer)
         elif self._driven is None:
             self._check_user_optimizer(self.optimizer)
         if self._driven is None or self._driven is not self.optimizer:
@@ -155,12 +172,7 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
                     *(name, value, ", ".join(map(str, values))),
                 )
 
-    def _drive(self, model: nn.Module, optimizer: object) -> OffloadOptimizer:
-        if not isinstance(optimizer, OffloadOptimizer):
-            raise TypeError(
-                f"optimizers = ({type(optimizer).__name__}, …): leave it out, the optimizer is made"
-                " from TrainingArguments; or give one of offloadtrain.offload"
-            )
+    def _drive(self, model: nn.Module, optimizer: OffloadOptimizer) -> OffloadOptimizer:
         settings = options_of(self.args, model)
         for name in ("precision", "clip_norm", "grad_accum_steps"):
             if (value := getattr(optimizer.config, name)) != settings[name]:
@@ -177,12 +189,22 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
         accelerate.drive(self.accelerator, model, optimizer)
         return optimizer
 
-    def _rule(self) -> AnyRule:
+    def _rule_and_groups(self, groups: list[Any]) -> tuple[AnyRule, list[Any]]:
+        """Return the update rule, and the parameter groups: those given, unless an optimizer that
+        the trainer was given has its own.
+
+        Raises:
+            TypeError, ValueError: it cannot be translated.
+        """
+        if self._given_optimizer is not None:
+            return torch_optimizers.translated(self._given_optimizer, "optimizers")
         if self.optimizer_cls_and_kwargs is None:
-            return rule_of(self.args)
+            return rule_of(self.args), groups
         kind, hyperparameters = self.optimizer_cls_and_kwargs
-        rule: AnyRule = kind(**hyperparameters)
-        return rule
+        if issubclass(kind, torch.optim.Optimizer):
+            given = kind(groups, **hyperparameters)
+            return torch_optimizers.translated(given, "optimizer_cls_and_kwargs")
+        return kind(**hyperparameters), groups
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """As `Trainer.create_optimizer` makes them."""
@@ -247,11 +269,12 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load this rank's state; or that of torch's AdamW, where a plain Trainer has saved it."""
+        """Load this rank's state; or that of a plain Trainer's optimizer."""
         if checkpoint is None or not checkpoint_files.load_for_trainer(
             self.create_optimizer(), checkpoint
         ):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None:
+                _log.warning("'%s' has no state of an optimizer: a new one begins", checkpoint)
             return
         schedule = torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
@@ -269,8 +292,6 @@ _REFUSED: dict[str, str] = {
     "parallelism_config": "data parallelism is what the engine has",
     "torch_compile": "it compiles the model as a whole, whose weights move between calls: "
     "offload = dict(compile_blocks = True) compiles its layers",
-    "auto_find_batch_size": "a step that ran out of memory cannot be repeated with the same "
-    "optimizer: set the batch size",
     "optim_args": "the arguments of another optimizer",
     "optim_target_modules": "the arguments of another optimizer",
 }
@@ -289,11 +310,11 @@ def refuse_arguments(args: Any) -> None:
             f"optim = {_name(args.optim)!r}: the optimizers are {', '.join(_RULES)}; for state of "
             "8 bits, offload = dict(state = 'int8')"
         )
-    for name, precision in (("fp16_full_eval", "fp16"), ("bf16_full_eval", "bf16")):
-        if getattr(args, name) and mixed_precision(args) != precision:
-            problems.append(
-                f"{name} = True: it casts weights, which are of the training's precision"
-            )
+    if args.auto_find_batch_size and args.world_size > 1:
+        problems.append(
+            f"auto_find_batch_size = True: {args.world_size} processes would go on with different "
+            "batch sizes"
+        )
     if problems:
         raise ValueError("these TrainingArguments do not work offloaded:\n" + "\n".join(problems))
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from offloadtrain.engine import ModelError, OffloadOptimizer, offload, optimizer_of
+from offloadtrain.engine import EMA, ModelError, OffloadOptimizer, offload, optimizer_of
 from offloadtrain.integrations.adapters import (
     attach,
     bare,
@@ -139,7 +139,7 @@ def _deferred(
 
 
 def save_pretrained(
-    source: OffloadOptimizer | nn.Module,
+    source: OffloadOptimizer | EMA | nn.Module,
     folder: str | Path,
     *,
     dtype: str | None = None,
@@ -155,7 +155,8 @@ def save_pretrained(
     the update that waits is in it.
 
     Args:
-        source: the optimizer, or its model; a model without one is written as it is.
+        source: the optimizer, or its model; a model without one is written as it is. An `EMA`:
+            its averages take the place of the masters.
         folder: new or empty.
         dtype: of the weights: "bf16", "fp16" or "fp32"; default "bf16", and "fp32" of adapters.
             Integers, buffers, and what the model keeps in fp32 stay so.
@@ -170,6 +171,7 @@ def save_pretrained(
         ValueError: another dtype.
         ModelError: a model that is not of transformers, or adapters that cannot be merged.
     """
+    average, source = (source, source.optimizer) if isinstance(source, EMA) else (None, source)
     optimizer = source if isinstance(source, OffloadOptimizer) else optimizer_of(source)
     model: Any = source.model if isinstance(source, OffloadOptimizer) else source
     base = base_model(model)
@@ -190,6 +192,7 @@ def save_pretrained(
     as_dtype, buffers = PRECISIONS[dtype], dict(base.named_buffers())
     weights: Named = ((name, param.detach().cpu()) for name, param in model.named_parameters())
     weights = weights if optimizer is None else optimizer.master_weights()
+    weights = weights if average is None else average.weights()
     origin = _sources.get(base) or Path(getattr(base, "name_or_path", "") or os.devnull)
 
     def write() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from pathlib import Path
@@ -475,12 +476,24 @@ def master_weights(state: str, **options: Any) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model = Frozen()
     optimizer = offloaded(model, state=state, clip_norm=None, **options)
+    ema = ot.EMA(optimizer, 0.5)
     for tokens in batches(2):
         train(optimizer, model, [tokens])
+        ema.update()
     masters = dict(optimizer.master_weights())
     shapes = {name: value.shape for name, value in masters.items()}
     assert shapes == {name: param.shape for name, param in Frozen().named_parameters()}
+    working = {name: weights.clone() for name, weights in optimizer.working_weights()}
+    for name, weights in working.items():
+        assert weights.dtype is torch.bfloat16 and weights.shape == shapes[name]
+        # Formats that hold the weight round ties in their own way.
+        assert state != "fp32" or torch.equal(weights, masters[name].bfloat16())
+    before = dict(ema.weights())
+    ema.load_state_dict(copy.deepcopy(ema.state_dict()))
+    averages = dict(ema.weights())
+    assert all(torch.equal(before[name], value) for name, value in averages.items())
     values = {name: value.reshape(-1).tolist() for name, value in masters.items()}
+    values |= {f"average of {name}": value.flatten().tolist() for name, value in averages.items()}
     optimizer.close()
     return values
 

@@ -200,14 +200,34 @@ def test_a_model_is_offloaded_once() -> None:
     ot.offload(net, device="cpu").close()
 
 
-def test_step_without_backward() -> None:
-    optimizer, net = offloaded()
-    with pytest.raises(EngineError, match="step\\(\\) without a backward"):
-        optimizer.step()
-    optimizer.backward(loss_of(net, batches(1)[0]))
-    optimizer.step()
-    with pytest.raises(EngineError, match="step\\(\\) without a backward"):
-        optimizer.step()
+@pytest.mark.parametrize("options", [{}, {"working": "host"}, {"update": "delayed"}], ids=str)
+def test_step_without_backward_changes_nothing(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in torch: moments and decay stand still, and hooks of the step run."""
+    results = []
+    for idle in (False, True):
+        optimizer, net = offloaded(**options)
+        calls: list[object] = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        for tokens in batches(3):
+            if idle:
+                assert optimizer.step() is None
+                if "update" not in options:  # a backward ends the delay of the weights before it
+                    optimizer.backward(loss_of(net, tokens))
+                    optimizer.zero_grad()
+                assert optimizer.step(lambda: 5.0) == 5.0
+            optimizer.backward(loss_of(net, tokens))
+            optimizer.step()
+        assert optimizer.last_step is not None and optimizer.last_step.step == 3
+        assert len(calls) == (9 if idle else 3)
+        results.append(list(optimizer.master_weights()))
+        optimizer.close()
+        with pytest.raises(EngineError, match="after close"):
+            optimizer.step()
+    for (name, expected), (_, value) in zip(*results, strict=True):
+        assert torch.equal(value, expected), name
+    assert caplog.text.count("step() without a backward") == 1
 
 
 def test_one_backward_too_many() -> None:

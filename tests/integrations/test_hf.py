@@ -294,10 +294,8 @@ def test_arguments_are_refused_by_name() -> None:
         ("optim", "adafactor"),
         ("optim", "adamw_bnb_8bit"),
         ("torch_compile", True),
-        ("auto_find_batch_size", True),
         ("optim_args", "a=1"),
         ("optim_target_modules", "all-linear"),
-        ("bf16_full_eval", True),
         ("deepspeed", "ds.json"),
         ("fsdp", "full_shard"),
     ):
@@ -377,8 +375,10 @@ def test_what_the_arguments_determine_is_not_taken_from_the_options(tmp_path: Pa
     trainer.offload = same
     assert trainer.create_optimizer().config == same
     assert not trainer.model.get_input_embeddings().weight.is_meta
-    with pytest.raises(TypeError, match=r"optimizers = \(SGD, …\)"):
-        trainer._drive(trainer.model, torch.optim.SGD(trainer.model.parameters()))
+    trainer.optimizer = torch.optim.Adafactor(trainer.model.parameters())  # not in the constructor
+    with pytest.raises(TypeError, match=r"optimizers = \(Adafactor, …\): there is no rule"):
+        trainer.create_optimizer()
+    trainer._given_optimizer = None
     trainer.offload = replace(same, clip_norm=None, grad_accum_steps=2)
     trainer.optimizer = None
     with pytest.raises(ValueError, match="grad_accum_steps = 2"):

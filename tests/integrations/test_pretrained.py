@@ -564,3 +564,23 @@ def test_importing_the_door_loads_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_moving_average_is_a_folder(tmp_path: Path, closed: bool) -> None:
+    saved(tmp_path / "in")
+    model, optimizer = load(tmp_path / "in", working="host")
+    ema = ot.EMA(optimizer, 0.5)
+    for step in range(3):
+        tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
+        optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        ema.update()
+    masters = {name: value.clone() for name, value in optimizer.master_weights()}
+    if closed:
+        optimizer.close()
+    ot.save_pretrained(ema, tmp_path / "out", dtype="fp32")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for (name, average), param in zip(ema.weights(), loaded.parameters(), strict=True):
+        assert torch.equal(param, average) and not torch.equal(param, masters[name]), name
+    optimizer.close()

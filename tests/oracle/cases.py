@@ -334,6 +334,7 @@ def _covering() -> Iterator[Case]:
     yield Case(placement="rounded sums and half of the state on the device", accum=2)
     yield Case(placement="saved tensors offloaded, streamed", mode="delayed")
     yield Case(placement="spill of half of the state", script="saves")
+    yield Case(placement="state on three tiers", script="averages")
     yield Case(rule="muon", accum=2)
     yield Case(model="experts to skip", placement="streamed, 2 slots")
     yield Case(ranks=2, placement="stage 1")

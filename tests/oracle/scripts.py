@@ -270,6 +270,17 @@ def saves(loop: Loop) -> None:
     loop.optimizer.finish_writing()
 
 
+def averages(loop: Loop) -> None:
+    """Average the weights after each step but the second, and read the averages after the third."""
+    ema = ot.EMA(loop.optimizer)
+    for number in range(STEPS):
+        loop.step()
+        if number != 1:
+            ema.update()
+        if number == 2:
+            dict(ema.weights())
+
+
 def loads_older_weights(loop: Loop) -> None:
     """Load the state and the older weights in use, as a checkpoint of mode "delayed" has them."""
     loop.step()
@@ -325,6 +336,7 @@ SCRIPTS: dict[str, Callable[[Loop], None]] = {
     "too few microbatches": too_few_microbatches,
     "some get nothing": some_get_nothing,
     "saves": saves,
+    "averages": averages,
     "loads older weights": loads_older_weights,
     "a launch fails": a_launch_fails,
 }

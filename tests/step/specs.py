@@ -39,9 +39,10 @@ class Case:
     rank: int = 0
     staging: int = STAGING_BYTES
 
-    def driven(self, count: int, saved: Container[int] = ()) -> Operations:
+    def driven(self, count: int, **after: Container[int]) -> Operations:
+        """`after`: see `steps`."""
         with staging_of(self.staging):
-            return steps(Program(self.spec, self.rank), count, saved=saved)
+            return steps(Program(self.spec, self.rank), count, **after)
 
 
 @contextmanager

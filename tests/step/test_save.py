@@ -52,6 +52,29 @@ def test_a_save_of_any_model_has_no_race(case: Case) -> None:
     assert prove_operations(case.spec, case.driven(4, saved={2, 3}), case.rank) == []
 
 
+@levels.examples(100)
+@given(cases())
+def test_an_average_of_any_model_has_no_race(case: Case) -> None:
+    operations = case.driven(4, averaged={1, 2, 3}, saved={2})
+    assert prove_operations(case.spec, operations, case.rank) == []
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_average_is_after_all_updates_and_holds_up_no_upload(update: str) -> None:
+    """On the host, whose lane it is, it waits for nothing; from the device, each update waits for
+    its own bucket's."""
+    for spec in specs(update):
+        operations = steps(Program(spec), 3, averaged={1, 2})
+        averages = [op for op in launched(operations) if op.kind is Kind.AVERAGE]
+        assert len(averages) == 2 * len(spec.save_order)
+        if {op.lane for op in averages} == {Lane.HOST}:
+            assert named_waits(operations) == named_waits(steps(Program(spec), 3))
+        for op in operations:
+            if isinstance(op, Wait) and op.event.kind is Kind.AVERAGE:
+                assert isinstance(op.who, Launch) and op.who.kind in (Kind.ADAM, Kind.CAST)
+                assert op.who.owner == op.event.owner
+
+
 @pytest.mark.parametrize("placed", ["resident", "spilled"])
 @pytest.mark.parametrize("update", UPDATES)
 def test_each_wait_of_a_save_is_needed(update: str, placed: str) -> None:
@@ -70,6 +93,10 @@ def test_each_wait_of_a_save_is_needed(update: str, placed: str) -> None:
     for left_out in waits:
         remaining: list[Operation] = [op for op in operations if op is not left_out]
         assert {fault.kind for fault in prove_operations(spec, remaining)} == {"race"}
+
+
+def named_waits(operations: Operations) -> list[tuple[Lane, Lane, str]]:
+    return [(op.lane, op.event.lane, op.event.name) for op in operations if isinstance(op, Wait)]
 
 
 def launched(operations: Operations) -> list[Launch]:

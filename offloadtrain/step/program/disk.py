@@ -127,6 +127,15 @@ class SavePath:
         # After all others on their lane: it ends the file.
         self._order.launch(Launch(Kind.WRITE, Lane.WRITE, ""))
 
+    def average(self) -> None:
+        """Launch what reads the masters for a moving average."""
+        for bucket in self._trained:
+            self._disk.read(bucket)
+            # On the host after the updates of all buckets, whose lane it is, and beside the next
+            # forward. From the device beside its next steps: the bucket's next update waits for it.
+            lane = Lane.HOST if bucket.lane is Lane.HOST else Lane.WRITE
+            self._order.launch(Launch(Kind.AVERAGE, lane, bucket.name, bucket.state()))
+
     def _write(self, owner: str, parts: _Parts) -> None:
         # Beside forward and backward of the next steps: it waits for the last update of what it
         # reads, or for its copy; the next update waits for it.

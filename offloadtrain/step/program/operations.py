@@ -32,8 +32,8 @@ class Lane(StrEnum):
     """The device's part of the update of matrices: up, orthogonalized, down. Not on compute, which
     would wait for the host, nor on h2d and d2h, whose copies would wait for it."""
     WRITE = "write"
-    """The state to the disk, while the next steps run: Adam of a bucket waits for its own write
-    only."""
+    """The state to the disk, or from the device to a moving average, while the next steps run: Adam
+    of a bucket waits for its own write only."""
     UPDATE = "update"
     """The device's work on gradients and state that lie there: sums, norms, Adam. Not on compute,
     whose next forward waits for the update of its own block only."""
@@ -106,6 +106,8 @@ class Kind(StrEnum):
     """load: a block's input to the device again."""
     WRITE = "write"
     """write: a bucket's state, or frozen weights, into a checkpoint; without a bucket, the rest."""
+    AVERAGE = "average"
+    """host, write: a bucket's masters into a moving average of the weights."""
     SPILL = "spill"
     """host: the end of the state that is to be written, to where it may be written from later."""
     COPY = "copy"

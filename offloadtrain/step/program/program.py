@@ -259,6 +259,17 @@ class Program:
         self._saves.save()
         return self._order.take()
 
+    def average(self) -> Operations:
+        """Between steps: read the masters after the updates so far, for a moving average."""
+        self._saves.average()
+        return self._order.take()
+
+    def wait_for_averages(self) -> Operations:
+        """Make the launching thread wait for the averages so far; other lanes go on."""
+        for lane in (Lane.HOST, Lane.WRITE):
+            self._order.host_wait(self._order.record(lane, "average"), "the averages")
+        return self._order.take()
+
     def wait_for_writes(self) -> Operations:
         """Make the launching thread wait for the writes so far."""
         # The caller renames the checkpoint's folder next: every byte of it must be in its file. The

@@ -14,7 +14,12 @@ from offloadtrain.step.program.program import Program
 
 
 def steps(
-    program: Program, num_steps: int, input_bytes: int = 0, *, saved: Container[int] = ()
+    program: Program,
+    num_steps: int,
+    input_bytes: int = 0,
+    *,
+    saved: Container[int] = (),
+    averaged: Container[int] = (),
 ) -> Operations:
     """Return the operations of the first steps: blocks in their order, a gradient for every
     parameter, no step skipped, nothing clipped, all speculation right.
@@ -23,6 +28,7 @@ def steps(
         input_bytes: what `activation` moves of a block that is recomputed; with "offload_saved" of
             a repeated block, or any block if none is repeated.
         saved: the steps after which a checkpoint is written.
+        averaged: the steps after which a moving average of the weights is updated.
 
     The user's own work on a block is a launch of `FORWARD` or `BACKWARD`, and each step has one
     `DECIDE`, where the norm is known.
@@ -42,6 +48,8 @@ def steps(
         done += program.norm_known(order, Decision(step))
         program.end_step()
         done += program.begin_pass()
+        if step in averaged:
+            done += program.average()
         if step in saved:
             done += program.save()
     return done

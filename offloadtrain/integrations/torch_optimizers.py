@@ -1,0 +1,102 @@
+"""Optimizers of torch as update rules: their hyperparameters, their groups and their state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadtrain.engine import OffloadOptimizer
+from offloadtrain.optim import SGD, Adagrad, Adam, AdamW, AnyRule
+
+_RULES: dict[type[torch.optim.Optimizer], type[Any]] = {
+    torch.optim.AdamW: AdamW,
+    torch.optim.Adam: Adam,
+    torch.optim.SGD: SGD,
+    torch.optim.Adagrad: Adagrad,
+}
+_REFUSED = ("amsgrad", "maximize")
+_QUANTIZED = "__bnb_optimizer_quant_state__"
+"""Where a state dict of bitsandbytes keeps its tensors; Lion's, of 32 bits, is "state1"."""
+
+
+def translated(optimizer: torch.optim.Optimizer, source: str) -> tuple[AnyRule, list[Any]]:
+    """Return the update rule of a torch optimizer, and its groups for `offload`.
+
+    Args:
+        source: the argument that it came from, for messages.
+
+    Raises:
+        TypeError: there is no rule for its class.
+        ValueError: one of its groups asks for an update that the rule does not have.
+    """
+    kind, groups = _RULES.get(type(optimizer)), optimizer.param_groups
+    if kind is None:
+        raise TypeError(
+            f"{source} = ({type(optimizer).__name__}, …): there is no rule for it. Of torch's "
+            f"optimizers {', '.join(each.__name__ for each in _RULES)} are translated; leave it "
+            "out, and the optimizer is made from TrainingArguments; or give one of "
+            "offloadtrain.offload"
+        )
+    # torch's AdamW is an Adam with this switch.
+    decoupled = {group.get("decoupled_weight_decay", False) for group in groups}
+    unlike = [f"{key} = {group[key]}" for group in groups for key in _REFUSED if group.get(key)]
+    unlike += ["decoupled_weight_decay in a part of its groups"] if len(decoupled) > 1 else []
+    if unlike:
+        raise ValueError(
+            f"{source} = ({type(optimizer).__name__}, …) with {unlike[0]}, which "
+            f"{kind.__name__} is not"
+        )
+    kind = AdamW if True in decoupled else kind
+    names = kind().defaults().keys()
+    values = [{k: _number(group[k]) for k in names & group.keys()} for group in groups]
+    # A rule of SGD keeps a buffer if its own momentum is not 0, which a group may turn off.
+    rule: AnyRule = kind(**max(values, key=lambda group: group.get("momentum", 0)))
+    return rule, [g | {"params": o["params"]} for g, o in zip(values, groups, strict=True)]
+
+
+def take_over(given: torch.optim.Optimizer, optimizer: OffloadOptimizer) -> None:
+    """Move the state of a translated optimizer, and let both have the same groups: schedules that
+    were made for the torch optimizer change those of the offloaded one."""
+    for group, original in zip(optimizer.param_groups, given.param_groups, strict=True):
+        # A schedule's own keys, "initial_lr" for example.
+        own = original.keys() - group.keys() - given.defaults.keys()
+        group.update({key: original[key] for key in own})
+    if given.state:
+        state = given.state_dict()
+        complete(state, optimizer, step=1)
+        optimizer.load_state_dict(state)
+        given.state.clear()
+    given.param_groups = optimizer.param_groups
+    given._opt_called = True  # type: ignore[attr-defined]  # or each schedule warns once
+
+
+def complete(state: dict[str, Any], optimizer: OffloadOptimizer, *, step: int) -> None:
+    """Add what this optimizer's state has and a plain one's may lack: the steps and buffers of SGD.
+    Lion's state of bitsandbytes gets the names of this package.
+
+    Args:
+        state: a plain optimizer's state dict, with as many parameters; changed in place.
+        step: the steps that it has taken.
+    """
+    keys = [key for group in state["param_groups"] for key in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    # `load_state_dict` raises where they are not as many.
+    for key, param in zip(keys, params, strict=False):
+        entry = state["state"].setdefault(key, {})
+        entry |= entry.pop(_QUANTIZED, {})
+        if "state1" in entry:
+            entry["exp_avg"] = entry.pop("state1")
+        rule = optimizer._rules[0]
+        if isinstance(rule, SGD):
+            entry.setdefault("step", step)
+            if not rule.moments:
+                # Nothing but the masters, which stay.
+                state["state"][key] = {**optimizer.state[param], "step": entry["step"]}
+            elif entry.get("momentum_buffer") is None:
+                entry["momentum_buffer"] = torch.zeros(param.shape, dtype=torch.float32)
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value

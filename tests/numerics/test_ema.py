@@ -238,6 +238,7 @@ def test_what_cannot_be_averaged_says_so(call: Any, error: Any, message: str) ->
     optimizer.close()
 
 
+@pytest.mark.default_lanes
 def test_its_memory_is_in_the_ledger_and_given_back() -> None:
     _, optimizer = offloaded()
     ema = ot.EMA(optimizer)

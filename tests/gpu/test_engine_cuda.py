@@ -267,6 +267,36 @@ def test_masters_come_back_to_the_host_as_they_were() -> None:
         optimizer.close()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"working": "host"}, {"state_on": "device"}, {"state_on": {"device": 0.5}}],
+    ids=str,
+)
+def test_averages_and_sent_weights_of_each_step(options: dict[str, Any]) -> None:
+    """Nothing else waits for the lanes: the expected values are another optimizer's."""
+    torch.manual_seed(0)
+    models = [Chain() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    first, second = (offload(model, ot.AdamW(lr=1e-2), **options) for model in models)
+    ema = ot.EMA(first, 0.5)
+    expected: dict[str, torch.Tensor] = {}
+    for tokens in batches(5):
+        for optimizer, model in zip((first, second), models, strict=True):
+            optimizer.backward(loss_of(model, tokens.to(DEVICE)))
+            optimizer.step()
+        ema.update()
+        masters = dict(second.master_weights())
+        for name, master in masters.items():
+            expected[name] = expected[name].lerp(master, 0.5) if name in expected else master
+    for name, weights in first.working_weights():
+        assert weights.device == DEVICE
+        assert torch.equal(weights.cpu(), masters[name].to(weights.dtype)), name
+    for name, average in ema.weights():
+        assert average.device.type == "cpu" and torch.equal(average, expected[name]), name
+    first.close()
+    second.close()
+
+
 @pytest.mark.gpu(until="cuda_driver.register")
 def test_the_arena_is_pinned_and_kernels_take_it() -> None:
     ledger = Ledger()

@@ -24,7 +24,14 @@ from torch.nn.utils import clip_grad
 from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.parameters import gradient_of, observe, release, set_unready
+from offloadtrain.engine.parameters import (
+    ParameterWriteError,
+    gradient_of,
+    observe,
+    past_the_class,
+    release,
+    set_unready,
+)
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.engine.weights import WeightsOwner
 from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
@@ -77,6 +84,35 @@ class ParameterReaders:
         if owner is not None:
             owner.require_whole_weights()
             owner.synchronize()
+
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
+        """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
+        in the next step, the masters take over what it holds."""
+        block, slot = self._blocks[param]
+        with past_the_class():
+            kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
+        # The engine changes the memory of streamed blocks, and in pipelines without flushes.
+        if kinds[0] != kinds[1] or block.streamed or block.graphs.versions > 1:
+            raise ParameterWriteError(
+                f"'{slot.name}'.data is set to another tensor (.to(), .data = …), of {kinds[0]}: "
+                f"offload() has fixed {kinds[1]}, and moves streamed parameters itself. Copy the "
+                "values, param.data.copy_(…), or change the model before offload() (dtype: "
+                f'keep_fp32=["{slot.name}"])'
+            )
+
+    def version_of(self, param: nn.Parameter) -> object:
+        """See `Observer`."""
+        with past_the_class():
+            return self._blocks[param][0].graphs.generation, param._version
+
+    def show_for_write(self, param: nn.Parameter) -> bool:
+        """See `Observer`."""
+        owner = self._owner()
+        # The backward in progress has the block in a slot.
+        if owner is None or in_backward() or not self._engine.residency.is_single:
+            return False
+        owner.synchronize()
+        return self._engine.residency.shows_host(self._blocks[param][0])
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """See `Observer`."""

@@ -20,7 +20,6 @@ import offloadtrain as ot
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.parameters import (
     OffloadedParameter,
-    ParameterWriteError,
     UnreadyParameter,
     past_the_class,
 )
@@ -240,17 +239,18 @@ WRITES: list[Callable[[nn.Parameter], object]] = [
 ]
 
 
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_that_would_be_lost_raises(write: Callable[[nn.Parameter], object]) -> None:
-    model, optimizer = offloaded(working="host", device_slots=1)
-    with torch.no_grad(), pytest.raises(ParameterWriteError, match="adopt_written_weights"):
-        write(model.layers[1].inner.weight)
-    # As the message says.
-    optimizer.synchronize()
+def test_a_write_reaches_the_master(
+    write: Callable[[nn.Parameter], object], placement: str
+) -> None:
+    model, optimizer = offloaded(**PLACEMENTS[placement])
+    expected = nn.Parameter(model.layers[1].inner.weight.detach().clone())
     with torch.no_grad():
-        model.layers[1].inner.weight.mul_(2)
-    optimizer.adopt_written_weights()
-    expected = model.layers[1].inner.weight.detach().clone()
+        for weight in (model.layers[1].inner.weight, expected):
+            torch.manual_seed(1)
+            write(weight)
+    assert torch.equal(model.layers[1].inner.weight, expected)
     assert torch.equal(dict(optimizer.master_weights())["layers.1.inner.weight"], expected)
     optimizer.close()
 

@@ -30,7 +30,7 @@ from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.checks import has_compiled
+from offloadtrain.engine.checks import ModelError, has_compiled, version_of
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lanes, Span
 from offloadtrain.step.program.streaming import StreamError
@@ -46,6 +46,8 @@ class _Running(NamedTuple):
     blocks: tuple[Block, ...]
     outside: tuple[Block, ...]
     """Streamed blocks whose forward surrounds it."""
+    writes: list[tuple[str, int]]
+    """See `_writes`."""
 
 
 @dataclass(slots=True)
@@ -139,7 +141,7 @@ class ForwardHooks:
         saved = () if _looks_up(module) else blocks
         outside = self._saved.enter(blocks, saved, again=again or again_now)
         pushed = self._saved.push(offloader, frame) if hooked.handles else None
-        running = _Running(module, frame, span, pushed, blocks, outside)
+        running = _Running(module, frame, span, pushed, blocks, outside, _writes(blocks))
         hooked.running.append(running)
         self._running.append(running)
 
@@ -167,9 +169,17 @@ class ForwardHooks:
         self._saved.leave(running.outside)
         if running.pushed is not None:
             self._saved.pop(running.pushed)
+        writes = _writes(running.blocks)
         # Without a pin the slot may go to another block, whose load waits for compute up to then.
         self._release(running.blocks)
         self._lanes.close_span(running.span)
+        if writes != running.writes:
+            name = next(name for name, count in writes if (name, count) not in running.writes)
+            raise ModelError(
+                f"parameter '{name}' was written in the forward of '{hooked.name}', whose "
+                "weights are on the device only meanwhile: the write is lost. Write after step(), "
+                "or leave the block on the device (resident_blocks, keep_whole)"
+            )
         if self._is_first and module is self._model:
             self._is_first = False
             uncalled = (block for block in self._blocks if block not in self._order)
@@ -220,8 +230,6 @@ class ForwardHooks:
         self.on_root()
         if isinstance(self._offloader, SavedOffloader):
             self._offloader.begin()
-        for block in self._residency.streamed:
-            block.views.check()
         # The first loads are launched before any module asks for its block.
         self._residency.restart()
 
@@ -274,6 +282,12 @@ class ForwardHooks:
             self._hooked[module] = _HookedModule(name or "root", [])
             self._handles += (watch_inside if inner else watch)(module, self)
         return self._hooked[module]
+
+
+def _writes(blocks: Sequence[Block]) -> list[tuple[str, int]]:
+    """Return the names of streamed trained parameters, with how often each was written."""
+    slots = (slot for block in blocks if block.streamed for b in block.buckets for slot in b.slots)
+    return [(slot.name, version_of(slot.param)) for slot in slots]
 
 
 def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:

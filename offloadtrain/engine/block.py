@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,8 @@ def _ordinary_tensors() -> Iterator[None]:
         yield
 
 
-_Views = list[tuple[Callable[[Any, Tensor], None], nn.Parameter | LocalPart, Tensor]]
-"""How each parameter is set, it, and its view."""
-
-_SET_PART: Any = LocalPart.data
+_Views = list[tuple[Callable[[Tensor], None], Tensor]]
+"""What makes each parameter a view, and the view."""
 
 
 class Source(Protocol):
@@ -140,20 +138,19 @@ class ParameterViews:
 
     def _show(self, views: _Views) -> None:
         with past_the_class():
-            for set_, param, view in views:
-                set_(param, view)
+            for show, view in views:
+                show(view)
 
     def _make(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
         with _ordinary_tensors():
             slots = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
-            return [
-                (
-                    _SET_PART.__set__ if isinstance(s.local, LocalPart) else set_data,
-                    s.local,
-                    view(b, s),
-                )
-                for b, s in slots
+            setters = [
+                partial(setattr, s.local, "data")
+                if isinstance(s.local, LocalPart)
+                else partial(set_data, s.local)
+                for _, s in slots
             ]
+            return list(zip(setters, (view(*each) for each in slots), strict=True))
 
 
 class GraphReads:

@@ -18,7 +18,7 @@ from torch import nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import local
-from offloadtrain.engine.parameters import past_the_class
+from offloadtrain.engine.parameters import OffloadedParameter, past_the_class
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
@@ -33,14 +33,6 @@ offloaded: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 class ModelError(OffloadTrainError):
     """A model that cannot be offloaded, or that was changed after it was."""
-
-
-def changed(name: str, what: str) -> str:
-    """Say what others have done to a parameter after offload()."""
-    return (
-        f"parameter '{name}' {what} after offload(): the master weight does not know. Load weights "
-        "with model.load_state_dict(), or change the model before offload()."
-    )
 
 
 _RULES = (
@@ -165,6 +157,11 @@ def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
             "block instead (block.forward = torch.compile(block.forward)) and offload the model"
         )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"'{name}' is a TorchScript module, whose forward takes no hooks: offload the "
+                "module that it was scripted from, and script that after close()"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
     for name, param in model.named_parameters():
@@ -186,6 +183,11 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         divided and not param.requires_grad,
         "is a frozen DTensor: only trained ones can be offloaded. Leave it out of the plan of "
         "parallelize_module, whole on each rank, or train it",
+    )
+    yield (
+        isinstance(param, OffloadedParameter),
+        "is a parameter of another offloaded model: close() its optimizer first, or offload one "
+        "module that contains both models",
     )
     yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
     yield (
@@ -331,42 +333,45 @@ class ParameterGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._names = [name for name, _ in model.named_parameters()]
-        self._params = list(model.parameters())
-        self._trainable = [param.requires_grad for param in self._params]
+        self._named = list(model.named_parameters())
+        self._trainable = [param.requires_grad for _, param in self._named]
         self._ids = _parameters(model).keys()
         self.renew()
 
     def written(self) -> list[nn.Parameter]:
         """Return the parameters whose values were written by others since the last renewal."""
-        pairs = zip(self._params, self._versions, strict=True)
+        pairs = zip(self._named, self._versions, strict=True)
         with past_the_class():
-            return [param for param, version in pairs if version_of(param) != version]
+            return [param for (_, param), version in pairs if version_of(param) != version]
 
     def renew(self) -> None:
         """Accept the values as they are."""
         with past_the_class():
-            self._versions = [version_of(param) for param in self._params]
+            self._versions = [version_of(param) for _, param in self._named]
 
     def check(self) -> None:
         """Raises ModelError naming the first parameter that others have changed otherwise than by
         writing values."""
         current = _parameters(self._model).keys()
         with past_the_class():
-            trainable = [param.requires_grad for param in self._params]
+            trainable = [param.requires_grad for _, param in self._named]
         if current == self._ids and trainable == self._trainable:
             return
-        if len(current) != len(self._params):
+        if len(current) != len(self._named):
             raise ModelError(
-                f"the model has {len(current)} parameters, {len(self._params)} when it "
+                f"the model has {len(current)} parameters, {len(self._named)} when it "
                 "was offloaded: "
                 "close() the optimizer and offload the changed model"
             )
-        for name, param, was in zip(self._names, self._params, self._trainable, strict=True):
-            if id(param) not in current:
-                raise ModelError(changed(name, "was replaced by another object"))
-            if param.requires_grad != was:
-                raise ModelError(changed(name, "was frozen" if was else "was unfrozen"))
+        for (name, param), was in zip(self._named, self._trainable, strict=True):
+            if id(param) not in current or param.requires_grad != was:
+                what = "frozen" if was else "unfrozen"
+                what = what if id(param) in current else "replaced by another object"
+                raise ModelError(
+                    f"parameter '{name}' was {what} after offload(): the master weight does not "
+                    "know. Load weights with model.load_state_dict(), or change the model before "
+                    "offload()"
+                )
 
 
 def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:

@@ -100,19 +100,16 @@ class ParameterReaders:
                 f'keep_fp32=["{slot.name}"])'
             )
 
-    def version_of(self, param: nn.Parameter) -> object:
+    def version_of(self, param: nn.Parameter, *, for_write: bool = False) -> object:
         """See `Observer`."""
+        block, _ = self._blocks[param]
+        # A backward in progress may have the block in a slot.
+        if for_write and not in_backward() and (owner := self._owner()) is not None:
+            owner.synchronize()
+        if for_write and not self._engine.residency.shows_host(block):
+            return None
         with past_the_class():
-            return self._blocks[param][0].graphs.generation, param._version
-
-    def show_for_write(self, param: nn.Parameter) -> bool:
-        """See `Observer`."""
-        owner = self._owner()
-        # The backward in progress has the block in a slot.
-        if owner is None or in_backward() or not self._engine.residency.is_single:
-            return False
-        owner.synchronize()
-        return self._engine.residency.shows_host(self._blocks[param][0])
+            return block.graphs.generation, param._version
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """See `Observer`."""

@@ -20,7 +20,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
@@ -32,9 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
-from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.autograd.hooks import OfOneModel
-from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
 from offloadtrain.engine.division import Division
@@ -208,20 +206,6 @@ def _compare(functions: Functions, ranks: Ranks) -> None:
             )
 
 
-class _BeforeForward(OfOneModel):
-    """Takes over what was written into parameters before Adam runs inside backward."""
-
-    __slots__ = ("_optimizer",)
-
-    def __init__(self, optimizer: OffloadOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None and torch.is_grad_enabled() and not in_backward():
-            optimizer.take_over_writes()
-
-
 def check_evaluations(model: nn.Module, engine: Engine, ranks: Ranks) -> list[RemovableHandle]:
     """Compare the ranks after every forward without gradients, where forwards gather."""
     if ranks.is_single or not engine.residency.streamed:
@@ -320,9 +304,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             *attach_casts(model, layers_of(model), self.working_dtype, cast_inputs=cast_inputs),
             ParameterReaders(self, [(slot.name, slot.param) for slot in slots], engine),
         ]
-        if not engine.program.mode.waits_for_norm:
-            hook = _BeforeForward(self)
-            engine.attached.append(model.register_forward_pre_hook(hook, prepend=True))
 
     @property
     def config(self) -> OffloadConfig:
@@ -625,10 +606,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._told_of_local_norm = True
             warn_of_local_norm(asker, self._norm_size, self.ranks)
 
-    def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
-        for _, slot in self._slots():
-            yield slot, {name: x for name, x in self.state[slot.param].items() if name != "step"}
-
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
             step = bucket.usage.steps_of(slot) if bucket.usage else self._step_tensor
@@ -644,20 +621,21 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Make what others have written into parameters, or assigned to `state`, the state's.
 
         Raises:
-            ModelError: parameters were written in update mode "delayed", maybe before weights that
-                were on their way; values beyond the range of the working weights.
+            ModelError: parameters were written where an update may have run or waited since; values
+                beyond the range of the working weights.
             EngineError: see `_take_over_state`.
-            UpdateError: between backward and `step()`, where Adam runs inside backward.
+            UpdateError: state was assigned, and Adam has run inside backward.
         """
         if self.phase is Phase.CLOSED:
             return
         written = [param for param in self._seal.written() if param.requires_grad]
-        if written and self._is_delayed:
+        if written and (self._is_delayed or not self._engine.program.mode.waits_for_norm):
             name = next(name for name, p in self.model.named_parameters() if p is written[0])
             raise ModelError(
-                f"parameter '{name}' was written while the update of a step may have been waiting "
-                "(update = 'delayed'), which would undo it: call optimizer.synchronize() before "
-                "the write and optimizer.adopt_written_weights() after it"
+                f"parameter '{name}' was written, and an update may have waited (update = "
+                "'delayed') or run since (skip_nonfinite = False without clip_norm): call "
+                "optimizer.synchronize() before the write and optimizer.adopt_written_weights() "
+                "after it"
             )
         if written:
             self.adopt_written_weights()

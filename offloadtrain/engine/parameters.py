@@ -76,12 +76,13 @@ class Observer(Protocol):
     def gradient_is_read(self, param: nn.Parameter, frame: FrameType) -> None:
         """The code in `frame` is about to read `param.grad`."""
 
-    def version_of(self, param: nn.Parameter) -> object:
-        """Return what changes with each update of the weights and each write into them."""
+    def version_of(self, param: nn.Parameter, *, for_write: bool = False) -> object:
+        """Return what changes with each update of the weights and each write into them.
 
-    def show_for_write(self, param: nn.Parameter) -> bool:
-        """Make the parameter a view of its weights, wherever they are, which others will write.
-        Returns False where that is impossible."""
+        Args:
+            for_write: make the parameter a view of its weights before, wherever they are; None if
+                that is impossible.
+        """
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """Return a tensor without memory, of the parameter's shape and strides."""
@@ -136,6 +137,14 @@ class OffloadedParameter(nn.Parameter):
             set_data(self, values)
             increment_version(self)
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks: dict[int, Any] = self._post_accumulate_grad_hooks
+        # The engine's stays the last one: it takes the gradient away.
+        last = list(hooks)[-2]
+        hooks[last] = hooks.pop(last)
+        return handle
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self._copied()
@@ -188,12 +197,11 @@ class _Source:
 
     def write_back(self) -> bool:
         """Copy what was written to the weights themselves; returns False where it is too late."""
-        param = self._param
-        if not self._observer.show_for_write(param) or not self.is_copy_of(param):
+        if self._observer.version_of(self._param, for_write=True) != self._version:
             return False
         with torch.no_grad(), past_the_class():
-            param.copy_(self._weights)
-        self._version = self._observer.version_of(param)
+            self._param.copy_(self._weights)
+        self._version = self._observer.version_of(self._param)
         return True
 
 

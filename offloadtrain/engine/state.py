@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -317,6 +318,7 @@ class StateIO:
     """The part of `OffloadOptimizer` that checkpoints use."""
 
     model: nn.Module
+    state: defaultdict[Tensor, Any]
     ranks: Ranks
     _part_ranks: Ranks = ALONE
     _stage_ranks: Ranks = ALONE
@@ -337,10 +339,6 @@ class StateIO:
         """Take over what others have written, and wait until the state is at rest."""
         self.take_over_writes()
         self.synchronize()
-
-    def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
-        """Yield the entries of `state` without their steps."""
-        raise NotImplementedError
 
     @property
     def _held_by(self) -> dict[str, tuple[int, int]]:
@@ -365,8 +363,8 @@ class StateIO:
         parameters in shards yield their weights."""
         # The caller reads views that Adam on the host lane may still write.
         self.settle()
-        for slot, entry in self._own_entries():
-            yield slot.name, entry
+        for _, slot in self._slots():
+            yield slot.name, _tensors(self.state[slot.param])
         for bucket, slot in [] if self.ranks.is_single else self._frozen_slots():
             yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -69,9 +70,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gradient left": (with_gradient, "'weight' has a gradient already"),
     "expanded": (Expanded, "'weight' is an expanded view"),
     "overlapping": (Overlapping, "'first' and 'second' share memory"),
+    "scripted": (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "'0' is a TorchScript"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_that_cannot_be_trained_are_refused(case: str) -> None:
     build, message = REFUSED[case]
@@ -80,6 +83,66 @@ def test_models_that_cannot_be_trained_are_refused(case: str) -> None:
     with pytest.raises(ModelError, match=message):
         ot.offload(net, device="cpu")
     assert before == {n: p.data_ptr() for n, p in net.named_parameters() if case != "lazy"}
+
+
+def test_parameters_of_another_offloaded_model_are_refused() -> None:
+    shared = nn.Linear(2, 2)
+    optimizer = ot.offload(nn.Sequential(nn.Linear(2, 2), shared), device="cpu")
+    with pytest.raises(ModelError, match=r"'0.weight' is a parameter of another offloaded model"):
+        ot.offload(nn.Sequential(shared), device="cpu")
+    optimizer.close()
+    ot.offload(nn.Sequential(shared), device="cpu").close()
+
+
+class ByFunction(nn.Module):
+    """Differentiates a function of its input inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return torch.func.vjp(self.inner, x)[1](torch.ones(2, 4))[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (ByFunction, r"torch\.autograd\.grad\(…, create_graph=True\)"),
+        (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)), r"keep_fp32=\["),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), r"torch\.autocast"),
+    ],
+)
+def test_errors_of_torch_in_a_forward_say_what_to_do(
+    make: Callable[[], nn.Module], note: str
+) -> None:
+    net = nn.Sequential(make(), nn.Linear(4, 4))
+    optimizer = ot.offload(net, device="cpu")
+    with pytest.raises(RuntimeError) as caught:
+        net(torch.ones(2, 4))
+    assert re.search(note, "".join(caught.value.__notes__))
+    optimizer.close()
+
+
+def test_a_loss_of_another_model_passes_through_an_fp16_model_that_is_frozen_meanwhile() -> None:
+    generator, critic = nn.Linear(2, 4), nn.Linear(4, 1)
+    options: dict[str, Any] = {"device": "cpu", "precision": "fp16"}
+    of_generator, of_critic = ot.offload(generator, **options), ot.offload(critic, **options)
+    x = torch.ones(2, 2)
+    with pytest.raises(EngineError, match=r"another model.*requires_grad_\(False\)"):
+        of_generator.backward(critic(generator(x)).float().mean())
+    of_generator.zero_grad()
+    of_critic.zero_grad()
+    for _ in range(2):
+        of_critic.backward(critic(generator(x).detach()).float().mean())
+        of_critic.step()
+        critic.requires_grad_(False)
+        of_generator.backward(critic(generator(x)).float().mean())
+        of_generator.step()
+        critic.requires_grad_(True)
+    for optimizer in (of_generator, of_critic):
+        assert optimizer.last_step is not None
+        optimizer.close()
 
 
 @pytest.mark.parametrize(

@@ -295,14 +295,15 @@ class Momentum(nn.Module):
         return (x - target.detach() - 1).square().mean()
 
 
-def test_a_frozen_copy_may_follow_the_trained_one() -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_frozen_copy_may_follow_the_trained_one(placement: str) -> None:
     torch.manual_seed(0)
     model = Momentum()
     plain = copy.deepcopy(model)
     resident = torch.optim.AdamW(plain.query.parameters(), lr=1e-2, weight_decay=0.0)
-    optimizer = ot.offload(
-        model, ot.AdamW(lr=1e-2, weight_decay=0.0), device="cpu", precision="fp32"
-    )
+    options = {"device": "cpu", "precision": "fp32", **PLACEMENTS[placement]}
+    with on_lanes(SeededLanes(0, late=True)):
+        optimizer = ot.offload(model, ot.AdamW(lr=1e-2, weight_decay=0.0), **options)
     x = torch.randn(4, 8)
     for _ in range(4):
         losses = [model(x), plain(x)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket, Slot
-from offloadtrain.engine.checks import MOVED, ModelError, changed
 from offloadtrain.engine.local_part import LocalPart
 from offloadtrain.engine.parameters import (
     OffloadedParameter,
     past_the_class,
+    set_data,
     set_ready,
     set_unready,
 )
@@ -35,13 +35,8 @@ def _ordinary_tensors() -> Iterator[None]:
         yield
 
 
-_Views = list[tuple[nn.Parameter | LocalPart, Tensor]]
-"""Each parameter with its view."""
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    """Return where a tensor is, also a fake one."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+_Views = list[tuple[Callable[[Tensor], None], Tensor]]
+"""What makes each parameter a view, and the view."""
 
 
 class Source(Protocol):
@@ -81,7 +76,6 @@ class ParameterViews:
         self._made: dict[tuple[Buffer, ...], _Views] = {}
         """Memory → views of it. Made once: blocks change slots at every use."""
         self._absent: _Views = []
-        self._shown: _Views = []
         self._placeholders: dict[Bucket, Tensor] = {}
         self.params = [slot.param for bucket in buckets for slot in bucket.slots]
         self.ready = True
@@ -127,16 +121,6 @@ class ParameterViews:
             self.ready = ready
             (set_ready if ready else set_unready)(self.params)
 
-    def check(self) -> None:
-        """Raises ModelError if somebody else has set `data` of a parameter: the next load would
-        silently undo it."""
-        with past_the_class():
-            for number, (param, view) in enumerate(self._shown):
-                current = param.data if isinstance(param, LocalPart) else param
-                if _place(current) != _place(view):
-                    slots = [slot for bucket in self.buckets for slot in bucket.slots]
-                    raise ModelError(changed(slots[number].name, MOVED))
-
     def placeholder(self, bucket: Bucket) -> Tensor:
         """Return the 0-dim NaN, on the device, that stands for weights that are not there."""
         if bucket not in self._placeholders:
@@ -154,13 +138,19 @@ class ParameterViews:
 
     def _show(self, views: _Views) -> None:
         with past_the_class():
-            for param, view in views:
-                param.data = view
-        self._shown = views
+            for show, view in views:
+                show(view)
 
     def _make(self, view: Callable[[Bucket, Slot], Tensor]) -> _Views:
         with _ordinary_tensors():
-            return [(slot.local, view(b, slot)) for b in self.buckets for slot in b.slots]
+            slots = [(bucket, slot) for bucket in self.buckets for slot in bucket.slots]
+            setters = [
+                partial(setattr, s.local, "data")
+                if isinstance(s.local, LocalPart)
+                else partial(set_data, s.local)
+                for _, s in slots
+            ]
+            return list(zip(setters, (view(*each) for each in slots), strict=True))
 
 
 class GraphReads:

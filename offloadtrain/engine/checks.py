@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, pairwise
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch import nn
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import local
-from offloadtrain.engine.parameters import past_the_class
+from offloadtrain.engine.parameters import OffloadedParameter, past_the_class
 from offloadtrain.engine.partition import partition
 from offloadtrain.optim import AnyRule, MatrixRule, Rule
 from offloadtrain.runtime.process_group import Ranks
@@ -33,17 +33,6 @@ offloaded: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
 class ModelError(OffloadTrainError):
     """A model that cannot be offloaded, or that was changed after it was."""
-
-
-MOVED = "was moved or replaced (.to(), .data = …)"
-
-
-def changed(name: str, what: str) -> str:
-    """Say what others have done to a parameter after offload()."""
-    return (
-        f"parameter '{name}' {what} after offload(): the master weight does not know. Load weights "
-        "with model.load_state_dict(), or change the model before offload()."
-    )
 
 
 _RULES = (
@@ -168,6 +157,11 @@ def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
             "block instead (block.forward = torch.compile(block.forward)) and offload the model"
         )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"'{name}' is a TorchScript module, whose forward takes no hooks: offload the "
+                "module that it was scripted from, and script that after close()"
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
     for name, param in model.named_parameters():
@@ -189,6 +183,11 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         divided and not param.requires_grad,
         "is a frozen DTensor: only trained ones can be offloaded. Leave it out of the plan of "
         "parallelize_module, whole on each rank, or train it",
+    )
+    yield (
+        isinstance(param, OffloadedParameter),
+        "is a parameter of another offloaded model: close() its optimizer first, or offload one "
+        "module that contains both models",
     )
     yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
     yield (
@@ -323,62 +322,56 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
         )
 
 
-_Seal = tuple[int, int, bool]
-
-
 class ParameterGuard:
-    """Detects parameters that were written, moved, frozen or added outside the engine.
+    """Detects parameters that were written, frozen, replaced or added outside the engine.
 
-    The engine writes through flat buffers, which changes neither a parameter's version counter nor
-    its address; any other write changes one of them. Frozen parameters may be written: they have no
-    master weights that would undo it. The order of a module's parameters may change, as it does
-    where a forward registers a parametrization and removes it.
+    The engine writes through flat buffers, which does not change a parameter's version counter; any
+    other write does. The masters take over what is written into trained parameters; frozen ones
+    have none that would undo it. The order of a module's parameters may change, as it does where a
+    forward registers a parametrization and removes it.
     """
 
-    def __init__(self, model: nn.Module, moving: Collection[nn.Parameter] = ()) -> None:
-        """`moving`: parameters whose address the engine changes, those of streamed blocks."""
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._moving = set(map(id, moving))
-        self._names = [name for name, _ in model.named_parameters()]
-        self._params = list(model.parameters())
+        self._named = list(model.named_parameters())
+        self._trainable = [param.requires_grad for _, param in self._named]
         self._ids = _parameters(model).keys()
         self.renew()
 
     def written(self) -> list[nn.Parameter]:
         """Return the parameters whose values were written by others since the last renewal."""
-        pairs = zip(self._params, self._seals, strict=True)
+        pairs = zip(self._named, self._versions, strict=True)
         with past_the_class():
-            return [param for param, (version, *_) in pairs if _version(param) != version]
+            return [param for (_, param), version in pairs if version_of(param) != version]
 
     def renew(self) -> None:
         """Accept the values as they are."""
         with past_the_class():
-            self._seals = [self._seal(param) for param in self._params]
-
-    def _seal(self, param: nn.Parameter) -> _Seal:
-        address = 0 if id(param) in self._moving else local(param).data_ptr()
-        return (_version(param), address, param.requires_grad)
+            self._versions = [version_of(param) for _, param in self._named]
 
     def check(self) -> None:
-        """Raises ModelError naming the first parameter that others have changed."""
-        same = _parameters(self._model).keys() == self._ids
-        with past_the_class():
-            if not same or [self._seal(param) for param in self._params] != self._seals:
-                self._raise()
-
-    def _raise(self) -> None:
+        """Raises ModelError naming the first parameter that others have changed otherwise than by
+        writing values."""
         current = _parameters(self._model).keys()
-        if len(current) != len(self._params):
+        with past_the_class():
+            trainable = [param.requires_grad for _, param in self._named]
+        if current == self._ids and trainable == self._trainable:
+            return
+        if len(current) != len(self._named):
             raise ModelError(
-                f"the model has {len(current)} parameters, {len(self._params)} when it "
+                f"the model has {len(current)} parameters, {len(self._named)} when it "
                 "was offloaded: "
                 "close() the optimizer and offload the changed model"
             )
-        for name, param, seal in zip(self._names, self._params, self._seals, strict=True):
-            now = self._seal(param)
-            is_written = now[0] != seal[0] and param.requires_grad
-            if id(param) not in current or now[1:] != seal[1:] or is_written:
-                raise ModelError(_describe(name, id(param) in current, param, seal))
+        for (name, param), was in zip(self._named, self._trainable, strict=True):
+            if id(param) not in current or param.requires_grad != was:
+                what = "frozen" if was else "unfrozen"
+                what = what if id(param) in current else "replaced by another object"
+                raise ModelError(
+                    f"parameter '{name}' was {what} after offload(): the master weight does not "
+                    "know. Load weights with model.load_state_dict(), or change the model before "
+                    "offload()"
+                )
 
 
 def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
@@ -399,21 +392,8 @@ def _parameters(model: nn.Module) -> dict[int, nn.Parameter]:
     return cast(dict[int, nn.Parameter], params)
 
 
-def _version(param: nn.Parameter) -> int:
+def version_of(param: nn.Parameter) -> int:
     """Count the writes into a parameter; of a DTensor also those into its part
     (`to_local().copy_(…)`), which are those into itself, too."""
     part = local(param)
     return part._version + (param._version if part is not param else 0)
-
-
-def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:
-    version, _, trainable = seal
-    if not same:
-        what = "was replaced by another object"
-    elif param.requires_grad != trainable:
-        what = "was frozen" if trainable else "was unfrozen"
-    elif _version(param) == version:
-        what = MOVED
-    else:
-        what = f"was written in place ({_version(param) - version} time(s))"
-    return changed(name, what)

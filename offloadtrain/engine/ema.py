@@ -147,6 +147,7 @@ class EMA:
         def update(name: str, *state: Tensor) -> None:
             _average(self._averages[name], self._buckets[name], state, decay)
 
+        self.optimizer.take_over_writes()
         self.optimizer._engine.average(update)
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:

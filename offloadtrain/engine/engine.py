@@ -160,7 +160,10 @@ class Engine:
         if self.counter.scaler is not None and not self.gradients.in_explicit_backward:
             raise EngineError(
                 "loss scaling is on (precision = 'fp16'): call optimizer.backward(loss), not "
-                "loss.backward(), whose gradients would be taken for scaled ones"
+                "loss.backward(), whose gradients would be taken for scaled ones. If the loss is "
+                "that of another model, whose backward passes through this one, as of a generator "
+                "through its discriminator, call model.requires_grad_(False) on this one before "
+                "its forward, and requires_grad_(True) after the backward"
             )
         if self._norm is not None and self._norm.is_clipped:
             raise EngineError(

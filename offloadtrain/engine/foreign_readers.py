@@ -26,7 +26,14 @@ from offloadtrain.config.errors import PipelineError
 from offloadtrain.engine.autograd.forward_hooks import in_backward
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradient_access import ClippedTogether, GradientAccessError
-from offloadtrain.engine.parameters import gradient_of, observe, release, set_unready
+from offloadtrain.engine.parameters import (
+    ParameterWriteError,
+    gradient_of,
+    observe,
+    past_the_class,
+    release,
+    set_unready,
+)
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.engine.weights import WeightsOwner
 from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
@@ -80,6 +87,32 @@ class ParameterReaders:
         if owner is not None:
             owner.require_whole_weights()
             owner.synchronize()
+
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
+        """See `Observer`. Memory of the same kind is accepted: where the parameter still views it
+        in the next step, the masters take over what it holds."""
+        block, _, slot = self._places[param]
+        with past_the_class():
+            kinds = [f"{tuple(x.shape)}, {x.dtype}, on {x.device}" for x in (values, param)]
+        # The engine changes the memory of streamed blocks, and in pipelines without flushes.
+        if kinds[0] != kinds[1] or block.streamed or block.graphs.versions > 1:
+            raise ParameterWriteError(
+                f"'{slot.name}'.data is set to another tensor (.to(), .data = …), of {kinds[0]}: "
+                f"offload() has fixed {kinds[1]}, and moves streamed parameters itself. Copy the "
+                "values, param.data.copy_(…), or change the model before offload() (dtype: "
+                f'keep_fp32=["{slot.name}"])'
+            )
+
+    def version_of(self, param: nn.Parameter, *, for_write: bool = False) -> object:
+        """See `Observer`."""
+        block, *_ = self._places[param]
+        # A backward in progress may have the block in a slot.
+        if for_write and not in_backward() and (owner := self._owner()) is not None:
+            owner.synchronize()
+        if for_write and not self._engine.residency.shows_host(block):
+            return None
+        with past_the_class():
+            return block.graphs.generation, param._version
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """See `Observer`."""

@@ -7,6 +7,8 @@ from functools import partial
 from threading import RLock
 from typing import ParamSpec, Protocol
 
+import torch
+
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.buffers import Ranges
 from offloadtrain.engine.functions import Functions
@@ -113,6 +115,13 @@ class Interpreter:
     def _run(self, operations: Operations, *, updates: bool) -> None:
         if self.failure is not None:
             self.require_intact()
+        # torch's selective checkpoint would take loads on this thread for operations of the model.
+        modes = torch.utils._python_dispatch
+        if torch._C._len_torch_dispatch_stack() and (
+            type(modes._get_current_dispatch_mode()).__module__ == "torch.utils.checkpoint"
+        ):
+            with modes._pop_mode_temporarily():
+                return self._run(operations, updates=updates)
         todo = iter(operations)
         self._updating = updates
         try:

@@ -20,8 +20,10 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
+from operator import is_
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -31,7 +33,6 @@ from torch.utils.hooks import RemovableHandle
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.hooks import OfOneModel
-from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.build import build
 from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
 from offloadtrain.engine.division import Division
@@ -41,7 +42,13 @@ from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.param_groups import common_defaults
 from offloadtrain.engine.partition import layers_of
-from offloadtrain.engine.state import check_held_by, load_dict, views
+from offloadtrain.engine.state import (
+    check_held_by,
+    copy_assigned,
+    load_dict,
+    reset_moments,
+    views,
+)
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.engine.weights import ParamInit, WeightsIO, attach_state_dict_hooks
 from offloadtrain.optim import AnyRule, rule_of
@@ -279,9 +286,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._part_ranks, self._stage_ranks = division.parts, division.stages
         self.model, self._flips = model, config.update == "speculative"
         self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        buckets = [bucket for block in self._blocks for bucket in block.all_buckets]
-        moving = [slot.param for bucket in buckets if bucket.moves for slot in bucket.slots]
-        self._seal = ParameterGuard(model, moving)
+        self._seal = ParameterGuard(model)
         self._norm_size = division.size
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
@@ -506,6 +511,33 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if self.phase is not Phase.CLOSED and not self._accumulating:
             self._engine.drop_gradients()
 
+    @torch.no_grad()
+    def reset_state(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """Set moments to zero; the weights stay. `state.clear()` does the same to all parameters.
+
+        Args:
+            params: trained parameters whose moments are reset. The step count of bias correction
+                stays, which all parameters share. Default: all, and the step count becomes 0.
+
+        Raises:
+            EngineError: for a parameter that this optimizer does not train.
+            UpdateError: between backward and `step()`, where Adam runs inside backward.
+        """
+        self.settle()
+        self._engine.program.before_masters_change()
+        slots = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
+        for param in slots if params is None else params:
+            if param not in slots:
+                raise EngineError(
+                    f"reset_state() of a parameter of shape {tuple(param.shape)}, which this "
+                    "optimizer does not train"
+                )
+            bucket, slot = slots[param]
+            reset_moments(bucket, slot, self._rules[bucket.group])
+        if params is None:
+            self._count_from(0, {})
+        self._fill_state()
+
     def synchronize(self) -> None:
         """Wait until every lane is idle and state is at rest.
 
@@ -515,6 +547,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._engine.synchronize()
         # Speculative updates swap the copies of the state: views of it may show the other one.
         if self._flips:
+            self._take_over_state()
             self._fill_state()
 
     def sample_timeline(self) -> None:
@@ -533,9 +566,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding and
         "held_by". Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
-        self.synchronize()
-        # Some wrappers replace the entries of `state` by copies on a device.
-        self._fill_state()
+        self.settle()
         extra: dict[str, Any] = {"scaler": self.scaler_state(), "held_by": self._held_by}
         extra["seed"] = self._engine.functions.seed
         return eager(torch.optim.Optimizer.state_dict)(self) | extra
@@ -551,7 +582,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             EngineError: if groups, shapes, step counts or ranks do not fit this optimizer.
         """
         # This thread writes the state next, which Adam and uploads in flight still use.
-        self.synchronize()
+        self.settle()
         check_held_by(state_dict, self._held_by)
         slot_of = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         step, of_experts = load_dict(state_dict, self.param_groups, slot_of, self._rules)
@@ -600,11 +631,13 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         finally:
             # Views of memory that the finalizer is about to give back.
             self.state.clear()
+            self._handed_out.clear()
             self._finalizer()
             offloaded.pop(self.model, None)
 
     def _check(self) -> None:
         self._seal.check()
+        self.take_over_writes()
         for rule, group in zip(self._rules, self.param_groups, strict=True):
             rule.check(group)
 
@@ -613,12 +646,63 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._told_of_local_norm = True
             warn_of_local_norm(asker, self._norm_size, self.ranks)
 
-    def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
-        for _, slot in self._slots():
-            yield slot, {name: x for name, x in self.state[slot.param].items() if name != "step"}
-
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
             step = bucket.usage.steps_of(slot) if bucket.usage else self._step_tensor
             self._engine.functions.hand_out(bucket, tensors := views(bucket, slot))
             self.state[slot.param] = {"step": step, **tensors}
+        self._handed_out = self._state_values()
+
+    def _state_values(self) -> list[Any]:
+        entries = map(self.state.get, (p for group in self.param_groups for p in group["params"]))
+        return [*chain.from_iterable(map(dict.values, filter(None, entries)))]
+
+    def take_over_writes(self) -> None:
+        """Make what others have written into parameters, or assigned to `state`, the state's.
+
+        Raises:
+            ModelError: parameters were written where an update may have run or waited since; values
+                beyond the range of the working weights.
+            EngineError: see `_take_over_state`.
+            UpdateError: state was assigned, and Adam has run inside backward.
+        """
+        if self.phase is Phase.CLOSED:
+            return
+        written = [param for param in self._seal.written() if param.requires_grad]
+        if written and (self._is_delayed or not self._engine.program.mode.waits_for_norm):
+            name = next(name for name, p in self.model.named_parameters() if p is written[0])
+            raise ModelError(
+                f"parameter '{name}' was written, and an update may have waited (update = "
+                "'delayed') or run since (skip_nonfinite = False without clip_norm): call "
+                "optimizer.synchronize() before the write and optimizer.adopt_written_weights() "
+                "after it"
+            )
+        if written:
+            self.adopt_written_weights()
+        self._take_over_state()
+
+    @torch.no_grad()
+    def _take_over_state(self) -> None:
+        """Reset the state where others have cleared `state`; copy in what they have assigned.
+
+        Raises:
+            EngineError: a part was deleted, or something else than moments assigned.
+        """
+        values = self._state_values()
+        if len(values) == len(self._handed_out) and all(map(is_, values, self._handed_out)):
+            return
+        self._engine.synchronize()
+        self._engine.program.before_masters_change()
+        slots = [*self._slots()]
+        deleted = [slot.name for _, slot in slots if not self.state.get(slot.param)]
+        if deleted and len(deleted) < len(slots):
+            raise EngineError(
+                f"state['{deleted[0]}'] was deleted, and all parameters share one step count. "
+                "optimizer.reset_state([param]) makes the moments of some zero, and state.clear() "
+                "begins anew"
+            )
+        for bucket, slot in () if deleted else slots:
+            copy_assigned(bucket, slot, self.state[slot.param], self._step_tensor)
+        self._fill_state()
+        if deleted:
+            self.reset_state()

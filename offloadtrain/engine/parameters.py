@@ -15,8 +15,12 @@ their own, from `offload()` to `close()`:
 
 The engine switches the class, which costs a tenth of a microsecond. If the weights are on their
 way, compute waits for them and the parameter itself is read. If they are not on the device, the
-function reads a copy, through which gradients reach the parameter. A write into such a copy raises
-an error. Questions for sizes, types and gradients read no values and wait for nothing.
+function reads a copy, through which gradients reach the parameter. Questions for sizes, types and
+gradients read no values and wait for nothing.
+
+Writes count in the parameter's version, those into `data` too. The masters take them over at the
+next boundary of a step. What is written into a copy is copied to where the weights are; if the
+weights have changed since the copy was made, the write raises an error.
 
 Not seen are readers below torch's functions: C++ extensions, `torch.compile` of code that the
 engine does not hook, `torch.func.grad` of a parameter, and views that were taken before. Where the
@@ -36,6 +40,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -44,12 +49,15 @@ from offloadtrain.config.errors import OffloadTrainError
 _GRAD: Any = Tensor.grad
 """torch's own descriptor of the attribute."""
 
+set_data: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+"""Makes a parameter a view of other memory, past its class."""
+
 past_the_class = torch._C.DisableTorchFunctionSubclass
 """A context in which the engine reads and sets parameters of any class without a wait."""
 
 
 class ParameterWriteError(OffloadTrainError):
-    """A write into weights that are not on the device."""
+    """A write into a parameter that would be lost."""
 
 
 class Observer(Protocol):
@@ -64,6 +72,21 @@ class Observer(Protocol):
     def gradient_is_set(self, param: nn.Parameter, grad: Tensor | None, frame: FrameType) -> bool:
         """The code in `frame` sets `param.grad`; returns True if the gradient was written to where
         it is, False if it goes into the attribute."""
+
+    def before_data_is_set(self, param: nn.Parameter, values: Tensor) -> None:
+        """The parameter is about to become a view of other memory.
+
+        Raises:
+            ParameterWriteError: the values could not be taken over from there.
+        """
+
+    def version_of(self, param: nn.Parameter, *, for_write: bool = False) -> object:
+        """Return what changes with each update of the weights and each write into them.
+
+        Args:
+            for_write: make the parameter a view of its weights before, wherever they are; None if
+                that is impossible.
+        """
 
     def layout_of(self, param: nn.Parameter) -> Tensor:
         """Return a tensor without memory, of the parameter's shape and strides."""
@@ -101,6 +124,30 @@ class OffloadedParameter(nn.Parameter):
     def grad(self) -> None:
         self.grad = None
 
+    @property
+    def data(self) -> Tensor:
+        # torch's own counts writes apart from the parameter's, and nobody would notice them.
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        # As `.to()` of a module to where it is.
+        if isinstance(values, WeightsCopy) and values.source and values.source.is_copy_of(self):
+            return
+        if (observer := _observer_of(self)) is not None:
+            observer.before_data_is_set(self, values)
+        with past_the_class():
+            set_data(self, values)
+            increment_version(self)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        handle = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        hooks: dict[int, Any] = self._post_accumulate_grad_hooks
+        # The engine's stays the last one: it takes the gradient away.
+        last = list(hooks)[-2]
+        hooks[last] = hooks.pop(last)
+        return handle
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
             memo[id(self)] = self._copied()
@@ -133,24 +180,52 @@ class UnreadyParameter(OffloadedParameter):
                 return func(observer.layout_of(args[0]), *args[1:], **kwargs)
             if func in WITHOUT_VALUES or _is_of_autograd(func):
                 return func(*args, **kwargs)
-            copies: dict[nn.Parameter, Tensor] = {}
+            copies: _Copies = {}
             read = partial(_readable, copies, has_gradient=func not in _DETACHED)
             args, kwargs = tree_map_only(UnreadyParameter, read, (args, kwargs))
         return _run(func, args, kwargs, list(copies.values()))
 
 
+class _Source:
+    """The parameter that a copy of weights was made of."""
+
+    def __init__(self, param: nn.Parameter, observer: Observer, weights: Tensor) -> None:
+        """`weights`: all of the copy."""
+        self._param, self._observer, self._weights = param, observer, weights
+        self._version = observer.version_of(param)
+
+    def is_copy_of(self, param: nn.Parameter) -> bool:
+        """Tell whether a parameter has the weights that were copied, with what was written back."""
+        return param is self._param and self._observer.version_of(param) == self._version
+
+    def write_back(self) -> bool:
+        """Copy what was written to the weights themselves; returns False where it is too late."""
+        if self._observer.version_of(self._param, for_write=True) != self._version:
+            return False
+        with torch.no_grad(), past_the_class():
+            self._param.copy_(self._weights)
+        self._version = self._observer.version_of(self._param)
+        return True
+
+
+_Copies = dict[nn.Parameter, tuple[Tensor, "_Source | None"]]
+"""What is read in the place of parameters; no source: in a graph."""
+
+
 class WeightsCopy(Tensor):
-    """A view of a copy of weights that are not on the device: a write into it raises an error."""
+    """A view of a copy of weights that are not on the device."""
+
+    source: _Source | None
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        copies: list[Tensor] = []
+        copies: list[tuple[Tensor, _Source | None]] = []
 
-        def plain(view: Tensor) -> Tensor:
-            copies.append(view.as_subclass(Tensor))
-            return copies[-1]
+        def plain(view: WeightsCopy) -> Tensor:
+            copies.append((view.as_subclass(Tensor), view.source))
+            return copies[-1][0]
 
         with past_the_class():
             args, kwargs = tree_map_only(WeightsCopy, plain, (args, kwargs or {}))
@@ -178,13 +253,11 @@ class _ThroughCopy(torch.autograd.Function):
         return grads[0], None
 
 
-def _readable(
-    copies: dict[nn.Parameter, Tensor], param: nn.Parameter, *, has_gradient: bool
-) -> Tensor:
+def _readable(copies: _Copies, param: nn.Parameter, *, has_gradient: bool) -> Tensor:
     """Return what a function reads in the place of a parameter: itself, or a copy, which is added
     to `copies`; `has_gradient`: that of the function."""
     if param in copies:
-        return copies[param]
+        return copies[param][0]
     observer = _observer_of(param)
     if observer is None:
         param.__class__ = OffloadedParameter
@@ -194,29 +267,42 @@ def _readable(
     if weights is None:
         # The alias shares the memory and the count of writes.
         return param.detach() if type(param) is UnreadyParameter else param
+    source = None if in_graph else _Source(param, observer, weights)
     if in_graph:
         weights = _ThroughCopy.apply(param, weights)  # type: ignore[no-untyped-call]
-    copies[param] = weights
+    copies[param] = weights, source
     return weights
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Tensor]) -> Any:
-    """Call a function that reads copies of weights.
+def _run(
+    func: Any, args: Any, kwargs: dict[str, Any], copies: list[tuple[Tensor, _Source | None]]
+) -> Any:
+    """Call a function that reads copies of weights, and write back what it has written.
 
     Raises:
-        ParameterWriteError: it has written into one.
+        ParameterWriteError: that is impossible.
     """
-    before = [copy._version for copy in copies]
+    before = [copy._version for copy, _ in copies]
     result = func(*args, **kwargs)
-    if [copy._version for copy in copies] != before:
-        raise ParameterWriteError(
-            f"{getattr(func, '__name__', func)}() writes into weights of a streamed block, which "
-            "are not on the device: the write would be lost. Load weights with "
-            "model.load_state_dict(), or write after optimizer.synchronize() and call "
-            "optimizer.adopt_written_weights()"
-        )
-    if type(result) is Tensor and any(shares_memory(result, copy) for copy in copies):
-        return result.as_subclass(WeightsCopy)
+    for (copy, source), version in zip(copies, before, strict=True):
+        if copy._version != version and (source is None or not source.write_back()):
+            raise ParameterWriteError(
+                f"{getattr(func, '__name__', func)}() writes into a copy of a streamed parameter "
+                "that is in a graph, or older than its weights, or in shards: the write is lost. "
+                "Call optimizer.synchronize() and write into the parameter itself, or load weights "
+                "with model.load_state_dict()"
+            )
+    if copies and type(result) in (list, tuple):
+        return type(result)(_as_view(part, copies) for part in result)
+    return _as_view(result, copies)
+
+
+def _as_view(result: Any, copies: list[tuple[Tensor, _Source | None]]) -> Any:
+    """Return a function's result: if it views a copy of weights, a tensor that notices writes."""
+    for copy, source in copies:
+        if type(result) is Tensor and shares_memory(result, copy):
+            result = result.as_subclass(WeightsCopy)
+            result.source = source
     return result
 
 

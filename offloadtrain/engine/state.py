@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -181,6 +182,38 @@ def load(
         rule.convert(source, flat, bucket.format, target)
 
 
+def reset_moments(bucket: Bucket, slot: Slot, rule: Rule) -> None:
+    """Make the moments of this rank's part zero. The lanes must be empty."""
+    first, last = bucket.piece(slot)
+    if rule.moments and first < last:
+        load(bucket, slot, rule, dict.fromkeys(rule.moments, torch.zeros(last - first)), first)
+
+
+def copy_assigned(bucket: Bucket, slot: Slot, entry: Mapping[str, Any], step: Tensor) -> None:
+    """Copy moments that were assigned to a parameter's entry of `state` into the state. The lanes
+    must be empty.
+
+    Args:
+        step: of all parameters, 0-dim.
+
+    Raises:
+        EngineError: for other values than moments, or another shape.
+    """
+    own_steps = {} if bucket.usage else {"step": step}
+    for key, view in (views(bucket, slot) | own_steps).items():
+        value = torch.as_tensor(entry.get(key, view))
+        if torch.equal(value.to(view), view):
+            continue
+        is_moment = key in bucket.spec.moments and view.is_floating_point()
+        if not is_moment or value.shape != view.shape:
+            raise EngineError(
+                f"state['{slot.name}']['{key}'] was assigned: only moments that are not "
+                f"quantized can be, by tensors of shape {tuple(view.shape)}. reset_state() resets "
+                "moments of any format and the step count; weights are written into parameters"
+            )
+        view.copy_(value)
+
+
 def assembled(bucket: Bucket, slot: Slot, shard: Tensor, ranks: Ranks) -> Tensor:
     """Return a parameter's values, in its shape, from the shards of all ranks: (n,) fp32 on the
     host each. A collective; of a single rank, a view of its shard."""
@@ -281,6 +314,7 @@ class StateIO:
     """The part of `OffloadOptimizer` that checkpoints use."""
 
     model: nn.Module
+    state: defaultdict[Tensor, Any]
     ranks: Ranks
     _part_ranks: Ranks = ALONE
     _stage_ranks: Ranks = ALONE
@@ -293,9 +327,14 @@ class StateIO:
     def synchronize(self) -> None:
         raise NotImplementedError
 
-    def _own_entries(self) -> Iterator[tuple[Slot, dict[str, Tensor]]]:
-        """Yield the entries of `state` without their steps."""
+    def take_over_writes(self) -> None:
+        """Make what others have written into parameters, or assigned to `state`, the state's."""
         raise NotImplementedError
+
+    def settle(self) -> None:
+        """Take over what others have written, and wait until the state is at rest."""
+        self.take_over_writes()
+        self.synchronize()
 
     @property
     def _held_by(self) -> dict[str, tuple[int, int]]:
@@ -319,9 +358,9 @@ class StateIO:
         """Yield (parameter name, the tensors of its state): views of host memory, at rest. Frozen
         parameters in shards yield their weights."""
         # The caller reads views that Adam on the host lane may still write.
-        self.synchronize()
-        for slot, entry in self._own_entries():
-            yield slot.name, entry
+        self.settle()
+        for _, slot in self._slots():
+            yield slot.name, _tensors(self.state[slot.param])
         for bucket, slot in [] if self.ranks.is_single else self._frozen_slots():
             yield slot.name, {UNTRAINED: slot.shaped(bucket.weights_of(slot))}
 
@@ -371,6 +410,7 @@ class StateIO:
         The writer is called on the lane of writes, in any order of buckets. One at a time.
         """
         if not self._engine.salvaged:
+            self.take_over_writes()
             self._engine.write_state(writer)
             return
         # The lanes have stopped for good, and nothing changes the state any more.
@@ -405,7 +445,7 @@ class StateIO:
         """Return what this rank holds of every parameter of `extents`, to be read or overwritten;
         `finish_load` makes what was written effective."""
         # The caller reads or writes memory that Adam and uploads in flight still use.
-        self.synchronize()
+        self.settle()
         slots = [*self._slots(), *self._frozen_slots()]
         return {slot.name: own_state(b, slot, self.parts) for b, slot in slots}
 
@@ -490,16 +530,19 @@ class StateIO:
             counter.scaler.load_state_dict(dict(scaler))
             if not self._is_delayed:  # saved by a run whose scale follows late
                 counter.scaler.catch_up()
-        counter.steps = step
-        self._step_tensor.fill_(step)
-        for bucket, slot in self._slots():
-            if bucket.usage is not None:
-                steps = (expert_steps or {}).get(slot.name, step)
-                bucket.usage.load_steps(slot, self.parts.share(slot), steps)
+        self._count_from(step, expert_steps or {})
         # Waits: parameters hold the loaded weights when this returns.
         self._engine.emit(delayed=delayed)
         # Frozen parameters may have been loaded too.
         self._seal.renew()
+
+    def _count_from(self, step: int, expert_steps: Mapping[str, Sequence[int]]) -> None:
+        self._engine.counter.steps = step
+        self._step_tensor.fill_(step)
+        for bucket, slot in self._slots():
+            if bucket.usage is not None:
+                steps = expert_steps.get(slot.name, step)
+                bucket.usage.load_steps(slot, self.parts.share(slot), steps)
 
     @property
     def _is_delayed(self) -> bool:

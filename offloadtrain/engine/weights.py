@@ -30,7 +30,7 @@ from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
-from offloadtrain.engine.state import StateIO, assembled, master
+from offloadtrain.engine.state import StateIO, assembled, decoded, master
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.optim import AnyRule, Rule
 from offloadtrain.runtime import kernels
@@ -192,20 +192,32 @@ def adopt_loaded(
     rounded = False
     for bucket, slot in slots:
         if slot.param in written:
-            values = slot.local.data
+            values = shown = slot.local.data
             if given is not None:
                 values = part_as(slot.param, given.of(slot.name, slot.param))
             _check_range(slot.name, values, bucket.dtype)
             if told is not None:
                 told(bucket, slot, values)
-            set_master(bucket, slot, rules[bucket.group], values)
+            set_master(bucket, slot, rules[bucket.group], values, only_changed=given is None)
+            if not bucket.streamed:
+                view = slot.view(bucket.working.flat)
+                # `data` was set to other memory.
+                if view.data_ptr() != shown.data_ptr():
+                    slot.local.data = view.copy_(shown)
             rounded = rounded or (bucket.format.holds_weight and values.dtype != bucket.dtype)
     return rounded
 
 
-def set_master(bucket: Bucket, slot: Slot, rule: Rule, values: Tensor) -> None:
+def set_master(
+    bucket: Bucket, slot: Slot, rule: Rule, values: Tensor, *, only_changed: bool = False
+) -> None:
     """Set this rank's part of one parameter's master weights, from values of its shape, of any
-    dtype, on any device."""
+    dtype, on any device.
+
+    Args:
+        only_changed: the values were weights before somebody wrote into some of them: masters that
+            round to their value stay as they are, more precise than that.
+    """
     first, last = bucket.piece(slot)
     flat, state = slot.flattened(values.detach())[first:last], bucket.state_of(slot)
     fields = bucket.format.fields(rule.moments)
@@ -214,7 +226,12 @@ def set_master(bucket: Bucket, slot: Slot, rule: Rule, values: Tensor) -> None:
     for lo in range(0, flat.numel(), _CHUNK):
         piece = flat[lo : lo + _CHUNK]
         masters = _widened(piece, wide[: piece.numel()])
-        rule.set_master(bucket.format, kernels.cut(fields, state, lo, lo + piece.numel()), masters)
+        target = kernels.cut(fields, state, lo, lo + piece.numel())
+        if only_changed:
+            before = decoded(bucket, target, piece.numel())
+            same = (before.to(piece) == piece).to(masters.device)
+            masters = torch.where(same, before.to(masters.device), masters)
+        rule.set_master(bucket.format, target, masters)
 
 
 def _widened(values: Tensor, buffer: Tensor) -> Tensor:
@@ -404,8 +421,6 @@ class WeightsIO(StateIO):
     model: nn.Module
     _incoming: Given | None = None
     """Values that are being written into the model."""
-    _written_before: frozenset[nn.Parameter] = frozenset()
-    """Parameters written by others before the values of `_incoming` were."""
 
     def require_whole_weights(self) -> None:
         """Raises ModelError where parameters are mostly in shards (ZeRO stage 3)."""
@@ -469,7 +484,7 @@ class WeightsIO(StateIO):
         if self._engine.guard.phase is Phase.CLOSED:
             raise EngineError("master_weights() after close(), which gives their memory back")
         # This thread reads masters that Adam on the host lane may still write.
-        self.synchronize()
+        self.settle()
         yield from self._assembled(master)
 
     @torch.no_grad()
@@ -496,11 +511,12 @@ class WeightsIO(StateIO):
         """Set the masters of the parameters that others wrote; moments stay.
 
         After `model.load_state_dict` they are the values that it was given, fp32 ones in full;
-        16-bit ones that the model had already change nothing. Otherwise, and for parameters written
-        before it, they are the parameters' values. Every rank must give the same ones, or the next
-        step raises a RankError.
+        16-bit ones that the model had already change nothing. Otherwise they are the parameters'
+        values, where these differ from the rounded masters.
+        Every rank must give the same ones, or the next step raises a RankError.
 
-        Between backward and `step()`, the step updates the new masters by its gradient.
+        Between backward and `step()`, the step updates the new masters by its gradient. `step()`
+        and what reads the state call it where parameters were written.
 
         Raises:
             ModelError: for values beyond the range of the working weights.
@@ -512,9 +528,9 @@ class WeightsIO(StateIO):
         self._engine.program.before_masters_change()
         incoming = loaded = self._incoming
         self._incoming = None
-        written, before = frozenset(self._seal.written()), self._written_before
+        written = frozenset(self._seal.written())
         if incoming is not None and not incoming.new:
-            incoming, written = None, before
+            written = frozenset()
         report = None if self.ranks.is_single else self._tell_written
         if adopt_loaded(self._slots(), written, incoming, self._rules, report):
             self._engine.emit()
@@ -548,8 +564,8 @@ class WeightsIO(StateIO):
         """Values, by the model's own names, are about to be written into it; raises as
         `adopt_written_weights`."""
         self._engine.program.before_masters_change()
+        self.take_over_writes()
         self._incoming = Given(self.model, values)
-        self._written_before = frozenset(self._seal.written())
 
 
 def _keeps_statistics(module: nn.Module) -> bool:

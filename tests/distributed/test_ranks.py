@@ -343,6 +343,33 @@ def train_differently(what: str) -> None:
         optimizer.close()
 
 
+def written_and_reset(stage: int) -> dict[str, list[float]]:
+    """Return the masters after writes into parameters and resets of moments; all ranks have the
+    same batches."""
+    torch.manual_seed(0)
+    model = Chain(3)
+    optimizer = offloaded(model, zero_stage=stage)
+    for number, tokens in enumerate(batches(6)):
+        optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+        if number == 1 and stage < 3:
+            for param in model.parameters():
+                param.data.clamp_(-0.1, 0.1)
+        if number == 2:
+            optimizer.state.clear()
+        if number == 3:
+            optimizer.reset_state(model.head.parameters())
+    masters = {name: x.flatten().tolist() for name, x in optimizer.master_weights()}
+    optimizer.close()
+    return masters
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_writes_and_resets_of_ranks_are_those_of_one(ranks: Run, stage: int) -> None:
+    expected = written_and_reset(stage)
+    assert ranks(2, written_and_reset, stage) == [expected] * 2
+
+
 DIFFERENCES = {
     "model": "layers.3",
     "options": "split16",

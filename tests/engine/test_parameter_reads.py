@@ -22,7 +22,6 @@ import offloadtrain as ot
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.parameters import (
     OffloadedParameter,
-    ParameterWriteError,
     UnreadyParameter,
     past_the_class,
 )
@@ -243,17 +242,18 @@ WRITES: list[Callable[[nn.Parameter], object]] = [
 ]
 
 
+@pytest.mark.parametrize("placement", ["resident", "streamed"])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_that_would_be_lost_raises(write: Callable[[nn.Parameter], object]) -> None:
-    model, optimizer = offloaded(working="host", device_slots=1)
-    with torch.no_grad(), pytest.raises(ParameterWriteError, match="adopt_written_weights"):
-        write(model.layers[1].inner.weight)
-    # As the message says.
-    optimizer.synchronize()
+def test_a_write_reaches_the_master(
+    write: Callable[[nn.Parameter], object], placement: str
+) -> None:
+    model, optimizer = offloaded(**PLACEMENTS[placement])
+    expected = nn.Parameter(model.layers[1].inner.weight.detach().clone())
     with torch.no_grad():
-        model.layers[1].inner.weight.mul_(2)
-    optimizer.adopt_written_weights()
-    expected = model.layers[1].inner.weight.detach().clone()
+        for weight in (model.layers[1].inner.weight, expected):
+            torch.manual_seed(1)
+            write(weight)
+    assert torch.equal(model.layers[1].inner.weight, expected)
     assert torch.equal(dict(optimizer.master_weights())["layers.1.inner.weight"], expected)
     optimizer.close()
 
@@ -298,14 +298,15 @@ class Momentum(nn.Module):
         return (x - target.detach() - 1).square().mean()
 
 
-def test_a_frozen_copy_may_follow_the_trained_one() -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_frozen_copy_may_follow_the_trained_one(placement: str) -> None:
     torch.manual_seed(0)
     model = Momentum()
     plain = copy.deepcopy(model)
     resident = torch.optim.AdamW(plain.query.parameters(), lr=1e-2, weight_decay=0.0)
-    optimizer = ot.offload(
-        model, ot.AdamW(lr=1e-2, weight_decay=0.0), device="cpu", precision="fp32"
-    )
+    options = {"device": "cpu", "precision": "fp32", **PLACEMENTS[placement]}
+    with on_lanes(SeededLanes(0, late=True)):
+        optimizer = ot.offload(model, ot.AdamW(lr=1e-2, weight_decay=0.0), **options)
     x = torch.randn(4, 8)
     for _ in range(4):
         losses = [model(x), plain(x)]

@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import offloadtrain as ot
-from offloadtrain.engine import ModelError
+from offloadtrain.engine import ModelError, ParameterWriteError
 from offloadtrain.engine.autograd.casting import _Given
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 
@@ -267,10 +267,15 @@ class Routed(nn.Module):
         return output
 
 
-def test_weights_that_a_forward_casts_are_told_and_may_be_kept() -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_a_forward_casts_are_told_and_may_be_kept(frozen: bool) -> None:
     model, x = Routed(), torch.ones(3, WIDTH)
+    model.router.requires_grad_(not frozen)
     optimizer = ot.offload(model, device="cpu")
-    with pytest.raises(ModelError, match=r"'router' from torch.bfloat16 .* keep_fp32=\["):
+    error, name = (
+        (ModelError, "'router' from") if frozen else (ParameterWriteError, "'router.weight'")
+    )
+    with pytest.raises(error, match=rf"{name}.* torch.bfloat16.* keep_fp32=\["):
         model(x)
     model = Routed()
     optimizer = ot.offload(model, device="cpu", keep_fp32=["router.*"])

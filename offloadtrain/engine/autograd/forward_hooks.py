@@ -10,6 +10,7 @@ model waits for their blocks itself where its first forward has not called their
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +29,27 @@ from offloadtrain.engine.autograd.hooks import (
 )
 from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
-from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors
+from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors, are_covered
 from offloadtrain.engine.block import Block
-from offloadtrain.engine.checks import has_compiled
+from offloadtrain.engine.checks import ModelError, has_compiled, version_of
 from offloadtrain.engine.residency import Residency
 from offloadtrain.runtime.lanes import Lanes, Span
 from offloadtrain.step.program.streaming import StreamError
+
+_DTYPES = (
+    "offloadtrain: weights are in 16 bits here, and only inputs of torch's own modules are cast. "
+    'Keep those of this part in fp32, offload(keep_fp32=["name.*"]), compute it inside '
+    'torch.autocast, or set precision = "fp32"'
+)
+_NOTES = {
+    "BFloat16": _DTYPES,
+    "Half": _DTYPES,
+    "don't yet support saved tensor hooks": (
+        "offloadtrain: a forward saves its weights through such hooks. Call "
+        "torch.autograd.grad(…, create_graph=True) in the place of torch.func"
+    ),
+}
+"""What an error of torch's in a forward contains → what is said to it."""
 
 
 class _Running(NamedTuple):
@@ -46,6 +62,8 @@ class _Running(NamedTuple):
     blocks: tuple[Block, ...]
     outside: tuple[Block, ...]
     """Streamed blocks whose forward surrounds it."""
+    writes: list[tuple[str, int]]
+    """See `_writes`."""
 
 
 @dataclass(slots=True)
@@ -139,19 +157,19 @@ class ForwardHooks:
         saved = () if _looks_up(module) else blocks
         outside = self._saved.enter(blocks, saved, again=again or again_now)
         pushed = self._saved.push(offloader, frame) if hooked.handles else None
-        running = _Running(module, frame, span, pushed, blocks, outside)
+        running = _Running(module, frame, span, pushed, blocks, outside, _writes(blocks))
         hooked.running.append(running)
         self._running.append(running)
 
     def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
         """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
-        not fired: in a forward that is called past them, or runs again ([Note: Recompute without
-        hooks]). Returns True if `leave` must follow."""
+        not fired, in a forward that is called past them, or runs again ([Note: Recompute without
+        hooks]), and where they are not the innermost any more. Returns True if `leave` must
+        follow."""
         hooked = self._hooked[module]
-        for block in hooked.waits:
-            if not block.forwards:
-                self.enter(module, frame=frame)
-                return True
+        if are_covered() or not all(block.forwards for block in hooked.waits):
+            self.enter(module, frame=frame)
+            return True
         hooked.handles = hooked.handles and in_backward()
         return False
 
@@ -161,15 +179,29 @@ class ForwardHooks:
         if not hooked.running:
             return
         running = hooked.running.pop()
+        # Where forward has raised.
+        error = sys.exc_info()[1]
+        if isinstance(error, RuntimeError) and not hasattr(error, "__notes__"):
+            for text, note in _NOTES.items():
+                if text in str(error):
+                    error.add_note(note)
         # Nearly always the last one.
         at = next(i for i in range(len(self._running) - 1, -1, -1) if self._running[i] is running)
         del self._running[at]
         self._saved.leave(running.outside)
         if running.pushed is not None:
             self._saved.pop(running.pushed)
+        writes = _writes(running.blocks)
         # Without a pin the slot may go to another block, whose load waits for compute up to then.
         self._release(running.blocks)
         self._lanes.close_span(running.span)
+        if writes != running.writes:
+            name = next(name for name, count in writes if (name, count) not in running.writes)
+            raise ModelError(
+                f"parameter '{name}' was written in the forward of '{hooked.name}', whose "
+                "weights are on the device only meanwhile: the write is lost. Write after step(), "
+                "or leave the block on the device (resident_blocks, keep_whole)"
+            )
         if self._is_first and module is self._model:
             self._is_first = False
             uncalled = (block for block in self._blocks if block not in self._order)
@@ -220,8 +252,6 @@ class ForwardHooks:
         self.on_root()
         if isinstance(self._offloader, SavedOffloader):
             self._offloader.begin()
-        for block in self._residency.streamed:
-            block.views.check()
         # The first loads are launched before any module asks for its block.
         self._residency.restart()
 
@@ -276,10 +306,16 @@ class ForwardHooks:
         return self._hooked[module]
 
 
+def _writes(blocks: Sequence[Block]) -> list[tuple[str, int]]:
+    """Return the names of streamed trained parameters, with how often each was written."""
+    slots = (slot for block in blocks if block.streamed for b in block.buckets for slot in b.slots)
+    return [(slot.name, version_of(slot.param)) for slot in slots]
+
+
 def _inside_streamed(blocks: Sequence[Block]) -> dict[nn.Module, list[Block]]:
     """Return modules in streamed blocks that own parameters → the blocks of these. Not in compiled
     blocks: the compiler would compile each block anew, as their hooks differ."""
-    streamed = [b for b in blocks if b.streamed and not _has_compiled(b.module)]
+    streamed = [b for b in blocks if b.streamed and not any(map(has_compiled, b.module.modules()))]
     owner = {slot.param: block for block in streamed for b in block.all_buckets for slot in b.slots}
     inside = dict.fromkeys(module for block in streamed for module in block.module.modules())
     blocks_of = {m: [owner[p] for p in m.parameters(recurse=False) if p in owner] for m in inside}
@@ -294,12 +330,6 @@ def _saved_tensors(blocks: Sequence[Block], residency: Residency) -> SavedTensor
     if residency.streamed:
         saved.register_streamed(residency)
     return saved
-
-
-def _has_compiled(model: nn.Module) -> bool:
-    """Tell whether a forward in it is compiled: torch.compile gives up for good if its first run is
-    under a dispatch mode."""
-    return any(map(has_compiled, model.modules()))
 
 
 def _looks_up(module: nn.Module) -> bool:

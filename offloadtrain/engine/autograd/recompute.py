@@ -244,7 +244,7 @@ class BufferChanges:
 
 class Rewind:
     """The state of what a forward can change: all mutable objects that its arguments reach, and the
-    attributes and buffers of `modules`."""
+    attributes, buffers and parameters of `modules`."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], modules: Iterable[nn.Module] = ()
@@ -274,7 +274,9 @@ class Rewind:
                     self._noted.append((obj, kind, references))
                     todo += references
         for module in modules:
-            self._noted += [(x, _ATTRIBUTES, x.copy()) for x in (vars(module), module._buffers)]
+            # Parameters are replaced in forwards of torch.func.functional_call.
+            kept = vars(module), module._buffers, module._parameters
+            self._noted += [(each, _ATTRIBUTES, each.copy()) for each in kept]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""

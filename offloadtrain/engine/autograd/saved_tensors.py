@@ -357,6 +357,13 @@ def in_checkpoint() -> bool:
     return outer is not None and outer[0].__module__ == checkpoint.__module__
 
 
+def are_covered() -> bool:
+    """Tell whether hooks of the user's, not of a recompute, are over an engine's: they would get
+    weights of a streamed block as they are, and keep views of a slot that others get."""
+    top = _top_hooks()
+    return top is not None and _innermost() is None and not in_checkpoint()
+
+
 def _top_hooks() -> Hooks | None:
     """Return the innermost hooks of this thread."""
     hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(False)

@@ -235,8 +235,9 @@ class Early(Exact):
         # A step that was dropped is mended by the load of a checkpoint, which sets masters.
         if self._staged and not self._lost:
             raise UpdateError(
-                "weights are set between backward and step(), after Adam has run inside backward: "
-                "set them before backward or after step(), or set skip_nonfinite = True"
+                "weights or moments are set between backward and step(), after Adam has run inside "
+                "backward: set them before backward or after step(), state by reset_state(), or "
+                "set skip_nonfinite = True"
             )
 
     def reset(self) -> None:

@@ -1,0 +1,382 @@
+"""What user code writes into parameters and optimizer state: as in a plain torch loop, or an error
+where it is done."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offloadtrain as ot
+from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine.norm import EngineError
+from offloadtrain.engine.parameters import ParameterWriteError
+from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes.seeded import SeededLanes
+from offloadtrain.step.program.modes import UpdateError
+from tests.engine.test_parameter_reads import Model, by_call
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "streamed": {"working": "host", "device_slots": 1},
+    "recomputed": {"working": "host", "activation": "recompute"},
+    "state on the device": {"state_on": "device"},
+    "speculative": {"update": "speculative", "working": "host"},
+}
+EARLY: dict[str, Any] = {"skip_nonfinite": False}
+"""Adam runs inside backward."""
+X = [torch.randn(5, 8, generator=torch.Generator().manual_seed(step)) for step in range(5)]
+
+
+def every(model: Any) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+# After step(): (model, optimizer, number of the step).
+After = Callable[[Any, Any, int], object]
+
+
+def clamps_data(model: Any, optimizer: Any, step: int) -> None:
+    """The critic of a Wasserstein GAN."""
+    for param in every(model):
+        param.data.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def writes_in_place(model: Any, optimizer: Any, step: int) -> None:
+    model.head.weight.mul_(0.5).add_(0.1)
+    model.layers[1].inner.weight.copy_(torch.full((16, 8), 0.2))
+    model.layers[2].outer.weight[1] = 0.3
+    torch._foreach_mul_([*model.layers[3].parameters()], 0.5)
+    nn.init.constant_(model.scale, 0.1)
+
+
+def writes_views_of_data(model: Any, optimizer: Any, step: int) -> None:
+    weight = model.layers[1].inner.weight.data
+    weight[0].zero_()
+    weight.chunk(4)[1].mul_(0.5)
+    weight.add_(0.01)
+    model.head.weight.detach().flatten()[:3].fill_(0.2)
+
+
+def writes_once(model: Any, optimizer: Any, step: int) -> None:
+    if step == 1:
+        clamps_data(model, optimizer, step)
+
+
+def swaps_for_an_evaluation(model: Any, optimizer: Any, step: int) -> None:
+    backup = [param.data.clone() for param in every(model)]
+    for param in every(model):
+        param.data.copy_(torch.full_like(param.data, 0.1))
+    with torch.no_grad():
+        assert by_call(model, X[0]).item() == pytest.approx(model.expected, rel=1e-5)
+    for param, values in zip(every(model), backup, strict=True):
+        param.data.copy_(values)
+
+
+def clears_the_state(model: Any, optimizer: Any, step: int) -> None:
+    if step == 2:
+        optimizer.state.clear()
+
+
+def deletes_the_state(model: Any, optimizer: Any, step: int) -> None:
+    for param in every(model) if step == 2 else ():
+        optimizer.state.pop(param, None)
+
+
+def assigns_moments(model: Any, optimizer: Any, step: int) -> None:
+    for param in every(model)[2:5] if step == 2 else ():
+        optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
+        optimizer.state[param]["exp_avg_sq"] = torch.full_like(param, 0.1)
+
+
+def resets_the_state(model: Any, optimizer: Any, step: int) -> None:
+    if step == 2:
+        getattr(optimizer, "reset_state", optimizer.state.clear)()
+
+
+def resets_a_part(model: Any, optimizer: Any, step: int) -> None:
+    if step == 2 and isinstance(optimizer, ot.OffloadOptimizer):
+        optimizer.reset_state(model.layers.parameters())
+    elif step == 2:
+        for param in model.layers.parameters():
+            optimizer.state[param]["exp_avg"].zero_()
+            optimizer.state[param]["exp_avg_sq"].zero_()
+
+
+def moves_to_where_it_is(model: Any, optimizer: Any, step: int) -> None:
+    model.to("cpu").float()
+
+
+AFTER: list[After] = [
+    clamps_data,
+    writes_in_place,
+    writes_views_of_data,
+    writes_once,
+    swaps_for_an_evaluation,
+    clears_the_state,
+    deletes_the_state,
+    assigns_moments,
+    resets_the_state,
+    resets_a_part,
+    moves_to_where_it_is,
+]
+
+
+def made(options: dict[str, Any] | None) -> tuple[Any, Any]:
+    """Return a model and its optimizer, resident where there are no options."""
+    torch.manual_seed(0)
+    model: Any = Model()
+    uniform = copy.deepcopy(model)
+    for param in uniform.parameters():
+        param.data.fill_(0.1)
+    model.expected = by_call(uniform, X[0]).item()
+    if options is None:
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    rule = ot.AdamW(lr=1e-2, weight_decay=0.0)
+    return model, ot.offload(model, rule, device="cpu", precision="fp32", **options)
+
+
+def trained(
+    after: After, options: dict[str, Any] | None, *, before: After = lambda *_: None
+) -> list[Any]:
+    """Train five steps; return the losses and the last weights, of forward and of the state."""
+    model, optimizer = made(options)
+    results: list[Any] = []
+    for step, x in enumerate(X):
+        loss = by_call(model, x)
+        loss.backward()
+        before(model, optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        after(model, optimizer, step)
+        results.append(loss.detach())
+    weights = dict(model.named_parameters())
+    masters = weights if options is None else dict(optimizer.master_weights())
+    results += [weights[name].detach().clone() for name in weights]
+    results += [masters[name].detach().clone() for name in weights]
+    if options is not None:
+        optimizer.close()
+    return results
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("after", AFTER)
+def test_writes_after_a_step_are_those_of_a_plain_loop(
+    after: After, placement: str, late: bool
+) -> None:
+    """A write that is lost, or done twice, differs by a hundredth."""
+    with on_lanes(SeededLanes(0, late=True)) if late else nullcontext():
+        ours = trained(after, PLACEMENTS[placement])
+    torch.testing.assert_close(ours, trained(after, None), rtol=1e-5, atol=2e-6)
+
+
+def loads_weights(model: Any, optimizer: Any, step: int) -> None:
+    if step == 2:
+        model.load_state_dict({name: 0.9 * x for name, x in model.state_dict().items()})
+
+
+def perturbs_a_microbatch(model: Any, optimizer: Any, step: int) -> None:
+    """Sharpness-aware minimization: the second gradient is taken at other weights."""
+    with torch.no_grad():
+        torch._foreach_add_(every(model), 0.05)
+    by_call(model, X[0]).backward()
+    with torch.no_grad():
+        torch._foreach_sub_(every(model), 0.05)
+
+
+BEFORE: list[After] = [clamps_data, writes_in_place, clears_the_state, loads_weights]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("before", [*BEFORE, perturbs_a_microbatch])
+def test_writes_between_backward_and_step_are_those_of_a_plain_loop(
+    before: After, placement: str, late: bool
+) -> None:
+    options = PLACEMENTS[placement]
+    if before is perturbs_a_microbatch:
+        options = {**options, "grad_accum_steps": 2}
+    with on_lanes(SeededLanes(0, late=True)) if late else nullcontext():
+        ours = trained(lambda *_: None, options, before=before)
+    expected = trained(lambda *_: None, None, before=before)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=2e-6)
+
+
+def sets_data(model: Any, optimizer: Any, step: int) -> None:
+    for param in every(model):
+        param.data = param.data * 0.9
+
+
+def swaps_data(model: Any, optimizer: Any, step: int) -> None:
+    """An average takes the parameters' place for an evaluation, and gives it back."""
+    backup = [param.data for param in every(model)]
+    for param in every(model):
+        param.data = torch.full_like(param, 0.1)
+    with torch.no_grad():
+        assert by_call(model, X[0]).item() == pytest.approx(model.expected, rel=1e-5)
+    for param, values in zip(every(model), backup, strict=True):
+        param.data = values
+
+
+@pytest.mark.parametrize("update", ["exact", "speculative"])
+@pytest.mark.parametrize("after", [sets_data, swaps_data])
+def test_data_may_be_set_to_other_memory(after: After, update: str) -> None:
+    with on_lanes(SeededLanes(0, late=True)):
+        ours = trained(after, {"update": update})
+    torch.testing.assert_close(ours, trained(after, None), rtol=1e-5, atol=2e-6)
+
+
+def writes_and_adopts(model: Any, optimizer: Any, step: int) -> None:
+    if isinstance(optimizer, ot.OffloadOptimizer):
+        optimizer.synchronize()
+    clamps_data(model, optimizer, step)
+    if isinstance(optimizer, ot.OffloadOptimizer):
+        optimizer.adopt_written_weights()
+
+
+@pytest.mark.parametrize("options", [EARLY, {"update": "delayed"}], ids=["early", "delayed"])
+@pytest.mark.parametrize("after", [writes_and_adopts, resets_the_state])
+def test_an_update_may_wait_or_run_inside_backward(after: After, options: dict[str, Any]) -> None:
+    """Ending the delay after each step makes "delayed" exact."""
+
+    def waits(model: Any, optimizer: Any, step: int) -> None:
+        if isinstance(optimizer, ot.OffloadOptimizer):
+            optimizer.synchronize()
+        after(model, optimizer, step)
+
+    with on_lanes(SeededLanes(0, late=True)):
+        ours = trained(waits, options)
+    torch.testing.assert_close(ours, trained(after, None), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+def test_masters_of_values_that_are_as_before_keep_their_bits(state: str) -> None:
+    """A clamp, and an average that was swapped in, cost no precision of 16-bit weights."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-3), device="cpu", state=state)
+    for x in X:
+        by_call(model, x).backward()
+        optimizer.step()
+    before = dict(optimizer.master_weights())
+    assert any((x != x.bfloat16()).any() for x in before.values())
+    bound = 0.125
+    for param in every(model):
+        backup = param.data.clone()
+        param.data.zero_()
+        param.data.copy_(backup).clamp_(-bound, bound)
+    for name, master in optimizer.master_weights():
+        weights = before[name].bfloat16().float()
+        expected = torch.where(weights.abs() > bound, weights.clamp(-bound, bound), before[name])
+        torch.testing.assert_close(master, expected, rtol=0 if state != "int8" else 2**-8, atol=0)
+    optimizer.close()
+
+
+def written_in_its_forward(model: Any, optimizer: Any) -> None:
+    inner = model.layers[1].inner
+    inner.register_forward_hook(lambda *_: inner.bias.data.zero_())
+    model(X[0])
+
+
+def set_to_another_shape(model: Any, optimizer: Any) -> None:
+    model.head.weight.data = torch.zeros(8, 8)
+
+
+def moved_to_another_dtype(model: Any, optimizer: Any) -> None:
+    model.head.double()
+
+
+def set_while_streamed(model: Any, optimizer: Any) -> None:
+    weight = model.layers[1].inner.weight
+    weight.data = torch.zeros_like(weight)
+
+
+def written_through_an_old_view(model: Any, optimizer: Any) -> None:
+    view = model.layers[1].inner.weight.data
+    by_call(model, X[0]).backward()
+    optimizer.step()
+    view.zero_()
+
+
+def written_while_an_update_waits(model: Any, optimizer: Any) -> None:
+    model.head.weight.data.clamp_(-0.1, 0.1)
+    by_call(model, X[0]).backward()
+    optimizer.step()
+
+
+def cleared_too_late(model: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
+    by_call(model, X[0]).backward()
+    optimizer.step()
+
+
+def deleted_in_part(model: Any, optimizer: Any) -> None:
+    del optimizer.state[model.scale]
+    optimizer.synchronize()
+    optimizer.state_dict()
+
+
+def assigned_a_master(model: Any, optimizer: Any) -> None:
+    optimizer.state[model.scale]["master"] = torch.ones(())
+    optimizer.state_dict()
+
+
+def assigned_another_shape(model: Any, optimizer: Any) -> None:
+    optimizer.state[model.scale]["exp_avg"] = torch.ones(2)
+    optimizer.state_dict()
+
+
+def reset_of_a_stranger(model: Any, optimizer: Any) -> None:
+    optimizer.reset_state([nn.Parameter(torch.zeros(3))])
+
+
+STREAMED = {"working": "host", "device_slots": 1}
+REFUSED: list[tuple[Callable[[Any, Any], object], dict[str, Any], type[Exception], str]] = [
+    (
+        written_in_its_forward,
+        STREAMED,
+        ModelError,
+        "'layers.1.inner.bias' was written in the forward",
+    ),
+    (set_to_another_shape, {}, ParameterWriteError, r"'head.weight'.data is set .*\(8, 8\)"),
+    (moved_to_another_dtype, {}, ParameterWriteError, r"'head.weight'.data is set .*float64"),
+    (moved_to_another_dtype, STREAMED, ParameterWriteError, r"'head.weight'.data is set"),
+    (set_while_streamed, STREAMED, ParameterWriteError, r"param.data.copy_"),
+    (written_through_an_old_view, STREAMED, ParameterWriteError, "older than its weights"),
+    (
+        written_while_an_update_waits,
+        {"update": "delayed"},
+        ModelError,
+        r"'head.weight' was written, .*synchronize\(\) before .*adopt_written_weights\(\) after",
+    ),
+    (written_while_an_update_waits, EARLY, ModelError, "skip_nonfinite = False"),
+    (cleared_too_late, EARLY, UpdateError, r"reset_state\(\)"),
+    (deleted_in_part, {}, EngineError, r"state\['scale'\] was deleted.*reset_state"),
+    (deleted_in_part, {"update": "speculative"}, EngineError, r"state\['scale'\] was deleted"),
+    (assigned_a_master, {}, EngineError, r"\['master'\] was assigned"),
+    (assigned_another_shape, {}, EngineError, r"\['exp_avg'\] was assigned"),
+    (reset_of_a_stranger, {}, EngineError, "does not train"),
+]
+
+
+@pytest.mark.parametrize(("write", "options", "error", "message"), REFUSED)
+def test_what_would_be_lost_is_refused_where_it_is_done(
+    write: Callable[[Any, Any], object],
+    options: dict[str, Any],
+    error: type[Exception],
+    message: str,
+) -> None:
+    model, optimizer = made(options)
+    for x in X[:2]:
+        by_call(model, x).backward()
+        optimizer.step()
+    with pytest.raises(error, match=message):
+        write(model, optimizer)
+    optimizer.close()

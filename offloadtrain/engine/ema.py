@@ -110,7 +110,7 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Return "decay", "num_updates" and "averages", by parameter name: views, which the next
         update changes; of several ranks, each its shard of them."""
-        self.optimizer._engine.finish_averages()
+        self.optimizer._engine.finish_averages()  # updates on the lanes may still write them
         return {
             "decay": self.decay,
             "num_updates": self.num_updates,

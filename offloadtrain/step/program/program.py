@@ -265,7 +265,8 @@ class Program:
         return self._order.take()
 
     def wait_for_averages(self) -> Operations:
-        """Make the launching thread wait for the averages so far; other lanes go on."""
+        """Make the launching thread wait for the averages so far."""
+        # The caller reads or writes averages next. Of these lanes alone: copies and loads go on.
         for lane in (Lane.HOST, Lane.WRITE):
             self._order.host_wait(self._order.record(lane, "average"), "the averages")
         return self._order.take()

@@ -23,6 +23,7 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import NormMeasure, SquareSums
 from offloadtrain.engine.partition import Part, partition
+from offloadtrain.engine.relayout import Earlier
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skipping import entries_in
 from offloadtrain.engine.weights import ParamInit, adopt_weights, view_weights
@@ -36,6 +37,7 @@ from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.layout import placement
 from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.layout.step_spec import StepSpec
+from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 
 
@@ -53,6 +55,8 @@ def build(
     disk: DiskArena,
     ledger: Ledger,
     has_values: bool = True,
+    missed: Mapping[nn.Parameter, int] | None = None,
+    earlier: Earlier | None = None,
 ) -> tuple[Engine, list[Block]]:
     """Partition the model, move its weights into flat buffers, make the engine.
 
@@ -60,12 +64,19 @@ def build(
     arena, or on the disk. Frozen parameters and buffers are on the device, except the frozen
     parameters of streamed blocks, which are in the arena. `rules`: that of each group. Without
     `has_values` nothing is moved: parameters and memory are fake.
+
+    Args:
+        missed: parameter → steps of the run that it has not made.
+        earlier: the layout of the same model before this one, whose state is moved.
     """
     parts, ranks = partition(model), division.replicas
-    blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes)
-    spec = lay_out(model, blocks, config, division, available_bytes())
+    blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes, missed)
+    # The memory of the layout before this one is given back.
+    room = available_bytes() + (0 if earlier is None else ledger.total(Tier.HOST))
+    spec = lay_out(model, blocks, config, division, room)
     program = Program(spec, ranks.rank, division.parts.rank)
-    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
+    late = earlier is not None
+    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger, is_late=late)
     shared = blocks, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.state.seed, parts=division.parts)
     residency = Residency(blocks, program, memory)
@@ -78,7 +89,8 @@ def build(
     squares = SquareSums(trained, program, interpreter, memory, division)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
-        adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn)
+        adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn, earlier)
+        memory.allocate()
     else:
         view_weights(model, blocks, config)
     moves = ActivationOffloader(program, interpreter, ranges.inputs, division.parts)
@@ -159,6 +171,7 @@ def make_blocks(
     config: OffloadConfig,
     division: Division,
     lanes: Lanes,
+    missed: Mapping[nn.Parameter, int] | None = None,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
     """Make all blocks, and by module the list of those that its forward waits for.
 
@@ -166,12 +179,13 @@ def make_blocks(
 
     Args:
         rules: that of each group.
+        missed: as for `build`.
 
     Raises:
         ModelError: two buckets would have the same name.
     """
     order = {param: index for index, param in enumerate(model.parameters(), division.first)}
-    group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
+    group_of = {p: i for i, g in enumerate(groups) for p in g["params"] if p.requires_grad}
     full = keeps_fp32(model, config.weights.keep_fp32)
     skipped = entries_in(model, config.skip_unused)
     ranks = division.replicas.size
@@ -183,7 +197,9 @@ def make_blocks(
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         label = part.name or root
-        buckets = _buckets(label, owned, order, group_of, rules, full, config, division, skipped)
+        buckets = _buckets(
+            label, owned, order, group_of, rules, full, config, division, skipped, missed
+        )
         may_leave = part.repeated if streams else False
         may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks) == 3)
         still = _still_frozen(part, owner) if may_leave else []
@@ -249,17 +265,19 @@ def _buckets(
     config: OffloadConfig,
     division: Division,
     skipped: Mapping[str, int],
+    missed: Mapping[nn.Parameter, int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Make a bucket per (parameter group, working dtype, ranks that share it, skipped or not) among
-    a block's parameters."""
+    """Make a bucket per (parameter group, working dtype, ranks that share it, skipped or not, steps
+    missed) among a block's parameters."""
     dtype = PRECISIONS[config.precision]
-    sorted_in: dict[tuple[int, torch.dtype, Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
+    sorted_in: dict[tuple[int, torch.dtype, Ranks, bool, int], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
         working_dtype = torch.float32 if param in full else dtype
-        key = (group_of.get(param, 0), working_dtype, division.sharers(param), full_name in skipped)
+        shared_by, late = division.sharers(param), (missed or {}).get(param, 0)
+        key = (group_of.get(param, 0), working_dtype, shared_by, full_name in skipped, late)
         sorted_in.setdefault(key, []).append((full_name, param))
     several, buckets = len(sorted_in) > 1, []
-    for i, ((group, dtype, shared_by, _), params) in enumerate(sorted_in.items()):
+    for i, ((group, dtype, shared_by, _, late), params) in enumerate(sorted_in.items()):
         bucket = pack(
             f"{name}/{i}" if several else name,
             group,
@@ -271,6 +289,7 @@ def _buckets(
             rules[group] if rules else None,
             skipped,
         )
+        bucket.missed_steps = late
         if bucket.spec.experts and division.skipping is not None:
             counts = [skipped[slot.name] for slot in bucket.slots]
             bucket.usage = division.skipping.usage_of(bucket.slots, counts)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, pairwise
+from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -324,6 +325,7 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
 
 
 _Seal = tuple[int, int, bool]
+_requires_grad = attrgetter("requires_grad")
 
 
 class ParameterGuard:
@@ -354,10 +356,27 @@ class ParameterGuard:
         """Accept the values as they are."""
         with past_the_class():
             self._seals = [self._seal(param) for param in self._params]
+        self._trained = [trained for *_, trained in self._seals]
 
     def _seal(self, param: nn.Parameter) -> _Seal:
         address = 0 if id(param) in self._moving else local(param).data_ptr()
         return (_version(param), address, param.requires_grad)
+
+    def is_retrained(self) -> bool:
+        """Tell whether a parameter was frozen or unfrozen since the last renewal."""
+        with past_the_class():
+            return list(map(_requires_grad, self._params)) != self._trained
+
+    def check_weights(self) -> None:
+        """Raises ModelError for a trained parameter whose weights others have changed, which a new
+        layout would undo."""
+        current = _parameters(self._model).keys()
+        with past_the_class():
+            for name, param, seal in zip(self._names, self._params, self._seals, strict=True):
+                now = self._seal(param)
+                is_written = now[0] != seal[0] and seal[2]
+                if id(param) in current and (is_written or now[1] != seal[1]):
+                    raise ModelError(changed(name, "was written in place" if is_written else MOVED))
 
     def check(self) -> None:
         """Raises ModelError naming the first parameter that others have changed."""
@@ -411,7 +430,11 @@ def _describe(name: str, same: bool, param: nn.Parameter, seal: _Seal) -> str:
     if not same:
         what = "was replaced by another object"
     elif param.requires_grad != trainable:
-        what = "was frozen" if trainable else "was unfrozen"
+        what = "frozen" if trainable else "unfrozen"
+        return (
+            f"parameter '{name}' was {what} between a forward of the model and step(): freeze and "
+            "unfreeze after step() or zero_grad(), before the next forward"
+        )
     elif _version(param) == version:
         what = MOVED
     else:

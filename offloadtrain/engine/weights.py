@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 import torch
@@ -39,6 +39,9 @@ from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
 
+if TYPE_CHECKING:
+    from offloadtrain.engine.relayout import Earlier
+
 _log = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20
@@ -58,8 +61,12 @@ def adopt_weights(
     device: torch.device,
     division: Division,
     param_init_fn: ParamInit | None,
+    earlier: Earlier | None = None,
 ) -> None:
     """Set masters from the weights as given, make parameters views, move the rest to the device.
+
+    Args:
+        earlier: the layout before this one, whose masters and moments move to the blocks.
 
     Raises:
         ModelError: for values beyond the range of the working weights.
@@ -88,7 +95,7 @@ def adopt_weights(
             division.check_same_weights([*undivided], _checksums(values))
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
-                _adopt(bucket, rules[bucket.group], device)
+                _adopt(bucket, rules[bucket.group], device, earlier)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
             # The host has a shard, which a full parameter cannot view: NaN until the first use.
@@ -98,8 +105,10 @@ def adopt_weights(
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
                 # A copy in any case: `param_init_fn` may have given a view of a file.
-                must_copy = param_init_fn is not None
+                must_copy = param_init_fn is not None or (earlier and earlier.holds(param)) is True
                 param.data = param.data.to(device, None if keep else dtype, copy=must_copy)
+        if earlier is not None:
+            earlier.moved(param for _, param in part.parameters)
     HEARTBEAT.advance("reading weights", sum(sizes), sum(sizes))
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
     for module in model.modules():
@@ -231,10 +240,13 @@ def _widened(values: Tensor, buffer: Tensor) -> Tensor:
     return buffer.copy_(values)
 
 
-def _adopt(bucket: Bucket, rule: Rule, device: torch.device) -> None:
+def _adopt(
+    bucket: Bucket, rule: Rule, device: torch.device, earlier: Earlier | None = None
+) -> None:
     for slot in bucket.slots:
-        _check_range(slot.name, slot.local.data, bucket.dtype)
-        set_master(bucket, slot, rule, slot.local.data)
+        if earlier is None or not earlier.carry(bucket, slot, rule):
+            _check_range(slot.name, slot.local.data, bucket.dtype)
+            set_master(bucket, slot, rule, slot.local.data)
         if isinstance(slot.local, LocalPart):
             slot.local.move(device, bucket.dtype)
         # The given memory is freed here, one parameter at a time. The view has no values until the

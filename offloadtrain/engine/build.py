@@ -37,7 +37,6 @@ from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.step.layout import placement
 from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.program import Program
 
 
@@ -55,7 +54,6 @@ def build(
     disk: DiskArena,
     ledger: Ledger,
     has_values: bool = True,
-    missed: Mapping[nn.Parameter, int] | None = None,
     earlier: Earlier | None = None,
 ) -> tuple[Engine, list[Block]]:
     """Partition the model, move its weights into flat buffers, make the engine.
@@ -66,34 +64,29 @@ def build(
     `has_values` nothing is moved: parameters and memory are fake.
 
     Args:
-        missed: parameter → steps of the run that it has not made.
-        earlier: the layout of the same model before this one, whose state is moved.
+        earlier: the layout of the same model before this one, whose state is moved. What is left
+            to be allocated then is the caller's to allocate.
     """
     parts, ranks = partition(model), division.replicas
+    missed, room, late = (earlier.missed, earlier.num_bytes, True) if earlier else ({}, 0, False)
     blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes, missed)
-    # The memory of the layout before this one is given back.
-    room = available_bytes() + (0 if earlier is None else ledger.total(Tier.HOST))
-    spec = lay_out(model, blocks, config, division, room)
+    spec = lay_out(model, blocks, config, division, available_bytes() + room)
     program = Program(spec, ranks.rank, division.parts.rank)
-    late = earlier is not None
     memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger, is_late=late)
     shared = blocks, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.state.seed, parts=division.parts)
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
-    gradients = Gradients(
-        blocks, program, interpreter, functions, ranks, in_order=division.in_order
-    )
+    in_order = division.in_order
+    gradients = Gradients(blocks, program, interpreter, functions, ranks, in_order=in_order)
     trained = [bucket for block in blocks for bucket in block.buckets]
     squares = SquareSums(trained, program, interpreter, memory, division)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn, earlier)
-        memory.allocate()
     else:
         view_weights(model, blocks, config)
-    moves = ActivationOffloader(program, interpreter, ranges.inputs, division.parts)
     forward_hooks = ForwardHooks(
         model,
         blocks,
@@ -102,7 +95,7 @@ def build(
         residency=residency,
         recomputed=[part.module for part in recomputed_parts(parts, config)],
         compiled=[part.module for part in parts if part.repeated and config.compile_blocks],
-        offloader=_offloader(model, spec, moves),
+        offloader=_offloader(model, program, interpreter, ranges.inputs, division.parts),
     )
     engine = Engine(
         blocks,
@@ -297,8 +290,11 @@ def _buckets(
     return tuple(buckets)
 
 
-def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:
-    """Return what takes tensors from autograd and gives them to `moves`."""
+def _offloader(
+    model: nn.Module, program: Program, interpreter: Interpreter, inputs: BlockInputs, parts: Ranks
+) -> Offloader | None:
+    """Return what takes tensors from autograd and moves them."""
+    spec, moves = program.spec, ActivationOffloader(program, interpreter, inputs, parts)
     if spec.offloads_saved:
         return SavedOffloader(moves, model, spec.config.activations.offload_saved_above)
     return moves if spec.moves_inputs else None

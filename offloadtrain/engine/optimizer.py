@@ -309,7 +309,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             arena=self._arena,
             disk=self._release.disk,
             ledger=self.ledger,
-            missed=self._missed,
             earlier=earlier,
         )
 
@@ -676,15 +675,21 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             check_model(self.model)
             trained = {p for group in groups for p in group["params"] if p.requires_grad}
             missed = self._steps_missed(trained) if missed is None else missed
-            earlier = Earlier(engine.residency.memory, self._blocks, self.state, self._keep)
+            earlier = Earlier(
+                engine.residency.memory,
+                self._blocks,
+                self.state,
+                self._keep,
+                missed=missed,
+                num_bytes=self.ledger.total(Tier.HOST),
+            )
             rules = [rule_of(self._rule, group) for group in groups]
             parts, for_all = partition(self.model), (config, self._division)
             blocks, _ = make_blocks(
                 parts, self.model, groups, rules, *for_all, engine.lanes, missed
             )
             # Limits of memory and names of modules are checked: nothing is refused from here on.
-            room = available_bytes() + self.ledger.total(Tier.HOST)
-            lay_out(self.model, blocks, *for_all, room)
+            lay_out(self.model, blocks, *for_all, available_bytes() + earlier.num_bytes)
             self._missed, self._rules = missed, rules
             casts = engine.leave()
             earlier.prepare()
@@ -695,6 +700,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             disk, self._release.disk = self._release.disk, self._disk(config)
             self._build(config, engine.lanes, earlier=earlier)
             earlier.finish()
+            self._engine.residency.memory.allocate()
             self._engine.go_on_from(engine)
             disk.close()
             self._start(casts)
@@ -714,7 +720,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             for value in values.values()
         ]
         memory = self._arena.map(rows)
-        copies = {"step": torch.as_tensor(state.get("step", 0)).clone()}
+        copies = {"step": torch.as_tensor(state.get("step", 0.0), device="cpu").clone()}
         for (name, value), flat in zip(values.items(), memory, strict=True):
             copies[name] = flat.as_strided(value.shape, dense_stride(value)).copy_(value)
         self._arena.release(self._frozen_state.pop(param, []))

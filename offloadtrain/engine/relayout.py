@@ -28,13 +28,17 @@ from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.state import load, master
-from offloadtrain.engine.weights import set_master
 from offloadtrain.optim import Rule
 from offloadtrain.step.layout.buffers import BufferKey, Memory
 
 
 class Earlier:
-    """The layout before a change, on its way out."""
+    """The layout before a change, on its way out.
+
+    Attributes:
+        missed: parameter → steps of the run that it has not made.
+        num_bytes: the host memory of the layout.
+    """
 
     def __init__(
         self,
@@ -42,10 +46,14 @@ class Earlier:
         blocks: Sequence[Block],
         states: Mapping[Tensor, Any],
         keep: Callable[[nn.Parameter, Mapping[str, Tensor]], None],
+        *,
+        missed: Mapping[nn.Parameter, int],
+        num_bytes: int,
     ) -> None:
         """`states`: by parameter, trained or frozen. `keep`: moves that of a frozen parameter to
         memory of its own; with an empty one it gives the memory back."""
         self._memory, self._states, self._keep = memory, states, keep
+        self.missed, self.num_bytes = missed, num_bytes
         buckets = [bucket for block in blocks for bucket in block.all_buckets]
         self._slot_of = {slot.param: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._waiting = {bucket: len(bucket.slots) for bucket in buckets}
@@ -59,28 +67,28 @@ class Earlier:
         """Everything has moved: give back what is left, that of parameters that left the model."""
         self._release_but(())
 
-    def holds(self, param: nn.Parameter) -> bool:
+    def __contains__(self, param: nn.Parameter) -> bool:
         """Tell whether a parameter's weights may be in the memory."""
         return param in self._slot_of
 
-    def carry(self, bucket: Bucket, slot: Slot, rule: Rule) -> bool:
-        """Set the state of a parameter in its new bucket; False: it has none, its weights are all
-        that is there."""
+    def carry(self, bucket: Bucket, slot: Slot, rule: Rule) -> Tensor | None:
+        """Set the state of a parameter in its new bucket. Returns the weights that its master is to
+        be set from, of its shape; None if the master is there."""
         old, old_slot = self._slot_of.get(slot.param, (bucket, slot))
         if old is not bucket and old.is_trained:
             pieces = zip(bucket.state_of(slot), old.state_of(old_slot), strict=True)
             for target, source in pieces:
                 target.copy_(source)
-            return True
-        if state := self._states.get(slot.param):
-            load(bucket, slot, rule, state, None)
-            masters, weights = slot.shaped(master(bucket, slot, rule)), slot.param.data.cpu()
-            # What was written while it was frozen is true; the rest has the masters' precision.
-            written = state.get("weight", masters.to(weights.dtype)) != weights
-            if bool(written.any()):
-                set_master(bucket, slot, rule, torch.where(written, weights.float(), masters))
-            self._keep(slot.param, {})
-        return bool(state)
+            return None
+        weights = slot.local.data
+        if not (state := self._states.get(slot.param)):
+            return weights
+        load(bucket, slot, rule, state, None)
+        masters, weights = slot.shaped(master(bucket, slot, rule)), weights.cpu()
+        # What was written while it was frozen is true; the rest has the masters' precision.
+        written = state.get("weight", masters.to(weights.dtype)) != weights
+        self._keep(slot.param, {})
+        return torch.where(written, weights.float(), masters) if bool(written.any()) else None
 
     def moved(self, params: Iterable[nn.Parameter]) -> None:
         """These parameters are views of the new layout: give back the buckets that nothing

@@ -111,7 +111,7 @@ def steps_of(
     """
     steps, of_experts = {}, {}
     for param, (bucket, slot) in held.items():
-        step = torch.as_tensor(entries[param]["step"] if param in entries else 0)
+        step = torch.as_tensor(entries[param]["step"] if param in entries else 0, device="cpu")
         if bucket.usage is not None:
             of_experts[slot.name] = step.reshape(-1).int().tolist()
         elif step.numel() > 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from zlib import crc32
 
 import torch
@@ -30,6 +30,7 @@ from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
+from offloadtrain.engine.relayout import Earlier
 from offloadtrain.engine.state import StateIO, whole_master
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.optim import AnyRule, Rule
@@ -38,9 +39,6 @@ from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.runtime.tensor_parts import is_distributed
-
-if TYPE_CHECKING:
-    from offloadtrain.engine.relayout import Earlier
 
 _log = logging.getLogger(__name__)
 
@@ -88,8 +86,8 @@ def adopt_weights(
         # Ranks that hold other parts of a parameter have other values: its sharers agree.
         for sharers in dict.fromkeys((ranks, ranks.of_experts)):
             _agree_on([p for p in new if division.sharers(p) is sharers], sharers.everyone)
-        undivided = {name: p for p, name in new.items() if not is_divided(p)}
         if not division.parts.is_single:
+            undivided = {name: p for p, name in new.items() if not is_divided(p)}
             # Not overwritten: a module may divide itself without DTensors, which is detected here.
             values = [local(tensor.detach()) for tensor in undivided.values()]
             division.check_same_weights([*undivided], _checksums(values))
@@ -105,7 +103,7 @@ def adopt_weights(
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
                 # A copy in any case: `param_init_fn` may have given a view of a file.
-                must_copy = param_init_fn is not None or (earlier and earlier.holds(param)) is True
+                must_copy = param_init_fn is not None or (earlier is not None and param in earlier)
                 param.data = param.data.to(device, None if keep else dtype, copy=must_copy)
         if earlier is not None:
             earlier.moved(param for _, param in part.parameters)
@@ -114,8 +112,7 @@ def adopt_weights(
     for module in model.modules():
         materialise(module, param_init_fn)
         for param in module.parameters(recurse=False):
-            # Empty ones, which no bucket holds.
-            if param not in trained and param.requires_grad:
+            if param not in trained and param.requires_grad:  # empty: in no bucket
                 param.data = param.data.to(device, dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -244,9 +241,10 @@ def _adopt(
     bucket: Bucket, rule: Rule, device: torch.device, earlier: Earlier | None = None
 ) -> None:
     for slot in bucket.slots:
-        if earlier is None or not earlier.carry(bucket, slot, rule):
-            _check_range(slot.name, slot.local.data, bucket.dtype)
-            set_master(bucket, slot, rule, slot.local.data)
+        values = slot.local.data if earlier is None else earlier.carry(bucket, slot, rule)
+        if values is not None:
+            _check_range(slot.name, values, bucket.dtype)
+            set_master(bucket, slot, rule, values)
         if isinstance(slot.local, LocalPart):
             slot.local.move(device, bucket.dtype)
         # The given memory is freed here, one parameter at a time. The view has no values until the

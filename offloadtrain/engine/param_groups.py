@@ -157,6 +157,7 @@ def check_trained(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None
             where = "no group" if param not in counts else f"{counts[param]} groups"
             raise ModelError(
                 f"trainable parameter '{name}' is in {where} of `params`: put it into exactly one, "
-                "after offload() with optimizer.add_param_group({'params': …}), or freeze it with "
+                "after offload() by optimizer.add_param_group({'params': …}) or "
+                "optimizer.param_groups[0]['params'].append(…), or freeze it with "
                 "requires_grad_(False)"
             )

@@ -58,6 +58,7 @@ def test_the_process_has_what_the_ledger_says() -> None:
     assert {run["placement"]: faults(run) for run in runs} == {name: [] for name in PLACEMENTS}
 
 
+@pytest.mark.slow
 def test_memory_follows_what_is_trained() -> None:
     """However often that changes: nothing of an earlier layout is left, and no state is there twice
     meanwhile. Of half of the layers the state of frozen ones waits; on the device and the disk it

@@ -51,7 +51,7 @@ def make(offload: Mapping[str, Any] | None, folder: Path, **trainer: Any) -> tup
 
         def configure_optimizers(self) -> Any:
             optimizer: Any = (
-                torch.optim.AdamW(self.parameters(), **ADAMW)
+                torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], **ADAMW)
                 if offload is None
                 else self.trainer.strategy.offload(ot.AdamW(**ADAMW))
             )

@@ -101,6 +101,7 @@ class Bucket:
         copy: the number of the copy that is the state.
         version: of two versions of a streamed block's weights, the one that loads read.
         usage: which of its entries a step has used; None: it is updated whole.
+        missed_steps: steps of the run that its parameters have not made.
     """
 
     spec: BucketSpec
@@ -116,6 +117,7 @@ class Bucket:
     copy: int = 0
     version: int = 0
     usage: Usage | None = None
+    missed_steps: int = 0
 
     def buffer(self, kind: Memory, version: int = 0) -> Buffer:
         """Return a buffer of this bucket."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Generic, TypeVar, assert_never
 
 import torch
@@ -22,6 +23,7 @@ from offloadtrain.step.layout.buffers import (
     Memory,
     PoolSpec,
     Rows,
+    not_late,
 )
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Ref
@@ -82,7 +84,7 @@ class BlockInputs:
 
 
 class MemoryMap(dict[BufferKey, Buffer]):
-    """Every buffer of a step. All but late ones and pools are allocated when it is made.
+    """Every buffer of a step. Late ones and pools are allocated on first use.
 
     Attributes:
         table: its rows.
@@ -96,18 +98,24 @@ class MemoryMap(dict[BufferKey, Buffer]):
         arena: Arena,
         disk: DiskArena,
         ledger: Ledger,
+        is_late: bool = False,
     ) -> None:
+        """`is_late`: only the disk's buffers are allocated here; the others of a bucket with the
+        first one that is used, and what is left by `allocate`."""
         super().__init__()
         self.table = table
         self._device, self._arena, self._disk, self._ledger = device, arena, disk, ledger
         # The space of the disk is checked before a hundred GiB are page-locked.
-        for tier in (Tier.DISK, Tier.HOST, Tier.DEVICE):
-            self._allocate(table.allocated(tier), tier)
+        self._allocate(table.allocated(Tier.DISK), Tier.DISK)
+        if not is_late:
+            self.allocate()
 
     def __missing__(self, key: BufferKey) -> Buffer:
         row = self.table.rows[key]
         if row.within is None:
-            self._allocate({key: row}, row.tier)
+            alike = self.table.of_bucket[key.bucket].items()
+            missing = {k: r for k, r in alike if r.tier is row.tier and not_late(r)}
+            self._allocate({**missing, key: row}, row.tier)
         else:
             parent, offset = row.within
             # Parameters will be views of it, also of those that are trained later.
@@ -115,6 +123,25 @@ class MemoryMap(dict[BufferKey, Buffer]):
                 part = self[parent].flat[offset : offset + row.nbytes].view(DTYPES[row.dtype])
             self[key] = Buffer(row.name, part)
         return self[key]
+
+    def allocate(self) -> None:
+        """Allocate all buffers that are not there and not late."""
+        for tier in (Tier.HOST, Tier.DEVICE):
+            self._allocate(self.table.allocated(tier), tier)
+
+    def release(self, keys: Iterable[BufferKey]) -> None:
+        """Give buffers of the host and the device back that no lane uses any more."""
+        host = []
+        for key in keys:
+            flat = self.pop(key).flat
+            row = self.table.rows.get(key) or self.table.pools[key.kind].buffer(flat.nbytes)
+            if row.within is not None:
+                continue
+            if row.tier is Tier.HOST:
+                host.append(flat)
+            elif row.tier is Tier.DEVICE:
+                self._ledger.add(row.owner, Tier.DEVICE, -row.nbytes)
+        self._arena.release(host)
 
     @property
     def slots(self) -> list[Tensor]:
@@ -150,6 +177,7 @@ class MemoryMap(dict[BufferKey, Buffer]):
             )
 
     def _allocate(self, rows: Rows, tier: Tier) -> None:
+        rows = {key: row for key, row in rows.items() if key not in self}
         match tier:
             case Tier.DISK:
                 tensors = self._disk.map(rows)

@@ -23,6 +23,7 @@ from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Interpreter
 from offloadtrain.engine.norm import NormMeasure, SquareSums
 from offloadtrain.engine.partition import Part, partition
+from offloadtrain.engine.relayout import Earlier
 from offloadtrain.engine.residency import Residency
 from offloadtrain.engine.skipping import entries_in
 from offloadtrain.engine.weights import ParamInit, adopt_weights, view_weights
@@ -53,6 +54,7 @@ def build(
     disk: DiskArena,
     ledger: Ledger,
     has_values: bool = True,
+    earlier: Earlier | None = None,
 ) -> tuple[Engine, list[Block]]:
     """Partition the model, move its weights into flat buffers, make the engine.
 
@@ -60,28 +62,31 @@ def build(
     arena, or on the disk. Frozen parameters and buffers are on the device, except the frozen
     parameters of streamed blocks, which are in the arena. `rules`: that of each group. Without
     `has_values` nothing is moved: parameters and memory are fake.
+
+    Args:
+        earlier: the layout of the same model before this one, whose state is moved. What is left
+            to be allocated then is the caller's to allocate.
     """
     parts, ranks = partition(model), division.replicas
-    blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes)
-    spec = lay_out(model, blocks, config, division, available_bytes())
+    missed, room, late = (earlier.missed, earlier.num_bytes, True) if earlier else ({}, 0, False)
+    blocks, entries = make_blocks(parts, model, groups, rules, config, division, lanes, missed)
+    spec = lay_out(model, blocks, config, division, available_bytes() + room)
     program = Program(spec, ranks.rank, division.parts.rank)
-    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger)
+    memory = MemoryMap(program.table, device, arena=arena, disk=disk, ledger=ledger, is_late=late)
     shared = blocks, lanes, ranks, rules, groups, disk
     functions = Functions(*shared, seed=config.state.seed, parts=division.parts)
     residency = Residency(blocks, program, memory)
     ranges = Ranges(memory, BlockInputs(device))
     interpreter = residency.interpreter = Interpreter(lanes, ranges, functions, residency)
-    gradients = Gradients(
-        blocks, program, interpreter, functions, ranks, in_order=division.in_order
-    )
+    in_order = division.in_order
+    gradients = Gradients(blocks, program, interpreter, functions, ranks, in_order=in_order)
     trained = [bucket for block in blocks for bucket in block.buckets]
     squares = SquareSums(trained, program, interpreter, memory, division)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
-        adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn)
+        adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn, earlier)
     else:
         view_weights(model, blocks, config)
-    moves = ActivationOffloader(program, interpreter, ranges.inputs, division.parts)
     forward_hooks = ForwardHooks(
         model,
         blocks,
@@ -90,7 +95,7 @@ def build(
         residency=residency,
         recomputed=[part.module for part in recomputed_parts(parts, config)],
         compiled=[part.module for part in parts if part.repeated and config.compile_blocks],
-        offloader=_offloader(model, spec, moves),
+        offloader=_offloader(model, program, interpreter, ranges.inputs, division.parts),
     )
     engine = Engine(
         blocks,
@@ -159,6 +164,7 @@ def make_blocks(
     config: OffloadConfig,
     division: Division,
     lanes: Lanes,
+    missed: Mapping[nn.Parameter, int] | None = None,
 ) -> tuple[list[Block], dict[nn.Module, list[Block]]]:
     """Make all blocks, and by module the list of those that its forward waits for.
 
@@ -166,12 +172,13 @@ def make_blocks(
 
     Args:
         rules: that of each group.
+        missed: as for `build`.
 
     Raises:
         ModelError: two buckets would have the same name.
     """
     order = {param: index for index, param in enumerate(model.parameters(), division.first)}
-    group_of = {param: i for i, group in enumerate(groups) for param in group["params"]}
+    group_of = {p: i for i, g in enumerate(groups) for p in g["params"] if p.requires_grad}
     full = keeps_fp32(model, config.weights.keep_fp32)
     skipped = entries_in(model, config.skip_unused)
     ranks = division.replicas.size
@@ -183,7 +190,9 @@ def make_blocks(
     for part in parts:
         owned = [(name, p) for name, p in part.parameters if p in group_of and p not in owner]
         label = part.name or root
-        buckets = _buckets(label, owned, order, group_of, rules, full, config, division, skipped)
+        buckets = _buckets(
+            label, owned, order, group_of, rules, full, config, division, skipped, missed
+        )
         may_leave = part.repeated if streams else False
         may_leave = may_leave or (part.leaf and config.zero_stage_among(ranks) == 3)
         still = _still_frozen(part, owner) if may_leave else []
@@ -249,17 +258,19 @@ def _buckets(
     config: OffloadConfig,
     division: Division,
     skipped: Mapping[str, int],
+    missed: Mapping[nn.Parameter, int] | None = None,
 ) -> tuple[Bucket, ...]:
-    """Make a bucket per (parameter group, working dtype, ranks that share it, skipped or not) among
-    a block's parameters."""
+    """Make a bucket per (parameter group, working dtype, ranks that share it, skipped or not, steps
+    missed) among a block's parameters."""
     dtype = PRECISIONS[config.precision]
-    sorted_in: dict[tuple[int, torch.dtype, Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
+    sorted_in: dict[tuple[int, torch.dtype, Ranks, bool, int], list[tuple[str, nn.Parameter]]] = {}
     for full_name, param in owned:
         working_dtype = torch.float32 if param in full else dtype
-        key = (group_of.get(param, 0), working_dtype, division.sharers(param), full_name in skipped)
+        shared_by, late = division.sharers(param), (missed or {}).get(param, 0)
+        key = (group_of.get(param, 0), working_dtype, shared_by, full_name in skipped, late)
         sorted_in.setdefault(key, []).append((full_name, param))
     several, buckets = len(sorted_in) > 1, []
-    for i, ((group, dtype, shared_by, _), params) in enumerate(sorted_in.items()):
+    for i, ((group, dtype, shared_by, _, late), params) in enumerate(sorted_in.items()):
         bucket = pack(
             f"{name}/{i}" if several else name,
             group,
@@ -271,6 +282,7 @@ def _buckets(
             rules[group] if rules else None,
             skipped,
         )
+        bucket.missed_steps = late
         if bucket.spec.experts and division.skipping is not None:
             counts = [skipped[slot.name] for slot in bucket.slots]
             bucket.usage = division.skipping.usage_of(bucket.slots, counts)
@@ -278,8 +290,11 @@ def _buckets(
     return tuple(buckets)
 
 
-def _offloader(model: nn.Module, spec: StepSpec, moves: ActivationOffloader) -> Offloader | None:
-    """Return what takes tensors from autograd and gives them to `moves`."""
+def _offloader(
+    model: nn.Module, program: Program, interpreter: Interpreter, inputs: BlockInputs, parts: Ranks
+) -> Offloader | None:
+    """Return what takes tensors from autograd and moves them."""
+    spec, moves = program.spec, ActivationOffloader(program, interpreter, inputs, parts)
     if spec.offloads_saved:
         return SavedOffloader(moves, model, spec.config.activations.offload_saved_above)
     return moves if spec.moves_inputs else None

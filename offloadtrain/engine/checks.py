@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice, pairwise
+from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -139,8 +140,11 @@ _AS_TORCH = {
 """Optimizers of torch that are rules here under the same name, with their hyperparameters."""
 
 
-def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
+def check_model(model: nn.Module, *, may_be_meta: bool = False, is_offloaded: bool = False) -> None:
     """Refuse, before anything is allocated or changed, a model that would not train correctly.
+
+    Args:
+        is_offloaded: its optimizer is about to lay it out anew.
 
     Raises:
         ModelError: naming the parameter or module and the remedy.
@@ -165,6 +169,11 @@ def check_model(model: nn.Module, *, may_be_meta: bool = False) -> None:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ModelError(f"'{name}' makes sparse gradients: build it with sparse=False")
     for name, param in model.named_parameters():
+        if isinstance(param, OffloadedParameter) and not is_offloaded:
+            raise ModelError(
+                f"parameter '{name}' is a parameter of another offloaded model: close() its "
+                "optimizer first, or offload one module that contains both models"
+            )
         for is_faulty, what in _faults(param, may_be_meta):
             if is_faulty:
                 raise ModelError(f"parameter '{name}' {what}")
@@ -183,11 +192,6 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
         divided and not param.requires_grad,
         "is a frozen DTensor: only trained ones can be offloaded. Leave it out of the plan of "
         "parallelize_module, whole on each rank, or train it",
-    )
-    yield (
-        isinstance(param, OffloadedParameter),
-        "is a parameter of another offloaded model: close() its optimizer first, or offload one "
-        "module that contains both models",
     )
     yield param.is_complex(), f"is complex ({param.dtype}): only real parameters can be offloaded"
     yield (
@@ -322,6 +326,9 @@ def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
         )
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 class ParameterGuard:
     """Detects parameters that were written, frozen, replaced or added outside the engine.
 
@@ -334,7 +341,8 @@ class ParameterGuard:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._named = list(model.named_parameters())
-        self._trainable = [param.requires_grad for _, param in self._named]
+        self._params = [param for _, param in self._named]
+        self._trainable = [param.requires_grad for param in self._params]
         self._ids = _parameters(model).keys()
         self.renew()
 
@@ -349,13 +357,16 @@ class ParameterGuard:
         with past_the_class():
             self._versions = [version_of(param) for _, param in self._named]
 
+    def is_retrained(self) -> bool:
+        """Tell whether a parameter was frozen or unfrozen since this was made."""
+        with past_the_class():
+            return list(map(_requires_grad, self._params)) != self._trainable
+
     def check(self) -> None:
         """Raises ModelError naming the first parameter that others have changed otherwise than by
         writing values."""
         current = _parameters(self._model).keys()
-        with past_the_class():
-            trainable = [param.requires_grad for _, param in self._named]
-        if current == self._ids and trainable == self._trainable:
+        if current == self._ids and not self.is_retrained():
             return
         if len(current) != len(self._named):
             raise ModelError(
@@ -364,13 +375,17 @@ class ParameterGuard:
                 "close() the optimizer and offload the changed model"
             )
         for (name, param), was in zip(self._named, self._trainable, strict=True):
-            if id(param) not in current or param.requires_grad != was:
-                what = "frozen" if was else "unfrozen"
-                what = what if id(param) in current else "replaced by another object"
+            if id(param) not in current:
                 raise ModelError(
-                    f"parameter '{name}' was {what} after offload(): the master weight does not "
-                    "know. Load weights with model.load_state_dict(), or change the model before "
-                    "offload()"
+                    f"parameter '{name}' was replaced by another object after offload(): the "
+                    "master weight does not know. Load weights with model.load_state_dict(), or "
+                    "change the model before offload()"
+                )
+            if param.requires_grad != was:
+                what = "frozen" if was else "unfrozen"
+                raise ModelError(
+                    f"parameter '{name}' was {what} between a forward of the model and step(): "
+                    "freeze and unfreeze after step() or zero_grad(), before the next forward"
                 )
 
 

@@ -58,7 +58,7 @@ class EMA:
         self.optimizer, arena = optimizer, Arena(optimizer.ledger, pin=False)
         buckets = {b.name: b for block in optimizer._blocks for b in block.buckets}
         rows = [BufferSpec("moving average", b.shard_numel, "float32") for b in buckets.values()]
-        self._buckets = buckets
+        self._buckets, self._blocks = buckets, optimizer._blocks
         self._averages = dict(zip(buckets, arena.map(rows), strict=True))
         weakref.finalize(self, arena.close)
         self._launch(decay=0.0)
@@ -71,7 +71,8 @@ class EMA:
 
         Raises:
             ValueError: `decay` is not between 0 and 1.
-            EngineError: between backward and `step()`, or after `close()` of the optimizer.
+            EngineError: between backward and `step()`, after `close()` of the optimizer, or if what
+                is trained has changed.
         """
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay = {self.decay} is not between 0 and 1")
@@ -87,6 +88,7 @@ class EMA:
         read after `close()` of the optimizer. All ranks must exhaust it, before `close()`, and each
         receives whole tensors.
         """
+        self._require_same_parameters()
         self.optimizer._engine.finish_averages()
         yield from self.optimizer._assembled(self._piece)
 
@@ -147,8 +149,16 @@ class EMA:
         def update(name: str, *state: Tensor) -> None:
             _average(self._averages[name], self._buckets[name], state, decay)
 
+        self._require_same_parameters()
         self.optimizer.take_over_writes()
         self.optimizer._engine.average(update)
+
+    def _require_same_parameters(self) -> None:
+        if self.optimizer._blocks is not self._blocks:
+            raise EngineError(
+                "what is trained has changed since this average was made (add_param_group, "
+                "requires_grad_): make a new one, ot.EMA(optimizer)"
+            )
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
         return ((bucket, slot) for bucket in self._buckets.values() for slot in bucket.slots)

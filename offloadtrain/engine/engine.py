@@ -121,8 +121,8 @@ class Engine:
         self.residency = residency
         self._ranks = ranks
         self._forward_order: list[Block] | None = None
-        self._forward_hooks = forward_hooks
-        forward_hooks.on_root = gradients.begin_root_forward
+        self.forward_hooks = forward_hooks
+        forward_hooks.on_root = self._begin_forward
         forward_hooks.on_blocks = gradients.forward_begins
         if not ranks.is_single:
             residency.on_backward = gradients.backward_reached
@@ -131,19 +131,22 @@ class Engine:
         self._reporter = Reporter(lanes, ranks)
         self._norm: Norm | None = None
         """The norm of the step in progress, where it was measured before step()."""
-        self.salvaged = self.delay_goes_on = False
+        self._has_stepped = self.salvaged = self.delay_goes_on = False
         """`delay_goes_on`: nothing is in flight, and the next step's forwards use older weights."""
         self.warns_of_skips = True
+        self.successor: Callable[[], Engine | None] = lambda: None
+        """Called between two steps; returns the engine that has taken the place of this one."""
         self.attached: list[Removable] = []  # hooks of the model that `close()` takes off
+        self.casts: list[Removable] = []  # hooks, too, which another engine takes over
 
     @property
     def forward_order(self) -> list[Block]:
         """The order in which weights go up: rank 0's, among ranks, whose first use agrees on it."""
         if self._ranks.is_single:
-            return self._forward_hooks.forward_order
+            return self.forward_hooks.forward_order
         if self._forward_order is None:
             number = {block: i for i, block in enumerate(self._blocks)}
-            numbers = [number[block] for block in self._forward_hooks.forward_order]
+            numbers = [number[block] for block in self.forward_hooks.forward_order]
             agreed = self._ranks.everyone.all_gather_host(numbers)[0].tolist()
             self._forward_order = [self._blocks[int(i)] for i in agreed]
         return self._forward_order
@@ -177,7 +180,7 @@ class Engine:
         elif (
             arrival is GradStatus.COMPLETE
             and self.program.mode.follows_backward
-            and self.last_step is not None
+            and self._has_stepped
         ):
             early = self._decision()
             # Modes that update early launch Adam here, concurrently with the rest of backward. Not
@@ -203,7 +206,7 @@ class Engine:
         if self.residency.shows_host(block) and not in_graph:
             return None
         with self._interpreter.lock, torch.no_grad(), past_the_class():
-            self._forward_hooks.read_without_a_call(block)
+            self.forward_hooks.read_without_a_call(block)
             # Compute has waited for the load; the slot's next load waits for this copy.
             return slot.local.data.clone() if block.streamed else None
 
@@ -410,6 +413,7 @@ class Engine:
         self.last_step = self._reporter.report(
             self.counter, norm, decision, micro_steps, speculation
         )
+        self._has_stepped = True
         # The step is done and reported: raising before would have left it half done.
         self.program.verify()
         if self.warns_of_skips and self._ranks.rank == 0:
@@ -490,13 +494,13 @@ class Engine:
                 for.
         """
         self.guard.require_at_rest("zero_grad()")
-        self._forward_hooks.end_interrupted()
+        self.forward_hooks.end_interrupted()
         self._norm = None
         # After an exception in the midst of a step: the lanes restart before anything is launched.
         if self._interpreter.failure is not None and not self._interpreter.is_inconsistent:
             # First, as operations in flight still use the memory that is released below.
             self.lanes.synchronize()
-            self._forward_hooks.reset()
+            self.forward_hooks.reset()
             self.program.reset()
             self.residency.reset()
             self._interpreter.failure = None
@@ -516,7 +520,7 @@ class Engine:
         """Between steps, launch the uploads that mode "delayed" holds back."""
         if not (self.guard.closed or self.salvaged):
             self.guard.require_at_rest("reading the newest weights")
-            self._forward_hooks.end_interrupted()
+            self.forward_hooks.end_interrupted()
             # Inside a step they stay: backward may need the old weights.
             if self.guard.phase is Phase.FORWARD:
                 self.publish_weights()
@@ -535,17 +539,41 @@ class Engine:
         """Record the intervals of all lanes until the next step()."""
         self._reporter.sample_timeline()
 
+    def _begin_forward(self) -> ForwardHooks | None:
+        self.gradients.begin_root_forward()
+        between_steps = self.guard.phase is Phase.FORWARD and not self.salvaged
+        engine = self.successor() if between_steps else None
+        return None if engine is None else engine.forward_hooks
+
+    def go_on_from(self, other: Engine) -> None:
+        """Take over the count of steps and the reports of an engine of the same model, before the
+        first step."""
+        self.counter, self._reporter = other.counter, other._reporter
+        self.last_step, self.warns_of_skips = other.last_step, other.warns_of_skips
+        self.functions.seed = other.functions.seed
+
+    def leave(self) -> list[Removable]:
+        """Take the hooks off the model and give it its weights; the lanes serve another engine.
+        Returns the casts, which stay on the model: a forward of it may be running."""
+        casts, self.casts = self.casts, []
+        self._leave(self.lanes.synchronize)
+        return casts
+
     def close(self) -> None:
         """Take the hooks off the model and give it its weights. Idempotent; no collective."""
-        if self.guard.closed:
-            return
+        if not self.guard.closed:
+            self._leave(self.lanes.close)
+
+    def _leave(self, drain: Callable[[], None]) -> None:
         self.guard.closed = True
         # First, and also if the GPU has failed: the model is an ordinary one again.
-        self._forward_hooks.close()
+        self.forward_hooks.close()
+        self.forward_hooks.on_root = lambda: None  # a cycle of references to this engine
+        self.attached += self.casts
         while self.attached:
             self.attached.pop().remove()
         # Drains: weights are copied out of host memory next, which the caller then gives back.
-        self.lanes.close()
+        drain()
         self._interpreter.failure = None
         self.gradient_access.end_step()
         self.residency.close()

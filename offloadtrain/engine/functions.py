@@ -64,6 +64,7 @@ class Functions:
 
     Attributes:
         delivered: bucket → its gradients, from `.grad` to the launch of their last gather.
+        groups: the optimizer's own list, whose hyperparameters each launch reads anew.
         seed: that of stochastic rounding.
         writer: takes what the next launches of `WRITE` read.
         average: takes the name of a bucket and its state, which the next launches of `AVERAGE`
@@ -83,9 +84,8 @@ class Functions:
         seed: int,
         parts: Ranks = ALONE,
     ) -> None:
-        """`groups`: the optimizer's own list, whose hyperparameters each launch reads anew.
-        `disk`: moves state, gradients and weights between their file and host memory. `parts`: the
-        ranks that keep the other parts of block inputs."""
+        """`disk`: moves state, gradients and weights between their file and host memory. `parts`:
+        the ranks that keep the other parts of block inputs."""
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
@@ -97,7 +97,7 @@ class Functions:
         self._disk = disk
         self._parts = parts
         self._rules = rules
-        self._groups = groups
+        self.groups = groups
         self._targets: dict[tuple[str, int, Ref], Targets] = {}
         """Bucket, the start of a piece, and its staging → where the gradients go."""
         self._makers: dict[Kind, Callable[[Launch], Operation]] = {
@@ -148,7 +148,7 @@ class Functions:
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return those of every group, as they are now."""
-        return [{k: v for k, v in group.items() if k != "params"} for group in self._groups]
+        return [{k: v for k, v in group.items() if k != "params"} for group in self.groups]
 
     def hand_out(self, bucket: Bucket, views: Mapping[str, Tensor]) -> None:
         """The user gets these views of a bucket's state, and may write to them."""
@@ -258,7 +258,7 @@ class Functions:
         bucket, update = self._buckets[op.owner], op.update
         assert update is not None
         # A copy: Adam runs on the host lane later, while a scheduler may change the group.
-        group = dict(self._groups[bucket.group])
+        group = dict(self.groups[bucket.group])
         rule, seed = self._rules[bucket.group], self.seed
         if isinstance(rule, MatrixRule):
             return self._apply(bucket, rule, group)
@@ -277,7 +277,7 @@ class Functions:
                 rest[-fields - 1] if emits else None,
                 layout,
                 group=group,
-                step=update.step,
+                step=update.step - bucket.missed_steps,
                 grad_scale=update.grad_scale,
                 seed=seed,
                 out=after if update.out_of_place else None,
@@ -296,7 +296,7 @@ class Functions:
 
     def _direction(self, op: Launch) -> Operation:
         bucket, update, seed = self._buckets[op.owner], op.update, self.seed
-        rule, group = self._rules[bucket.group], dict(self._groups[bucket.group])
+        rule, group = self._rules[bucket.group], dict(self.groups[bucket.group])
         assert update is not None and isinstance(rule, MatrixRule)
 
         def direction(grad: Tensor, target: Tensor, *state: Tensor) -> None:
@@ -307,7 +307,7 @@ class Functions:
                 target,
                 bucket.layout,
                 group=group,
-                step=update.step,
+                step=update.step - bucket.missed_steps,
                 grad_scale=update.grad_scale,
                 seed=seed,
             )
@@ -317,7 +317,7 @@ class Functions:
 
     def _orthogonalize(self, op: Launch) -> Operation:
         bucket = self._buckets[op.owner]
-        rule, group = self._rules[bucket.group], dict(self._groups[bucket.group])
+        rule, group = self._rules[bucket.group], dict(self.groups[bucket.group])
         slot = next(slot for slot in bucket.slots if slot.offset == bucket.lo + op.lo)
         assert isinstance(rule, MatrixRule)
 

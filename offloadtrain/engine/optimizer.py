@@ -20,7 +20,7 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
@@ -32,31 +32,49 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
-from offloadtrain.engine.autograd.hooks import OfOneModel
-from offloadtrain.engine.build import build
-from offloadtrain.engine.checks import ModelError, ParameterGuard, offloaded, warn_of_local_norm
+from offloadtrain.engine.autograd.hooks import OfOneModel, Removable
+from offloadtrain.engine.bucket import dense_stride
+from offloadtrain.engine.build import build, lay_out, make_blocks
+from offloadtrain.engine.checks import (
+    ModelError,
+    ParameterGuard,
+    check_model,
+    offloaded,
+    warn_of_local_norm,
+)
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine, hook_parameters
 from offloadtrain.engine.foreign_readers import ParameterReaders
 from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.norm import EngineError
-from offloadtrain.engine.param_groups import common_defaults
-from offloadtrain.engine.partition import layers_of
+from offloadtrain.engine.param_groups import (
+    check_trained,
+    common_defaults,
+    completed_groups,
+    listed,
+)
+from offloadtrain.engine.partition import layers_of, partition
+from offloadtrain.engine.relayout import Earlier
 from offloadtrain.engine.state import (
     check_held_by,
     copy_assigned,
+    entries_of,
     load_dict,
     reset_moments,
+    steps_of,
     views,
 )
 from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.engine.weights import ParamInit, WeightsIO, attach_state_dict_hooks
+from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule, rule_of
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
-from offloadtrain.runtime.dtypes import PRECISIONS
+from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.lanes import Lanes
 from offloadtrain.runtime.process_group import RankError, Ranks
+from offloadtrain.step.layout.buffers import BufferSpec
+from offloadtrain.step.layout.tiers import Tier
 
 Args = ParamSpec("Args")
 Found = TypeVar("Found")
@@ -148,7 +166,7 @@ class Release:
         joined: Sequence[Ranks],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._lanes, self._arena, self._disk, self._joined = lanes, arena, disk, joined
+        self._lanes, self._arena, self.disk, self._joined = lanes, arena, disk, joined
 
     def __call__(self) -> None:
         """Give back the lanes, the memory that they use, and process groups whose world is gone."""
@@ -161,7 +179,7 @@ class Release:
             # Drains first: copies and kernels in flight use the arena's memory and the file.
             self._lanes.close()
             self._arena.close()
-            self._disk.close()
+            self.disk.close()
             for ranks in self._joined:
                 ranks.let_go()
 
@@ -252,63 +270,104 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     ) -> None:
         """`ledger`: that of the process's other engines."""
         super().__init__(groups, common_defaults(groups, rule))
-        ranks = division.replicas
-        self.device, self.ranks, self.ledger = device, ranks, ledger or Ledger()
+        self.device, self.ledger, self.model = device, ledger or Ledger(), model
         self.working_dtype = PRECISIONS[config.precision]
-        self._rules = [rule_of(rule, group) for group in groups]
+        self._division, self._rule = division, rule
+        self._rules = [rule_of(rule, group) for group in self.param_groups]
+        self._steps = {0: torch.zeros((), dtype=torch.float32, device="cpu")}
+        self._missed: dict[nn.Parameter, int] = {}
+        """Parameter → steps of the run that it has not made, of those that came later."""
+        self._frozen_state: dict[nn.Parameter, list[Tensor]] = {}
+        """Frozen parameter → the memory of its state."""
         self._arena = Arena(self.ledger, pin=config.memory.pin and device.type == "cuda")
-        disk = DiskArena(
-            self.ledger, config.memory.scratch_dir, in_memory=config.memory.scratch_in_memory
-        )
         lanes.loads_cross_bus = config.weights.offloaded
-        self._joined = ranks, division.stages, division.parts
-        release = Release(self, lanes, self._arena, disk, self._joined)
+        joined = division.replicas, division.stages, division.parts
+        self._release = Release(self, lanes, self._arena, self._disk(config), joined)
         # Where it is dropped without close(), and at the end of the process.
-        self._finalizer = weakref.finalize(self, release)
+        self._finalizer = weakref.finalize(self, self._release)
         try:
-            self._engine, self._blocks = build(
-                model,
-                self._rules,
-                self.param_groups,
-                config,
-                device=device,
-                division=division,
-                param_init_fn=param_init_fn,
-                lanes=lanes,
-                arena=self._arena,
-                disk=disk,
-                ledger=self.ledger,
-            )
+            self._build(config, lanes, param_init_fn)
         except BaseException:
             self._finalizer()
             raise
-        release.engine = weakref.ref(self._engine)
-        self._part_ranks, self._stage_ranks = division.parts, division.stages
-        self.model, self._flips = model, config.update == "speculative"
-        self._engine.emit()  # The first upload: parameters hold the weights from here on.
-        self._seal = ParameterGuard(model)
-        self._norm_size = division.size
+        self._start()
         if config.clip_norm is not None:
             self._tell_of_local_norm(f"clip_norm = {config.clip_norm:g}")
-        self._step_tensor = torch.zeros((), dtype=torch.float32, device="cpu")
-        self._fill_state()
-        self._attach(config)
 
-    def _attach(self, config: OffloadConfig) -> None:
-        model, engine, cast_inputs = self.model, self._engine, config.activations.cast_inputs
+    def _disk(self, config: OffloadConfig) -> DiskArena:
+        memory = config.memory
+        return DiskArena(self.ledger, memory.scratch_dir, in_memory=memory.scratch_in_memory)
+
+    def _build(
+        self,
+        config: OffloadConfig,
+        lanes: Lanes,
+        param_init_fn: ParamInit | None = None,
+        earlier: Earlier | None = None,
+    ) -> None:
+        """Make the engine; `earlier`: the layout before it."""
+        self._engine, self._blocks = build(
+            self.model,
+            self._rules,
+            self.param_groups,
+            config,
+            device=self.device,
+            division=self._division,
+            param_init_fn=param_init_fn,
+            lanes=lanes,
+            arena=self._arena,
+            disk=self._release.disk,
+            ledger=self.ledger,
+            earlier=earlier,
+        )
+
+    def _start(self, casts: list[Removable] | None = None) -> None:
+        """Upload the weights, and put everything on the model that belongs to the engine; `casts`:
+        those that are there."""
+        self._release.engine = weakref.ref(self._engine)
+        self._engine.emit()  # The first upload: parameters hold the weights from here on.
+        self._seal = ParameterGuard(self.model)
+        self._steps = {n: torch.zeros((), device="cpu") for n in (0, *self._missed.values())}
+        self._set_steps(self._engine.counter.steps)
+        self._fill_state()
+        self._attach(casts or [])
+        alive = weakref.ref(self)
+        self._engine.successor = lambda: None if (some := alive()) is None else some._follow()
+
+    def _attach(self, casts: list[Removable]) -> None:
+        model, engine, cast_inputs = self.model, self._engine, self.config.activations.cast_inputs
         slots = [slot for block in self._blocks for b in block.all_buckets for slot in b.slots]
         engine.attached += [
             *hook_parameters(engine, self._blocks),
             *attach_state_dict_hooks(model, self, engine),
             *check_evaluations(model, engine, self.ranks),
-            *attach_casts(model, layers_of(model), self.working_dtype, cast_inputs=cast_inputs),
             ParameterReaders(self, [(slot.name, slot.param) for slot in slots], engine),
         ]
+        dtype = self.working_dtype
+        engine.casts += casts or attach_casts(
+            model, layers_of(model), dtype, cast_inputs=cast_inputs
+        )
 
     @property
     def config(self) -> OffloadConfig:
         """The options that it was made with."""
         return self._engine.program.spec.config
+
+    @property
+    def grad_accum_steps(self) -> int:
+        """Microbatches in a step. May be set between two steps.
+
+        Raises:
+            EngineError: when set between backward and `step()`.
+            ModelError: when set for a model on several ranks.
+        """
+        return self.config.grad_accum_steps
+
+    @grad_accum_steps.setter
+    def grad_accum_steps(self, count: int) -> None:
+        if count != self.grad_accum_steps:
+            config = self.config.replace(grad_accum_steps=count).checked()
+            self._relayout(f"grad_accum_steps = {count}", config)
 
     @property
     def lanes(self) -> Lanes:
@@ -485,7 +544,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             return loss
         self._check()
         report = self._engine.step(skip=skip)
-        self._step_tensor.fill_(report.step)
+        self._set_steps(report.step)
         return loss
 
     def split(self, make: Callable[[Engine, Callable[[], None], Tensor], _S]) -> _S:
@@ -495,7 +554,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             make: makes it of the engine, a function that raises where the model or a
                 hyperparameter cannot be updated, and the 0-dim tensor of the number of steps.
         """
-        self._split = split = make(self._engine, self._check, self._step_tensor)
+        self._split = split = make(self._engine, self._check, self._steps[0])
         return split
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -516,8 +575,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Set moments to zero; the weights stay. `state.clear()` does the same to all parameters.
 
         Args:
-            params: trained parameters whose moments are reset. The step count of bias correction
-                stays, which all parameters share. Default: all, and the step count becomes 0.
+            params: trained parameters whose moments are reset. Their step count, by which the bias
+                is corrected, stays. Default: all, and the step count becomes 0.
 
         Raises:
             EngineError: for a parameter that this optimizer does not train.
@@ -535,6 +594,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             bucket, slot = slots[param]
             reset_moments(bucket, slot, self._rules[bucket.group])
         if params is None:
+            if self._missed:
+                self._relayout("reset_state()", missed={})
             self._count_from(0, {})
         self._fill_state()
 
@@ -546,7 +607,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         self._engine.synchronize()
         # Speculative updates swap the copies of the state: views of it may show the other one.
-        if self._flips:
+        if self.config.update == "speculative":
             self._take_over_state()
             self._fill_state()
 
@@ -563,13 +624,16 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         return self._split is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding and
-        "held_by". Values are views of host memory, not copies: the next step changes them."""
+        """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding,
+        "step" of the run, "held_by" and "untrained", the numbers of parameters without state.
+        Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
         self.settle()
         extra: dict[str, Any] = {"scaler": self.scaler_state(), "held_by": self._held_by}
-        extra["seed"] = self._engine.functions.seed
-        return eager(torch.optim.Optimizer.state_dict)(self) | extra
+        extra |= {"seed": self._engine.functions.seed, "step": self._engine.counter.steps}
+        state_dict = eager(torch.optim.Optimizer.state_dict)(self)
+        keys = {key for group in state_dict["param_groups"] for key in group["params"]}
+        return state_dict | extra | {"untrained": sorted(keys - state_dict["state"].keys())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over state and hyperparameters; the working weights follow the loaded masters.
@@ -584,8 +648,19 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         # This thread writes the state next, which Adam and uploads in flight still use.
         self.settle()
         check_held_by(state_dict, self._held_by)
+        self._follow()
         slot_of = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
-        step, of_experts = load_dict(state_dict, self.param_groups, slot_of, self._rules)
+        entries = entries_of(state_dict, self.param_groups, slot_of)
+        steps, of_experts = steps_of(entries, slot_of)
+        step = max([*steps.values(), *chain(*of_experts.values())], default=0)
+        step = state_dict.get("step", step)
+        missed = {param: step - of_param for param, of_param in steps.items() if of_param != step}
+        if missed != self._missed:
+            self._relayout("state of different steps", missed=missed)
+            slot_of = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
+        load_dict(entries, state_dict["param_groups"], self.param_groups, slot_of, self._rules)
+        for param in entries.keys() - slot_of.keys():
+            self._keep(param, entries[param])
         self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)
         scaler = state_dict.get("scaler", self.scaler_state())
         self.finish_load(step=step, scaler=scaler, expert_steps=of_experts)
@@ -605,15 +680,129 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             SalvageError: the state is between two steps, or not on the host.
         """
         self._engine.salvage(failure)
-        self._step_tensor.fill_(self._engine.counter.steps)
+        self._set_steps(self._engine.counter.steps)
         self._fill_state()
         return self._engine.counter.steps
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after `offload()`, which fixes the layout of host memory."""
-        if hasattr(self, "_engine"):
-            raise ModelError("groups cannot be added after offload(): close() and offload again")
-        eager(torch.optim.Optimizer.add_param_group)(self, param_group)
+        """Train more parameters of the model, from the next step on: parameters that were frozen,
+        or that were added to it. See [Note: Changes between steps] in `engine.relayout`.
+
+        Args:
+            param_group: as for torch's optimizers; missing hyperparameters are the rule's.
+
+        Raises:
+            EngineError: between backward and `step()`.
+            ModelError: naming a parameter that is in another group or not in the model; or for a
+                model on several ranks.
+            ValueError: for hyperparameters out of range or unknown.
+        """
+        if not hasattr(self, "_engine"):
+            eager(torch.optim.Optimizer.add_param_group)(self, param_group)
+            return
+        group = {**param_group, "params": listed(param_group["params"])}
+        added = completed_groups(self.model, [group], self._rule)
+        self._relayout("add_param_group()", groups=[*self.param_groups, *added])
+
+    def _follow(self) -> Engine | None:
+        """Lay memory out anew if parameters were frozen, unfrozen or regrouped since the last step,
+        and return the new engine."""
+        is_same = self._engine.functions.groups is self.param_groups
+        if is_same and not self._seal.is_retrained():
+            return None
+        # A model that is frozen as a whole is not trained for a while: the critic of a GAN, in the
+        # steps of its generator.
+        if is_same and not any(slot.param.requires_grad for _, slot in self._slots()):
+            return None
+        self._relayout("parameters were frozen or unfrozen")
+        return self._engine
+
+    @torch.no_grad()
+    def _relayout(
+        self,
+        change: str,
+        config: OffloadConfig | None = None,
+        *,
+        groups: Sequence[dict[str, Any]] | None = None,
+        missed: dict[nn.Parameter, int] | None = None,
+    ) -> None:
+        """See [Note: Changes between steps] in `engine.relayout`.
+
+        Args:
+            change: what has changed, for messages.
+            config, groups: the options and the parameter groups from here on; None: those there
+                are.
+            missed: parameter → steps of the run that it has not made; None: those of before, and
+                all for parameters that were never trained.
+
+        Raises:
+            EngineError: between backward and `step()`.
+            ModelError: the model cannot be trained so. Nothing has changed then.
+        """
+        if self._division.size > 1 or self._split is not None or self.config.skip_unused:
+            raise ModelError(
+                f"{change}: with several ranks, pipelines and skip_unused, what is trained cannot "
+                "change between steps: close() the optimizer and offload the changed model"
+            )
+        engine, config, groups = self._engine, config or self.config, groups or self.param_groups
+        engine.guard.require_between_steps(change)
+        check_trained(self.model, groups)
+        # A forward in inference mode notices a change, too.
+        with torch.inference_mode(False):
+            self.settle()
+            check_model(self.model, is_offloaded=True)
+            trained = {p for group in groups for p in group["params"] if p.requires_grad}
+            missed = self._steps_missed(trained) if missed is None else missed
+            earlier = Earlier(
+                engine.residency.memory,
+                self._blocks,
+                self.state,
+                self._keep,
+                missed=missed,
+                num_bytes=self.ledger.total(Tier.HOST),
+            )
+            rules = [rule_of(self._rule, group) for group in groups]
+            parts, for_all = partition(self.model), (config, self._division)
+            blocks, _ = make_blocks(
+                parts, self.model, groups, rules, *for_all, engine.lanes, missed
+            )
+            # Limits of memory and names of modules are checked: nothing is refused from here on.
+            lay_out(self.model, blocks, *for_all, available_bytes() + earlier.num_bytes)
+            self._missed, self._rules = missed, rules
+            casts = engine.leave()
+            earlier.prepare()
+            # Modules may have come with a group.
+            while groups is not self.param_groups and casts:
+                casts.pop().remove()
+            self.param_groups[:] = groups
+            disk, self._release.disk = self._release.disk, self._disk(config)
+            self._build(config, engine.lanes, earlier=earlier)
+            earlier.finish()
+            self._engine.residency.memory.allocate()
+            self._engine.go_on_from(engine)
+            disk.close()
+            self._start(casts)
+
+    def _steps_missed(self, trained: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
+        """Return parameter → steps of the run that it has not made, where there are any."""
+        steps, before = self._engine.counter.steps, {slot.param for _, slot in self._slots()}
+        of_frozen = {p: int(self.state.get(p, {}).get("step", 0)) for p in trained}
+        late = {p: self._missed.get(p, 0) if p in before else steps - of_frozen[p] for p in trained}
+        return {param: missed for param, missed in late.items() if missed}
+
+    def _keep(self, param: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Copy the state of a frozen parameter to memory of its own; {}: it needs none."""
+        values = {name: tensor for name, tensor in state.items() if name != "step"}
+        rows = [
+            BufferSpec("state of frozen parameters", value.numel(), name_of(value.dtype))
+            for value in values.values()
+        ]
+        memory = self._arena.map(rows)
+        copies = {"step": torch.as_tensor(state.get("step", 0.0), device="cpu").clone()}
+        for (name, value), flat in zip(values.items(), memory, strict=True):
+            copies[name] = flat.as_strided(value.shape, dense_stride(value)).copy_(value)
+        self._arena.release(self._frozen_state.pop(param, []))
+        self._frozen_state[param], self.state[param] = memory, copies
 
     def close(self) -> None:
         """Drain, take the hooks off the model and give the host memory back. Idempotent.
@@ -625,7 +814,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         try:
             self._engine.close()
             # Last, as the comm lane had collectives of these groups in flight.
-            for ranks in self._joined:
+            for ranks in (self.ranks, self._division.stages, self._division.parts):
                 ranks.close()
         # Also if the GPU has failed: the host memory is given back in any case.
         finally:
@@ -644,11 +833,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def _tell_of_local_norm(self, asker: str) -> None:
         if not self._told_of_local_norm:
             self._told_of_local_norm = True
-            warn_of_local_norm(asker, self._norm_size, self.ranks)
+            warn_of_local_norm(asker, self._division.size, self.ranks)
 
     def _fill_state(self) -> None:
         for bucket, slot in self._slots():
-            step = bucket.usage.steps_of(slot) if bucket.usage else self._step_tensor
+            step = self._steps[bucket.missed_steps]
+            step = bucket.usage.steps_of(slot) if bucket.usage else step
             self._engine.functions.hand_out(bucket, tensors := views(bucket, slot))
             self.state[slot.param] = {"step": step, **tensors}
         self._handed_out = self._state_values()
@@ -702,7 +892,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 "begins anew"
             )
         for bucket, slot in () if deleted else slots:
-            copy_assigned(bucket, slot, self.state[slot.param], self._step_tensor)
+            step = self._steps[bucket.missed_steps]
+            copy_assigned(bucket, slot, self.state[slot.param], step)
         self._fill_state()
         if deleted:
             self.reset_state()

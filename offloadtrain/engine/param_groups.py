@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,23 @@ def normalise_groups(
         ValueError: for hyperparameters out of range or unknown.
     """
     user_groups = _as_groups(model, params)
-    _check_membership(model, [group["params"] for group in user_groups])
+    check_trained(model, user_groups)
+    groups = completed_groups(model, user_groups, rule)
+    if isinstance(rule, MatrixRule):
+        _check_matrices(model, groups, rule)
+    return groups
+
+
+def completed_groups(
+    model: nn.Module, user_groups: Sequence[dict[str, Any]], rule: AnyRule
+) -> list[dict[str, Any]]:
+    """Return groups with every hyperparameter of their rule filled in and checked.
+
+    A group that does not say whether it is one of matrices becomes two under a `MatrixRule`.
+
+    Raises:
+        ValueError: for hyperparameters out of range or unknown.
+    """
     divided = _divided(model, user_groups, rule) if isinstance(rule, MatrixRule) else user_groups
     groups = [{**rule_of(rule, group).defaults(), **group} for group in divided]
     for group in groups:
@@ -51,14 +67,20 @@ def common_defaults(groups: Sequence[dict[str, Any]], rule: AnyRule) -> dict[str
 def _divided(
     model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule
 ) -> list[dict[str, Any]]:
-    """Return groups of matrices and groups of the rest."""
+    """Return groups of matrices and groups of the rest, of which each says what it is."""
     labelled, hidden, key = [], hidden_matrices(model), rule.group_key
     for group in groups:
         if key in group:
             labelled.append(group)
         else:
             labelled += _halves(group, hidden, rule)
-    matrices = [param for group in labelled if group[key] for param in group["params"]]
+    return labelled
+
+
+def _check_matrices(model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule) -> None:
+    """Raises ModelError if there is no matrix, or something else among the matrices."""
+    key = rule.group_key
+    matrices = [param for group in groups if group[key] for param in group["params"]]
     if not matrices:
         raise ModelError(
             f"{type(rule).__name__} found no hidden matrix, a 2-D parameter in a list of layers: "
@@ -71,7 +93,6 @@ def _divided(
                 f"'{names[param]}' of shape {tuple(param.shape)} is in a group with {key} = True "
                 f"and is not a matrix: set {key} = False for it"
             )
-    return labelled
 
 
 def _halves(
@@ -109,19 +130,21 @@ def _as_groups(
         params = (p for p in model.parameters() if p.requires_grad and p.numel())
     items: list[Any] = list(params)
     if items and isinstance(items[0], dict):
-        return [{**group, "params": _listed(group["params"])} for group in items]
-    return [{"params": _listed(items)}]
+        return [{**group, "params": listed(group["params"])} for group in items]
+    return [{"params": listed(items)}]
 
 
-def _listed(params: Any) -> list[nn.Parameter]:
-    listed: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
-    return [param for param in listed if param.requires_grad and param.numel()]
+def listed(params: Any) -> list[nn.Parameter]:
+    """Return the parameters of a group as a list, without empty ones."""
+    as_list: list[nn.Parameter] = [params] if isinstance(params, nn.Parameter) else list(params)
+    return [param for param in as_list if param.numel()]
 
 
-def _check_membership(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+def check_trained(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ModelError unless each trainable parameter is in exactly one group."""
     names = {p: name for name, p in model.named_parameters()}
     counts: dict[nn.Parameter, int] = {}
-    for param in (param for group in groups for param in group):
+    for param in (param for group in groups for param in group["params"]):
         if param not in names:
             raise ModelError(
                 f"a parameter of shape {tuple(param.shape)} in `params` is not in the model"
@@ -134,5 +157,7 @@ def _check_membership(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]
             where = "no group" if param not in counts else f"{counts[param]} groups"
             raise ModelError(
                 f"trainable parameter '{name}' is in {where} of `params`: put it into exactly one, "
-                "or freeze it with requires_grad_(False)"
+                "after offload() by optimizer.add_param_group({'params': …}) or "
+                "optimizer.param_groups[0]['params'].append(…), or freeze it with "
+                "requires_grad_(False)"
             )

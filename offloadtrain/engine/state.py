@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, Slot
 from offloadtrain.engine.checks import ParameterGuard
+from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.saved_state import (
@@ -35,7 +35,7 @@ from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import with_own_storage
 from offloadtrain.runtime.dtypes import name_of
 from offloadtrain.runtime.kernels import cut
-from offloadtrain.runtime.process_group import ALONE, UNTRAINED, Extent, Ranks
+from offloadtrain.runtime.process_group import UNTRAINED, Extent, Ranks
 from offloadtrain.runtime.tensor_parts import PartError, Share, shares_of
 from offloadtrain.step.layout.formats import FP32, Field, recognise
 
@@ -65,20 +65,20 @@ def check_held_by(state_dict: Mapping[str, Any], own: Mapping[str, tuple[int, in
     )
 
 
-def load_dict(
+Entries = dict[nn.Parameter, dict[str, Any]]
+"""Parameter → its state, with its step."""
+
+
+def entries_of(
     state_dict: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],
     held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
-    rules: Sequence[AnyRule],
-) -> tuple[int, dict[str, list[int]]]:
-    """Load state and hyperparameters from an optimizer's state dict; returns its step, and the
-    steps of experts that are skipped where they are unused.
-
-    Args:
-        rules: that of each group.
+) -> Entries:
+    """Return the entries of an optimizer's state dict by parameter, those of frozen ones last.
 
     Raises:
-        EngineError: if groups, shapes or step counts do not fit.
+        EngineError: if groups do not fit, or there is nothing for a trained parameter that was
+            trained when the state was saved.
     """
     saved, entries = state_dict["param_groups"], state_dict["state"]
     sizes, model_sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in groups]
@@ -86,58 +86,73 @@ def load_dict(
         raise EngineError(f"parameter groups of sizes {sizes} do not fit the model's {model_sizes}")
     params = [param for group in groups for param in group["params"]]
     keys = [key for group in saved for key in group["params"]]
-    without = [held[p][1].name for k, p in zip(keys, params, strict=True) if k not in entries]
+    pairs = list(zip(keys, params, strict=True))
+    untrained = set(state_dict.get("untrained", ()))
+    expected = {key for key, p in pairs if p in held and key not in untrained}
+    without = [held[p][1].name for k, p in pairs if k in expected and k not in entries]
     if without:
         raise EngineError(f"the state has nothing for '{without[0]}' ({len(without)} in all)")
-    for key, param in zip(keys, params, strict=True):
-        if "step" not in entries[key]:
+    for key, param in pairs:
+        if key in expected and "step" not in entries[key]:
             wanted = ", ".join(held[param][0].spec.moments)
             name, has = held[param][1].name, ", ".join(entries[key]) or "nothing"
             raise EngineError(f"'{name}' needs a step and {wanted}, the state has {has}")
-    of_experts = {
-        held[param][1].name: torch.as_tensor(entries[key]["step"]).reshape(-1).int().tolist()
-        for key, param in zip(keys, params, strict=True)
-        if held[param][0].usage is not None
-    }
-    step = _common_step(
-        (held[param][1].name, entries[key]["step"])
-        for key, param in zip(keys, params, strict=True)
-        if held[param][1].name not in of_experts
-    )
+    pairs.sort(key=lambda pair: pair[1] not in held)
+    return {param: entries[key] for key, param in pairs if key in entries}
+
+
+def steps_of(
+    entries: Entries, held: Mapping[nn.Parameter, tuple[Bucket, Slot]]
+) -> tuple[dict[nn.Parameter, int], dict[str, list[int]]]:
+    """Return the step of each trained parameter, and the steps of experts that are skipped where
+    they are unused, by name.
+
+    Raises:
+        EngineError: the state was saved with skipped experts, and here they are not skipped.
+    """
+    steps, of_experts = {}, {}
+    for param, (bucket, slot) in held.items():
+        step = torch.as_tensor(entries[param]["step"] if param in entries else 0, device="cpu")
+        if bucket.usage is not None:
+            of_experts[slot.name] = step.reshape(-1).int().tolist()
+        elif step.numel() > 1:
+            raise EngineError(
+                f"the state has a step for each of {step.numel()} experts of '{slot.name}', which "
+                "were skipped where they were unused: offload with skip_unused as it was then"
+            )
+        else:
+            steps[param] = int(step)
+    return steps, of_experts
+
+
+def load_dict(
+    entries: Entries,
+    saved: Sequence[Mapping[str, Any]],
+    groups: Sequence[dict[str, Any]],
+    held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
+    rules: Sequence[AnyRule],
+) -> None:
+    """Load the state of trained parameters, and hyperparameters.
+
+    Args:
+        saved: the groups of a state dict.
+        rules: that of each group.
+
+    Raises:
+        EngineError: if shapes or hyperparameters do not fit.
+    """
     for group, other, rule in zip(groups, saved, rules, strict=True):
         _load_group(group, other, rule)
-    for key, param in zip(keys, params, strict=True):
+    for param in (param for param in entries if param in held):
         bucket, slot = held[param]
         rule = rules[bucket.group]
-        tensors = _tensors(entries[key])
+        tensors = _tensors(entries[param])
         first, last = bucket.piece(slot)
         has_full_shape = any(tuple(tensor.shape) == slot.shape for tensor in tensors.values())
         if has_full_shape or last - first == slot.numel:
             load(bucket, slot, rule, tensors, None)
         elif first < last:
             load(bucket, slot, rule, tensors, first)
-    return max([step, *chain(*of_experts.values())]), of_experts
-
-
-def _common_step(steps: Iterable[tuple[str, Any]]) -> int:
-    """Return the step of all parameters, by name; 0 if there are none.
-
-    Raises:
-        EngineError: they differ.
-    """
-    distinct: set[float] = set()
-    for name, step in steps:
-        if isinstance(step, Tensor) and step.numel() > 1:
-            raise EngineError(
-                f"the state has a step for each of {step.numel()} experts of '{name}', which were "
-                "skipped where they were unused: offload with skip_unused as it was then"
-            )
-        distinct.add(float(step))
-    if len(distinct) > 1:
-        raise EngineError(
-            f"all parameters step together, but the state has steps {sorted(distinct)}"
-        )
-    return int(distinct.pop()) if distinct else 0
 
 
 def load(
@@ -315,14 +330,13 @@ class StateIO:
 
     model: nn.Module
     state: defaultdict[Tensor, Any]
-    ranks: Ranks
-    _part_ranks: Ranks = ALONE
-    _stage_ranks: Ranks = ALONE
+    _division: Division
     _blocks: Sequence[Block]
     _engine: Engine
     _rules: Sequence[AnyRule]
     _seal: ParameterGuard
-    _step_tensor: Tensor
+    _steps: dict[int, Tensor]
+    """Steps missed → the step of the parameters that have missed so many: a 0-dim fp32 tensor."""
 
     def synchronize(self) -> None:
         raise NotImplementedError
@@ -340,8 +354,18 @@ class StateIO:
     def _held_by(self) -> dict[str, tuple[int, int]]:
         """Number and count of the ranks that share the state, and of those that hold parts and
         stages."""
-        each = {"rank": self.ranks, "part": self._part_ranks, "stage": self._stage_ranks}
+        each = {"rank": self.ranks, "part": self._division.parts, "stage": self._division.stages}
         return {name: (some.rank, some.size) for name, some in each.items()}
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the state."""
+        return self._division.replicas
+
+    def _set_steps(self, step: int) -> None:
+        """Show the steps after so many of the run."""
+        for missed, tensor in self._steps.items():
+            tensor.fill_(step - missed)
 
     @cached_property
     def parts(self) -> Parts:
@@ -350,9 +374,10 @@ class StateIO:
         Raises:
             PartError: of one it cannot be said.
         """
-        if self._part_ranks.is_single and self.ranks.of_experts is self.ranks:
+        parts = self._division.parts
+        if parts.is_single and self.ranks.of_experts is self.ranks:
             return WHOLE
-        return Parts(self._part_ranks, shares_of(self.model))
+        return Parts(parts, shares_of(self.model))
 
     def named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield (parameter name, the tensors of its state): views of host memory, at rest. Frozen
@@ -373,7 +398,7 @@ class StateIO:
     @property
     def saves_untrained(self) -> bool:
         """This rank saves what is not trained: others hold the same."""
-        return self.ranks.rank == self._part_ranks.rank == self.ranks.copies.rank == 0
+        return self.ranks.rank == self._division.parts.rank == self.ranks.copies.rank == 0
 
     def flat_states(self) -> list[FlatState]:
         """Describe every buffer that `write_state` writes, in its order. Of hybrid sharding each
@@ -538,7 +563,7 @@ class StateIO:
 
     def _count_from(self, step: int, expert_steps: Mapping[str, Sequence[int]]) -> None:
         self._engine.counter.steps = step
-        self._step_tensor.fill_(step)
+        self._set_steps(step)
         for bucket, slot in self._slots():
             if bucket.usage is not None:
                 steps = expert_steps.get(slot.name, step)

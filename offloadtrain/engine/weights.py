@@ -30,6 +30,7 @@ from offloadtrain.engine.local_part import LocalPart, is_divided, local, part_as
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.partition import Part
+from offloadtrain.engine.relayout import Earlier
 from offloadtrain.engine.state import StateIO, assembled, decoded, master
 from offloadtrain.engine.step_report import Phase
 from offloadtrain.optim import AnyRule, Rule
@@ -58,8 +59,12 @@ def adopt_weights(
     device: torch.device,
     division: Division,
     param_init_fn: ParamInit | None,
+    earlier: Earlier | None = None,
 ) -> None:
     """Set masters from the weights as given, make parameters views, move the rest to the device.
+
+    Args:
+        earlier: the layout before this one, whose masters and moments move to the blocks.
 
     Raises:
         ModelError: for values beyond the range of the working weights.
@@ -81,14 +86,14 @@ def adopt_weights(
         # Ranks that hold other parts of a parameter have other values: its sharers agree.
         for sharers in dict.fromkeys((ranks, ranks.of_experts)):
             _agree_on([p for p in new if division.sharers(p) is sharers], sharers.everyone)
-        undivided = {name: p for p, name in new.items() if not is_divided(p)}
         if not division.parts.is_single:
+            undivided = {name: p for p, name in new.items() if not is_divided(p)}
             # Not overwritten: a module may divide itself without DTensors, which is detected here.
             values = [local(tensor.detach()) for tensor in undivided.values()]
             division.check_same_weights([*undivided], _checksums(values))
         if part.module in block_of:
             for bucket in block_of[part.module].buckets:
-                _adopt(bucket, rules[bucket.group], device)
+                _adopt(bucket, rules[bucket.group], device, earlier)
             for bucket in block_of[part.module].frozen:
                 _move_to_host(bucket)
             # The host has a shard, which a full parameter cannot view: NaN until the first use.
@@ -98,15 +103,16 @@ def adopt_weights(
             if not param.requires_grad and param not in on_host:
                 keep = not param.is_floating_point() or param in full
                 # A copy in any case: `param_init_fn` may have given a view of a file.
-                must_copy = param_init_fn is not None
+                must_copy = param_init_fn is not None or (earlier is not None and param in earlier)
                 param.data = param.data.to(device, None if keep else dtype, copy=must_copy)
+        if earlier is not None:
+            earlier.moved(param for _, param in part.parameters)
     HEARTBEAT.advance("reading weights", sum(sizes), sum(sizes))
     trained = {slot.param for block in blocks for b in block.buckets for slot in b.slots}
     for module in model.modules():
         materialise(module, param_init_fn)
         for param in module.parameters(recurse=False):
-            # Empty ones, which no bucket holds.
-            if param not in trained and param.requires_grad:
+            if param not in trained and param.requires_grad:  # empty: in no bucket
                 param.data = param.data.to(device, dtype)
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -248,10 +254,14 @@ def _widened(values: Tensor, buffer: Tensor) -> Tensor:
     return buffer.copy_(values)
 
 
-def _adopt(bucket: Bucket, rule: Rule, device: torch.device) -> None:
+def _adopt(
+    bucket: Bucket, rule: Rule, device: torch.device, earlier: Earlier | None = None
+) -> None:
     for slot in bucket.slots:
-        _check_range(slot.name, slot.local.data, bucket.dtype)
-        set_master(bucket, slot, rule, slot.local.data)
+        values = slot.local.data if earlier is None else earlier.carry(bucket, slot, rule)
+        if values is not None:
+            _check_range(slot.name, values, bucket.dtype)
+            set_master(bucket, slot, rule, values)
         if isinstance(slot.local, LocalPart):
             slot.local.move(device, bucket.dtype)
         # The given memory is freed here, one parameter at a time. The view has no values until the

@@ -149,7 +149,7 @@ def _refuse_value(
 
 
 def _trained(optimizer: OffloadOptimizer) -> set[Tensor]:
-    return {param for group in optimizer.param_groups for param in group["params"]}
+    return {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
 
 
 def _weights(

@@ -122,7 +122,13 @@ def _masters(optimizer: OffloadOptimizer, wide: set[nn.Parameter]) -> dict[nn.Pa
     """Return the fp32 masters of these parameters that are trained."""
     params = dict(optimizer.model.named_parameters())
     state = {param: optimizer.state.get(param, {}) for param in params.values()}
-    masters = {param: entry["master"] for param, entry in state.items() if "master" in entry}
+    masters = {
+        param: entry["master"]
+        for param, entry in state.items()
+        # Unless a parameter was written after it was frozen.
+        if "master" in entry
+        and (param.requires_grad or torch.equal(entry["master"].to(param), param))
+    }
     if optimizer.ranks.is_single and masters:
         return {param: master for param, master in masters.items() if param in wide}
     gathered = ((params[name], master) for name, master in optimizer.master_weights())

@@ -64,6 +64,8 @@ def _through_hooks(method: str) -> Any:
 
     def step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
         module = strategy.lightning_module
+        if method == "training_step":
+            strategy._follow_trainer()
         return strategy._forward_redirection(module, module, method, *args, **kwargs)
 
     return step
@@ -143,6 +145,12 @@ class _Strategy(DDPStrategy):  # type: ignore[misc]
     validation_step = _through_hooks("validation_step")
     test_step = _through_hooks("test_step")
     predict_step = _through_hooks("predict_step")
+
+    def _follow_trainer(self) -> None:
+        """Take over the number of microbatches in a step, which callbacks change."""
+        module = self.lightning_module
+        if self._engine is not None and module.automatic_optimization:
+            self._engine.grad_accum_steps = module.trainer.accumulate_grad_batches
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:

@@ -9,6 +9,9 @@ Requests are staggered (`step.layout.buffers.STAGGER_BYTES`). Weights of a bucke
 their own: after `close` it belongs to the model's parameters, which would otherwise need a copy,
 and the other slabs are unmapped. Nothing protects this memory from an early release: the arena
 lives until `close`, which its owner calls after draining the lanes.
+
+Where the layout of a run changes between steps, all buffers move, one bucket after the other:
+`release` returns their pages to the kernel, and unmaps a slab with its last buffer.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -158,6 +162,15 @@ class Arena:
             )
         return tensors
 
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Give the memory of tensors back that no lane uses. What shares a slab with them is not
+        pinned any more."""
+        for address, slab in product((x.data_ptr() for x in tensors), self._slabs):
+            if request := slab.release(address):
+                self._book([request], -1)
+                self._booked.remove(request)
+        self._slabs = [slab for slab in self._slabs if slab.requests]
+
     def close(self) -> None:
         """Unregister. The memory is unmapped when the last view of it is gone."""
         for slab in self._slabs:
@@ -196,23 +209,38 @@ class _Slab:
 
     def __init__(self, requests: Sequence[BufferSpec], *, pin: bool) -> None:
         self.num_bytes = nbytes = span_bytes(requests)
-        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages: they only improve speed
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+            self._mapping.madvise(mmap.MADV_HUGEPAGE)
         if pin:
             # A fork would copy pinned pages at once: exclude them from children.
-            mapping.madvise(mmap.MADV_DONTFORK)
+            self._mapping.madvise(mmap.MADV_DONTFORK)
         # The memoryview holds the mapping: torch.frombuffer on the mmap itself would not.
-        self._bytes = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
+        self._bytes = torch.frombuffer(memoryview(self._mapping), dtype=torch.uint8)
+        self.requests: dict[int, BufferSpec] = {}
+        """Address → what was asked for there."""
         tensors, offset = [], 0
         for request in requests:
             piece = self._bytes[offset : offset + request.nbytes]
             tensors.append(piece.view(DTYPES[request.dtype]))
+            self.requests[self._bytes.data_ptr() + offset] = request
             offset += request.span_bytes
         self.tensors = tensors
         for tensor in self.tensors:
             kernels.first_touch(tensor)
         self.pinned = pin and cuda_driver.register(self._bytes)
+
+    def release(self, address: int) -> BufferSpec | None:
+        """Give the pages of the request at this address back to the kernel, and return it."""
+        request = self.requests.pop(address, None)
+        if request is not None:
+            self.close()  # as pages that the driver has locked stay
+            offset = address - self._bytes.data_ptr()
+            lo = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            hi = (offset + request.span_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if lo < hi:
+                self._mapping.madvise(mmap.MADV_DONTNEED, lo, hi - lo)
+        return request
 
     def close(self) -> None:
         if self.pinned:

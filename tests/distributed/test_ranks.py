@@ -418,6 +418,10 @@ def refusals() -> dict[str, str]:
     assert weights.keys() == masters.keys()
     assert all(torch.equal(weights[name], value) for name, value in masters.items())
     train_steps(model, optimizer, 1, 1)
+    params = [model.head.requires_grad_(False).weight]
+    messages["frozen"] = message_of(lambda: loss_of(model, batches(1)[0]))
+    messages["group"] = message_of(lambda: optimizer.add_param_group({"params": params}))
+    messages["microbatches"] = message_of(lambda: setattr(optimizer, "grad_accum_steps", 2))
     optimizer.close()
     return messages
 
@@ -446,6 +450,9 @@ def test_what_ranks_cannot_do_is_refused(ranks: Run) -> None:
             "name": "'haed' matches no module.*'embed', 'norm', 'head'",
             "second": "^GradientError.*second gradient",
             "state dict": r"^ModelError.*full_weights\(\)",
+            "frozen": "^ModelError.*with several ranks",
+            "group": "^ModelError.*with several ranks",
+            "microbatches": "^ModelError.*with several ranks",
         },
     )
 

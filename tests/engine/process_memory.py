@@ -3,7 +3,8 @@
     MALLOC_MMAP_THRESHOLD_=65536 python -m tests.engine.process_memory [FAULT]
 
 The weights of a layer and its input are of the same size, so that no copy of either goes unnoticed.
-With this setting of the C library freed memory returns to the kernel at once. FAULT: `reuse`, the
+With this setting of the C library freed memory returns to the kernel at once. FAULT: `changes`, no
+fault: layers freeze and train again between steps; `reuse`, the
 host memory of block inputs is not used again; `copies`, something keeps a copy of each of them.
 """
 
@@ -117,6 +118,37 @@ def train(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str,
     return {"in_ledger": in_ledger, "anonymous": anonymous, "closing": closing, "left": left}
 
 
+CHANGED = ("device", "streamed", "speculative", "half of the state on the device", "disk")
+
+
+def change(options: dict[str, Any], make_lanes: Callable[[], Lanes]) -> dict[str, Any]:
+    """Freeze other layers before each step; every second time all train again. Returns what
+    `train` does of each step, and by how much the resident memory grows while layers change."""
+    gc.collect()
+    before = anonymous_bytes()
+    with torch.device("meta"):
+        model = nn.Sequential(*(Scale() for _ in range(LAYERS)))
+    with on_lanes(make_lanes):
+        optimizer = ot.offload(model, device="cpu", param_init_fn=lambda module: None, **options)
+    in_ledger, anonymous, growing = [], [], []
+    for number in range(STEPS):
+        forget_peak()
+        resident = resident_bytes("VmRSS")
+        for at, layer in enumerate(model):
+            layer.requires_grad_(number % 2 == 1 or at % 2 == number // 2 % 2)
+        x = torch.zeros(SIZE, dtype=torch.bfloat16, requires_grad=True)
+        loss = model(x).float().square().mean()
+        growing.append(resident_bytes("VmHWM") - resident)
+        optimizer.backward(loss)
+        del x, loss
+        optimizer.step()
+        optimizer.synchronize()
+        in_ledger.append(sum(optimizer.ledger.total(tier) for tier in (Tier.HOST, Tier.DEVICE)))
+        anonymous.append(anonymous_bytes() - before)
+    optimizer.close()
+    return {"in_ledger": in_ledger, "anonymous": anonymous, "growing": growing}
+
+
 def plant(fault: str) -> None:
     if fault == "reuse":
         ActivationPath._give_back = lambda path, buffer: None  # type: ignore[method-assign]
@@ -136,6 +168,11 @@ def main() -> None:
     for state in ("fp32", "split16", "int8"):
         train({"state": state, "activation": "offload"}, LANES[-1])
     placements = PLACEMENTS
+    if sys.argv[1:] == ["changes"]:
+        for number, name in enumerate(CHANGED):
+            result = change(PLACEMENTS[name], LANES[number % len(LANES)])
+            print(json.dumps({"placement": name, **result}), flush=True)
+        return
     for fault in sys.argv[1:]:
         plant(fault)
         placements = {"inputs offloaded": PLACEMENTS["inputs offloaded"]}

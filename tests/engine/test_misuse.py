@@ -362,12 +362,6 @@ def test_after_close() -> None:
         optimizer.step()
 
 
-def test_groups_cannot_be_added() -> None:
-    optimizer, _ = offloaded()
-    with pytest.raises(ModelError, match="cannot be added"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-
 def test_state_dicts_that_do_not_fit() -> None:
     optimizer, _ = offloaded()
     saved = copy.deepcopy(optimizer.state_dict())

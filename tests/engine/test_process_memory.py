@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.engine.process_memory import INPUT_BYTES, LAYERS, PLACEMENTS, SAVED, STEPS
+from tests.engine.process_memory import (
+    CHANGED,
+    INPUT_BYTES,
+    LAYERS,
+    PLACEMENTS,
+    SAVED,
+    STEPS,
+)
 
 ROOT = Path(__file__).parents[2]
 CONSTANT = 2 * INPUT_BYTES
@@ -49,6 +56,23 @@ def test_the_process_has_what_the_ledger_says() -> None:
     assert [run["placement"] for run in runs] == list(PLACEMENTS)
     assert all(len(run["anonymous"]) == STEPS for run in runs)
     assert {run["placement"]: faults(run) for run in runs} == {name: [] for name in PLACEMENTS}
+
+
+@pytest.mark.slow
+def test_memory_follows_what_is_trained() -> None:
+    """However often that changes: nothing of an earlier layout is left, and no state is there twice
+    meanwhile. Of half of the layers the state of frozen ones waits; on the device and the disk it
+    is another tier's."""
+    runs = {run["placement"]: run for run in trained("changes")}
+    assert list(runs) == list(CHANGED)
+    for name, run in runs.items():
+        beyond = [a - b for a, b in zip(run["anonymous"], run["in_ledger"], strict=True)]
+        # Of layers that stay on the device frozen weights are memory of their own.
+        assert max(beyond) < CONSTANT + WEIGHTS / 2, name
+        assert max(beyond[-2:]) - max(beyond[:2]) < INPUT_BYTES, name
+        assert len(set(run["in_ledger"])) == 2, name
+        whole = max(run["in_ledger"])
+        assert name == "disk" or max(run["growing"]) < 0.7 * whole, name
 
 
 @pytest.mark.slow

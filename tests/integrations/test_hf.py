@@ -541,6 +541,40 @@ def test_a_callback_of_the_trainer_reads_the_newest_weights(
         torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
 
 
+class Freezes(transformers.TrainerCallback):  # type: ignore[misc]
+    """Freezes the embedding for two steps, and trains from the third one on what was frozen when
+    the optimizer was made, in an existing group: the Trainer's schedules refuse new ones."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **others: Any) -> None:
+        step, layer = state.global_step, model.model.layers[0]
+        model.model.embed_tokens.requires_grad_(step not in (2, 3))
+        layer.mlp.requires_grad_(step >= 5)
+        if step == 3:
+            params = list(layer.self_attn.requires_grad_(True).parameters())
+            others["optimizer"].param_groups[1]["params"] += params
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offload", PLACEMENTS)
+def test_a_callback_of_the_trainer_changes_what_is_trained(
+    offload: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = data.model
+
+    def partly_frozen() -> Any:
+        model = made()
+        model.model.layers[0].self_attn.requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(data, "model", partly_frozen)
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 7}
+    settings: dict[str, Any] = {"callbacks": [Freezes()], "arguments": saving}
+    logged = trainers.train("Trainer", tmp_path, offload, **settings)
+    assert logged == trainers.train("Trainer", tmp_path / "plain", None, **settings)
+    at = tmp_path / "checkpoint-3"
+    assert trainers.train("Trainer", tmp_path, offload, resume=at, **settings) == logged
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_callback_that_reads_weights_does_not_drain_the_lanes(
     tmp_path: Path, synchronized: list[int]

@@ -112,3 +112,59 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters())
     with pytest.raises(TypeError, match=r"strategy\.offload"):
         runner.fit(module, loader())
+
+
+def unfreezing(module: Any, at: dict[int, str]) -> Any:
+    """Freeze submodules before training; train each with a group of its own from an epoch on."""
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze([module(pl_module, name) for name in at.values()])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch in at:
+                part = module(pl_module, at[epoch])
+                self.unfreeze_and_add_param_group(part, optimizer, lr=1e-3)
+
+    return Unfreezing()
+
+
+PARTS = {1: "model.layers.0", 2: "model.embed_tokens"}
+
+
+@pytest.mark.parametrize("offload", [{}, STREAMED, {"update": "speculative"}], ids=str)
+def test_a_callback_unfreezes_part_after_part(tmp_path: Path, offload: dict[str, Any]) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def logged(options: dict[str, Any] | None, folder: Path, resume: Path | None = None) -> Any:
+        callbacks = [unfreezing(lambda module, name: module.net.get_submodule(name), PARTS)]
+        callbacks.append(ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1))
+        run = {"callbacks": callbacks, "limit_train_batches": 2, "precision": "32-true"}
+        return with_lightning.train(options, folder, resume=resume, **run)
+
+    folders = tmp_path / "offloaded", tmp_path / "plain"
+    once, plain = (logged(o, f) for o, f in zip((offload, None), folders, strict=True))
+    assert once == plain
+    # Lightning restores groups, and leaves what was unfrozen before frozen.
+    again = [
+        logged(o, f, resume=f / "step=3.ckpt")
+        for o, f in zip((offload, None), folders, strict=True)
+    ]
+    assert again[0] == again[1] and len(again[0]) == 3
+
+
+@pytest.mark.parametrize("offload", [{}, STREAMED], ids=str)
+def test_a_callback_changes_the_number_of_microbatches(
+    tmp_path: Path, offload: dict[str, Any]
+) -> None:
+    from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+    logged = []
+    for options in (offload, None):
+        callback = GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})
+        run = {"limit_train_batches": 5, "max_epochs": 3, "max_steps": -1, "callbacks": [callback]}
+        runner, module = with_lightning.make(options, tmp_path, **run)
+        runner.fit(module, loader())
+        logged.append([[round(x, 4) for x in xs] for xs in (module.losses, module.norms)])
+    assert logged[0] == logged[1] and len(logged[0][1]) == 5 + 2 + 3

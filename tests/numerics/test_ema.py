@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offloadtrain as ot
+from offloadtrain.engine import EngineError
 from tests.numerics.comparison import ADAMW, make, pair, train
 from tests.numerics.configurations import DISK_PLACEMENTS, PLACEMENTS, UPDATES
 from tests.numerics.models import Chain, batches, loss_of
@@ -247,4 +248,19 @@ def test_its_memory_is_in_the_ledger_and_given_back() -> None:
     assert row.bytes == 4 * sum(bucket.shard_numel for bucket in buckets) and row.tier == "host"
     del ema
     assert {row.bytes for row in optimizer.ledger.rows() if row.owner == "moving average"} == {0}
+    optimizer.close()
+
+
+def test_an_average_does_not_outlive_a_change_of_what_is_trained() -> None:
+    net, optimizer = offloaded()
+    ema = ot.EMA(optimizer)
+    net.head.requires_grad_(False)
+    optimizer.backward(loss_of(net, batches(1)[0]))
+    optimizer.step()
+    for use in (ema.update, lambda: dict(ema.weights())):
+        with pytest.raises(EngineError, match="make a new one"):
+            use()
+    again = ot.EMA(optimizer)
+    again.update()
+    assert "head.weight" in dict(again.weights())
     optimizer.close()

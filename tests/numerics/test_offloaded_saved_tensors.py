@@ -188,7 +188,7 @@ def test_a_forward_past_the_models_own_call() -> None:
         optimizer.backward(hidden.mean())
         optimizer.step()
         assert saved_bytes(optimizer) == 2 * 2 * 64 * 4
-    offloader = optimizer._engine._forward_hooks._offloader
+    offloader = optimizer._engine.forward_hooks._offloader
     assert isinstance(offloader, SavedOffloader) and not offloader._known
 
 

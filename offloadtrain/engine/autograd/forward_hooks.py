@@ -96,8 +96,9 @@ class ForwardHooks:
         """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
         whose forward runs again in backward. `compiled`: those that torch compiles. `offloader`:
         takes the inputs of the recomputed ones, or all that is saved for backward."""
-        self.on_root: Callable[[], None] = lambda: None
-        """Called when a forward of the model begins that is not part of a backward."""
+        self.on_root: Callable[[], ForwardHooks | None] = lambda: None
+        """Called when a forward of the model begins that is not part of a backward. Returns the
+        hooks that took the place of these in the call."""
         self.on_blocks: Callable[[Sequence[Block]], None] = lambda blocks: None
         """Called when such a forward of any module begins, with the blocks that it reads."""
         self._model = model
@@ -138,8 +139,11 @@ class ForwardHooks:
         hooked, again_now = self._hooked[module], in_backward()
         if not again_now:
             hooked.handles = True
-            if module is self._model:
-                self._enter_root()
+            if module is self._model and (successor := self._enter_root()) is not None:
+                # torch has collected the hooks that it calls before this forward, and collects
+                # those after it only then.
+                successor.enter(module, frame=frame)
+                return
             self.on_blocks(hooked.waits)
         blocks = tuple(hooked.waits)
         # Compute waits for these blocks only; uploads and loads of later ones run during forward.
@@ -246,14 +250,16 @@ class ForwardHooks:
         for recomputed in self._recomputed.values():
             recomputed.put()
 
-    def _enter_root(self) -> None:
+    def _enter_root(self) -> ForwardHooks | None:
         # A plain backward before this forward has left its micro-step open: its last blocks are
         # sent before compute gets more work.
-        self.on_root()
+        if (successor := self.on_root()) is not None:
+            return successor
         if isinstance(self._offloader, SavedOffloader):
             self._offloader.begin()
         # The first loads are launched before any module asks for its block.
         self._residency.restart()
+        return None
 
     def _offloader_of(self, module: nn.Module) -> Offloader | None:
         if isinstance(self._offloader, SavedOffloader):

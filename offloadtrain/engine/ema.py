@@ -146,8 +146,10 @@ class EMA:
             target.copy_(value)
 
     def _launch(self, decay: float) -> None:
+        averages, buckets = self._averages, self._buckets  # lanes do not keep this object alive
+
         def update(name: str, *state: Tensor) -> None:
-            _average(self._averages[name], self._buckets[name], state, decay)
+            _average(averages[name], buckets[name], state, decay)
 
         self._require_same_parameters()
         self.optimizer.take_over_writes()

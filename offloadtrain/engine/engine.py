@@ -473,9 +473,8 @@ class Engine:
             EngineError: between backward and step().
         """
         self.guard.require_between_steps("update an average of the weights")
-        self.functions.average = update
-        self._interpreter.run(self.program.average)
-        self.functions.average = None  # it may keep the optimizer alive
+        with self.functions.average(update):
+            self._interpreter.run(self.program.average)
 
     def finish_averages(self) -> None:
         """Wait until the calls that `average` has launched are done."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -67,8 +68,6 @@ class Functions:
         groups: the optimizer's own list, whose hyperparameters each launch reads anew.
         seed: that of stochastic rounding.
         writer: takes what the next launches of `WRITE` read.
-        average: takes the name of a bucket and its state, which the next launches of `AVERAGE`
-            read.
         digests: of the collectives, and of weights that the user has written.
     """
 
@@ -89,7 +88,6 @@ class Functions:
         self.delivered: dict[str, Delivered] = {}
         self.seed = seed
         self.writer: StateWriter | None = None
-        self.average: Callable[..., None] | None = None
         self.digests = RankDigests()
         self._buckets = {bucket.name: bucket for block in blocks for bucket in block.all_buckets}
         self._lanes = lanes
@@ -111,7 +109,6 @@ class Functions:
             Kind.ALL_GATHER: self._collective,
             Kind.ROUND_SUM: self._round_sum,
             Kind.WRITE: self._write,
-            Kind.AVERAGE: self._average,
             **dict.fromkeys(_FROM_DISK, lambda _: disk.read),
             **dict.fromkeys(_TO_DISK, lambda _: disk.write),
             Kind.ACCUMULATE: self._accumulate,
@@ -154,6 +151,14 @@ class Functions:
         """The user gets these views of a bucket's state, and may write to them."""
         if bucket.spec.is_on_disk:
             self._disk.hand_out(views.values())
+
+    @contextmanager
+    def average(self, update: Callable[..., None]) -> Iterator[None]:
+        """Launches of `AVERAGE` inside call `update` with the name and the state of their bucket.
+        It may keep the optimizer alive, and is not kept here."""
+        self._makers[Kind.AVERAGE] = lambda op: partial(update, op.owner)
+        yield
+        del self._makers[Kind.AVERAGE]
 
     def at_rest(self) -> None:
         """The lanes are empty, and the caller may write to state, gradients and weights."""
@@ -346,10 +351,6 @@ class Functions:
             writer.write(op.owner, list(zip(op.written, fields, strict=True)))
 
         return write if op.owner else writer.finish
-
-    def _average(self, op: Launch) -> Operation:
-        assert self.average is not None
-        return partial(self.average, op.owner)
 
 
 def _dense(slot: Slot, grad: Tensor, dtype: torch.dtype) -> Tensor:

@@ -254,7 +254,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     _split: SplitSteps | None = None
     """What ends the steps, each in several moments, in the place of `step`."""
-    _told_of_local_norm = _warned_of_no_backward = False
+    _warned: frozenset[str] = frozenset()
+    """Names of the warnings that it has given, each once."""
 
     def __init__(
         self,
@@ -535,8 +536,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         # Among ranks the others may have had a backward, and would wait for this one.
         alone, guard = self.ranks.everyone.is_single, self._engine.guard
         if alone and guard.phase is Phase.FORWARD and not guard.in_flight:
-            if not self._warned_of_no_backward:
-                self._warned_of_no_backward = True
+            if "no backward" not in self._warned:
+                self._warned |= {"no backward"}
                 _log.warning(
                     "step() without a backward: no parameter of the model has received a gradient "
                     "since the last step, and nothing has changed"
@@ -831,8 +832,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             rule.check(group)
 
     def _tell_of_local_norm(self, asker: str) -> None:
-        if not self._told_of_local_norm:
-            self._told_of_local_norm = True
+        if "local norm" not in self._warned:
+            self._warned |= {"local norm"}
             warn_of_local_norm(asker, self._division.size, self.ranks)
 
     def _fill_state(self) -> None:

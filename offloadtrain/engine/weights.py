@@ -449,6 +449,8 @@ class WeightsIO(StateIO):
 
         All ranks must exhaust it: each block is gathered in a collective.
         """
+        # The copies block this thread: waiting for each block instead would gain nothing.
+        self.synchronize()
         for name, weights in self.working_weights():
             # Blocking: the slot may go to another block when the generator goes on.
             yield name, weights.to("cpu", copy=True)

@@ -186,13 +186,13 @@ def test_the_state_is_the_global_position_and_is_refused_for_other_data(
     bare.load_state_dict(position)
     assert starts(bare, 3) == starts(resumed, 3)
     other = counting_file(tmp_path / "b.bin", [1004])
-    for wrong in (
-        Batches(other, batch=2, seq_len=100),
-        Batches(file, batch=2, seq_len=99),
-        Batches(file, batch=2, seq_len=100, shuffle=False),
-        Batches(file, batch=2, seq_len=100, packing="isolated"),
+    for wrong, what in (
+        (Batches(other, batch=2, seq_len=100), "tokens 1003 -> 1004, other tokens"),
+        (Batches(file, batch=2, seq_len=99), "seq_len 100 -> 99"),
+        (Batches(file, batch=2, seq_len=100, shuffle=False), "order shuffled -> spread"),
+        (Batches(file, batch=2, seq_len=100, packing="isolated"), "packing stream -> isolated"),
     ):
-        with pytest.raises(DataError, match=r"not the data .*tokens 1003 -> 1004, other tokens"):
+        with pytest.raises(DataError, match=rf"not the data .* \(.*{what}"):
             wrong.load_state_dict(state)
 
 

@@ -203,27 +203,6 @@ def test_a_tab_too_many_is_refused_until_another_is_closed(tmp_path: Path) -> No
         asyncio.run(look(address, process))
 
 
-REQUESTS: list[tuple[str, str | None, str, bool]] = [
-    ("127.0.0.1:8000", None, "127.0.0.1", True),
-    ("localhost:9000", "http://localhost:9000", "127.0.0.1", True),
-    ("127.0.0.1:8000", "http://localhost:8000", "127.0.0.1", False),
-    ("127.0.0.1:8000", "http://127.0.0.1:3000", "127.0.0.1", False),
-    ("127.0.0.1:8000", "https://127.0.0.1:8000", "127.0.0.1", False),
-    ("127.0.0.1:8000", "http://evil.example\\@127.0.0.1:8000", "127.0.0.1", False),
-    ("127.0.0.1:8000", "null", "127.0.0.1", False),
-    ("10.1.2.3:8000", "http://10.1.2.3:8000", "0.0.0.0", True),
-    ("10.1.2.3:8000", "http://10.1.2.4:8000", "0.0.0.0", False),
-    ("10.1.2.3:8000", None, "127.0.0.1", False),
-    ("evil.example", "http://evil.example", "0.0.0.0", False),
-    ("[::1", None, "127.0.0.1", False),
-]
-
-
-def test_a_request_is_allowed_from_this_machine_or_a_page_of_its_own_origin() -> None:
-    for host, origin, at, is_allowed in REQUESTS:
-        assert web.is_from_here(host, origin, at) is is_allowed
-
-
 def test_a_server_that_cannot_start_gives_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

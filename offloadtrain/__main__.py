@@ -1,7 +1,98 @@
-"""`python -m offloadtrain` is `offloadtrain`."""
+"""The command `offloadtrain`; also `python -m offloadtrain`.
 
+[Note: A small parent]
+Where a limit refuses memory (`ulimit -v`), some libraries end the process instead of raising an
+error: OpenMP exits where it gets no thread, others abort or follow a null pointer. Under such a
+limit the command therefore runs in a child. Its parent has loaded the standard library only, hands
+signals on, ends as the child does, and says in one line why a child ended that could not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 
-from offloadtrain.cli.main import main
+from offloadtrain.hardware import host_memory
 
-sys.exit(main())
+_DOES_NOT_FIT = 4
+_PR_SET_PDEATHSIG = 1
+_HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_REFUSED = (1, 127, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+"""Exit codes of a child that a library has ended, or the loader."""
+
+
+def main() -> int:
+    """Run a command and return its exit code; under a limit of memory in a child. Ranks have a
+    parent already, which is their launcher or torchrun."""
+    if host_memory.has_rlimit() and "RANK" not in os.environ:
+        return watched(_command)
+    return _command()
+
+
+def _command() -> int:
+    try:
+        from offloadtrain.cli.main import main as run
+
+        return run()
+    except Exception as error:  # what could not even be imported, or reported
+        if not host_memory.is_out_of_memory(error):
+            raise
+        return _refused(error)
+
+
+def _refused(error: object) -> int:
+    print(host_memory.refusal(error), file=sys.stderr)
+    return _DOES_NOT_FIT
+
+
+def watched(command: Callable[[], int]) -> int:
+    """Run a command in a child and return its exit code, or 4 if a refusal of memory has ended it.
+    See [Note: A small parent].
+
+    Args:
+        command: returns its exit code.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
+    ended, ends = os.pipe()
+    os.set_blocking(ended, False)
+    if (child := os.fork()) == 0:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
+        code = command()
+        os.write(ends, bytes([code]))
+        return code
+    os.close(ends)
+    signals: list[int] = []
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        os.kill(child, number)
+
+    for number in _HANDED_ON:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, hand_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        orderly = os.read(ended, 1)
+    except BlockingIOError:  # a process that the child has left behind holds its end
+        orderly = b""
+    if orderly:
+        return orderly[0]
+    if code in _REFUSED and not signals:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return _refused(f"a library has ended the process: {how}")
+    if code < 0:
+        with suppress(OSError):  # SIGKILL has no other handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -246,7 +246,7 @@ def test_the_figures_of_the_readme_are_what_plan_prints(
 def test_a_missing_source_is_reported_with_the_keys_to_set(texts: Path, capfd: Captured) -> None:
     """The shipped job names a folder that a reader may not have."""
     assert main(["cp", "gpt2_124m", "my.toml"]) == 0
-    assert main(small("offloadtrain train my.toml", 2)) == 1
+    assert main(small("offloadtrain train my.toml", 2)) == 2
     err = capfd.readouterr().err
     assert "data.source = corpus is not there" in err
     assert "--set data.train=data/train.bin data.val=data/val.bin" in err

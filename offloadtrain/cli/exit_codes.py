@@ -15,7 +15,7 @@ DONE = 0
 FAILED = 1
 """Errors, including a non-finite loss or weight without skipping, and a second signal."""
 USAGE = 2
-"""Bad usage or configuration."""
+"""Bad usage, configuration, model or data."""
 DOES_NOT_FIT = 4
 """The job does not fit in memory."""
 HUNG = 70
@@ -27,7 +27,8 @@ STOPPED = 75
 
 # By name, because importing the classes would import torch.
 _OF_ERRORS = {
-    "ConfigError": USAGE,
+    "InputError": USAGE,
+    "UnsafeFileError": USAGE,
     "DeviceLostError": DEVICE_LOST,
     "DeviceMemoryError": DOES_NOT_FIT,
     "HostMemoryError": DOES_NOT_FIT,

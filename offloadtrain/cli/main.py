@@ -18,8 +18,9 @@ from offloadtrain.boundary.output import sanitized_output
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import sanitize, unfiltered
 from offloadtrain.cli.commands.doctor import package_version
-from offloadtrain.cli.exit_codes import DONE, FAILED, USAGE, of_error
+from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, FAILED, USAGE, of_error
 from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.hardware import host_memory
 
 
 class _OnUse:
@@ -326,6 +327,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _failed(error: Exception, debug: bool) -> int:
     """Print a known error as one message, an unknown one with its traceback; return the code."""
+    if host_memory.is_out_of_memory(error) and not debug:
+        print(host_memory.refusal(error), file=sys.stderr)
+        return DOES_NOT_FIT
     code = of_error(error)
     known = isinstance(error, OffloadTrainError | UnsafeFileError) or code != FAILED
     if not (debug or known) and isinstance(error, OSError) and error.strerror:

@@ -32,6 +32,8 @@ from offloadtrain.cli.exit_codes import (
     USAGE,
     signals_handled,
 )
+from offloadtrain.events import oom_kills
+from offloadtrain.hardware import cgroup
 from offloadtrain.runtime.heartbeat import CPU_MOVES_S
 from offloadtrain.runtime.launcher_link import BLOCKED, STACKS, VARIABLE, Link, Pulse
 from offloadtrain.runtime.watchdog import LOOK_EVERY_S, NEVER_S, NO_PROGRESS, REPORT_S, judge
@@ -178,6 +180,7 @@ class Supervisor:
         self._stopped_s = 0.0
         self._hung = False
         self._kill_at_s: float | None = None
+        self._oom_kills: dict[str, int] = {}
 
     def run(self) -> int:
         """Return the exit code of the job. Signals reach the ranks through this process."""
@@ -191,6 +194,7 @@ class Supervisor:
 
     def _attempt(self, attempt: int) -> int:
         self._ranks, self._hung, self._kill_at_s = [], False, None
+        self._oom_kills = oom_kills.count(cgroup.oom_counters())
         try:
             self._start(attempt)
             looked_s = time.monotonic()
@@ -279,7 +283,9 @@ class Supervisor:
             return
         if not stopped and rank.code is not None and rank.code < 0:
             name = signal.Signals(-rank.code).name
-            say(f"{rank} was killed by {name}; last phase: {rank.last_pulse.phase}")
+            out = oom_kills.risen(self._oom_kills)
+            why = ", probably out of memory: the kernel has killed a process for it" if out else ""
+            say(f"{rank} was killed by {name}{why}; last phase: {rank.last_pulse.phase}")
         self._kill_at_s = time.monotonic() + GRACE_S
 
     def _stopped(self, rank: _Rank) -> bool:
@@ -323,7 +329,7 @@ class Supervisor:
                 for rank in self._ranks:
                     rank.kill()
                 with suppress(OSError):  # the terminal is gone
-                    os.write(2, b"\nended at once; the last checkpoint is intact\n")
+                    os.write(2, b"\nended at once; saved checkpoints are intact\n")
                 os._exit(FAILED)
         else:
             self._stopping, self._stopped_s = True, time.monotonic()

@@ -6,7 +6,12 @@ class OffloadTrainError(Exception):
     change."""
 
 
-class ConfigError(OffloadTrainError):
+class InputError(OffloadTrainError):
+    """What the user gave is wrong: an argument, a job, a model, data. Whoever finds it, the command
+    ends with exit code 2."""
+
+
+class ConfigError(InputError):
     """A job that breaks a rule.
 
     Attributes:
@@ -40,5 +45,5 @@ class DeviceMemoryError(OffloadTrainError):
     """The device memory limit is below what the engine needs."""
 
 
-class PipelineError(OffloadTrainError):
+class PipelineError(InputError):
     """A model that cannot be cut into stages, or a schedule that cannot run it."""

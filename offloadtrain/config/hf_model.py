@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from offloadtrain.boundary.model_folder import inside
 from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config import toml
 from offloadtrain.config.errors import broken
@@ -151,18 +153,50 @@ def find_folder(name: str) -> Path:
     )
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, *, requested: Container[str] = ()) -> dict[str, Any]:
     """Return config.json of a folder.
 
+    Args:
+        requested: keys for which the caller has a value of its own, such as attn_implementation.
+
     Raises:
-        UnsafeFileError, OSError: it cannot be read, or is not JSON.
-        ValueError: it is not a JSON object.
+        UnsafeFileError, OSError: it cannot be read, leads out of the folder, or is not JSON.
+        ValueError: it is not a JSON object, makes transformers load code, or has a shape that no
+            model has.
     """
     path = folder / "config.json"
-    content = read_json(path, max_bytes=_MOST_BYTES, follow_link=True)  # the cache holds links
+    content = read_json(inside(path), max_bytes=_MOST_BYTES)
     if not isinstance(content, dict):
-        raise ValueError(f"{folder / 'config.json'} is not a JSON object")
+        raise ValueError(f"{path} is not a JSON object")
+    _check_values(path, content, requested)
     return content
+
+
+_IMPLEMENTATIONS = {
+    "attn_implementation": ("eager", "sdpa", "flex_attention"),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+"""Of the values of these keys, those for which transformers loads no package and no code."""
+
+_MOST_MODULES = {r"(layer|block|depth)s?$": 4096, r"(expert|head|label)s?$": 1 << 17}
+"""What the ends of keys count, and how many may be made of it."""
+
+
+def _check_values(path: Path, table: Mapping[str, Any], requested: Container[str]) -> None:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            _check_values(path, value, requested)
+        name = key.removeprefix("_").removesuffix("_internal")
+        allowed = () if name in requested else _IMPLEMENTATIONS.get(name, ())
+        for chosen in value.values() if isinstance(value, Mapping) else (value,):
+            if allowed and chosen is not None and chosen not in allowed:
+                raise ValueError(
+                    f"{path}: {key} = {str(chosen)[:80]!r} makes transformers load other code. "
+                    f"Remove it, or set it to one of {', '.join(allowed)}"
+                )
+        for pattern, most in _MOST_MODULES.items():
+            if isinstance(value, int) and value > most and re.search(pattern, key):
+                raise ValueError(f"{path}: {key} = {value}, and no model has more than {most}")
 
 
 def identity_of(config: Mapping[str, Any]) -> str:

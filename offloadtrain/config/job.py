@@ -12,6 +12,7 @@ are refused as usual.
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -177,7 +178,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), say: Say = warnings.wa
             Or it names commands that are not its user's own: see `config.command_hooks`.
     """
     text = toml.read(path)
-    config = loads(text, str(path), overrides, say)
+    config = loads(text, str(path), overrides, say, folder=Path(path).parent)
     overridden = {override.partition("=")[0].strip() for override in overrides}
     named = [key for key in command_hooks.KEYS if attrgetter(key)(config) and key not in overridden]
     command_hooks.check_origin(path, text, named)
@@ -191,13 +192,18 @@ def loads(
     say: Say = warnings.warn,
     *,
     hf_config: toml.Table | None = None,
+    folder: Path | None = None,
 ) -> Config:
     """Read a job from TOML text; `origin` names it in errors. Raises as `load`.
 
     Args:
+        folder: where a machine file that the text names by a relative path lies.
         hf_config: config.json of `model.hf`, whose folder is not looked at then.
     """
     job = toml.parse(text, origin, _all_keys(), overrides)
+    machine = _of_the_file(job, "device.machine")
+    if folder is not None and isinstance(machine, str) and machine.endswith(".toml"):
+        job.tables["device"]["machine"] = os.path.abspath(folder / machine)
     gave_way = list(settle(job))
     toml.report_unknown(job, job.tables, [*_PLAIN, *_SECTIONS])
     values = toml.read_fields(job, _PLAIN, job.tables)
@@ -406,6 +412,10 @@ def _is_none_of(values: Collection[object], value: object) -> bool:
     return value not in values
 
 
+def _is_many(count: object) -> bool:
+    return isinstance(count, int) and count > 1
+
+
 # (overridden key, the values that count, the key of the file that they make meaningless)
 _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("data.source", bool, "data.train"),
@@ -415,6 +425,12 @@ _GIVES_WAY: list[tuple[str, _Wins, str]] = [
     ("train.global_batch_tokens", bool, "train.grad_accum_steps"),
     ("train.grad_accum_steps", bool, "train.global_batch_tokens"),
     ("train.sample_tokens", lambda count: count == 0, "train.sample_prompt"),
+]
+
+_GIVES_WAY += [
+    (f"ranks.{axis}", _is_many, f"train.{key}")
+    for axis in ("pipeline", "tensor", "expert")
+    for key in ("sample_tokens", "sample_prompt")
 ]
 
 # Options that have an effect only with certain values of another one.

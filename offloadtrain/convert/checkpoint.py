@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import InputError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The state of Adam besides the weights."""
 
 
-class ForeignError(OffloadTrainError):
+class ForeignError(InputError):
     """A checkpoint of another trainer cannot be read, or is of another model."""
 
 

@@ -357,8 +357,8 @@ class Batches:
         saved, here = state.get("data", self._identity()), self._identity()
         if saved != here:
             raise DataError(
-                f"cannot resume in {self._tokens.path}: the position was saved for "
-                f"{_as_text(saved)}, but this run has {_as_text(here)}"
+                f"{self._tokens.path} is not the data that the checkpoint was trained on "
+                f"({_differences(saved, here)}): resume with that data, or start a new run"
             )
         self._seed = int(state["seed"])
         self._position = int(state["epoch"]) * self.windows + int(state["sample"])
@@ -397,8 +397,12 @@ class _Grid:
         return permutation.noise % self._num_offsets + permutation(samples) * self._width
 
 
-def _as_text(identity: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in identity.items())
+def _differences(saved: dict[str, Any], here: dict[str, Any]) -> str:
+    different = [key for key in {**saved, **here} if saved.get(key) != here.get(key)]
+    return ", ".join(
+        "other tokens" if key == "content" else f"{key} {saved.get(key)} -> {here.get(key)}"
+        for key in different
+    )
 
 
 class Prefetch:

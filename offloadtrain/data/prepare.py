@@ -17,6 +17,7 @@ out instead; for a single file, always. If neither comes close, as with few line
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from offloadtrain.config.errors import ConfigError, broken
+from offloadtrain.config.errors import ConfigError, OffloadTrainError, broken
 from offloadtrain.config.sections import Form
 from offloadtrain.data.chat import chat_template as template_of
 from offloadtrain.data.encode import Encoded, Encoder, Reading, Side, Task, encode_in_order, form_of
@@ -176,11 +177,12 @@ def prepare(
             jobs = jobs or len(os.sched_getaffinity(0))
             return prepared or _build(files, out, settings, jobs, progress)
     except OSError as error:
-        raise DataError(
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        raise (OffloadTrainError if full else DataError)(
             f"cannot prepare {error.filename or out}: {error.strerror or error}"
         ) from error
     except BrokenExecutor as error:
-        raise DataError(
+        raise OffloadTrainError(
             "a worker process ended early: it ran out of memory (use fewer jobs), or "
             'the calling script lacks `if __name__ == "__main__":`'
         ) from error

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from offloadtrain.boundary.model_folder import check_folder
 from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.data.source import optional
 from offloadtrain.data.tokens import DataError
@@ -115,6 +116,7 @@ def tokenizer(name: str) -> Tokenizer:
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         return _of_pretrained(str(path.resolve()), pretrained(name))
     if path.is_dir():
+        check_folder(path)
         path = path / "tokenizer.json"
     if not path.is_file():
         raise DataError(
@@ -132,10 +134,11 @@ def pretrained(folder: str) -> Any:
     """
     transformers = optional("transformers", f"the tokenizer in {folder}")
     try:
+        check_folder(folder)
         return transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except Exception as error:  # of any class, for a file of others
         reason = " ".join(str(error).split())
         raise DataError(f"transformers cannot load a tokenizer from {folder}: {reason}") from error
 

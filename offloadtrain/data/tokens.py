@@ -29,6 +29,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,7 +39,7 @@ import numpy.typing as npt
 
 from offloadtrain.boundary.safe_open import open_regular, read_json
 from offloadtrain.boundary.safe_write import replace_file
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import InputError
 from offloadtrain.hardware.atomic_io import sync_folder
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -53,7 +54,7 @@ _SCAN_TOKENS = 1 << 24
 LENGTH = np.dtype("<u8")
 
 
-class DataError(OffloadTrainError):
+class DataError(InputError):
     """Text or tokens that cannot be used: the message names the file, the problem and the
     remedy."""
 
@@ -301,7 +302,8 @@ class TokenWriter:
         self._document_begins = 0
 
     def __enter__(self) -> Self:
-        self._file = open(self._temporary, "wb")
+        self._temporary.unlink(missing_ok=True)  # with the mode that another version gave it
+        self._file = open(self._temporary, "wb", opener=partial(os.open, mode=0o600))
         self._file.write(bytes(HEADER_BYTES))
         # They follow the tokens in the file, whose number is known at the end only.
         self._lengths = tempfile.TemporaryFile(dir=self.path.parent)

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import InputError
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.local_part import local
 from offloadtrain.engine.parameters import OffloadedParameter, past_the_class
@@ -32,7 +32,7 @@ offloaded: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 """Models whose parameters an optimizer holds, each with its `OffloadOptimizer`."""
 
 
-class ModelError(OffloadTrainError):
+class ModelError(InputError):
     """A model that cannot be offloaded, or that was changed after it was."""
 
 

@@ -422,9 +422,10 @@ class StateIO:
         ]
 
     def warn_of_no_checkpoints(self) -> None:
-        """Warn at once of what the first save would refuse, hours later."""
+        """Warn at once of what the first save would refuse, hours later; one of the ranks that hold
+        parts of a matrix does."""
         try:
-            if self.parts is not WHOLE:
+            if self.saves_untrained and self.parts is not WHOLE:
                 self.flat_states()
         except PartError as error:
             _log.warning("these weights train, and no checkpoint of them can be saved: %s", error)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import InputError
 from offloadtrain.events import log_lines
 from offloadtrain.events.log_lines import Record
 from offloadtrain.events.schema import WAIT, LaneSpan, Step
@@ -25,7 +25,7 @@ LANES = (
 _COUNTERS = ("loss", "tokens_per_s", "exposed_ms")
 
 
-class TraceError(OffloadTrainError):
+class TraceError(InputError):
     """The run folder has nothing to trace."""
 
 

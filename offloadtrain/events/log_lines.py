@@ -151,6 +151,9 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
     if get_origin(kind) is tuple:
         item = _decoder(get_args(kind)[0])
         return lambda value: tuple(map(item, _exactly(list, value)))
+    if get_origin(kind) is dict and get_args(kind)[1] is not Any:
+        item = _decoder(get_args(kind)[1])
+        return lambda value: {key: item(x) for key, x in _exactly(dict, value).items()}
     plain: Any = get_origin(kind) or kind
     if is_dataclass(plain):
         return lambda value: decode(cast(type, plain), value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -37,6 +38,66 @@ def least_room() -> Room:
     """Return the tightest limit: the machine's memory (the kernel's estimate, or the stated size
     without this process's memory), this process's cgroups at every level, or its rlimits."""
     return min((_machine(), *_cgroups(), *_rlimits()), key=lambda room: room.num_bytes)
+
+
+def has_rlimit() -> bool:
+    """Tell whether this process has a limit of address space or of data (ulimit -v, -d)."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return any(limit != resource.RLIM_INFINITY for limit in limits)
+
+
+_FEWEST_BYTES = 128 << 20
+
+
+def require_threads_room() -> None:
+    """Check, before threads are started, what an rlimit leaves. A thread without memory ends before
+    it says that it has begun, for which Python waits for ever.
+
+    Raises:
+        HostMemoryError: too little for the stacks of threads and for what they import.
+    """
+    for room in _rlimits():
+        if room.num_bytes < _FEWEST_BYTES:
+            needed = f"threads need {format_bytes(_FEWEST_BYTES)}"
+            raise HostMemoryError(f"the host gives no more memory ({needed}): {room}")
+
+
+_REFUSALS = (
+    *("DefaultCPUAllocator: can't allocate", "DefaultCPUAllocator: not enough memory", "bad_alloc"),
+    *("Cannot allocate memory", "failed to map segment from shared object"),
+    *("can't start new thread", "Resource temporarily unavailable", "could not create a primitive"),
+)
+"""Words of torch, the loader, Python and oneDNN, which have no exception for a refusal."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Tell whether the host refused memory, or a thread, which needs some: by Python, the kernel, a
+    library or the loader. False of an error that says so already."""
+    if error is None or isinstance(error, HostMemoryError):
+        return False
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    if isinstance(error, SystemError) and has_rlimit():
+        return True  # of C code that has returned without its MemoryError
+    by_words = isinstance(error, RuntimeError | ImportError | OSError)
+    if by_words and any(words in str(error) for words in _REFUSALS):
+        return True
+    return is_out_of_memory(error.__cause__)
+
+
+def refusal(error: object) -> str:
+    """Return, for example, "the host gives no more memory (can't start new thread): 68.0 KiB is
+    available (RLIMIT_AS = 943718400)".
+
+    Args:
+        error: for which `is_out_of_memory` is true, or what has happened in words.
+    """
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = next((x for x in lines if any(words in x for words in _REFUSALS)), lines[0])
+    reason = line.strip().rpartition("DefaultCPUAllocator: ")[2][:200]
+    if "thread" in reason or "temporarily" in reason:
+        reason += "; a limit of processes, ulimit -u, is refused alike"
+    return f"the host gives no more memory ({reason}): {least_room()}"
 
 
 def _machine() -> Room:

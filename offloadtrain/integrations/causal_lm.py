@@ -10,13 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.integrations.adapters import base_model
+from offloadtrain.integrations.pretrained import deferred_model, reading
 from offloadtrain.model.language_model import Sampling, uncompiled
 from offloadtrain.model.loss import cross_entropy
 
 
-class CausalLmError(OffloadTrainError):
+class CausalLmError(InputError):
     """A model or a tokenizer of transformers that cannot be used here."""
 
 
@@ -147,15 +148,12 @@ def load(folder: Path, device: torch.device) -> CausalLm:
     """Load a folder of transformers as it was saved, in eval mode.
 
     Raises:
-        CausalLmError: it is none, or needs its own code.
+        CausalLmError, ModelError: it is none, or needs its own code.
     """
-    transformers = transformers_package("a folder of transformers")
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", use_safetensors=True, local_files_only=True
-        )
-    except (OSError, ValueError) as error:
-        raise CausalLmError(f"{folder} is no causal language model: {error}") from error
+    transformers_package("a folder of transformers")
+    model, weights = deferred_model(folder, "AutoModelForCausalLM")
+    if weights is not None:
+        weights.fill_all()
     return CausalLm.of(model.to(device).eval())
 
 
@@ -163,10 +161,10 @@ def tokenizer(folder: Path) -> Any:
     """Load the tokenizer of a folder.
 
     Raises:
-        CausalLmError: there is none.
+        ModelError: there is none.
     """
     transformers = transformers_package("its tokenizer")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise CausalLmError(f"{folder} has no tokenizer that can be loaded: {error}") from error
+    with reading(folder, "has no tokenizer that can be loaded"):
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )

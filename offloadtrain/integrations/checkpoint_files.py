@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,21 @@ def read_state(optimizer: OffloadOptimizer, folder: str | os.PathLike[str]) -> d
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a file holds; the file's pages hold the tensors: no second copy in memory."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    """Return what a file holds; the file's pages hold the tensors: no second copy in memory.
+
+    Raises:
+        CheckpointError: it is not as it was written. `torch.load` does not look at its checksums.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if (member := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the checksum of {member} is another one")
+        state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile and torch raise many, by where the damage is
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise CheckpointError(f"'{path}' cannot be read ({reason}): take another one") from error
     return state
 
 

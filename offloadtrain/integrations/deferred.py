@@ -160,6 +160,20 @@ class DeferredWeights:
         """Give a module's own planned parameters and buffers their values; see `param_init_fn`."""
         self._fill(module, lambda tensor: True)
 
+    def fill_all(self) -> None:
+        """Replace all planned parameters by ones that have values, in the dtypes that transformers
+        loads the model in."""
+        filled: dict[nn.Parameter, nn.Parameter] = {}
+        for module in self._model.modules():
+            for key, param in module.named_parameters(recurse=False):
+                if (name := self._params.pop(param, None)) is not None:
+                    value = self._take(name).to(self._dtypes.get(name, param.dtype))
+                    filled[param] = nn.Parameter(value, param.requires_grad)
+                if param in filled:
+                    module.register_parameter(key, filled[param])
+            self.fill(module)
+        self.close()
+
     def _fill(self, module: nn.Module, chosen: Callable[[Tensor], bool]) -> None:
         for key, param in module.named_parameters(recurse=False):
             if param not in self._params or not chosen(param):

@@ -7,6 +7,7 @@ says what the checkpoint's tensors are called, and which of the model's it needs
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 import os
@@ -45,9 +46,14 @@ _TOKENIZER_FILES = (
 """Patterns of the files that tokenizers, image and feature processors are loaded from."""
 
 
+CHECKSUMS = "SHA256SUMS"
+"""The file that `sha256sum -c` reads."""
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder beside `folder` to write into, which takes its name at the end.
+    """Give a folder beside `folder` to write into, which takes its name at the end, with the
+    checksums of its files.
 
     Raises:
         FileExistsError: `folder` exists and is not empty; nothing in it is touched.
@@ -64,6 +70,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
         mask = os.umask(0)
         os.umask(mask)
         temporary.chmod(0o777 & ~mask)
+        sums = temporary / CHECKSUMS
+        sums.write_text(
+            "".join(
+                f"{_sha256(path)}  {path.relative_to(temporary)}\n"
+                for path in sorted(temporary.rglob("*"))
+                if path.is_file() and path != sums
+            )
+        )
         for path in temporary.rglob("*"):
             if path.is_file():
                 with path.open("rb+") as file:
@@ -73,6 +87,11 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def model_weights(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offloadtrain.config.errors import ConfigError, PipelineError
-from offloadtrain.config.hf_model import HfModel, Lora
+from offloadtrain.config.hf_model import HfModel, Lora, read_config
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload
@@ -20,7 +20,12 @@ from offloadtrain.integrations.adapters import attach, lora_config
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError, transformers_package
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
-from offloadtrain.integrations.pretrained import deferred_model, from_pretrained
+from offloadtrain.integrations.pretrained import (
+    deferred_model,
+    from_pretrained,
+    reading,
+    refuse_quantized,
+)
 from offloadtrain.model.transformer import LossTerms
 from offloadtrain.optim import AnyRule
 from offloadtrain.parallel.mesh import DeviceMesh, Mesh
@@ -31,6 +36,7 @@ from offloadtrain.plan.layout import parts_of_module
 
 AUTO_CLASS = "AutoModelForCausalLM"
 RANKS = RanksConfig()
+_MOST_PARAMS = 1 << 43
 
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
@@ -74,10 +80,13 @@ def described_model(hf: HfModel) -> Any:
 
 def _config(folder: Path) -> Any:
     transformers = transformers_package("model.hf, to count its parameters too,")
-    try:
-        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.hf = {str(folder)!r}: {error}") from None
+    with reading(folder):
+        read_config(folder)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    refuse_quantized(config, str(folder))
+    return config
 
 
 def config_of(values: Mapping[str, Any]) -> Any:
@@ -90,16 +99,18 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
     """Return the model of a configuration, with adapters, on the meta device."""
     import transformers
 
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
-            raise ConfigError(
-                f"model.hf: transformers has no causal language model of type {config.model_type}. "
-                "ot.offload trains any model in a loop of your own, and ot.plan_model plans it"
-            ) from None
-        raise ConfigError(f"model.hf: {error}") from None
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise ConfigError(
+            f"model.hf: transformers has no causal language model of type {config.model_type}. "
+            "ot.offload trains any model in a loop of your own, and ot.plan_model plans it"
+        )
+    with reading(config.name_or_path), torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    if (count := sum(param.numel() for param in model.parameters())) > _MOST_PARAMS:
+        raise ConfigError(
+            f"model.hf: its config.json describes a model of {count:,} parameters, and at most "
+            f"{_MOST_PARAMS:,} are planned"
+        )
     CausalLm.of(model)
     return model if lora is None else _with_adapters(model, lora)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offloadtrain.config.errors import OffloadTrainError, broken
+from offloadtrain.config.errors import InputError, broken
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.integrations.export import Named
 
@@ -67,7 +67,7 @@ _GPT2_OUTSIDE = {
 }
 
 
-class NoClassError(OffloadTrainError):
+class NoClassError(InputError):
     """No class of transformers has the shape of the model."""
 
 

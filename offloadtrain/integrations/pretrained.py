@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from offloadtrain.boundary.model_folder import check_folder
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.hf_model import read_config
 from offloadtrain.engine import EMA, ModelError, OffloadOptimizer, offload, optimizer_of
+from offloadtrain.hardware.host_memory import is_out_of_memory
 from offloadtrain.integrations.adapters import (
     attach,
     bare,
@@ -95,11 +100,12 @@ def from_pretrained(
 
     keywords = extra | {"trust_remote_code": trust_remote_code}
     name, adapters = str(name_or_folder), None if lora is None else lora_config(lora)
-    load = _load_of(name, auto_class, keywords)
-    if adapters is None or not reads_base(adapters):
-        model, weights = _deferred(name, load, DeferredWeights())
-    else:
-        model, weights = load(), None
+    with reading(name):
+        load = _load_of(name, auto_class, keywords)
+        if adapters is None or not reads_base(adapters):
+            model, weights = _deferred(name, load, DeferredWeights())
+        else:
+            model, weights = load(), None
     # The folder that the configuration was read from: of a name, that in the Hub's cache.
     of_cache = {key: value for key, value in keywords.items() if key in _OF_CONFIG[1:]}
     _sources[model] = Path(cached_file(name, "config.json", **of_cache)).parent
@@ -118,8 +124,38 @@ def deferred_model(
     folder: Path, auto_class: str | type | None = None
 ) -> tuple[Any, DeferredWeights | None]:
     """Return a model whose weights are read as they are asked for, by `fill` of what comes with it;
-    None: it was loaded whole."""
-    return _deferred(str(folder), _load_of(str(folder), auto_class, {}), DeferredWeights())
+    None: it was loaded whole. Raises ModelError as `from_pretrained`."""
+    keywords = {"trust_remote_code": False, "local_files_only": True}
+    with reading(folder):
+        load = _load_of(str(folder), auto_class, keywords)
+        return _deferred(str(folder), load, DeferredWeights())
+
+
+@contextmanager
+def reading(
+    folder: str | Path, problem: str = "cannot be loaded by transformers"
+) -> Iterator[None]:
+    """Check a folder, and name it in whatever transformers raises while it reads it: files of
+    others make it raise errors of any class.
+
+    Args:
+        folder: or a name on the Hub, which is not checked.
+
+    Raises:
+        UnsafeFileError: see `check_folder`.
+        ModelError: it says the class and the message of the error, which is its cause.
+    """
+    if os.path.isdir(folder):
+        check_folder(folder)
+    try:
+        yield
+    except OffloadTrainError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:500]
+        raise ModelError(f"'{folder}' {problem}: {type(error).__name__}: {reason}") from error
 
 
 def _deferred(
@@ -243,9 +279,18 @@ def _load_of(
     """
     import transformers
 
-    _check_files(name, str(keywords.get("subfolder", "")))
+    _check_files(name, keywords)
     of_config = {k: v for k, v in keywords.items() if k in _OF_CONFIG}
     config = transformers.AutoConfig.from_pretrained(name, **of_config)
+    refuse_quantized(config, name)
+    if isinstance(auto_class, str):
+        auto_class = getattr(transformers, auto_class)
+    loader: Any = auto_class or _named_class(config, name)
+    return partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
+
+
+def refuse_quantized(config: Any, name: str) -> None:
+    """Raises ModelError for the configuration of a quantized model."""
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise ModelError(
@@ -253,19 +298,15 @@ def _load_of(
             "checkpoint; or train adapters: load it with transformers, wrap it with PEFT, and "
             "ot.offload the result"
         )
-    if isinstance(auto_class, str):
-        auto_class = getattr(transformers, auto_class)
-    loader: Any = auto_class or _named_class(config, name)
-    return partial(loader.from_pretrained, name, use_safetensors=True, **keywords)
 
 
-def _check_files(name: str, subfolder: str = "") -> None:
+def _check_files(name: str, keywords: Mapping[str, Any]) -> None:
     """Look at a folder; of a name on the Hub nothing is known here.
 
     Raises:
         ModelError: it is not there, or holds no model that can be streamed.
     """
-    folder = Path(name) / subfolder
+    folder = Path(name) / str(keywords.get("subfolder", ""))
     if not Path(name).is_dir():
         # A name on the Hub is NAME or OWNER/NAME.
         if os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
@@ -284,6 +325,7 @@ def _check_files(name: str, subfolder: str = "") -> None:
         where = f"; these folders in it have: {', '.join(inner)}" if inner else ""
         where = where or ": it is no folder of a model of transformers"
         raise ModelError(f"'{folder}' has no config.json{where}")
+    read_config(folder, requested=keywords)
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index*.json")):
         return
     if pickled := sorted(path.name for path in folder.glob("*.bin")):

@@ -16,7 +16,6 @@ Where the layout of a run changes between steps, all buffers move, one bucket af
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,12 @@ from torch import Tensor
 
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.config.units import format_bytes
-from offloadtrain.hardware.host_memory import HOST_MEMORY_VARIABLE, Room, least_room
+from offloadtrain.hardware.host_memory import (
+    HOST_MEMORY_VARIABLE,
+    Room,
+    is_out_of_memory,
+    least_room,
+)
 from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.dtypes import DTYPES
 from offloadtrain.runtime.heartbeat import HEARTBEAT
@@ -39,16 +43,6 @@ from offloadtrain.step.layout.tiers import Tier
 _log = logging.getLogger(__name__)
 
 SLAB_BYTES = 8 << 30
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether the host refused memory: Python, the kernel, or torch's allocator, which has no
-    exception of its own on the CPU."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, RuntimeError):
-        return "DefaultCPUAllocator: can't allocate" in str(error)
-    return isinstance(error, MemoryError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from offloadtrain.config.errors import DiskError
+from offloadtrain.config.errors import ConfigError, DiskError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.hardware.direct_io import (
     BLOCK,
@@ -81,6 +81,7 @@ class DiskArena:
         """Make the file; return zeroed 1-D tensors, views of it, in the order of the rows.
 
         Raises:
+            ConfigError: there is no such folder.
             DiskError: the folder is in memory, has too little space, or cannot be written.
         """
         if not rows:
@@ -203,8 +204,12 @@ class DiskArena:
         )
 
     def _check(self, rows: Rows, num_bytes: int) -> None:
+        if not self._folder.is_dir():  # made silently, a mistyped mount point fills another disk
+            raise ConfigError(
+                f"scratch_dir = '{self._folder}' is not there: make it on the drive that is to "
+                "hold the state, or correct the path"
+            )
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             free = free_bytes(self._folder)
         except OSError as error:
             raise self._refused(rows, num_bytes, str(error.strerror)) from error

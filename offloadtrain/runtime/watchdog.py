@@ -95,10 +95,10 @@ class Watchdog:
         """Write cause, phase, stacks and lanes to stderr, and to the log if it answers."""
         lanes = self._silence.lanes() or "nothing launched yet"
         doing = f"phase: {self._heartbeat.phase}; lanes: {lanes}"
-        print(f"{cause}\n{doing}", file=sys.stderr, flush=True)
+        print(f"{cause}; {doing}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
         if self.log is not None:
-            self.log(f"{cause}\n{doing}\n{stacks()}")
+            self.log(f"{cause}; {doing}\n{stacks()}")
 
     def end_hung(self, cause: str) -> None:
         """Report, and end the process at once: an orderly end would wait for what hangs."""

@@ -282,8 +282,9 @@ def _offload_options(job: Config, precision: Precision, why: str) -> OffloadConf
         ConfigError: an option contradicts the precision; it names both keys.
     """
     offload = job.offload.replace(precision=precision)
-    if offload.uses_disk:
-        offload = offload.replace(scratch_dir=offload.memory.scratch_dir or job.runs_dir)
+    if offload.uses_disk and not offload.memory.scratch_dir:
+        offload = offload.replace(scratch_dir=job.runs_dir)
+        Path(job.runs_dir).mkdir(parents=True, exist_ok=True)  # --run-dir may be elsewhere
     chosen = f" (offload.precision = {offload.precision}: {why})" if why else ""
     if problems := [f"offload.{problem}{chosen}" for problem in offload.problems()]:
         raise ConfigError(*problems)

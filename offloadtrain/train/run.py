@@ -21,9 +21,9 @@ from offloadtrain.events import oom_kills, set_up_file
 from offloadtrain.events.control import Requests
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain.hardware import cgroup
-from offloadtrain.hardware.host_memory import least_room
+from offloadtrain.hardware.host_memory import is_out_of_memory, refusal, require_threads_room
 from offloadtrain.plan.automatic import with_sums_of
-from offloadtrain.runtime.arena import Ledger, is_out_of_memory
+from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 from offloadtrain.runtime.process_group import ALONE
 from offloadtrain.train.build import TrainingContext, assemble, described
@@ -47,11 +47,9 @@ def named_memory_errors() -> Iterator[Callable[[Ledger], None]]:
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
-        reason = str(error).strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
         raise HostMemoryError(
-            f"the host gives no more memory ({reason}): {least_room()}. Held by the engine: "
-            f"{ledgers[-1].summary()}. Set a smaller train.micro_batch, "
-            'offload.activation = "recompute" or a narrower offload.state'
+            f"{refusal(error)}. Held by the engine: {ledgers[-1].summary()}. Set a smaller "
+            'train.micro_batch, offload.activation = "recompute" or a narrower offload.state'
         ) from error
 
 
@@ -139,6 +137,7 @@ def run(
     Returns:
         "done" or "stopped".
     """
+    require_threads_room()
     config = described(config)
     if distributed is None:
         opened = open_run(config, run_dir=run_dir, resume=resume, say=console.say)

@@ -33,7 +33,7 @@ from typing import Any
 
 from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.boundary.safe_write import own_folder, replace_file
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import Precision
 from offloadtrain.events import set_up_file
@@ -56,7 +56,7 @@ _CONTENT = (
 _NO_TIME = "00000000-000000"
 
 
-class RunFolderError(OffloadTrainError):
+class RunFolderError(InputError):
     """The run folder cannot be made, found or locked."""
 
 
@@ -305,10 +305,11 @@ def _has_checkpoint(path: Path) -> bool:
 
 def _refuse_another_run(path: Path) -> None:
     """Raises RunFolderError if a run has begun at `path`, or a process is running there."""
-    if holds_run(path):
-        raise RunFolderError(f"{path} already contains a run: {how_to_go_on(path)}")
-    if (path / "events").is_dir():
+    begun = holds_run(path)
+    if begun or (path / "events").is_dir():
         RunFolder(path).close()
+    if begun:
+        raise RunFolderError(f"{path} already contains a run: {how_to_go_on(path)}")
 
 
 def of_job(runs_dir: Path, name: str) -> list[Path]:

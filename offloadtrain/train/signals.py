@@ -224,7 +224,7 @@ def told_early(error: StoppedEarlyError) -> str:
 
 
 def _end_at_once() -> None:
-    _write("ended at once; the last checkpoint is intact")
+    _write("ended at once; saved checkpoints are intact")
     os._exit(1)
 
 

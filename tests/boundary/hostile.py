@@ -132,6 +132,11 @@ LOGS = {
     ),
     "foreign": b'{"k":"step"}\n[]\n1\n"k"\n{"k":[]}\n{"k":{}}\n{}\nnull\n',
     "time": NUMBERS.replace(b"1e9", b"1e300") % (b"1", b"1"),
+    "values in dicts": b"".join(
+        b'{"k":"set_up","v":1,"t":1e9,"r":0,"m":0,"duration_s":1,"parts_s":{"preparing":%s}}\n'
+        % bad
+        for bad in (b'"x"', b"{}", b"null", b"[1]", b"1e999", b"2")
+    ),
     "empty": b"",
 }
 RUN_JSON = {

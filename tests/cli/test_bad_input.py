@@ -89,16 +89,16 @@ BAD_ARGUMENTS: list[tuple[list[str], int, str]] = [
     (["prepare", "text", "out", "--jobs", "100000"], 2, "jobs = 100000"),
     (["prepare", "text", "out", "--val-fraction", "2"], 2, "val_fraction = 2"),
     (["prepare", "text", "out", "--val-fraction", "nan"], 2, "val_fraction = nan"),
-    (["prepare", HOSTILE, "out"], 1, "no such file"),
-    (["prepare", LONG, "out"], 1, "File name too long"),
+    (["prepare", HOSTILE, "out"], 2, "no such file"),
+    (["prepare", LONG, "out"], 2, "File name too long"),
     (["status", LONG], 2, "not there"),
     (["events", LONG], 2, "not there"),
     (["ctl", LONG, "stop"], 2, "not there"),
     (["tui", LONG, "--once"], 2, "not there"),
     (["status", HOSTILE], 2, "not there"),
     (["tui", HOSTILE, "--once"], 2, "not there"),
-    (["trace", LONG], 1, "not a run folder"),
-    (["trace", HOSTILE], 1, "not a run folder"),
+    (["trace", LONG], 2, "not a run folder"),
+    (["trace", HOSTILE], 2, "not a run folder"),
 ]
 ENVIRONMENTS: list[tuple[dict[str, str], str]] = [
     ({"WORLD_SIZE": "x"}, "WORLD_SIZE = 'x'"),
@@ -164,7 +164,7 @@ def test_no_key_accepts_a_value_of_no_type_or_obeys_a_hostile_one(
 
 def test_a_tokenizer_that_is_not_there_is_refused(capsys: Captured, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
-    assert main(["prepare", str(tmp_path), "out", "--tokenizer", "gpt2"]) == 1
+    assert main(["prepare", str(tmp_path), "out", "--tokenizer", "gpt2"]) == 2
     err = capsys.readouterr().err
     assert "no tokenizer 'gpt2': give bytes, a folder" in err and not Path("out").exists()
 

@@ -132,7 +132,7 @@ def test_0_and_the_commands_that_it_proposes(
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [
-        (["data.source=absent"], 1, "data.source = absent is not there"),
+        (["data.source=absent"], 2, "data.source = absent is not there"),
         (["device.kind=cuda"], 2, "device.kind"),
         (["model.vocab_size=100"], 2, "model.vocab_size = 100"),
         (["optim.lr=-1"], 2, "optim.lr"),

@@ -47,7 +47,7 @@ def test_cp_copies_a_shipped_job(
 
 def test_cp_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "debug.toml").write_text("text")
-    assert main(["cp", "debug", str(tmp_path)]) == 1
+    assert main(["cp", "debug", str(tmp_path)]) == 2
     assert "exists" in capsys.readouterr().err
     assert (tmp_path / "debug.toml").read_text() == "text"
     assert main(["cp", "debug", str(tmp_path / "no" / "folder.toml")]) == 1

@@ -30,8 +30,8 @@ def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("source", "options", "code", "message"),
     [
-        ("absent", [], 1, "absent"),
-        ("empty", [], 1, "empty"),
+        ("absent", [], 2, "absent"),
+        ("empty", [], 2, "empty"),
         ("empty", ["--val-fraction", "2"], 2, "[0, 1)"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli.exit_codes import FAILED
+from offloadtrain.cli.exit_codes import USAGE
 from offloadtrain.cli.main import main
 from offloadtrain.events import log_lines, schema
 from offloadtrain.events.chrome_trace import LANES, chrome_trace
@@ -70,11 +70,11 @@ def test_a_run_is_traced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_folder_without_sampled_steps_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["trace", str(tmp_path)]) == FAILED
+    assert main(["trace", str(tmp_path)]) == USAGE
     assert "is not a run folder" in capsys.readouterr().err
     (tmp_path / "events").mkdir()
     (tmp_path / "events/rank000.jsonl").write_bytes(b"")
-    assert main(["trace", str(tmp_path)]) == FAILED
+    assert main(["trace", str(tmp_path)]) == USAGE
     assert "no step of this run has been sampled" in capsys.readouterr().err
 
 

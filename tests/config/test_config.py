@@ -444,9 +444,34 @@ OVERRIDDEN: list[tuple[list[str], list[str], dict[str, object]]] = [
         ["train.eval_every = 500 of the job is overridden by data.val_fraction = 0"],
         {"train.eval_every": 0},
     ),
+    (
+        ["ranks.tensor=2"],
+        [
+            "train.sample_tokens = 300 of the job is overridden by ranks.tensor = 2",
+            "train.sample_prompt = 'def ' of the job is overridden by ranks.tensor = 2",
+        ],
+        {"train.sample_tokens": 0, "train.sample_prompt": "", "ranks.tensor": 2},
+    ),
     (["optim.lr=1e-4"], [], {"optim.warmup_steps": 700, "data.source": "corpus"}),
 ]
 """Overrides, the lines that they print, and values of the job afterwards."""
+
+
+def test_a_machine_file_lies_next_to_its_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the command is called; of an override it lies where the command is called."""
+    (tmp_path / "jobs").mkdir()
+    job, machine = tmp_path / "jobs" / "job.toml", tmp_path / "jobs" / "mine.toml"
+    job.write_text(f'{LONG_JOB}\n[device]\nmachine = "mine.toml"\n')
+    monkeypatch.chdir(tmp_path)
+    for path in (job, "jobs/job.toml"):
+        resolved = jobs.load(path)
+        assert resolved.device.machine == str(machine)
+        (tmp_path / "resolved.toml").write_text(jobs.dump(resolved))
+        assert jobs.load("resolved.toml") == resolved
+    assert jobs.load(job, ["device.machine=mine.toml"]).device.machine == "mine.toml"
+    assert jobs.load(job, ["device.machine=cpu2"]).device.machine == "cpu2"
 
 
 def test_a_setting_of_the_file_that_an_override_contradicts_is_dropped_with_a_message() -> None:

@@ -186,13 +186,13 @@ def test_the_state_is_the_global_position_and_is_refused_for_other_data(
     bare.load_state_dict(position)
     assert starts(bare, 3) == starts(resumed, 3)
     other = counting_file(tmp_path / "b.bin", [1004])
-    for wrong in (
-        Batches(other, batch=2, seq_len=100),
-        Batches(file, batch=2, seq_len=99),
-        Batches(file, batch=2, seq_len=100, shuffle=False),
-        Batches(file, batch=2, seq_len=100, packing="isolated"),
+    for wrong, what in (
+        (Batches(other, batch=2, seq_len=100), "tokens 1003 -> 1004, other tokens"),
+        (Batches(file, batch=2, seq_len=99), "seq_len 100 -> 99"),
+        (Batches(file, batch=2, seq_len=100, shuffle=False), "order shuffled -> spread"),
+        (Batches(file, batch=2, seq_len=100, packing="isolated"), "packing stream -> isolated"),
     ):
-        with pytest.raises(DataError, match=r"saved for tokens 1003, .*packing stream"):
+        with pytest.raises(DataError, match=rf"not the data .* \(.*{what}"):
             wrong.load_state_dict(state)
 
 
@@ -375,7 +375,7 @@ def test_impossible_settings_are_refused(documents: TokenFile) -> None:
         Masking(mask_token=9, vocab_size=10)
     with pytest.raises(ValueError, match="what pads would be seen"):
         batches_of(documents, packing="padded")
-    with pytest.raises(DataError, match=r"saved for masked 0.15, .*, but this run has tokens"):
+    with pytest.raises(DataError, match=r"not the data .*masked 0.15 -> None"):
         batches_of(documents, masking=None).load_state_dict(batches_of(documents).state_dict())
 
 

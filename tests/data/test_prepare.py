@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.boundary.safe_open import UnsafeFileError
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.data import encode, records
 from offloadtrain.data.encode import Encoder
 from offloadtrain.data.prepare import PreparedFiles, prepare
@@ -412,7 +412,7 @@ def test_a_killed_worker_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(encode, "FEWEST_PROCESSES", 2)
     monkeypatch.setattr(encode, "_read", _die)
     source = written(tmp_path / "source", {"a.jsonl": jsonl(["a", "b"])})
-    with pytest.raises(DataError, match="worker process ended early"):
+    with pytest.raises(OffloadTrainError, match="worker process ended early"):
         prepare(source, tmp_path / "out", jobs=2)
 
 

@@ -55,6 +55,8 @@ def _values(kind: Any) -> st.SearchStrategy[Any]:
         return st.none() | _values(get_args(kind)[0])
     if get_origin(kind) is tuple:
         return st.lists(_values(get_args(kind)[0]), max_size=3).map(tuple)
+    if get_origin(kind) is dict and get_args(kind)[1] is not Any:
+        return st.dictionaries(_TEXT, _values(get_args(kind)[1]), max_size=3)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return st.builds(cast(Any, kind), **{f.name: _values(hints[f.name]) for f in fields(kind)})
@@ -65,6 +67,8 @@ def _same(value: Any, other: Any) -> bool:
     """Equality in which nan equals nan and 1 does not equal 1.0."""
     if is_dataclass(value) and type(value) is type(other):
         return all(_same(getattr(value, f.name), getattr(other, f.name)) for f in fields(value))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_same(value[key], other[key]) for key in value)
     if isinstance(value, tuple) and isinstance(other, tuple):
         return len(value) == len(other) and all(map(_same, value, other))
     if isinstance(value, float) and math.isnan(value):
@@ -129,6 +133,7 @@ WRONG_TYPES: list[dict[str, Any]] = [
     *({"step": value} for value in ("3", 3.0, True, None, ...)),
     *({"loss": value} for value in ("low", True, [1.0])),
     *({"skipped": 0}, {"r": "0"}, {"r": ...}, {"t": None}, {"v": 1.5}),
+    *({"busy_ms": value} for value in ({"h2d": "x"}, {"h2d": {}}, {"h2d": None}, {"h2d": [1.0]})),
 ]
 HOSTILE = [b"[" * 100_000, b'{"k":' * 50_000, b'{"v":' + b"9" * 5000 + b"}"]
 

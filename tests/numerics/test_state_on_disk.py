@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import offloadtrain as ot
-from offloadtrain.config.errors import DiskError
+from offloadtrain.config.errors import ConfigError, DiskError
 from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.runtime import disk_arena
 from offloadtrain.runtime.lanes import Lane, LaneError
@@ -224,6 +224,15 @@ def test_too_little_space_is_told_before_host_memory_is_mapped(
     monkeypatch.setattr("offloadtrain.runtime.arena._Slab", lambda *_, **__: pytest.fail("mapped"))
     with pytest.raises(DiskError, match=r"needs .* KiB in scratch_dir = .*: 4.0 KiB is free"):
         trained(3, **disk)
+
+
+def test_a_folder_that_is_not_there_is_refused_and_not_made(
+    disk: dict[str, Any], tmp_path: Path
+) -> None:
+    missing = tmp_path / "not mounted" / "scratch"
+    with pytest.raises(ConfigError, match="scratch' is not there: make it on the drive"):
+        trained(3, **disk | {"scratch_dir": str(missing)})
+    assert not missing.parent.exists()
 
 
 def test_a_folder_in_memory_is_refused(

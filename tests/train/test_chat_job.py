@@ -80,7 +80,7 @@ def test_a_question_is_rendered_by_the_template(
     assert prompts == [[rendered]]
     assert capsys.readouterr().out == "it is 8\n"
     assert run(small_job(tmp_path, "train.steps=2"), tmp_path / "bytes") == 0
-    assert main(["generate", f"{tmp_path}/bytes", "--chat", "--prompt", "a"]) == 1
+    assert main(["generate", f"{tmp_path}/bytes", "--chat", "--prompt", "a"]) == 2
     assert "tokenizer 'bytes' cannot have one" in capsys.readouterr().err
 
 

@@ -180,8 +180,10 @@ def test_a_save_that_cannot_be_made_is_refused_first(
         save_steps(tmp_path, 1)
     full = SimpleNamespace(f_bavail=1, f_frsize=4096)
     monkeypatch.setattr("os.statvfs", lambda path: full)
-    with pytest.raises(CheckpointError, match=r"needs .* and .* is free"):
+    with pytest.raises(CheckpointError, match=r"needs .* and .* is free in .* Older ones are inta"):
         save_steps(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"is free in .*\. There is no older one\. Free some"):
+        save_steps(tmp_path / "step-00000001", 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -489,7 +491,7 @@ def test_a_failed_write_leaves_nothing_behind(two_saved: Path, tmp_path: Path) -
     writes = [n for n, (name, _) in enumerate(fault.calls) if name in WRITES]
     for at in writes[:-2]:
         folder = fresh(two_saved, tmp_path / "run")
-        with pytest.raises(CheckpointError, match="No space left on device"):
+        with pytest.raises(CheckpointError, match=r"No space left on device\. Older ones are"):
             save_and_prune(folder, FaultyOs(at, fail_with(errno.ENOSPC)))
         if not (folder / "step-00000003").exists():
             assert sorted(os.listdir(folder)) == ["step-00000001", "step-00000002"]

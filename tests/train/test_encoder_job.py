@@ -56,7 +56,7 @@ def test_it_learns_and_goes_on_with_the_same_bits(
     assert "loss" in capsys.readouterr().out
     assert main(["generate", f"{uninterrupted}", "--prompt", "1 + "]) == 2
     assert "continues no text" in capsys.readouterr().err
-    assert main(["export", f"{uninterrupted}", f"{tmp_path}/out"]) == 1
+    assert main(["export", f"{uninterrupted}", f"{tmp_path}/out"]) == 2
     assert "no class of transformers is an encoder" in capsys.readouterr().err
 
 

@@ -6,7 +6,9 @@ import errno
 import json
 import math
 import os
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,6 +30,7 @@ from offloadtrain.data.tokens import TokenFile
 from offloadtrain.events import schema
 from offloadtrain.integrations import causal_lm, export
 from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError
+from offloadtrain.integrations.export import CHECKSUMS
 from offloadtrain.integrations.own_model import NoClassError, class_name, empty_model, renamed
 from offloadtrain.model.experts import MixtureOfExperts
 from offloadtrain.model.language_model import Sampling
@@ -400,14 +403,33 @@ def test_a_seed_gives_a_text(exported: Path, capsys: Captured) -> None:
         model.generate(torch.ones(1, 32, dtype=torch.int64), 1, Sampling())
 
 
+@pytest.mark.skipif(shutil.which("sha256sum") is None, reason="needs sha256sum")
+def test_a_changed_bit_of_an_exported_folder_is_found_by_its_checksums(
+    exported: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(exported, tmp_path / "out")
+    command = ["sha256sum", "--check", "--strict", "--quiet", CHECKSUMS]
+    listed = {line.split("  ")[1] for line in (folder / CHECKSUMS).read_text().splitlines()}
+    assert listed == {path.name for path in folder.iterdir()} - {CHECKSUMS}
+    assert subprocess.run(command, cwd=folder).returncode == 0
+    for name in sorted(listed):
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+        found = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert found.returncode == 1 and found.stdout == f"{name}: FAILED\n"
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+
 def test_what_has_no_text_is_refused(exported: Path, tmp_path: Path, capsys: Captured) -> None:
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     (tmp_path / "config.json").write_text((exported / "config.json").read_text())
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
-    assert "is no causal language model" in capsys.readouterr().err
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    assert "has no *.safetensors" in capsys.readouterr().err
     weights = (exported / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights)
-    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 1
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     assert "has no tokenizer that can be loaded" in capsys.readouterr().err
 
 

@@ -240,6 +240,8 @@ def test_a_named_folder_is_made_once(tmp_path: Path) -> None:
         assert run.path == named
         assert list((tmp_path / "a b").iterdir()) == [named], "no link in a folder of the user's"
         run.write_run({})
+        with pytest.raises(RunFolderError, match=r"already running, pid .* use another --run-dir"):
+            made(tmp_path / "runs", path=named)
     with pytest.raises(
         RunFolderError, match=r"already contains a run: it has no checkpoint yet; .*--resume auto"
     ):

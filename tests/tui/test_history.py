@@ -18,9 +18,9 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short
 from offloadtrain_tui.widgets.lanes import union_ms, waits_of
 
-from offloadtrain.events import schema
+from offloadtrain.events import log_lines, schema
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, lines, plain, unlucky
+from tests.tui.recordings import BEGIN_S, Timed, lines, plain, unlucky
 
 
 def columns(history: History) -> dict[str, list[str]]:
@@ -147,13 +147,42 @@ def test_alerts_are_active_until_they_are_cleared() -> None:
     assert [alert.code for alert in View.at(history).active_alerts()] == ["b"]
 
 
-def test_a_clock_that_is_set_back_hides_no_step() -> None:
-    events = plain(20)
-    back = [(t - (3600.0 if i > 30 else 0.0), e) for i, (t, e) in enumerate(events)]
-    history = fold(lines(back))
-    assert View.at(history).step == 20
-    assert View.at(history, back[30][0]).step <= 20
-    assert history.steps.times == sorted(history.steps.times)
+def set_back(events: list[Timed], back_s: float, every: int, booted_s: float) -> list[bytes]:
+    """Return the log of a process whose clock goes back at every so many records.
+
+    Args:
+        booted_s: when its monotonic clock was 0; inf: it writes none.
+    """
+    return [
+        log_lines.to_line(
+            event, 0, time_s - back_s * (index // every), int(max(time_s - booted_s, 0.0) * 1e9)
+        )
+        for index, (time_s, event) in enumerate(events)
+    ]
+
+
+@pytest.mark.parametrize("back_s", [0.5, 5.0, 120.0, 86400.0])
+@pytest.mark.parametrize("every", [1, 7, 31])
+@pytest.mark.parametrize("booted_s", [BEGIN_S - 1000.0, math.inf])
+def test_a_clock_that_is_set_back_changes_no_order(
+    back_s: float, every: int, booted_s: float
+) -> None:
+    events, resumed = plain(20), [recordings.start(start_step=20), *(e for _, e in plain(3)[1:])]
+    history = fold(set_back(events, back_s, every, booted_s))
+    ended = View.at(history).end
+    assert ended is not None and ended.status == "done"
+    assert View.at(history).step == 20 and not View.at(history).is_before_first_step
+    times = list(history.steps.times)
+    assert times == sorted(times)
+    if booted_s < math.inf:
+        true = fold(lines(events)).steps.times
+        assert times == pytest.approx(list(true), abs=1e-4), "a step has lasted as long as it has"
+    for event in resumed[:-1]:  # another boot of the machine: its clocks begin anew
+        history.feed_lines([log_lines.to_line(event, 0, BEGIN_S - 90000.0, 5)])
+        if isinstance(event, schema.RunStarted):
+            assert View.at(history).is_before_first_step and View.at(history).step == 20
+        assert View.at(history).end is None
+    assert View.at(history).step == 3 and not View.at(history).is_before_first_step
 
 
 def test_only_the_newest_timelines_stay() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
@@ -42,6 +43,7 @@ def tui(
     host: str = "127.0.0.1",
     port: int = 8000,
     allow_requests: Annotated[bool, Parameter(negative="")] = False,
+    tabs: Annotated[int, Parameter(validator=Number(gte=1))] = 4,
 ) -> int:
     """Monitor runs: the newest by default, finished ones too, and several at once.
 
@@ -78,6 +80,8 @@ def tui(
         Port for --web.
     allow_requests
         With --web: allow requests to the run, as in a terminal.
+    tabs
+        Most browser tabs of --web that are open at a time. Each is a process of about 50 MiB.
     """
     from offloadtrain_tui.app import Monitor
     from offloadtrain_tui.display import PANELS
@@ -93,13 +97,12 @@ def tui(
     if allow_requests and not web:
         return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
     if web:
-        options: dict[str, object] = {"--speed": speed, "--screen": screen, "--theme": theme}
-        options["--runs-dir"] = runs_dir.resolve()
+        options = {"--speed": speed, "--screen": screen, "--theme": theme}
         flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
         from offloadtrain_tui.web import serve
 
         chosen = [str(path.path) for path in run_paths] if run else []
-        return serve(host, port, chosen, options, flags)
+        return serve(host, port, chosen, options | {"--runs-dir": runs_dir.resolve()}, flags, tabs)
     clock: Clock = LiveClock()
     if replay:
         history = RunReader(run_paths[0]).read_to_end(clock.now_s()).first.history

@@ -1,9 +1,9 @@
 """`offloadtrain tui --web`: the monitor in a browser, by textual-serve (extra `web`).
 
 Each browser tab gets a process of its own, `offloadtrain tui` with the same options. There is no
-password: whoever reaches the address sees the runs. A page of another site, open in the same
-browser, could reach a loopback address too; requests that come from one, or that name another
-host (DNS rebinding), are refused.
+password: whoever reaches the address sees the runs. A page of another origin, open in the same
+browser, could reach a loopback address too. Requests of a page with another scheme, host or port,
+and requests that name another host (DNS rebinding), are refused, and no page may frame this one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def serve(
     runs: Sequence[str],
     options: Mapping[str, object],
     flags: Mapping[str, bool],
+    most_tabs: int,
 ) -> int:
-    """Serve until Ctrl-C; return the exit code. `options` and `flags` are those of each tab."""
+    """Serve until Ctrl-C; return the exit code. `options` and `flags` are those of each tab, of
+    which at most `most_tabs` are open."""
     if find_spec("textual_serve") is None:
         print(
             "--web needs textual-serve, which is not installed: pip install 'offloadtrain[web]'",
@@ -51,7 +53,7 @@ def serve(
     allowed = "" if flags["--readonly"] else ", and may stop them"
     if host not in LOOPBACK:
         print(f"whoever reaches {host} port {port} sees the runs{allowed}", file=sys.stderr)
-    _server(shlex.join(command(runs, options, flags)), host, port)
+    _server(shlex.join(command(runs, options, flags)), host, port, most_tabs)
     return 0
 
 
@@ -85,7 +87,7 @@ def is_from_here(host: str, origin: str | None, served: str) -> bool:
     known = {*LOOPBACK, served, socket.gethostname(), socket.getfqdn()}
     if name not in known and not (served not in LOOPBACK and _is_address(name)):
         return False
-    return origin is None or (page := _name_of(origin)) == name or page in LOOPBACK
+    return origin is None or origin == f"http://{host}"
 
 
 def _name_of(address: str) -> str:
@@ -105,11 +107,13 @@ def _is_address(name: str) -> bool:
 
 
 def with_policy(response: web.StreamResponse, url: str) -> web.StreamResponse:
-    """Return the response with a policy that loads nothing from other hosts: textual-serve's page
-    names a font of Google's, for which a machine without the internet would wait."""
+    """Return the response with a policy that loads nothing from other hosts and shows it in no
+    frame: textual-serve's page names a font of Google's, for which a machine without the internet
+    would wait."""
     if not response.prepared:
         socket_url = url.replace("http", "ws", 1)
         policy = f"default-src 'self' {url} {socket_url} data: 'unsafe-inline'"
+        policy += "; frame-ancestors 'none'"
         response.headers["Content-Security-Policy"] = policy
     return response
 
@@ -126,12 +130,13 @@ def _cannot_listen(host: str, port: int) -> str:
     return ""
 
 
-def _server(command_line: str, host: str, port: int) -> None:
+def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
     from aiohttp import web
     from textual_serve.server import Server
 
     named = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
-    url = f"http://{named}:{port}"
+    authority = named.lower() if port == 80 else f"{named}:{port}".lower()  # as browsers send it
+    url = f"http://{authority}"
 
     @web.middleware
     async def only_from_here(
@@ -139,6 +144,8 @@ def _server(command_line: str, host: str, port: int) -> None:
     ) -> web.StreamResponse:
         if not is_from_here(request.host, request.headers.get("Origin"), host):
             raise web.HTTPForbidden(text="this request comes from another site")
+        if request.path == "/" and request.host != authority:
+            raise web.HTTPFound(url + request.path_qs)  # its socket accepts pages of this origin
         return with_policy(await handler(request), url)
 
     tabs: set[asyncio.Task[object]] = set()
@@ -148,7 +155,14 @@ def _server(command_line: str, host: str, port: int) -> None:
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         tab = asyncio.current_task()
-        if tab is None or request.path != "/ws":
+        if tab is None or request.path not in ("/", "/ws"):
+            return await handler(request)
+        if len(tabs) >= most_tabs:
+            text = (
+                f"{most_tabs} tabs are open: close one, or start the monitor with a larger --tabs"
+            )
+            raise web.HTTPServiceUnavailable(text=text)
+        if request.path == "/":
             return await handler(request)
         tabs.add(tab)
         try:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from offloadtrain.boundary.output import tell
 from offloadtrain.cli.options import Flag, Json
 from offloadtrain.config import job as jobs
-from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.errors import ConfigError, InputError, OffloadTrainError
 from offloadtrain.config.toml import nearest
 from offloadtrain.config.units import format_count
 
 _FOLDER = Path(__file__).parent.parent / "jobs"
 
 
-class JobExistsError(OffloadTrainError):
+class JobExistsError(InputError):
     """The target of the copy exists already."""
 
 

@@ -14,6 +14,7 @@ from offloadtrain.cli.exit_codes import DOES_NOT_FIT, DONE, HUNG, STOPPED, of_er
 from offloadtrain.cli.options import Flag, Overrides
 from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
+from offloadtrain.hardware.host_memory import require_threads_room
 from offloadtrain.runtime import launcher_link
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.train.signals import Guards, StoppedEarlyError, guarded, told_early
@@ -100,6 +101,7 @@ def train(
     if rank_info.size == 1 and max_restarts:
         raise ConfigError("--max-restarts restarts ranks: it needs --nproc")
     text = toml.read(path)
+    require_threads_room()
     alone = rank_info.size == 1
     try:
         with guarded(config, hung_code=HUNG, rank_info=rank_info, link=link) as guards:

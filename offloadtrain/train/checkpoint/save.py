@@ -228,10 +228,15 @@ def require_space(
     if free < needed:
         raise CheckpointError(
             f"a checkpoint needs {format_bytes(needed)} and {format_bytes(free)} is free in "
-            f"{folder}. Older checkpoints are intact. Free some space, or set runs_dir to a larger "
-            "disk."
+            f"{folder}. {older_ones(folder)} Free some space, or set runs_dir to a larger disk."
         )
     return needed, free
+
+
+def older_ones(folder: Path) -> str:
+    """Return a sentence about the checkpoints of a folder before one that was not saved."""
+    there = any(folder.glob("step-????????"))
+    return "Older ones are intact." if there else "There is no older one."
 
 
 Tensors = dict[str, torch.Tensor]
@@ -402,7 +407,7 @@ class Save:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             return f"{self._final} exists already; a checkpoint is never overwritten"
         where = f"{self._final.name} could not be saved in {self._final.parent}"
-        return f"{where}: {error.strerror or error}. Older ones are intact."
+        return f"{where}: {error.strerror or error}. {older_ones(self._final.parent)}"
 
     def give_up(self) -> None:
         """Remove what was written of it. Idempotent."""

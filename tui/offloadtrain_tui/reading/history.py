@@ -29,7 +29,9 @@ _EVENTS = (
 )
 """Kinds whose records are kept as they are."""
 E = TypeVar("E", bound=schema.Event)
-_SPAN = re.compile(rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":\d+,"r":\d+,"step":(\d{1,15}),')
+_SPAN = re.compile(
+    rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":(\d{1,19}),"r":\d+,"step":(\d{1,15}),'
+)
 """Prefix of a span's line; spans are parsed only for display."""
 
 
@@ -53,6 +55,8 @@ class History(StepColumns):
         self._shown_system: tuple[int, schema.System | None] = (0, None)
         self.last_time_s = 0.0
         self.unreadable = 0
+        self._offset_s = 0.0
+        """Of Unix time to the monotonic clock of the newest start; it never decreases."""
 
     def of(self, kind: type[E]) -> Timed[E]:
         """Return the records of one of the kinds that are kept whole."""
@@ -66,7 +70,7 @@ class History(StepColumns):
 
     def _feed_line(self, line: bytes) -> None:
         if (span := _SPAN.match(line)) is not None:
-            self._span(int(span[2]), float(span[1]), line)
+            self._span(int(span[3]), self._in_order(float(span[1]), int(span[2])), line)
             return
         try:
             values = orjson.loads(line)
@@ -88,16 +92,35 @@ class History(StepColumns):
 
     def feed(self, record: Record, line: bytes = b"") -> None:
         """Add a record other than a step."""
-        self.last_time_s = max(self.last_time_s, record.time_s)
+        if isinstance(record.event, schema.RunStarted):
+            # Another process, whose monotonic clock may be that of another boot.
+            self._offset_s = self.last_time_s + 1e-3 - record.monotonic_ns / 1e9
+        time_s = self._in_order(record.time_s, record.monotonic_ns)
+        self.last_time_s = max(self.last_time_s, time_s)
         if isinstance(record.event, schema.LaneSpan):
             stored = line or log_lines.to_line(record.event, record.rank, record.time_s).strip()
-            self._span(record.event.step, record.time_s, stored)
+            self._span(record.event.step, time_s, stored)
         if type(record.event) in self._events:
-            self._events[type(record.event)].add(record.time_s, record.event)
+            self._events[type(record.event)].add(time_s, record.event)
         if isinstance(record.event, schema.Eval):
             self.val_loss.measure(max(self.step_count - 1, 0), record.event.val_loss)
         if (moment := moment_of(record, line)) is not None:
-            self.moments.add(record.time_s, moment)
+            self.moments.add(time_s, moment)
+
+    def _in_order(self, time_s: float, monotonic_ns: object) -> float:
+        """Return a record's time, unchanged by a clock that was set back since the start began.
+
+        Args:
+            monotonic_ns: by the writer's monotonic clock, which stands still while a machine
+                sleeps; other values than whole numbers count as 0.
+        """
+        monotonic_s = 0.0
+        if type(monotonic_ns) is int and 0 <= monotonic_ns < 1 << 63:
+            monotonic_s = monotonic_ns / 1e9
+        if time_s - monotonic_s >= self._offset_s:
+            self._offset_s = time_s - monotonic_s
+            return time_s
+        return monotonic_s + self._offset_s
 
     @property
     def first_time_s(self) -> float:
@@ -111,6 +134,7 @@ class History(StepColumns):
         number, time_s = values.get("step"), number_of(values.get("t"))
         if type(number) is not int or time_s is None or not math.isfinite(time_s):
             return False
+        time_s = self._in_order(time_s, values.get("m"))
         self.add_step(number, time_s, values)
         self._odd(values, number, time_s, line)
         self.last_time_s = max(self.last_time_s, time_s)
@@ -136,6 +160,7 @@ class History(StepColumns):
         time_s = number_of(values.get("t"))
         if time_s is None or not math.isfinite(time_s) or type(values.get("gpus", [])) is not list:
             return False
+        time_s = self._in_order(time_s, values.get("m"))
         self.last_time_s = max(self.last_time_s, time_s)
         self.systems.add(time_s, line)
         start = self.of(schema.RunStarted).at(math.inf)

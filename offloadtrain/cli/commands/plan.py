@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from offloadtrain.hardware.machine import Machine
     from offloadtrain.plan.costs.microbatch import Trace
     from offloadtrain.plan.plan import Plan
-    from offloadtrain.plan.search.compare import Row
     from offloadtrain.plan.search.largest import Row as LargestRow
     from offloadtrain.plan.search.question import Answer, Question
     from offloadtrain.plan.search.suggest import Change
-    from offloadtrain.plan.search.why import Why
 
 SMALLEST = 1 << 20
 """Bytes of any memory."""
@@ -131,29 +129,17 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain.config.batch_split import parse_ranks
-    from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import suggest
-    from offloadtrain.plan.search.why import why as explain
 
     parse_ranks("--gpus", str(gpus))
-    if plot and not sweep:
-        raise ConfigError(f"--plot {plot}: it needs a --sweep, such as --sweep gpus=1,2,4")
-    if compare and (sweep or largest):
-        raise ConfigError("--compare compares one plan: leave out --sweep and --largest")
+    _check_flags(plot, sweep, compare=compare, largest=largest)
     models = (*hf, fine_tune) if fine_tune else hf
-    _check_alone("--search tries the divisions of one job", search, " ".join(hf), sweep, ())
-    _check_alone(
-        "--largest searches over models", largest, job or " ".join(models), sweep, overrides
-    )
+    asked, machines = " ".join(models), machine or ("",)
+    _check_alone("--search tries the divisions of one job", search, asked, sweep, ())
+    _check_alone("--largest searches over models", largest, job or asked, sweep, overrides)
     _check_alone("--hf and --fine-tune ask for a model", bool(models), job, sweep, ())
-    one_answer = len(models) == 1 and len(machine) < 2
-    if save and not one_answer:
-        raise ConfigError(f"--save {save}: it is for one --hf or --fine-tune and one --machine")
-    if len(machine) > 1 and (not models or job):
-        raise ConfigError(
-            f"--machine {' '.join(machine)}: several are for --hf. A JOB comes before --machine"
-        )
-    machines = machine or ("",)
+    one_answer = len(models) == len(machines) == 1
+    _check_several(job, models, machine, "" if one_answer else save)
     if largest:
         name, target = chosen_machine(machines[0], gpu_memory, host_memory)
         return _largest(name, target, gpus, as_json=as_json)
@@ -166,44 +152,40 @@ def plan(
     name, target = chosen_machine(title, gpu_memory, host_memory)
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
+    answer = None
     if question:
-        answer, trace = _answer(question, name, target, gpus)
-        if save:
-            _save(answer, save)
-        planned = answer.best.plan
-        if not planned.fits or (as_json and not answer.fitting):
-            planned = answer.as_asked
-        other = answer.others if planned.fits else answer.nearest
+        answer, trace = _answer(question, name, target, gpus, save)
+        planned, other = answer.shown(as_json=as_json)
     else:
-        answer, counts = None, _counts(sweep) if sweep else [gpus]
+        counts = _counts(sweep) if sweep else [gpus]
         config, trace = _described(config, target, gpus)
         planned = suggest.planned(config, name, target, _fewest(counts, config), trace)
         if sweep:
             return _sweep(planned.job, name, target, counts, plot, as_json=as_json)
-        other = (
-            [] if planned.fits else suggest.nearest(planned.job, name, target, gpus, trace=trace)
-        )
-    rows = comparison.compare(planned, trace) if compare else []
-    reasons = explain(planned, trace) if why and planned.fits else None
-    _print(planned, other, rows, reasons, answer, as_json=as_json)
-    return 0 if (answer.fitting if answer else planned.fits) else DOES_NOT_FIT
+        other = []
+        if not planned.fits:
+            other = suggest.nearest(planned.job, name, target, gpus, trace=trace)
+    _print(planned, other, trace, answer, compare=compare, why=why, as_json=as_json)
+    return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 
 def _print(
     planned: Plan,
     other: Sequence[Change],
-    rows: Sequence[Row],
-    reasons: Why | None,
+    trace: Trace | None,
     answer: Answer | None,
     *,
+    compare: bool,
+    why: bool,
     as_json: bool,
 ) -> None:
-    """`rows`: of --compare; empty without it. `reasons`: of --why. `answer`: of a search for the
-    model, whose best plan this is."""
+    """`answer`: of a search for the model, whose best plan this is."""
     from offloadtrain.plan import report
     from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import why as answers
 
+    rows = comparison.compare(planned, trace) if compare else []
+    reasons = answers.why(planned, trace) if why and planned.fits else None
     if as_json:
         result = report.as_json(planned, other)
         result |= {"compare": comparison.as_json(rows)} if rows else {}
@@ -222,6 +204,24 @@ def _print(
         if other:
             print(f"\n{report.alternatives(other)}")
         print(f"\nThe job (--save FILE.toml writes it):\n{answer.job_text}", end="")
+
+
+def _check_flags(plot: str, sweep: str, *, compare: bool, largest: bool) -> None:
+    """Raises ConfigError for flags that do not go together."""
+    if plot and not sweep:
+        raise ConfigError(f"--plot {plot}: it needs a --sweep, such as --sweep gpus=1,2,4")
+    if compare and (sweep or largest):
+        raise ConfigError("--compare compares one plan: leave out --sweep and --largest")
+
+
+def _check_several(job: str, models: Sequence[str], machines: Sequence[str], save: str) -> None:
+    """Raises ConfigError for several machines with a job; `save`: a file for several answers."""
+    if save:
+        raise ConfigError(f"--save {save}: it is for one --hf or --fine-tune and one --machine")
+    if len(machines) > 1 and (not models or job):
+        raise ConfigError(
+            f"--machine {' '.join(machines)}: several are for --hf. A JOB comes before --machine"
+        )
 
 
 def _check_alone(
@@ -258,12 +258,16 @@ def _question(model: str, is_hf: bool, overrides: tuple[str, ...], ranks: int) -
 
 
 def _answer(
-    question: Question, name: str, machine: Machine, ranks: int
+    question: Question, name: str, machine: Machine, ranks: int, save: str = ""
 ) -> tuple[Answer, Trace | None]:
+    """Search, and write the job of the answer into the file `save`, if there is one."""
     from offloadtrain.plan.search import question as questions
 
     config, trace = _described(question.job, machine, ranks)
-    return questions.answer(replace(question, job=config), name, machine, ranks, trace), trace
+    answer = questions.answer(replace(question, job=config), name, machine, ranks, trace)
+    if save:
+        _save(answer, save)
+    return answer, trace
 
 
 def _save(answer: Answer, path: str) -> None:
@@ -304,14 +308,13 @@ def _table(
             entry |= {"problem": str(error)}
             line = f"{line} -    {error}"
         else:
-            plan = answer.best.plan
-            device, host = sum(plan.device.values()), max(plan.host_peaks.values())
-            rate = plan.prediction.tokens_per_s if plan.fits else 0.0
-            entry |= {"fits": bool(answer.fitting), "answer": answer.line}
+            best = answer.best
+            device, host = sum(best.device.values()), max(best.host_peaks.values())
+            rate = best.prediction.tokens_per_s if best.fits else 0.0
+            entry |= {"fits": answer.fits, "answer": answer.line, "job_file": answer.job_text}
             entry |= {"device_bytes": device, "host_bytes": host, "tokens_per_s": rate}
-            entry |= {"keys": answer.keys, "job_file": answer.job_text}
             line = (
-                f"{line} {'yes' if answer.fitting else 'no':4} {format_bytes(device):>9} "
+                f"{line} {'yes' if answer.fits else 'no':4} {format_bytes(device):>9} "
                 f"{format_bytes(host):>9} {format_count(rate) if rate else '-':>8}  "
                 f"{text_of(answer.keys)}"
             )

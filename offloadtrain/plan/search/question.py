@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import log
 from typing import Any
 
@@ -73,75 +72,36 @@ class Question:
     overrides: tuple[str, ...]
     job: Config
 
-    @property
-    def free(self) -> list[str]:
-        """The keys that a search may change."""
-        fixed = _keys_of(self.overrides)
-        return [key for key in ALL if not {key, key.partition(".")[0]} & fixed]
-
-    def job_text(self, keys: dict[str, Any]) -> str:
-        """Return the job with other values of keys, as TOML."""
-        job = toml.parse(self.text, self.label, (), self.overrides)
-        list(jobs.settle(job))
-        for dotted, value in keys.items():
-            section, key = dotted.split(".")
-            job.tables[section][key] = value
-        return toml.emit(job.tables)
-
 
 @dataclass(frozen=True)
 class Answer:
     """What a search has found.
 
     Attributes:
-        question: with every parameter of its job known.
-        as_asked: the plan of its job, a whole step in one microbatch.
-        fitting: placements that fit, the fastest first.
-        nearest: what comes nearest if there are none: changes that fit with fewer tokens or shorter
-            sequences, or the one that lacks least.
+        as_asked: the plan of the question's job, a whole step in one microbatch.
+        fits: a whole step fits with some settings.
+        changes: placements that fit, the fastest first; else what comes nearest: changes that fit
+            with fewer tokens or shorter sequences, or the one that lacks least.
+        best: the plan of the first of them.
+        keys: the settings of the best.
+        line: the answer in one line.
+        job_text: the best as a job file; empty if nothing fits.
     """
 
-    question: Question
     as_asked: Plan
-    fitting: Sequence[Change]
-    nearest: Sequence[Change]
+    fits: bool
+    changes: Sequence[Change]
+    best: Plan
+    keys: Mapping[str, Any]
+    line: str
+    job_text: str
 
-    @property
-    def best(self) -> Change:
-        return next(iter(self.fitting or self.nearest), Change({}, self.as_asked))
-
-    @property
-    def others(self) -> Sequence[Change]:
-        """The next best that fit."""
-        return [change for change in (self.fitting or self.nearest)[1:6] if change.plan.fits]
-
-    @cached_property
-    def keys(self) -> dict[str, Any]:
-        """The settings of the best."""
-        job = self.best.plan.job
-        return {key: value_of(job, key) for key in DECIDED} | self.best.keys
-
-    @property
-    def line(self) -> str:
-        """The answer in one line."""
-        job, best = self.as_asked.job, self.best.plan
-        model = f"{self.question.label} ({format_count(job.num_params)} parameters)"
-        settings = text_of(self.keys)
-        rate = f"{format_count(best.prediction.tokens_per_s)} tokens/s"
-        if self.fitting:
-            return f"Yes, with {settings}: {rate}. {model} on {best.name}"
-        tokens = f"{format_count(job.batch_tokens)} tokens per step"
-        no = f"No: {model} does not fit on {best.name} with {tokens}"
-        if best.fits:
-            return f"{no}, the nearest that fits is {settings}: {rate}"
-        return f"{no}, nothing fits; {settings} lacks {format_bytes(best.missing_bytes)}"
-
-    @property
-    def job_text(self) -> str:
-        """The best as a job file; empty if nothing fits."""
-        if not self.best.plan.fits:
-            return ""
-        return f"# {self.line}\n{self.question.job_text(self.keys)}"
+    def shown(self, *, as_json: bool) -> tuple[Plan, Sequence[Change]]:
+        """Return the plan to report and other changes: as JSON the plan of the question where that
+        does not fit, as text the nearest one that does."""
+        if self.fits or (self.best.fits and not as_json):
+            return self.best, self.changes[1:6]
+        return self.as_asked, self.changes
 
 
 def asked(
@@ -197,13 +157,37 @@ def answer(
     Raises:
         OffloadTrainError: the job cannot be planned on this machine.
     """
-    job = question.job
-    fitting = of_each_placement(job, name, machine, ranks, question.free, trace)
-    near: Sequence[Change] = ()
-    if not fitting:
-        all_tried = set(ALL) <= set(question.free)
-        near = nearest(job, name, machine, ranks, trace=trace, with_fewer_tokens=all_tried)
-    return Answer(question, make(job, name, machine, ranks, trace), fitting, near)
+    job, fixed = question.job, _keys_of(question.overrides)
+    free = [key for key in ALL if not {key, key.partition(".")[0]} & fixed]
+    changes = of_each_placement(job, name, machine, ranks, free, trace)
+    as_asked, fits = make(job, name, machine, ranks, trace), bool(changes)
+    if not fits:
+        all_tried = len(free) == len(ALL)
+        changes = nearest(job, name, machine, ranks, trace=trace, with_fewer_tokens=all_tried)
+    changes = changes or [Change({}, as_asked)]
+    best = changes[0].plan
+    keys = {key: value_of(best.job, key) for key in DECIDED} | changes[0].keys
+    model = f"{question.label} ({format_count(job.num_params)} parameters)"
+    rate = f"{format_count(best.prediction.tokens_per_s)} tokens/s"
+    no = f"No: {model} does not fit on {name} with {format_count(job.batch_tokens)} tokens per step"
+    if fits:
+        line = f"Yes, with {text_of(keys)}: {rate}. {model} on {name}"
+    elif best.fits:
+        line = f"{no}, the nearest that fits is {text_of(keys)}: {rate}"
+    else:
+        line = f"{no}, nothing fits; {text_of(keys)} lacks {format_bytes(best.missing_bytes)}"
+    text = f"# {line}\n{_job_text(question, keys)}" if best.fits else ""
+    return Answer(as_asked, fits, changes, best, keys, line, text)
+
+
+def _job_text(question: Question, keys: Mapping[str, Any]) -> str:
+    """Return the job with other values of keys, as TOML."""
+    job = toml.parse(question.text, question.label, (), question.overrides)
+    list(jobs.settle(job))
+    for dotted, value in keys.items():
+        section, key = dotted.split(".")
+        job.tables[section][key] = value
+    return toml.emit(job.tables)
 
 
 def _keys_of(overrides: Sequence[str]) -> set[str]:

@@ -375,7 +375,7 @@ SMALL_HF = ("--set", "data.seq_len=128", "train.global_batch_tokens=2048")
 def test_an_answer_is_the_fastest_of_all_that_fits(tmp_path: Path) -> None:
     """Against the plan of every combination of the keys that a search may change."""
     folder = config_of(tmp_path, "llama")
-    machine = replace(find("rtx4090")[1], gpu_memory="1900 MiB", host_memory="4400 MiB")
+    machine = replace(find("rtx4090")[1], gpu_memory="3 GiB", host_memory="5 GiB")
     asked = question.asked("llama", "hf", str(folder), SMALL_HF[1:], 1, print)
     config = described(asked.job)
     trace = tracer_of(config, machine, 1)

@@ -301,23 +301,26 @@ def emit(tables: Mapping[str, Any]) -> str:
 
     Values are bool, int, finite float, str, and lists, tuples or tables of those; keys are bare.
     """
-    plain = [f"{key} = {_text(v)}" for key, v in tables.items() if not isinstance(v, Mapping)]
+    plain = [f"{key} = {text_of(v)}" for key, v in tables.items() if not isinstance(v, Mapping)]
     lines = ["\n".join(plain)] if plain else []
     for name, table in tables.items():
         if isinstance(table, Mapping):
-            lines.append("\n".join([f"[{name}]", *(f"{k} = {_text(v)}" for k, v in table.items())]))
+            lines.append(
+                "\n".join([f"[{name}]", *(f"{k} = {text_of(v)}" for k, v in table.items())])
+            )
     return "\n\n".join(lines) + "\n"
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         return f'"{"".join(map(_escaped, value))}"'
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key} = {_text(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key} = {text_of(item)}' for key, item in value.items())}}}"
     return repr(value)
 
 

@@ -21,6 +21,19 @@ class CausalLmError(InputError):
     """A model or a tokenizer of transformers that cannot be used here."""
 
 
+def freeze_other_modalities(model: Any) -> Any:
+    """Freeze what a model of several modalities has besides its language model, which text does not
+    use: an image encoder and its projection. Return the model."""
+    base = base_model(model)
+    if base.config.get_text_config() is not base.config:
+        used = (base.get_decoder(), base.get_input_embeddings(), base.get_output_embeddings())
+        of_text = {param for module in filter(None, used) for param in module.parameters()}
+        for param in base.parameters():
+            if param not in of_text:
+                param.requires_grad_(False)
+    return model
+
+
 @dataclass(frozen=True, slots=True)
 class CausalLm:
     """A model of transformers, or PEFT's around it, as a `LanguageModel`.
@@ -29,7 +42,9 @@ class CausalLm:
         chunked: in training it computes its loss itself, in parts: `chunk_loss` was called.
 
     Raises:
-        CausalLmError: from `of`, for a model whose loss is not that of the next token.
+        CausalLmError: from `of`, for a model whose loss is not that of the next token, or that
+            has an encoder and a decoder. One of several modalities, such as Gemma 3, is used as a
+            model of text.
     """
 
     module: Any
@@ -37,11 +52,17 @@ class CausalLm:
 
     @classmethod
     def of(cls, module: Any, *, chunked: bool = False) -> CausalLm:
+        from transformers.loss.loss_utils import LOSS_MAPPING
+
         base = base_model(module)
-        if base.loss_type not in (None, "ForCausalLM"):
+        # By its function: checkpoints of several modalities have another name for the same loss.
+        next_token = LOSS_MAPPING["ForCausalLM"]
+        has_other_loss = LOSS_MAPPING.get(base.loss_type, next_token) is not next_token
+        if has_other_loss or base.config.is_encoder_decoder:
+            of_encoder = " over the output of an encoder" if base.config.is_encoder_decoder else ""
             raise CausalLmError(
-                f"{type(base).__name__} is trained with a loss of kind {base.loss_type}, not with "
-                "that of the next token"
+                f"{type(base).__name__} is trained with a loss of kind {base.loss_type}"
+                f"{of_encoder}, not with that of the next token"
             )
         return cls(module, chunked)
 

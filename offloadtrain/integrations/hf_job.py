@@ -17,7 +17,12 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload
 from offloadtrain.integrations.adapters import attach, lora_config
-from offloadtrain.integrations.causal_lm import CausalLm, CausalLmError, transformers_package
+from offloadtrain.integrations.causal_lm import (
+    CausalLm,
+    CausalLmError,
+    freeze_other_modalities,
+    transformers_package,
+)
 from offloadtrain.integrations.chunked_loss import chunk_loss
 from offloadtrain.integrations.deferred import DeferredWeights
 from offloadtrain.integrations.pretrained import (
@@ -112,7 +117,7 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
             f"{_MOST_PARAMS:,} are planned"
         )
     CausalLm.of(model)
-    return model if lora is None else _with_adapters(model, lora)
+    return freeze_other_modalities(model if lora is None else _with_adapters(model, lora))
 
 
 def unset_model(config: Any, lora: Lora | None, dtype: torch.dtype) -> Any:
@@ -173,13 +178,16 @@ def build(
     """
     import transformers
 
+    def groups_of_text(model: nn.Module) -> list[dict[str, Any]]:
+        return groups(freeze_other_modalities(model))
+
     if mesh is not None and mesh.tensor is not None:
         lm, weights = whole_model(hf, seed=seed, terms=terms)
         divide_matrices(lm.module, mesh.tensor, weights)
         optimizer = offload(
             lm.module,
             rule,
-            params=groups(lm.module),
+            params=groups_of_text(lm.module),
             device=device,
             config=config,
             mesh=mesh,
@@ -198,7 +206,7 @@ def build(
                 rule,
                 auto_class=AUTO_CLASS,
                 lora=keys,
-                params=groups,
+                params=groups_of_text,
                 device=device,
                 config=config,
                 mesh=mesh,
@@ -209,7 +217,7 @@ def build(
             )
             model = model if hf.lora is None else _with_adapters(model, hf.lora)
             optimizer = offload(
-                model, rule, params=groups(model), device=device, config=config, mesh=mesh
+                model, rule, params=groups_of_text(model), device=device, config=config, mesh=mesh
             )
     if terms is not None:
         chunk_loss(model, **asdict(terms))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from offloadtrain.hardware.machine import find
 from offloadtrain.plan.plan import make
 from offloadtrain.plan.search import largest, question, suggest
 from offloadtrain.plan.search.largest import MODELS
+from offloadtrain.train.build import described, tracer_of
 from tests.small_buffers import small_doctor
 
 Captured = pytest.CaptureFixture[str]
@@ -297,7 +300,10 @@ WRONG_USE: list[tuple[list[str], int, str]] = [
     (["demo", "--largest"], 2, "leave out demo"),
     (["demo", "--plot", "x.svg"], 2, "needs a --sweep"),
     (["gpt_13b_v100", "--machine", "cpu2"], 4, "computes on its CPU"),
-    (["demo", "--hf", "."], 2, "not both"),
+    (["demo", "--hf", "."], 2, "leave out demo"),
+    (["--hf", ".", "--sweep", "gpus=1"], 2, "leave out --sweep"),
+    (["demo", "--machine", "h100", "t4"], 2, "several are for --hf"),
+    (["--fine-tune", "8B", "--machine", "h100", "t4", "--save", "x"], 2, "--save x: it is for one"),
     (["--fine-tune", "0B", "--machine", "rtx4090"], 2, "--fine-tune 0B"),
     (["--fine-tune", "8", "--machine", "rtx4090"], 2, "--fine-tune 8"),
     (["--fine-tune", "900B", "--machine", "rtx4090"], 2, "--fine-tune 900B"),
@@ -342,12 +348,121 @@ def test_the_question_whether_a_model_can_be_fine_tuned(capsys: Captured) -> Non
     assert {text: question.sized(text) for text in sizes} == sizes
     arguments = ["--fine-tune", "1.3B", "--machine", "rtx4090", "--gpu", "12GiB", "--host"]
     first, second, *_ = printed(capsys, *arguments, "32GiB").splitlines()
-    assert first.startswith("Yes: 1.3B (llama-1.3b") and second.startswith("It fits: GPU ")
+    assert first.startswith("Yes, with offload.working=") and "1.3B (llama-1.3b)" in first
+    assert second.startswith("It fits: GPU ")
     values = as_json(capsys, *arguments, "32GiB")
     assert values["fits"] and values["batch_tokens"] == 32768
     rates = [change["tokens_per_s"] for change in values["changes"]]
     assert max(rates, default=0) <= values["step"]["tokens_per_s"] / (1 - suggest.SAME)
-    assert printed(capsys, *arguments, "12GiB", code=4).startswith("No: 1.3B (llama-1.3b")
+    assert printed(capsys, *arguments, "12GiB", code=4).startswith("No: 1.3B (llama-1.3b)")
+    kept = as_json(capsys, *arguments, "32GiB", "--set", "offload.state=int8")
+    assert "offload.state=int8" in kept["answer"] and kept["fits"]
+
+
+def config_of(folder: Path, kind: str, **values: Any) -> Path:
+    """A folder with the config.json of a small model, wide enough for a GPU to be short of room."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=1024, num_hidden_layers=4, intermediate_size=2048, vocab_size=32000)
+    heads = dict(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=1024)
+    transformers.AutoConfig.for_model(kind, **sizes | heads | values).save_pretrained(folder)
+    return folder
+
+
+SMALL_HF = ("--set", "data.seq_len=128", "train.global_batch_tokens=2048")
+
+
+@pytest.mark.slow
+def test_an_answer_is_the_fastest_of_all_that_fits(tmp_path: Path) -> None:
+    """Against the plan of every combination of the keys that a search may change."""
+    folder = config_of(tmp_path, "llama")
+    machine = replace(find("rtx4090")[1], gpu_memory="3 GiB", host_memory="5 GiB")
+    asked = question.asked("llama", "hf", str(folder), SMALL_HF[1:], 1, print)
+    config = described(asked.job)
+    trace = tracer_of(config, machine, 1)
+    answer = question.answer(replace(asked, job=config), "small", machine, 1, trace)
+    assert answer.fits and answer.best.fits
+    fastest = 0.0
+    for keys in suggest.combinations(config, 1, suggest.ALL):
+        size = keys.get("train.micro_batch", 16)
+        job = suggest.applied(config, keys | {"train.grad_accum_steps": 16 // size})
+        planned = make(job, "small", machine, 1, trace)
+        if planned.fits and not any(job.offload.problems()):
+            fastest = max(fastest, planned.prediction.tokens_per_s)
+    assert answer.best.prediction.tokens_per_s >= fastest * (1 - suggest.SAME)
+
+
+@pytest.mark.slow
+def test_an_answer_ends_with_its_job(tmp_path: Path, capsys: Captured) -> None:
+    """Which is planned like the answer: where the model fits, where it does with other values than
+    those asked for, and not where nothing fits."""
+    folder = config_of(tmp_path / "llama", "llama")
+    for host, keys, first in (
+        ("64GiB", (), "Yes, with offload.working="),
+        ("4GiB", ("offload.state=fp32",), "No: llama (107M parameters) does not fit on rtx4090"),
+        ("3GiB", (), "No: llama (107M parameters) does not fit on rtx4090"),
+    ):
+        file = tmp_path / f"{host}.toml"
+        where = ("--machine", "rtx4090", "--host", host)
+        arguments = ("--hf", folder, *where, *SMALL_HF, *keys, "--save", file)
+        if host == "3GiB":
+            assert plan(*arguments) == 2 and not file.exists()
+            error = capsys.readouterr().err
+            assert "there is no job to save" in error and "nothing fits; " in error
+            continue
+        code = 0 if first.startswith("Yes") else 4
+        out = printed(capsys, *arguments, code=code)
+        line, text = out.splitlines()[0], file.read_text()
+        assert line.startswith(first) and out.endswith(text) and text.startswith(f"# {line}\n")
+        saved = as_json(capsys, file, *where)
+        assert plan(*arguments) == 2 and "File exists" in capsys.readouterr().err
+        assert saved["fits"] and f": {format_count(saved['step']['tokens_per_s'])} tokens/s" in line
+        assert ("the nearest that fits is offload." in line) == (code == 4)
+
+
+@pytest.mark.slow
+def test_what_a_model_cannot_do_is_not_tried_and_an_answer_is_printed(
+    tmp_path: Path, capsys: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head of Gemma caps its logits, so that its loss has no parts: said once."""
+    suggest._warn_once.cache_clear()
+    folder = config_of(tmp_path / "gemma", "gemma3_text", head_dim=128)
+    where = ("--machine", "rtx4090", "--gpu", "2GiB", "--host", "3.1GiB")
+    out = printed(capsys, "--hf", folder, *where, *SMALL_HF, code=4)
+    assert out.startswith("No: gemma (") and "train.chunked_loss" not in out
+    (record,) = caplog.records
+    assert "not tried: the loss of Gemma3ForCausalLM cannot be computed in" in record.message
+
+
+@pytest.mark.slow
+def test_models_and_machines_are_answered_in_a_table(tmp_path: Path, capsys: Captured) -> None:
+    """As one by one; what cannot be planned has its reason, and the others are answered."""
+    folder, absent = config_of(tmp_path / "llama", "llama"), tmp_path / "absent"
+    machines = ("rtx4090", "t4")
+    arguments = ("--hf", absent, folder, "--machine", *machines, *SMALL_HF)
+    lines = printed(capsys, *arguments).splitlines()
+    rows = as_json(capsys, *arguments)["rows"]
+    assert len(lines) == 1 + len(rows) == 5
+    places = [(Path(row["model"]).name, row["machine"]) for row in rows]
+    assert places == [(name, at) for name in ("absent", "llama") for at in machines]
+    for row, line in zip(rows, lines[1:], strict=True):
+        if "absent" in line:
+            assert "has no config.json" in line and "has no config.json" in row["problem"]
+            continue
+        alone = as_json(capsys, "--hf", row["model"], "--machine", row["machine"], *SMALL_HF)
+        assert row["fits"] and row["answer"] == alone["answer"] and " yes " in line
+        assert row["tokens_per_s"] == alone["step"]["tokens_per_s"]
+        assert row["job_file"] == alone["job_file"]
+
+
+def test_a_plan_says_on_a_terminal_that_it_is_in_the_making(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offloadtrain.cli.commands.plan.FIRST_SAID_S", 0.0)
+    monkeypatch.setattr("offloadtrain.train.log.console._LOOK_EVERY_S", 0.01)
+    for terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        assert plan("demo", "--machine", "cpu2", *SMALL[:2]) == 0
+        assert ("... planning: " in capsys.readouterr().err) == terminal
 
 
 def test_the_search_prints_divisions_and_the_keys_of_the_fastest(capsys: Captured) -> None:

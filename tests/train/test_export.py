@@ -486,7 +486,13 @@ def test_the_loss_is_the_models_own(name: str, more: dict[str, Any]) -> None:
 
 
 def test_a_loss_of_another_kind_is_refused() -> None:
+    """Not one of another name: that of `ForConditionalGeneration` is the next token's."""
     model = tiny("llama")
+    model.loss_type = "ForConditionalGeneration"
+    CausalLm.of(model)
     model.loss_type = "ForMaskedLM"
     with pytest.raises(CausalLmError, match="a loss of kind ForMaskedLM"):
+        CausalLm.of(model)
+    model.loss_type, model.config.is_encoder_decoder = "ForConditionalGeneration", True
+    with pytest.raises(CausalLmError, match="over the output of an encoder"):
         CausalLm.of(model)

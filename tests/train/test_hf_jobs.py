@@ -51,6 +51,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 16},
         "tie_word_embeddings": True,
     },
+    "gemma3": {  # as published: a language model with the eyes that text does not use
+        "text_config": {
+            **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8},
+            **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
+            **{"max_position_embeddings": 64, "sliding_window": 16},
+        },
+        "vision_config": {
+            **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
+            **{"num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+        },
+        "mm_tokens_per_image": 4,
+    },
 }
 
 
@@ -60,16 +72,13 @@ def is_unread() -> None:
 
 
 def saved(folder: Path, name: str = "llama") -> Path:
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2} if name != "gpt2" else {}
-    config = transformers.AutoConfig.for_model(
-        name,
-        vocab_size=256,
-        bos_token_id=None,
-        eos_token_id=None,
-        **heads,
-        **({"max_position_embeddings": 64} if heads else {}),
-        **ARCHITECTURES[name],
-    )
+    values: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
+    if name != "gemma3":
+        values["vocab_size"] = 256
+    if name in ("llama", "mixtral", "qwen3"):
+        values |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        values["max_position_embeddings"] = 64
+    config = transformers.AutoConfig.for_model(name, **values, **ARCHITECTURES[name])
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder / name)
@@ -144,6 +153,7 @@ def test_a_name_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.M
         pytest.param("mixtral", ("offload.state=int8",), 2, marks=pytest.mark.slow),
         pytest.param("llama", (LORA, "offload.update=speculative"), 1, marks=pytest.mark.slow),
         pytest.param("qwen3", ("offload.keep_fp32=['*norm*']",), 1, marks=pytest.mark.slow),
+        pytest.param("gemma3", ("offload.working=host",), 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_engine_holds_what_is_planned(
@@ -250,6 +260,8 @@ def apart(positions_BT: Tensor) -> dict[str, Tensor]:
         ("llama", ("train.chunked_loss=true",)),
         pytest.param("llama", (), marks=pytest.mark.slow),
         pytest.param("gpt2", (), marks=pytest.mark.slow),
+        pytest.param("gemma3", ("train.chunked_loss=true",), marks=pytest.mark.slow),
+        pytest.param("gemma3", ("offload.working=host",), marks=pytest.mark.slow),
         pytest.param("mixtral", ("train.chunked_loss=true",), marks=pytest.mark.slow),
         pytest.param("llama", ("data.packing=isolated",), marks=pytest.mark.slow),
         pytest.param(
@@ -292,6 +304,22 @@ def test_what_a_model_cannot_do_is_refused_before_its_weights_are_read(
     chunked, isolated = "chunked" in override, "isolated" in override
     with pytest.raises(OffloadTrainError, match=why):
         hf_job.check_can(HfModel(hf=str(tmp_path)), chunked=chunked, isolated=isolated)
+
+
+@pytest.mark.slow
+def test_of_several_modalities_the_language_model_is_trained(tmp_path: Path) -> None:
+    """No update, and no weight decay, reaches the others, which are saved as they were."""
+    job = hf_job_of(tmp_path, "gemma3", "optim.weight_decay=0.5", "offload.precision=fp32")
+    assert run(job, tmp_path / "run") == 0
+    planned = described(job).hf
+    assert planned is not None and planned.parts is not None
+    params = {param.name: param.trained for part in planned.parts for param in part.params}
+    before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "gemma3").state_dict()
+    after = dict(open_saved(tmp_path / "run").weights())
+    assert any(params.values()) and not all(params.values())
+    for name, trained in params.items():
+        assert trained == ("language_model" in name)
+        assert torch.equal(after[name], before[name]) != trained, name
 
 
 def test_random_weights_are_those_that_transformers_draws(tmp_path: Path) -> None:

@@ -5,63 +5,66 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from cyclopts import Parameter
 
 from offloadtrain.cli.exit_codes import DOES_NOT_FIT
 from offloadtrain.cli.options import Flag, Json, Overrides
-from offloadtrain.config.errors import ConfigError
-from offloadtrain.config.units import parse_bytes
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.units import format_bytes, format_count, parse_bytes
 
 if TYPE_CHECKING:
     from offloadtrain.config.job import Config
     from offloadtrain.hardware.machine import Machine
     from offloadtrain.plan.costs.microbatch import Trace
     from offloadtrain.plan.plan import Plan
-    from offloadtrain.plan.search.compare import Row
     from offloadtrain.plan.search.largest import Row as LargestRow
+    from offloadtrain.plan.search.question import Answer, Question
     from offloadtrain.plan.search.suggest import Change
-    from offloadtrain.plan.search.why import Why
-
-_HF_JOB = """
-name = "fine-tune"
-[model]
-hf = {folder}
-[data]
-train = "-"
-seq_len = 2048
-[offload]
-activation = "recompute"
-[device]
-placement = "auto"
-[train]
-steps = 1
-micro_batch = 1
-global_batch_tokens = 32768
-"""
-"""The job of `--hf`."""
 
 SMALLEST = 1 << 20
 """Bytes of any memory."""
+
+FIRST_SAID_S = 1.0
+"""Silence before the first line that says what a command does."""
+
+Several: TypeAlias = Annotated[
+    tuple[str, ...], Parameter(consume_multiple=True, negative=(), show_default=False)
+]
 
 STAND_IN = "rtx4090"
 """The machine whose rates are used if only the memory of a GPU is given."""
 
 
+@contextmanager
+def _never_silent() -> Iterator[None]:
+    """Say on a terminal, within 2 s, that there is a plan in the making."""
+    from offloadtrain.boundary.sanitize import unfiltered
+    from offloadtrain.train.log.console import Console
+
+    console = Console(quiet=not unfiltered(sys.stderr).isatty())
+    with console.never_silent("planning", first_after_s=FIRST_SAID_S):
+        yield
+
+
+@_never_silent()
 def plan(
     job: str = "",
     /,
     *,
     overrides: Overrides = (),
-    machine: str = "",
+    machine: Several = (),
     gpus: int = 1,
     gpu_memory: Annotated[str, Parameter(name=("--gpu-memory", "--gpu"))] = "",
     host_memory: Annotated[str, Parameter(name=("--host-memory", "--host"))] = "",
-    hf: str = "",
+    hf: Several = (),
     fine_tune: str = "",
+    save: str = "",
     largest: Flag = False,
     compare: Flag = False,
     search: Flag = False,
@@ -73,20 +76,23 @@ def plan(
     """Print the memory of a job by owner, the time of a step, and whether the job fits.
 
     Nothing is allocated. If the job does not fit, the exit code is 4 and the smallest changes that
-    make it fit are printed, the fastest first.
+    make it fit are printed, the fastest first. With --hf or --fine-tune the first line says whether
+    the model can be fine-tuned, and the last ones are a job.
 
     Parameters
     ----------
     job
         A job file, or the name of a shipped job (`offloadtrain ls`).
     overrides
-        KEY=VALUE ...: values that override the job's.
+        KEY=VALUE ...: values that override the job's. A search (--hf, --fine-tune) leaves these
+        keys alone.
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
         v100_32gb, t4, a10g, l4, a100_40gb, a100_80gb, h100, h100_pcie, h200, gh200, b200, l40s,
         a6000, rtx2080ti, rtx3060, rtx3090, rtx4060ti, rtx4080, rtx4090, rtx5060ti, rtx5090,
         rtx_pro6000, mi300x (a plan only: the engine needs CUDA), cpu2. Default: the job's
         device.machine, else this machine, with the rates of the most similar shipped one.
+        Several with --hf or --fine-tune: a table.
     gpus
         Number of ranks, one per GPU. They divide the job's batch.
     gpu_memory
@@ -94,12 +100,14 @@ def plan(
     host_memory
         Memory of each host, such as 128GiB, instead of the machine's.
     hf
-        A folder with config.json, that file, or a name in the cache of Hugging Face: plan the
-        fine-tuning of this causal language model: 32,768 tokens per step in sequences of 2048,
-        layers recomputed, weights where they fit (no JOB; --set changes any key).
+        A folder with config.json, that file, or a name in the cache of Hugging Face: whether this
+        causal language model can be fine-tuned on the machine with 32,768 tokens per step in
+        sequences of 2048, and the fastest placement, format and microbatch (no JOB). Several: a
+        table.
     fine_tune
-        Number of parameters, such as 8B: whether such a model can be fine-tuned on the machine
-        with 32,768 tokens per step, and the fastest placement, format and microbatch (no JOB).
+        The same for a number of parameters, such as 8B.
+    save
+        With --hf or --fine-tune: write the job of the answer into this new file.
     largest
         Print the largest published model that trains on the machine with 32,768 tokens per step,
         per placement and state format (no JOB).
@@ -121,68 +129,99 @@ def plan(
         Print one JSON object.
     """
     from offloadtrain.config.batch_split import parse_ranks
-    from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import suggest
-    from offloadtrain.plan.search.why import why as explain
 
     parse_ranks("--gpus", str(gpus))
-    if plot and not sweep:
-        raise ConfigError(f"--plot {plot}: it needs a --sweep, such as --sweep gpus=1,2,4")
-    if compare and (sweep or largest):
-        raise ConfigError("--compare compares one plan: leave out --sweep and --largest")
-    _check_alone("--search tries the divisions of one job", search, hf, sweep, ())
-    _check_alone(
-        "--largest searches over models", largest, job or hf or fine_tune, sweep, overrides
-    )
-    _check_alone("--fine-tune asks for a size", bool(fine_tune), job or hf, sweep, overrides)
-    if largest or fine_tune:
-        name, target = chosen_machine(machine, gpu_memory, host_memory)
-        if largest:
-            return _largest(name, target, gpus, as_json=as_json)
-        return _fine_tune(fine_tune, name, target, gpus, compare=compare, as_json=as_json)
-    config = _job(job, hf, overrides)
-    name, target = chosen_machine(machine or config.device.machine, gpu_memory, host_memory)
+    _check_flags(plot, sweep, compare=compare, largest=largest)
+    models = (*hf, fine_tune) if fine_tune else hf
+    asked, machines = " ".join(models), machine or ("",)
+    _check_alone("--search tries the divisions of one job", search, asked, sweep, ())
+    _check_alone("--largest searches over models", largest, job or asked, sweep, overrides)
+    _check_alone("--hf and --fine-tune ask for a model", bool(models), job, sweep, ())
+    one_answer = len(models) == len(machines) == 1
+    _check_several(job, models, machine, "" if one_answer else save)
+    if largest:
+        name, target = chosen_machine(machines[0], gpu_memory, host_memory)
+        return _largest(name, target, gpus, as_json=as_json)
+    if models and not one_answer:
+        targets = [chosen_machine(title, gpu_memory, host_memory) for title in machines]
+        return _table(hf, fine_tune, overrides, targets, gpus, as_json=as_json)
+    question = _question(models[0], bool(hf), overrides, gpus) if models else None
+    config = question.job if question else _job(job, overrides)
+    title = machines[0] or config.device.machine
+    name, target = chosen_machine(title, gpu_memory, host_memory)
     if search:
         return _search(config, name, target, gpus, as_json=as_json)
-    trace = None
-    saved = config.offload.activations.mode == "offload_saved"
-    if saved or config.hf is not None:  # those need torch, and parameters transformers
+    answer = None
+    if question:
+        answer, trace = _answer(question, name, target, gpus, save)
+        planned, other = answer.shown(as_json=as_json)
+    else:
+        counts = _counts(sweep) if sweep else [gpus]
         config, trace = _described(config, target, gpus)
-    counts = _counts(sweep) if sweep else [gpus]
-    planned = suggest.planned(config, name, target, _fewest(counts, config), trace)
-    if sweep:
-        return _sweep(planned.job, name, target, counts, plot, as_json=as_json)
-    rows = comparison.compare(planned, trace) if compare else []
-    other = [] if planned.fits else suggest.nearest(planned.job, name, target, gpus, trace=trace)
-    reasons = explain(planned, trace) if why and planned.fits else None
-    _print(planned, other, rows, reasons, as_json=as_json)
-    return 0 if planned.fits else DOES_NOT_FIT
+        planned = suggest.planned(config, name, target, _fewest(counts, config), trace)
+        if sweep:
+            return _sweep(planned.job, name, target, counts, plot, as_json=as_json)
+        other = []
+        if not planned.fits:
+            other = suggest.nearest(planned.job, name, target, gpus, trace=trace)
+    _print(planned, other, trace, answer, compare=compare, why=why, as_json=as_json)
+    return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 
 def _print(
     planned: Plan,
     other: Sequence[Change],
-    rows: Sequence[Row],
-    reasons: Why | None,
+    trace: Trace | None,
+    answer: Answer | None,
     *,
+    compare: bool,
+    why: bool,
     as_json: bool,
 ) -> None:
-    """`rows`: of --compare; empty without it. `reasons`: of --why."""
+    """`answer`: of a search for the model, whose best plan this is."""
     from offloadtrain.plan import report
     from offloadtrain.plan.search import compare as comparison
     from offloadtrain.plan.search import why as answers
 
+    rows = comparison.compare(planned, trace) if compare else []
+    reasons = answers.why(planned, trace) if why and planned.fits else None
     if as_json:
         result = report.as_json(planned, other)
         result |= {"compare": comparison.as_json(rows)} if rows else {}
         result |= {} if reasons is None else {"why": answers.as_json(reasons)}
+        result |= {} if answer is None else {"answer": answer.line, "job_file": answer.job_text}
         print(json.dumps(result))
         return
+    if answer is not None:
+        print(answer.line)
     print(report.text(planned, other))
     if rows:
         print(f"\n{comparison.table(rows, planned)}")
     if reasons is not None:
         print(f"\n{answers.text(reasons)}")
+    if answer is not None and planned.fits:
+        if other:
+            print(f"\n{report.alternatives(other)}")
+        print(f"\nThe job (--save FILE.toml writes it):\n{answer.job_text}", end="")
+
+
+def _check_flags(plot: str, sweep: str, *, compare: bool, largest: bool) -> None:
+    """Raises ConfigError for flags that do not go together."""
+    if plot and not sweep:
+        raise ConfigError(f"--plot {plot}: it needs a --sweep, such as --sweep gpus=1,2,4")
+    if compare and (sweep or largest):
+        raise ConfigError("--compare compares one plan: leave out --sweep and --largest")
+
+
+def _check_several(job: str, models: Sequence[str], machines: Sequence[str], save: str) -> None:
+    """Raises ConfigError for several machines with a job; `save`: a file for several answers."""
+    if save:
+        raise ConfigError(f"--save {save}: it is for one --hf or --fine-tune and one --machine")
+    if len(machines) > 1 and (not models or job):
+        raise ConfigError(
+            f"--machine {' '.join(machines)}: several are for --hf. A JOB comes before --machine"
+        )
 
 
 def _check_alone(
@@ -193,25 +232,106 @@ def _check_alone(
         raise ConfigError(f"{what}: leave out {model or '--sweep, --set'}")
 
 
-def _job(job: str, hf: str, overrides: tuple[str, ...]) -> Config:
-    """Return the job that is named, or the fine-tuning of the folder."""
+def _job(job: str, overrides: tuple[str, ...]) -> Config:
     from offloadtrain.cli.commands.jobs import find_job, say_on_stderr
     from offloadtrain.config import job as jobs
 
-    if bool(job) == bool(hf):
+    if not job:
         raise ConfigError(
-            "give a job file or the name of a shipped job (offloadtrain ls)"
-            + (f", or --hf {hf}, not both" if hf else ", or --hf FOLDER")
+            "give a job file or the name of a shipped job (offloadtrain ls), or --hf FOLDER"
         )
-    if hf:
-        folder = str(Path(hf).parent) if Path(hf).name == "config.json" else hf
-        return jobs.loads(_HF_JOB.format(folder=json.dumps(folder)), "--hf", overrides)
     return jobs.load(find_job(job), overrides, say_on_stderr)
 
 
+def _question(model: str, is_hf: bool, overrides: tuple[str, ...], ranks: int) -> Question:
+    """`model`: a folder or a name of Hugging Face, or a number of parameters."""
+    from offloadtrain.cli.commands.jobs import say_on_stderr
+    from offloadtrain.plan.search import question
+
+    if is_hf:
+        folder = str(Path(model).parent) if Path(model).name == "config.json" else model
+        label = Path(folder).absolute().name
+        return question.asked(label, "hf", folder, overrides, ranks, say_on_stderr)
+    size = question.sized(model)
+    label = model if model == size else f"{model} ({size})"
+    return question.asked(label, "size", size, overrides, ranks, say_on_stderr)
+
+
+def _answer(
+    question: Question, name: str, machine: Machine, ranks: int, save: str = ""
+) -> tuple[Answer, Trace | None]:
+    """Search, and write the job of the answer into the file `save`, if there is one."""
+    from offloadtrain.plan.search import question as questions
+
+    config, trace = _described(question.job, machine, ranks)
+    answer = questions.answer(replace(question, job=config), name, machine, ranks, trace)
+    if save:
+        _save(answer, save)
+    return answer, trace
+
+
+def _save(answer: Answer, path: str) -> None:
+    """Raises ConfigError: the file exists or cannot be written, or nothing fits."""
+    if not answer.job_text:
+        raise ConfigError(f"--save {path}: there is no job to save. {answer.line}")
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(answer.job_text)
+    except OSError as error:
+        raise ConfigError(f"--save {path}: {error.strerror}") from None
+
+
+def _table(
+    hf: Sequence[str],
+    fine_tune: str,
+    overrides: tuple[str, ...],
+    machines: Sequence[tuple[str, Machine]],
+    ranks: int,
+    *,
+    as_json: bool,
+) -> int:
+    """Answer for each model on each machine, one line each. What cannot be planned has its reason
+    in the place of an answer."""
+    from offloadtrain.plan.search.suggest import text_of
+
+    models = [(model, True) for model in hf] + [(fine_tune, False)] * bool(fine_tune)
+    entries = []
+    if not as_json:
+        sizes = f"{'GPU':>9} {'host':>9} {'tokens/s':>8}"
+        print(f"{'model':22} {'machine':14} {'fits':4} {sizes}  with")
+    for (model, is_hf), (name, machine) in product(models, machines):
+        entry = {"model": model, "machine": name, "fits": False}
+        line = f"{Path(model).name:22} {name:14}"
+        try:
+            answer, _ = _answer(_question(model, is_hf, overrides, ranks), name, machine, ranks)
+        except OffloadTrainError as error:
+            entry |= {"problem": str(error)}
+            line = f"{line} -    {error}"
+        else:
+            best = answer.best
+            device, host = sum(best.device.values()), max(best.host_peaks.values())
+            rate = best.prediction.tokens_per_s if best.fits else 0.0
+            entry |= {"fits": answer.fits, "answer": answer.line, "job_file": answer.job_text}
+            entry |= {"device_bytes": device, "host_bytes": host, "tokens_per_s": rate}
+            line = (
+                f"{line} {'yes' if answer.fits else 'no':4} {format_bytes(device):>9} "
+                f"{format_bytes(host):>9} {format_count(rate) if rate else '-':>8}  "
+                f"{text_of(answer.keys)}"
+            )
+        entries.append(entry)
+        if not as_json:
+            print(line, flush=True)
+    if as_json:
+        print(json.dumps({"ranks": ranks, "rows": entries}))
+    return 0 if any(entry["fits"] for entry in entries) else DOES_NOT_FIT
+
+
 def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Trace | None]:
-    """Return the job with every parameter of its model known, and the trace of a microbatch. A
-    model that cannot be traced is planned by its shape, with one message on stderr."""
+    """Return the job with every parameter of its model known, and the trace of a microbatch, if it
+    is needed: those take torch, and parameters transformers. A model that cannot be traced is
+    planned by its shape, with one message on stderr."""
+    if config.hf is None and config.offload.activations.mode != "offload_saved":
+        return config, None
     from offloadtrain.cli.commands.jobs import say_on_stderr
     from offloadtrain.config.batch_split import of_stage, shared
     from offloadtrain.plan.placement import resolved
@@ -232,28 +352,6 @@ def _described(config: Config, machine: Machine, ranks: int) -> tuple[Config, Tr
         say_on_stderr(f"{error}. Activations and times are estimates by its shape")
         return config, None
     return config, trace
-
-
-def _fine_tune(
-    size_text: str, name: str, machine: Machine, ranks: int, *, compare: bool, as_json: bool
-) -> int:
-    from offloadtrain.config.model_shape import SIZES
-    from offloadtrain.plan import report
-    from offloadtrain.plan.plan import make
-    from offloadtrain.plan.search import compare as comparison
-    from offloadtrain.plan.search import question, suggest
-
-    size = question.sized(size_text)
-    job = question.job_of(size, SIZES[size], ranks)
-    placements = suggest.of_each_placement(job, name, machine, ranks)
-    plan = placements[0].plan if placements else make(job, name, machine, ranks)
-    other = placements[1:6] if placements else suggest.nearest(job, name, machine, ranks)
-    if not as_json:
-        print(question.verdict(job, size, placements, size_text))
-    _print(plan, other, comparison.compare(plan) if compare else [], None, as_json=as_json)
-    if other and placements and not as_json:
-        print(f"\n{report.alternatives(other)}")
-    return 0 if placements else DOES_NOT_FIT
 
 
 def _largest(name: str, machine: Machine, gpus: int, *, as_json: bool) -> int:

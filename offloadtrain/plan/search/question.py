@@ -1,17 +1,31 @@
-"""The question that people ask: can this size of model be fine-tuned on this machine, and how?"""
+"""The question that people ask: can this model be fine-tuned on this machine, and how?"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import log
+from typing import Any
 
+from offloadtrain.config import job as jobs
+from offloadtrain.config import toml
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
 from offloadtrain.config.sections import DataConfig, TrainConfig
-from offloadtrain.config.units import format_count
-from offloadtrain.plan.search.suggest import Change
+from offloadtrain.config.units import format_bytes, format_count
+from offloadtrain.hardware.machine import Machine
+from offloadtrain.plan.costs.microbatch import Trace
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.suggest import (
+    ALL,
+    Change,
+    nearest,
+    of_each_placement,
+    text_of,
+    value_of,
+)
 
 STEP_TOKENS, SEQ_LEN = 32768, 2048
 """Tokens of a step and of a sequence: usual for fine-tuning."""
@@ -19,7 +33,165 @@ STEP_TOKENS, SEQ_LEN = 32768, 2048
 NEAR = 0.2
 """A named size stands for a number of parameters that is so close to its own."""
 
+DECIDED = ("offload.working", "offload.activation", "offload.state", "train.micro_batch")
+"""The keys that an answer always states."""
+
 _UNITS = {"M": 1e6, "B": 1e9}
+
+_JOB = """
+name = "fine-tune"
+[model]
+{key} = {model}
+[data]
+train = "data/train.bin"
+seq_len = {seq_len}
+[optim]
+lr = 1e-5
+[offload]
+activation = "recompute"
+[train]
+steps = 1000
+micro_batch = {micro_batch}
+global_batch_tokens = {tokens}
+"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model to fine-tune.
+
+    Attributes:
+        label: its name.
+        text: the job before `overrides`, as TOML: a whole step in one microbatch.
+        overrides: `section.key=value` texts; the search leaves these keys alone.
+        job: both together.
+    """
+
+    label: str
+    text: str
+    overrides: tuple[str, ...]
+    job: Config
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search has found.
+
+    Attributes:
+        as_asked: the plan of the question's job, a whole step in one microbatch.
+        fits: a whole step fits with some settings.
+        changes: placements that fit, the fastest first; else what comes nearest: changes that fit
+            with fewer tokens or shorter sequences, or the one that lacks least.
+        best: the plan of the first of them.
+        keys: the settings of the best.
+        line: the answer in one line.
+        job_text: the best as a job file; empty if nothing fits.
+    """
+
+    as_asked: Plan
+    fits: bool
+    changes: Sequence[Change]
+    best: Plan
+    keys: Mapping[str, Any]
+    line: str
+    job_text: str
+
+    def shown(self, *, as_json: bool) -> tuple[Plan, Sequence[Change]]:
+        """Return the plan to report and other changes: as JSON the plan of the question where that
+        does not fit, as text the nearest one that does."""
+        if self.fits or (self.best.fits and not as_json):
+            return self.best, self.changes[1:6]
+        return self.as_asked, self.changes
+
+
+def asked(
+    label: str,
+    key: str,
+    model: str,
+    overrides: Sequence[str],
+    ranks: int,
+    say: Callable[[str], Any],
+) -> Question:
+    """Return the question whether a model can be fine-tuned.
+
+    Args:
+        key: of the model in [model]: "hf" or "size".
+        overrides: `section.key=value` texts.
+        say: as of `jobs.load`.
+
+    Raises:
+        ConfigError: as `jobs.loads`.
+    """
+    overrides, fixed = tuple(overrides), _keys_of(overrides)
+
+    def job_text(seq_len: int, micro_batch: int, tokens: int) -> str:
+        return _JOB.format(
+            key=key,
+            model=toml.text_of(model),
+            seq_len=seq_len,
+            micro_batch=micro_batch,
+            tokens=tokens,
+        )
+
+    # Once to know the model's longest sequence, and what the overrides say.
+    origin = f"--{'hf' if key == 'hf' else 'fine-tune'}"
+    probe = jobs.loads(job_text(2, 1, STEP_TOKENS), origin, overrides, lambda line: None)
+    length = probe.data.seq_len
+    if "data.seq_len" not in fixed:
+        length = min(SEQ_LEN, probe.model.max_seq_len)
+    sequences = max(1, (probe.train.global_batch_tokens or STEP_TOKENS) // length)
+    if "train.global_batch_tokens" not in fixed:
+        sequences = -(-sequences // ranks) * ranks
+    if "train.grad_accum_steps" in fixed:
+        sequences = max(1, sequences // probe.train.grad_accum_steps)
+    tokens = sequences * length
+    text = job_text(length, sequences, tokens)
+    return Question(label, text, overrides, jobs.loads(text, origin, overrides, say))
+
+
+def answer(
+    question: Question, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> Answer:
+    """Search the placements, formats and microbatches of a question, whose model is described.
+
+    Raises:
+        OffloadTrainError: the job cannot be planned on this machine.
+    """
+    job, fixed = question.job, _keys_of(question.overrides)
+    free = [key for key in ALL if not {key, key.partition(".")[0]} & fixed]
+    changes = of_each_placement(job, name, machine, ranks, free, trace)
+    as_asked, fits = make(job, name, machine, ranks, trace), bool(changes)
+    if not fits:
+        all_tried = len(free) == len(ALL)
+        changes = nearest(job, name, machine, ranks, trace=trace, with_fewer_tokens=all_tried)
+    changes = changes or [Change({}, as_asked)]
+    best = changes[0].plan
+    keys = {key: value_of(best.job, key) for key in DECIDED} | changes[0].keys
+    model = f"{question.label} ({format_count(job.num_params)} parameters)"
+    rate = f"{format_count(best.prediction.tokens_per_s)} tokens/s"
+    no = f"No: {model} does not fit on {name} with {format_count(job.batch_tokens)} tokens per step"
+    if fits:
+        line = f"Yes, with {text_of(keys)}: {rate}. {model} on {name}"
+    elif best.fits:
+        line = f"{no}, the nearest that fits is {text_of(keys)}: {rate}"
+    else:
+        line = f"{no}, nothing fits; {text_of(keys)} lacks {format_bytes(best.missing_bytes)}"
+    text = f"# {line}\n{_job_text(question, keys)}" if best.fits else ""
+    return Answer(as_asked, fits, changes, best, keys, line, text)
+
+
+def _job_text(question: Question, keys: Mapping[str, Any]) -> str:
+    """Return the job with other values of keys, as TOML."""
+    job = toml.parse(question.text, question.label, (), question.overrides)
+    list(jobs.settle(job))
+    for dotted, value in keys.items():
+        section, key = dotted.split(".")
+        job.tables[section][key] = value
+    return toml.emit(job.tables)
+
+
+def _keys_of(overrides: Sequence[str]) -> set[str]:
+    return {override.partition("=")[0].strip() for override in overrides}
 
 
 def sized(text: str) -> str:
@@ -56,13 +228,3 @@ def job_of(model: str, shape: ModelShape, ranks: int = 1) -> Config:
         data=DataConfig(train="-", seq_len=length),
         train=TrainConfig(steps=1, micro_batch=sequences, global_batch_tokens=sequences * length),
     )
-
-
-def verdict(job: Config, size: str, placements: Sequence[Change], size_text: str) -> str:
-    """Answer in one line."""
-    model = f"{size_text} ({size}, {format_count(job.num_params)} parameters)"
-    if not placements:
-        return f"No: {model} does not fit with {format_count(job.batch_tokens)} tokens per step."
-    best = placements[0]
-    rate = format_count(best.plan.prediction.tokens_per_s)
-    return f"Yes: {model} trains at {rate} tokens/s: {best.text}"

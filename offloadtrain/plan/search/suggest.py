@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain, product
 from math import gcd
 from typing import Any, get_args
 
+from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, problems_of_ranks
 from offloadtrain.config.offload import (
     OFFLOAD_SAVED_ABOVE,
@@ -26,12 +28,12 @@ from offloadtrain.plan.placement import PlanError, resolved
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.step.layout.formats import FORMATS
 
+_log = logging.getLogger(__name__)
 
-def combinations(
-    job: Config, ranks: int, free: tuple[str, ...], *, traced: bool
-) -> Iterator[dict[str, Any]]:
+
+def combinations(job: Config, ranks: int, free: Collection[str]) -> Iterator[dict[str, Any]]:
     """Yield the values of each combination that differ from the job's."""
-    choices = choices_of(job, ranks, traced=traced)
+    choices = choices_of(job, ranks)
     choices = {key: values for key, values in choices.items() if key in free}
     for values in product(*choices.values()):
         keys = {
@@ -43,12 +45,8 @@ def combinations(
             yield keys
 
 
-def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tuple[Any, ...]]:
-    """`traced`: without activations that are kept, unless they are asked for: they take most memory
-    of all, and a trace of their own."""
-    policies: tuple[str, ...] = ("keep", "recompute", "offload")
-    if traced:
-        policies = tuple(dict.fromkeys((job.offload.activations.mode, "recompute", "offload")))
+def choices_of(job: Config, ranks: int) -> dict[str, tuple[Any, ...]]:
+    """Return the values to try of each key, the job's own among them."""
     precision, moments = job.offload.precision, update_rule(job.optim).moments
     states = (
         state
@@ -59,7 +57,9 @@ def choices_of(job: Config, ranks: int, *, traced: bool = False) -> dict[str, tu
     of_stage = ranks // (job.ranks.pipeline * job.ranks.tensor)
     return {
         "offload.working": distinct("device", "host", job.offload.weights.tier),
-        "offload.activation": policies,
+        "offload.activation": distinct(
+            job.offload.activations.mode, "keep", "recompute", "offload"
+        ),
         "offload.state": tuple(states),
         "offload.state_on": distinct(job.offload.state.tier, "host"),
         "offload.sums_on": distinct(job.offload.gradients.sums_tier, "device"),
@@ -126,7 +126,7 @@ class Change:
 
     @property
     def text(self) -> str:
-        return " ".join(f"{key}={_text(value)}" for key, value in self.keys.items())
+        return text_of(self.keys)
 
 
 def nearest(
@@ -136,6 +136,8 @@ def nearest(
     ranks: int,
     most: int = 5,
     trace: Trace | None = None,
+    *,
+    with_fewer_tokens: bool = False,
 ) -> list[Change]:
     """Return changes that make the job fit: the fewest keys, the fastest first.
 
@@ -144,8 +146,11 @@ def nearest(
     fewer tokens: as many as fit in one microbatch, which needs no sums; then less memory for each
     piece, and shorter sequences. If nothing fits, the only change is the one that lacks least: its
     plan does not fit.
+
+    Args:
+        with_fewer_tokens: nothing is known to fit with the tokens of a step.
     """
-    changes = _promising(job, name, machine, ranks, trace=trace)
+    changes = () if with_fewer_tokens else _promising(job, name, machine, ranks, trace=trace)
     fitting = [change for change in changes if change.plan.fits]
     fitting = fitting or _single_microbatch_changes(job, name, machine, ranks, trace)
     if not fitting:
@@ -163,12 +168,27 @@ def nearest(
     )
 
 
-def of_each_placement(job: Config, name: str, machine: Machine, ranks: int) -> list[Change]:
+def of_each_placement(
+    job: Config,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    free: Collection[str] = ALL,
+    trace: Trace | None = None,
+) -> list[Change]:
     """Return each placement and state format that fits, in the largest microbatch that fits there:
-    the fastest first, among equals the one whose state is most exact."""
+    the fastest first, among equals the one whose state is most exact.
+
+    Args:
+        free: the keys that may change.
+        trace: see `plan.make`.
+
+    Raises:
+        OffloadTrainError: the job as it is cannot be planned.
+    """
     largest: dict[tuple[Any, ...], Change] = {}
-    as_it_is = Change({}, make(job, name, machine, ranks))
-    for candidate in (as_it_is, *_candidates(job, name, machine, ranks)):
+    as_it_is = Change({}, make(job, name, machine, ranks, trace))
+    for candidate in (as_it_is, *_promising(job, name, machine, ranks, free, trace)):
         where = tuple(str(value_of(candidate.plan.job, key)) for key in OFFLOAD)
         size = candidate.plan.job.train.micro_batch
         if candidate.plan.fits and (
@@ -190,7 +210,7 @@ def single_changes(
 ) -> list[Change]:
     """Return every other value of one key that fits: placements, formats, update modes, and the
     number of microbatches that the tokens of a step are cut into."""
-    choices = choices_of(job, ranks, traced=trace is not None) | {
+    choices = choices_of(job, ranks) | {
         "offload.state_on": distinct("auto", "host"),
         "offload.recompute_blocks": ("auto",) if job.offload.activations.recomputes else (),
         "offload.sums_on": ("host", "device"),
@@ -369,10 +389,16 @@ def _smaller_pieces(
         lengths.append(length)
         length //= 2
     # Where the shortest does not fit, no other has to be traced.
-    shortest = _one_sequence(job, lengths[-1], name, machine, ranks, trace)
+    in_parts = True
+    if not (shortest := _one_sequence(job, lengths[-1], name, machine, ranks, trace)):
+        in_parts = job.train.chunked_loss  # the model cannot
+        shortest = _one_sequence(job, lengths[-1], name, machine, ranks, trace, in_parts=in_parts)
     if not any(two.plan.fits for two in shortest):
         return sorted(shortest, key=lambda two: two.plan.missing_bytes)[:1]
-    longer = (_one_sequence(job, seq_len, name, machine, ranks, trace) for seq_len in lengths[:-1])
+    longer = (
+        _one_sequence(job, seq_len, name, machine, ranks, trace, in_parts=in_parts)
+        for seq_len in lengths[:-1]
+    )
     fitting = (
         [change for change in changes if change.plan.fits] for changes in chain(longer, [shortest])
     )
@@ -380,14 +406,22 @@ def _smaller_pieces(
 
 
 def _one_sequence(
-    job: Config, length: int, name: str, machine: Machine, ranks: int, trace: Trace | None
+    job: Config,
+    length: int,
+    name: str,
+    machine: Machine,
+    ranks: int,
+    trace: Trace | None,
+    *,
+    in_parts: bool = True,
 ) -> list[Change]:
-    """Return the changes to steps of one sequence of this length per rank, in small pieces."""
+    """Return the changes to steps of one sequence of this length per rank, in small pieces;
+    `in_parts`: of its loss too."""
     keys = {
         "train.micro_batch": ranks,
         "train.global_batch_tokens": ranks * length if job.train.global_batch_tokens else 0,
         "train.grad_accum_steps": 1,
-        "train.chunked_loss": True,
+        "train.chunked_loss": in_parts,
         "offload.device_slots": 1,
         "data.seq_len": length,
     }
@@ -404,23 +438,26 @@ def _promising(
     name: str,
     machine: Machine,
     ranks: int,
-    free: tuple[str, ...] = ALL,
+    free: Collection[str] = ALL,
     trace: Trace | None = None,
 ) -> Iterator[Change]:
     """Yield the combinations of other values, but for those that another makes needless.
 
     Block inputs on the host take more of it than the state that finds room on the device instead.
     So where the device has room for them, a combination with them on the host lacks more than the
-    one without, which needs fewer changes: it is left out. It would take a trace of its own.
+    one without, which needs fewer changes: it is left out. Where it has no room for block inputs,
+    it has none for all activations. Either would take a trace of its own.
     """
     recomputes = job.offload.activations.mode == "recompute" and not machine.on_cpu
-    with_room: list[dict[str, Any]] = []
-    if make(job, name, machine, ranks, trace).device_has_room:
-        with_room.append({})
-    for keys in combinations(job, ranks, free, traced=trace is not None):
+    if (as_it_is := _planned(job, name, machine, ranks, trace)) is None:
+        return
+    with_room: list[dict[str, Any]] = [{}] if as_it_is.device_has_room else []
+    for keys in combinations(job, ranks, free):
         rest = {key: value for key, value in keys.items() if key != "offload.activation"}
-        if recomputes and keys.get("offload.activation") == "offload" and rest in with_room:
-            continue
+        if recomputes and len(rest) < len(keys):
+            needed_without_room = keys["offload.activation"] == "offload"
+            if needed_without_room == (rest in with_room):
+                continue
         change = _changed(job, dict(keys), name, machine, ranks, trace)
         if change and change.plan.device_has_room:
             with_room.append(keys)
@@ -433,11 +470,11 @@ def _candidates(
     name: str,
     machine: Machine,
     ranks: int,
-    free: tuple[str, ...] = ALL,
+    free: Collection[str] = ALL,
     trace: Trace | None = None,
 ) -> Iterator[Change]:
     """Yield every combination of other values that is free of contradictions."""
-    for keys in combinations(job, ranks, free, traced=trace is not None):
+    for keys in combinations(job, ranks, free):
         if change := _changed(job, keys, name, machine, ranks, trace):
             yield change
 
@@ -450,7 +487,8 @@ def _changed(
     ranks: int,
     trace: Trace | None,
 ) -> Change | None:
-    """Return the plan with other values of keys; None for a contradiction."""
+    """Return the plan with other values of keys; None for a contradiction, or what cannot be
+    planned."""
     if "train.micro_batch" in keys and not job.train.global_batch_tokens:
         keys["train.grad_accum_steps"] = microbatches_of(job, keys["train.micro_batch"])
     changed = _consistent(job, keys)
@@ -459,10 +497,27 @@ def _changed(
     of_rule = optim_contradictions(changed.optim, changed.offload)
     if any(map(any, (changed.offload.problems(), of_rule, problems_of_ranks(changed)))):
         return None
+    plan = _planned(changed, name, machine, ranks, trace)
+    return None if plan is None else Change(keys, plan)
+
+
+def _planned(
+    job: Config, name: str, machine: Machine, ranks: int, trace: Trace | None
+) -> Plan | None:
+    """Return the plan of a candidate; None for an impossible placement, or, with a warning, for
+    what its model cannot do."""
     try:
-        return Change(keys, make(changed, name, machine, ranks, trace))
+        return make(job, name, machine, ranks, trace)
     except PlanError:
         return None
+    except (OffloadTrainError, ValueError) as error:
+        _warn_once(f"not tried: {error}")
+        return None
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def _consistent(job: Config, keys: dict[str, Any]) -> Config:
@@ -483,8 +538,12 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     return replace(changed, offload=offload)
 
 
+def text_of(keys: Mapping[str, Any]) -> str:
+    """Return keys with their values as `--set` takes them."""
+    return " ".join(f"{key}={_text(value)}" for key, value in keys.items())
+
+
 def _text(value: Any) -> str:
-    """Return a value as `--set` takes it."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key}={share}' for key, share in value.items())}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -102,9 +102,11 @@ class Console:
         self._doing, self._doing_since_s = "", clock()
 
     @contextmanager
-    def never_silent(self, what: str) -> Iterator[None]:
-        """Print the current activity, initially `what`, from a thread during silence."""
+    def never_silent(self, what: str, first_after_s: float = SILENCE_S) -> Iterator[None]:
+        """Print the current activity, initially `what`, from a thread during silence; for the first
+        time after so many seconds."""
         self.doing(what)
+        self._spoke_s = self._clock() - self._silence_s + min(first_after_s, self._silence_s)
         over = threading.Event()
 
         def look() -> None:

@@ -26,6 +26,7 @@ import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
 from offloadtrain.model.transformer import Transformer
 from tests.distributed.conftest import Run, pools, ranks  # noqa: F401  # fixtures
+from tests.numerics.models import Chain, batches, loss_of
 from tests.test_readme import GUIDE_MODEL, ROOT
 from tests.tui.recordings import plain, write
 
@@ -130,8 +131,26 @@ def test_weights_changed_in_the_loop_become_the_masters(working: str) -> None:
         assert all((state["exp_avg"] == 0).all() for state in optimizer.state.values())
 
 
+def test_what_is_trained_changes() -> None:
+    change = python_of("docs/loop.md")[3]
+    model = Chain(4)
+    model.layers[3].requires_grad_(False)
+    optimizer = ot.offload(model, ot.AdamW(lr=0.1), device="cpu", precision="fp32")
+    for trained in (model.head, model.layers[3]):
+        before = {name: param.clone() for name, param in trained.named_parameters()}
+        for tokens in batches(optimizer.grad_accum_steps):
+            optimizer.backward(loss_of(model, tokens))
+        optimizer.step()
+        for name, param in trained.named_parameters():
+            assert not torch.equal(param, before[name]), name
+        if trained is model.head:
+            run(change, {"optimizer": optimizer, "model": model})
+    assert optimizer.grad_accum_steps == 4 and len(optimizer.param_groups) == 2
+    optimizer.close()
+
+
 def test_averages_and_weights_leave_the_loop() -> None:
-    average, send = python_of("docs/loop.md")[3:5]
+    average, send = python_of("docs/loop.md")[4:6]
     model, another = llama(), llama()
     optimizer = ot.offload(model, ot.AdamW(lr=0.1), device="cpu", working="host")
     received: dict[str, Tensor] = {}

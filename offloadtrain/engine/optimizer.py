@@ -1,12 +1,5 @@
 """The optimizer that `offload()` returns.
 
-[Note: Accelerate]
-The optimizer behaves like Accelerate's optimizer wrapper without being wrapped.
-`Accelerator.prepare` (and with it the Trainers of transformers and TRL) wraps an optimizer. The
-wrapper copies its whole state dict to the device, here 12 bytes per parameter, and never asks it
-whether a step was skipped. An optimizer that reports to be prepared is not wrapped, and must do the
-rest itself: `step` and `zero_grad` do nothing before the last microbatch of `accumulate`.
-
 [Note: Evaluation in ZeRO stage 3]
 A forward gathers weights there. Collectives are matched by their order: where one rank takes
 another path through the model, each gets weights pieced together from two modules, and computes
@@ -54,7 +47,9 @@ from offloadtrain.engine.param_groups import (
     listed,
 )
 from offloadtrain.engine.partition import layers_of, partition
+from offloadtrain.engine.prepared import Prepared
 from offloadtrain.engine.relayout import Earlier
+from offloadtrain.engine.release import Release
 from offloadtrain.engine.state import (
     check_held_by,
     copy_assigned,
@@ -89,110 +84,7 @@ def eager(function: Callable[Args, Found]) -> Callable[Args, Found]:
     return function if "torch._dynamo" in sys.modules else inspect.unwrap(function)
 
 
-class Prepared:
-    """The attributes of an optimizer that Accelerate reads."""
-
-    _prepared = False
-    """Accelerate has asked: it will drive this optimizer."""
-    last_step: Any
-
-    @property
-    def _is_accelerate_prepared(self) -> bool:
-        """True; from the first read on, Accelerate says when a step is due.
-
-        Raises:
-            EngineError: Accelerate is to scale losses.
-        """
-        if not self._prepared and _state("AcceleratorState").get("_mixed_precision") == "fp16":
-            raise EngineError(
-                "Accelerator(mixed_precision = 'fp16') scales losses by a GradScaler, which finds "
-                "no gradients to unscale: offload with integrations.accelerate.offload(accelerator,"
-                " model, …), or use mixed_precision = 'no', precision = 'fp16' and "
-                "optimizer.backward(loss) in place of accelerator.backward(loss)"
-            )
-        self._prepared = True
-        return True
-
-    @_is_accelerate_prepared.setter
-    def _is_accelerate_prepared(self, value: bool) -> None:
-        self._prepared = value
-
-    @property
-    def optimizer(self) -> Prepared:
-        """Itself: Accelerate compares it with the optimizer of a learning-rate scheduler."""
-        return self
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """True if the last step changed nothing, so that a scheduler should wait."""
-        return self.last_step is not None and self.last_step.skipped
-
-    @property
-    def _accumulating(self) -> bool:
-        """True if more microbatches come before Accelerate's next step."""
-        return self._prepared and not _state("GradientState").get("sync_gradients", True)
-
-
-def _state(name: str) -> dict[str, Any]:
-    """Return the state that Accelerate shares between all objects of a class; {} if it is not
-    loaded."""
-    state_class = getattr(sys.modules.get("accelerate.state"), name, None)
-    return {} if state_class is None else dict(state_class._shared_state)
-
-
 _log = logging.getLogger(__name__)
-
-
-class Release:
-    """The finalizer of an optimizer.
-
-    An optimizer that goes out of scope gives the model its weights back, as `close()` does. At the
-    end of the process it does not: nobody reads the weights any more, and the host may have no room
-    for a copy of them. Its reference to the optimizer is dead in the first case only.
-
-    Attributes:
-        engine: weak, as the engine refers to the model, which may refer to the optimizer. A hook of
-            the model keeps the engine alive until it is closed.
-    """
-
-    engine: Callable[[], Engine | None] = staticmethod(lambda: None)
-
-    def __init__(
-        self,
-        optimizer: object,
-        lanes: Lanes,
-        arena: Arena,
-        disk: DiskArena,
-        joined: Sequence[Ranks],
-    ) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._lanes, self._arena, self.disk, self._joined = lanes, arena, disk, joined
-
-    def __call__(self) -> None:
-        """Give back the lanes, the memory that they use, and process groups whose world is gone."""
-        try:
-            engine = self.engine()
-            if self._optimizer() is None and engine is not None and not engine.guard.closed:
-                _warn_of_lost_weights(engine)
-                engine.close()
-        finally:
-            # Drains first: copies and kernels in flight use the arena's memory and the file.
-            self._lanes.close()
-            self._arena.close()
-            self.disk.close()
-            for ranks in self._joined:
-                ranks.let_go()
-
-
-def _warn_of_lost_weights(engine: Engine) -> None:
-    """Warn of weights in shards. Gathering them takes a collective, and ranks drop their optimizers
-    at different times."""
-    if engine.residency.streamed and not engine.program.spec.is_single:
-        _log.warning(
-            "an optimizer whose weights are in shards (zero_stage = 3) went out of scope: the "
-            "weights of its layers are gone, and their parameters are empty. Keep a reference to "
-            "it, take dict(optimizer.full_weights()) on all ranks, then call optimizer.close()"
-        )
 
 
 class _AfterForward(OfOneModel):

@@ -5,7 +5,7 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 The loop stays as Accelerate's guide writes it. What the wrapper of an optimizer does is in
-[Note: Accelerate] in `engine.optimizer`.
+[Note: Accelerate] in `engine.prepared`.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from offloadtrain.engine.checks import (
     check_rule,
     offloaded,
     warn_of_no_layers,
+    warn_of_views,
 )
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.optimizer import OffloadOptimizer
@@ -290,6 +291,7 @@ def attach(
     check_same_options(chosen, rule, division)
     if division.stages.is_single:
         warn_of_no_layers(model, chosen, ranks)
+    warn_of_views(model)
     lanes = lanes_for(on, among_ranks=not ranks.is_single)
     optimizer = OffloadOptimizer(
         model, rule, groups, chosen, on, division, lanes, param_init_fn, ledger

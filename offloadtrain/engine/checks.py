@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
@@ -304,6 +304,27 @@ def warn_of_local_norm(asker: str, seen: int, ranks: Ranks) -> None:
             seen,
             ranks.world_size,
         )
+
+
+def warn_of_views(model: nn.Module) -> None:
+    """Warn of attributes of modules that view a parameter's memory, which it is about to leave. A
+    pre-hook of the module may make them anew for every forward."""
+    owners = {
+        param.untyped_storage()._cdata: name
+        for name, param in model.named_parameters()
+        if type(param) is nn.Parameter
+    }
+    for prefix, module in model.named_modules():
+        for name, value in chain(vars(module).items(), module._buffers.items()):
+            if type(value) is not torch.Tensor or module._forward_pre_hooks:
+                continue
+            if value.layout is torch.strided and value.untyped_storage()._cdata in owners:
+                _log.warning(
+                    "'%s' is a view of the parameter '%s' and keeps the values that it has now: "
+                    "make it in forward",
+                    f"{prefix}.{name}".removeprefix("."),
+                    owners[value.untyped_storage()._cdata],
+                )
 
 
 def warn_of_no_layers(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadtrain.engine import EngineError, OffloadOptimizer
+from offloadtrain.engine import OffloadOptimizer
 from offloadtrain.integrations import checkpoint_files
 from offloadtrain.integrations.framework_support import (
     Options,
@@ -90,7 +90,6 @@ def drive(accelerator: Any, model: nn.Module, optimizer: OffloadOptimizer) -> No
     # Its own methods must not keep the accelerator alive, and with it the optimizer and its memory.
     alive, before = weakref.proxy(accelerator), partial(_method, accelerator)
     accelerator.clip_grad_norm_ = partial(_clip, before("clip_grad_norm_"), optimizer)
-    accelerator.clip_grad_value_ = partial(_refuse_value, before("clip_grad_value_"), optimizer)
     accelerator.get_state_dict = partial(_weights, before("get_state_dict"), model, optimizer)
     accelerator.save_state = partial(_save, before("save_state"), alive, optimizer)
     accelerator.load_state = partial(_load, before("load_state"), alive, optimizer)
@@ -120,32 +119,12 @@ def _clip(
     max_norm: float,
     norm_type: float = 2,
 ) -> Tensor:
-    """`Accelerator.clip_grad_norm_`, for other models of the process as well.
-
-    Raises:
-        EngineError: for a part of the model, or another norm than the Euclidean one.
-    """
+    """`Accelerator.clip_grad_norm_`, which looks at the gradients of single parameters before it
+    clips: among ranks these are in shards."""
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    missing = _trained(optimizer).difference(params)
-    if len(missing) == len(_trained(optimizer)):
-        return otherwise(params, max_norm, norm_type)
-    if missing or norm_type != 2:
-        raise EngineError(
-            f"clip_grad_norm_ of norm {norm_type} over all but {len(missing)} of the offloaded "
-            "parameters: the 2-norm of all of them together can be clipped"
-        )
-    return optimizer.clip_grad_norm_(max_norm)
-
-
-def _refuse_value(
-    otherwise: Callable[..., None], optimizer: OffloadOptimizer, parameters: Any, clip_value: float
-) -> None:
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not _trained(optimizer).isdisjoint(params):
-        raise EngineError(
-            "clip_grad_value_: gradients have left for the host. Use accelerator.clip_grad_norm_"
-        )
-    otherwise(params, clip_value)
+    if norm_type == 2 and _trained(optimizer) <= set(params):
+        return optimizer.clip_grad_norm_(max_norm)
+    return otherwise(params, max_norm, norm_type)
 
 
 def _trained(optimizer: OffloadOptimizer) -> set[Tensor]:

@@ -426,3 +426,16 @@ def test_another_default_device_changes_nothing(options: dict[str, Any]) -> None
         return losses
 
     assert train("meta") == train("cpu")
+
+
+def test_views_of_weights_that_modules_keep_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.spectral_norm(nn.Linear(4, 4)))
+    net[0].turned = net[0].weight.detach().t()  # type: ignore[assignment]
+    net[0].register_buffer("first", net[0].bias.detach()[:1])
+    net[0].other = torch.ones(4)  # type: ignore[assignment]
+    ot.offload(net, device="cpu", precision="fp32").close()
+    named = [record.message for record in caplog.records if "make it in forward" in record.message]
+    assert [message.split(" and keeps")[0] for message in named] == [
+        "'0.turned' is a view of the parameter '0.weight'",
+        "'0.first' is a view of the parameter '0.bias'",
+    ]

@@ -426,8 +426,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 loss = closure()
         self._engine.take_assigned_gradients()
         # Among ranks the others may have had a backward, and would wait for this one.
-        alone, guard = self.ranks.everyone.is_single, self._engine.guard
-        if alone and guard.phase is Phase.FORWARD and not guard.in_flight:
+        guard = self._engine.guard
+        if self._division.size == 1 and guard.phase is Phase.FORWARD and not guard.in_flight:
             if "no backward" not in self._warned:
                 self._warned |= {"no backward"}
                 _log.warning(
@@ -594,7 +594,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             eager(torch.optim.Optimizer.add_param_group)(self, param_group)
             return
         group = {**param_group, "params": listed(param_group["params"])}
-        added = completed_groups(self.model, [group], self._rule)
+        added = completed_groups(self.model, [group], self._rule, are_all=False)
         self._relayout("add_param_group()", groups=[*self.param_groups, *added])
 
     def _follow(self) -> Engine | None:

@@ -30,23 +30,27 @@ def normalise_groups(
     """
     user_groups = _as_groups(model, params)
     check_trained(model, user_groups)
-    groups = completed_groups(model, user_groups, rule)
-    if isinstance(rule, MatrixRule):
-        _check_matrices(model, groups, rule)
-    return groups
+    return completed_groups(model, user_groups, rule, are_all=True)
 
 
 def completed_groups(
-    model: nn.Module, user_groups: Sequence[dict[str, Any]], rule: AnyRule
+    model: nn.Module, user_groups: Sequence[dict[str, Any]], rule: AnyRule, *, are_all: bool
 ) -> list[dict[str, Any]]:
     """Return groups with every hyperparameter of their rule filled in and checked.
 
     A group that does not say whether it is one of matrices becomes two under a `MatrixRule`.
 
+    Args:
+        are_all: there are no other groups.
+
     Raises:
+        ModelError: a parameter is no matrix, in a group of matrices; or no group has any.
         ValueError: for hyperparameters out of range or unknown.
     """
-    divided = _divided(model, user_groups, rule) if isinstance(rule, MatrixRule) else user_groups
+    divided = user_groups
+    if isinstance(rule, MatrixRule):
+        divided = _divided(model, user_groups, rule)
+        _check_matrices(model, divided, rule, are_all=are_all)
     groups = [{**rule_of(rule, group).defaults(), **group} for group in divided]
     for group in groups:
         group_rule = rule_of(rule, group)
@@ -77,11 +81,13 @@ def _divided(
     return labelled
 
 
-def _check_matrices(model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule) -> None:
-    """Raises ModelError if there is no matrix, or something else among the matrices."""
+def _check_matrices(
+    model: nn.Module, groups: Sequence[dict[str, Any]], rule: MatrixRule, *, are_all: bool
+) -> None:
+    """Raises ModelError if all groups have no matrix, or something else is among the matrices."""
     key = rule.group_key
     matrices = [param for group in groups if group[key] for param in group["params"]]
-    if not matrices:
+    if are_all and not matrices:
         raise ModelError(
             f"{type(rule).__name__} found no hidden matrix, a 2-D parameter in a list of layers: "
             f"give it groups, params=[{{'params': …, '{key}': True}}, …]"

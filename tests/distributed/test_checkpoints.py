@@ -103,7 +103,7 @@ def test_any_number_of_ranks_reads_any_other(
 def test_any_placement_reads_any_other(ranks: Run, tmp_path: Path, options: dict[str, Any]) -> None:
     before = ranks(2, train_and_save, tmp_path, "frozen", "fp32", **options)[0]
     resident, half = {"state_on": "device"}, {"state_on": {"device": 0.5}}
-    disk = {"state_on": "disk", "scratch_dir": str(tmp_path / "scratch"), "scratch_in_memory": True}
+    disk = {"state_on": "disk", "scratch_dir": str(tmp_path), "scratch_in_memory": True}
     readers = ((1, {}), (2, resident), (2, half), (2, {"zero_stage": 3}), (2, disk), (4, STREAMED))
     for size, other in readers:
         assert ranks(size, load, tmp_path, "frozen", "fp32", **other) == [before] * size

@@ -256,7 +256,7 @@ def test_a_start_that_is_refused_prints_no_traceback(job: Path, tmp_path: Path) 
     first = Job.fork(job, tmp_path / "run", "--set", "train.steps=5000")
     first.wait_for_step()
     second = Job.fork(job, tmp_path / "run", "--nproc", "2", "--resume", "auto")
-    assert second.ended() == 1
+    assert second.ended() == 2
     lines = [line for line in second.text.splitlines() if line.startswith(("rank", "[rank"))]
     assert "is already running, pid" in lines[0]
     assert "Traceback" not in second.text and "RuntimeError" not in second.text

@@ -159,7 +159,7 @@ class EMA:
         if self.optimizer._blocks is not self._blocks:
             raise EngineError(
                 "what is trained has changed since this average was made (add_param_group, "
-                "requires_grad_): make a new one, ot.EMA(optimizer)"
+                "requires_grad_, grad_accum_steps): make a new one, ot.EMA(optimizer)"
             )
 
     def _slots(self) -> Iterator[tuple[Bucket, Slot]]:

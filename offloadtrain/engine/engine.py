@@ -278,14 +278,18 @@ class Engine:
 
     def whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each trained parameter's gradient; see `OffloadOptimizer.gradients`."""
-        self.measure("gradients")
+        norm = self.measure("gradients")
         access, ranks = self.gradient_access, self._ranks.everyone.size
         for bucket in (bucket for block in self._blocks for bucket in block.buckets):
+            self.bring_gradients()
             in_place = self.program.spec.is_single and not bucket.spec.gradient_on_disk
             for slot in bucket.slots:
                 yield (
                     slot.name,
-                    access.of(bucket, slot) if in_place else access.copy(bucket, slot, ranks),
+                    access.of(bucket, slot)
+                    if in_place
+                    # Clipped as the step will be: the gradient itself stays as it was measured.
+                    else access.copy(bucket, slot, ranks).mul_(norm.coef),
                 )
 
     def take_assigned_gradients(self) -> None:
@@ -294,11 +298,15 @@ class Engine:
             self.gradient_access.has_assigned = False
             self.gradients.take_assigned()
 
-    def _settle_gradients(self) -> None:
-        """The user is about to read gradients where they are, or to write them."""
+    def bring_gradients(self) -> None:
+        """Wait until the gradients are in their memory."""
         if self.gradients.in_transit:
             self._drain()
             self.gradients.in_transit = False
+
+    def _settle_gradients(self) -> None:
+        """The user is about to read gradients where they are, or to write them."""
+        self.bring_gradients()
         # Clipping leaves the gradients as they are. Whoever reads them afterwards expects them
         # clipped.
         norm, self._norm = self._norm, None

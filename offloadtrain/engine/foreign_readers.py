@@ -67,6 +67,8 @@ class ParameterReaders:
             for slot in bucket.slots
         }
         self._warned: set[str] = set()
+        self._clipped: tuple[list[nn.Parameter], bool] | None = None
+        """The parameters of torch's last call of clipping, and whether all trained are there."""
         observe((param for _, param in self._named), self)
         # The first read of each block reports it: weights go up in the order of the first reads.
         for block in engine.residency.blocks.values():
@@ -137,6 +139,11 @@ class ParameterReaders:
         reader = _READERS.get(file)
         if reader in (SCALING, SPLITTING):
             _refuse_pipelining(reader)
+        if reader == CLIPPING and (call := self._clipping_all(frame)) is not None:
+            # All are clipped together: the first of them stands for the others, with a gradient or
+            # without.
+            first = next(each for each in call if each.requires_grad and each in self._places)
+            return self._clipped_together() if param is first else None
         zeroes = frame.f_code is nn.Module.zero_grad.__code__
         if not self._has_left(param):
             return gradient_of(param)
@@ -146,12 +153,6 @@ class ParameterReaders:
         # torch's optimizers and compiler look whether there are gradients.
         if reader is None and not zeroes and file.startswith((OURS, TORCHS)):
             return None
-        if reader == CLIPPING and (call := _clipping_call(frame)) is not None:
-            params = call["parameters"]
-            if call["norm_type"] == 2 and self._all_trained(params):
-                # All are clipped together: the first of them stands for the others.
-                first = next(each for each in params if each in self._places)
-                return self._clipped_together() if param is first else None
         return self._view(param, writes=reader is not None, frame=frame)
 
     def gradient_is_set(self, param: nn.Parameter, grad: Tensor | None, frame: FrameType) -> bool:
@@ -160,6 +161,11 @@ class ParameterReaders:
             with torch.no_grad():
                 if (view := self._view(param, writes=True, frame=frame)) is not None:
                     view.zero_() if grad is None else view.copy_(grad)
+            if grad is None:
+                emptied = self._engine.gradient_access.emptied
+                emptied.add(self._places[param][2])
+                if len(emptied) == sum(trained.requires_grad for _, trained in self._named):
+                    self._engine.drop_gradients()
             return True
         if grad is not None and not in_backward() and self._engine.program.spec.is_single:
             self._engine.gradient_access.has_assigned = True
@@ -180,6 +186,19 @@ class ParameterReaders:
     def _all_trained(self, params: Iterable[nn.Parameter]) -> bool:
         """Tell whether these are all the parameters that the engine trains, or more."""
         return {param for _, param in self._named if param.requires_grad} <= set(params)
+
+    def _clipping_all(self, frame: FrameType) -> list[nn.Parameter] | None:
+        """Return the parameters of torch's `clip_grad_norm_`, if that reads the gradient of a step
+        and clips all that the engine trains."""
+        if self._engine.guard.phase not in (Phase.BACKWARD, Phase.ACCUMULATED) or in_backward():
+            return None
+        if (call := _clipping_call(frame)) is None or call["norm_type"] != 2:
+            return None
+        params: list[nn.Parameter] = call["parameters"]
+        # torch makes the list once, and reads each of its gradients several times.
+        if self._clipped is None or self._clipped[0] is not params:
+            self._clipped = params, self._all_trained(params)
+        return params if self._clipped[1] else None
 
     def _clipped_together(self) -> Tensor:
         norm = self._engine.measure("clip_grad_norm_")

@@ -71,6 +71,11 @@ class GradientView(Tensor):
 
             args, kwargs = tree_map_only(GradientView, readable, (args, kwargs))
         result = func(*args, **kwargs)
+        if func in _TO_NUMPY:
+            # A view would show the next step's gradients, and nobody would notice writes.
+            array = result.copy()
+            array.flags.writeable = False
+            return array
         for tensor, copied, version in moved:
             if copied._version != version:
                 tensor.copy_(copied)
@@ -90,6 +95,9 @@ class GradientView(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone().__reduce_ex__(protocol)
+
+
+_TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
 
 
 def _other_device(values: Iterable[Any]) -> torch.device | None:
@@ -126,6 +134,8 @@ class GradientAccess:
         """Names of the buckets of `_views`."""
         self.has_assigned = False
         """Code has put gradients into `.grad` that step() has to send."""
+        self.emptied: set[Slot] = set()
+        """Parameters whose gradient was set to None in this step."""
         self._is_used = False
         """A function has read or written a view since the last measurement."""
         self._alive = WeakIdKeyDictionary()
@@ -146,7 +156,6 @@ class GradientAccess:
     def copy(self, bucket: Bucket, slot: Slot, ranks: int) -> Tensor:
         """Copy a parameter's gradient, the mean over `ranks`, to the host, where it is measured. A
         collective of the ranks that share it."""
-        self._settle()
         gradient = self._program.buckets[bucket.name].gradient
         shard = bucket.memory[(gradient.file or gradient.adding).key].flat
         (lo, hi), sharers = bucket.piece(slot), bucket.sharers
@@ -192,9 +201,11 @@ class GradientAccess:
     def end_step(self) -> None:
         """The memory is about to be used again: stored views get memory of their own."""
         self._handed_out = set()
+        self.emptied.clear()
         if self._views:
             self._views.clear()
             with torch.no_grad(), past_the_class():
                 for view in list(self._alive):
                     view.data = view.detach().clone()
                     view.__class__ = Tensor
+            self._alive.clear()

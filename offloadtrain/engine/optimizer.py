@@ -476,6 +476,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             UpdateError: between backward and `step()`, where Adam runs inside backward.
         """
         self.settle()
+        if self.phase is Phase.FORWARD:
+            self._follow()
         self._engine.program.before_masters_change()
         slots = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         for param in slots if params is None else params:
@@ -487,8 +489,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             bucket, slot = slots[param]
             reset_moments(bucket, slot, self._rules[bucket.group])
         if params is None:
-            if self._missed:
-                self._relayout("reset_state()", missed={})
+            self._missed = {}
+            for bucket, _ in self._slots():
+                bucket.missed_steps = 0
+            for param in [*self._frozen_state]:
+                self._drop_frozen(param)
             self._count_from(0, {})
         self._fill_state()
 
@@ -554,6 +559,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         load_dict(entries, state_dict["param_groups"], self.param_groups, slot_of, self._rules)
         for param in entries.keys() - slot_of.keys():
             self._keep(param, entries[param])
+        # As in torch, what the state has nothing for has none.
+        for param in slot_of.keys() - entries.keys():
+            bucket, slot = slot_of[param]
+            reset_moments(bucket, slot, self._rules[bucket.group])
+        for param in [p for p in self._frozen_state if p not in entries]:
+            self._drop_frozen(param)
         self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)
         scaler = state_dict.get("scaler", self.scaler_state())
         self.finish_load(step=step, scaler=scaler, expert_steps=of_experts)
@@ -697,6 +708,11 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._arena.release(self._frozen_state.pop(param, []))
         self._frozen_state[param], self.state[param] = memory, copies
 
+    def _drop_frozen(self, param: nn.Parameter) -> None:
+        """Forget the state of a frozen parameter."""
+        self._arena.release(self._frozen_state.pop(param))
+        self.state.pop(param, None)
+
     def close(self) -> None:
         """Drain, take the hooks off the model and give the host memory back. Idempotent.
 
@@ -751,7 +767,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """
         if self.phase is Phase.CLOSED:
             return
-        written = [param for param in self._seal.written() if param.requires_grad]
+        if written := self._seal.written():
+            # Also those that were frozen since: their masters are the engine's until it follows.
+            trained = {slot.param for _, slot in self._slots()}
+            written = [param for param in written if param in trained]
         if written and (self._is_delayed or not self._engine.program.mode.waits_for_norm):
             name = next(name for name, p in self.model.named_parameters() if p is written[0])
             raise ModelError(

@@ -64,7 +64,10 @@ class Earlier:
         self._release_but({key for bucket in self._waiting for key in self._contents(bucket)})
 
     def finish(self) -> None:
-        """Everything has moved: give back what is left, that of parameters that left the model."""
+        """Everything has moved: give back what is left, that of parameters that left the model and
+        keep their weights."""
+        for param in self._slot_of:
+            param.data = param.data.clone()
         self._release_but(())
 
     def __contains__(self, param: nn.Parameter) -> bool:

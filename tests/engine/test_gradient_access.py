@@ -91,7 +91,7 @@ def edits_in_place(net: nn.Module, losses: Losses, backward: Backward) -> Any:
     weights.grad[:3] = 0
     weights.grad.data.clamp_(-1e-2, 1e-2)
     weights.grad += 1e-3 * weights
-    net.embed.weight.grad.numpy()[:5] *= 2
+    net.embed.weight.grad.data[:5] *= 2
     torch._foreach_mul_([param.grad for param in net.layers[0].parameters()], 0.5)
     return weights.grad.sum()
 
@@ -305,3 +305,56 @@ def test_a_changed_sum_on_the_device_goes_to_the_host_again() -> None:
     _, changed = trained(edits_in_place, placement)
     _, expected = trained(edits_in_place, {**placement, "sums_on": "host"})
     assert all(torch.equal(value, expected[name]) for name, value in changed.items())
+
+
+def test_all_are_clipped_whoever_comes_first() -> None:
+    """The first parameter of the list may be frozen, or without a gradient."""
+    for options, prepare in (
+        ({"working": "host"}, lambda net: net.layers[0].requires_grad_(False)),
+        ({}, lambda net: net.add_module("unused", nn.Linear(2, 2))),
+    ):
+        torch.manual_seed(0)
+        net = Chain()
+        prepare(net)
+        optimizer = ot.offload(net, ot.AdamW(lr=1e-2), device="cpu", **options)
+        optimizer.backward(loss_of(net, batches(1)[0]))
+        params = sorted(net.parameters(), key=lambda param: param.requires_grad)
+        params.sort(key=lambda param: param.shape != (2, 2))
+        norm = clip_grad_norm_(params, 0.25).item()
+        optimizer.step()
+        assert norm > 0.25 and optimizer.last_step is not None
+        assert optimizer.last_step.clip_coef == 0.25 / (norm + 1e-6)
+
+
+def test_arrays_are_copies_that_refuse_writes() -> None:
+    optimizer, net = offloaded(precision="fp32")
+    stored = net.head.weight.grad.numpy()
+    before = stored.copy()
+    with pytest.raises(ValueError, match="read-only"):
+        stored[0] = 1
+    optimizer.step()
+    optimizer.synchronize()
+    assert (stored == before).all()
+
+
+def test_gradients_set_to_none_drop_the_step() -> None:
+    optimizer, net = offloaded()
+    for param in net.parameters():
+        param.grad = None
+    optimizer.backward(loss_of(net, batches(1)[0]))
+    optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.micro_steps == 1
+
+
+@pytest.mark.parametrize("places", [{}, {"grad_on": "disk"}])
+def test_gradients_by_name_are_clipped_like_the_step(places: dict[str, Any], tmp_path: Any) -> None:
+    disk = {"working": "disk", "state_on": "disk", "scratch_dir": str(tmp_path)}
+    optimizer, _ = offloaded(precision="fp32", **(places and {**disk, **places}))
+    optimizer.clip_grad_norm_(0.01)
+    norms = [float(grad.double().norm()) for _, grad in optimizer.gradients()]
+    assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(0.01, rel=1e-4)
+    optimizer.step()
+    optimizer.synchronize()
+    moments = [state["exp_avg"].double().norm() * 10 for state in optimizer.state.values()]
+    assert float(torch.stack(moments).norm()) == pytest.approx(0.01, rel=1e-4)
+    optimizer.close()

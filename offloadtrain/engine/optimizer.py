@@ -1,31 +1,21 @@
-"""The optimizer that `offload()` returns.
-
-[Note: Evaluation in ZeRO stage 3]
-A forward gathers weights there. Collectives are matched by their order: where one rank takes
-another path through the model, each gets weights pieced together from two modules, and computes
-with them. In training `step()` compares what was launched; no step follows the last evaluation. So
-every forward of the model without gradients ends with a few bytes of each rank.
-"""
+"""The optimizer that `offload()` returns."""
 
 from __future__ import annotations
 
-import inspect
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
-from offloadtrain.engine.autograd.hooks import OfOneModel, Removable
+from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.bucket import dense_stride
 from offloadtrain.engine.build import build, lay_out, make_blocks
 from offloadtrain.engine.checks import (
@@ -37,8 +27,8 @@ from offloadtrain.engine.checks import (
 )
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine, hook_parameters
+from offloadtrain.engine.evaluations import check_evaluations, eager
 from offloadtrain.engine.foreign_readers import ParameterReaders
-from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.param_groups import (
     check_trained,
@@ -67,60 +57,10 @@ from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.lanes import Lanes
-from offloadtrain.runtime.process_group import RankError, Ranks
 from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.tiers import Tier
 
-Args = ParamSpec("Args")
-Found = TypeVar("Found")
-
-
-def eager(function: Callable[Args, Found]) -> Callable[Args, Found]:
-    """Return the function without the wrapper that hides it from torch's compiler.
-
-    The wrapper imports the compiler at its first call, which takes over a second. Where nobody has
-    imported it, nothing is compiled, and there is nothing to hide from.
-    """
-    return function if "torch._dynamo" in sys.modules else inspect.unwrap(function)
-
-
 _log = logging.getLogger(__name__)
-
-
-class _AfterForward(OfOneModel):
-    """Not called where forward raises: the other ranks learn of that from their gathers."""
-
-    __slots__ = ("_functions", "_ranks")
-
-    def __init__(self, functions: Functions, ranks: Ranks) -> None:
-        self._functions = weakref.ref(functions)
-        self._ranks = ranks
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        functions = self._functions()
-        if functions is not None and not torch.is_grad_enabled():
-            eager(_compare)(functions, self._ranks)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _compare(functions: Functions, ranks: Ranks) -> None:
-    # Waits for the other ranks, which have launched the same gathers; not for the gathers.
-    digests = ranks.all_gather_host([functions.digests.take_collectives()])
-    for rank, digest in enumerate(digests[:, 0]):
-        if digest != digests[0, 0]:
-            raise RankError(
-                f"ranks disagree in an evaluation: rank {rank} has gathered the weights of other "
-                "modules than rank 0, or in another order, so that neither has the right result. "
-                "With zero_stage = 3 every rank must take the same path through the model: drop or "
-                "pad incomplete batches, or name a module that only some use in keep_whole"
-            )
-
-
-def check_evaluations(model: nn.Module, engine: Engine, ranks: Ranks) -> list[RemovableHandle]:
-    """Compare the ranks after every forward without gradients, where forwards gather."""
-    if ranks.is_single or not engine.residency.streamed:
-        return []
-    return [model.register_forward_hook(_AfterForward(engine.functions, ranks))]
 
 
 class SplitSteps(Protocol):
@@ -476,8 +416,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             UpdateError: between backward and `step()`, where Adam runs inside backward.
         """
         self.settle()
-        if self.phase is Phase.FORWARD:
-            self._follow()
+        if params is not None and self.phase is Phase.FORWARD:
+            self._follow()  # they may have been unfrozen just now
         self._engine.program.before_masters_change()
         slots = {slot.param: (bucket, slot) for bucket, slot in self._slots()}
         for param in slots if params is None else params:

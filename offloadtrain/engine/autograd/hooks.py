@@ -165,7 +165,7 @@ class Passthrough(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Not wrapped for torch's compiler, which the wrapper would import: see `eager` in
-        `engine.optimizer`. No compiled forward runs under this mode."""
+        `engine.evaluations`. No compiled forward runs under this mode."""
         return False
 
     def __torch_dispatch__(

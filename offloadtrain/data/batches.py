@@ -291,7 +291,7 @@ class Batches:
     def counted(self, calls: int) -> int:
         """Return how many targets the next `calls` calls of all ranks count together."""
         total = calls * self._batch * self._world
-        if self.all_count:
+        if self.all_count or not total:
             return total * self._seq_len
         samples = self._position + np.arange(total)
         pieces = np.array_split(samples, -(-total * self._seq_len // _COUNTED_AT_ONCE))

@@ -467,6 +467,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
         self.settle()
+        self._take_over_frozen()
         extra: dict[str, Any] = {"scaler": self.scaler_state(), "held_by": self._held_by}
         extra |= {"seed": self._engine.functions.seed, "step": self._engine.counter.steps}
         state_dict = eager(torch.optim.Optimizer.state_dict)(self)
@@ -722,6 +723,16 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         if written:
             self.adopt_written_weights()
         self._take_over_state()
+
+    @torch.no_grad()
+    def _take_over_frozen(self) -> None:
+        """Make what was written into frozen parameters their saved state's, which a run that trains
+        them goes on from. Elements that were not written keep the precision of their master."""
+        for param in self._frozen_state:
+            state, weights = self.state[param], param.detach().cpu()
+            saved = state["master"] if "master" in state else state["weight"]
+            written = saved.to(weights.dtype) != weights
+            saved[written] = weights[written].to(saved.dtype)
 
     @torch.no_grad()
     def _take_over_state(self) -> None:

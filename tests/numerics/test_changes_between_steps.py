@@ -520,3 +520,28 @@ def test_masters_follow_writes_into_what_was_just_frozen(name: str) -> None:
     assert (dict(optimizer.master_weights())["0.weight"] == 7.0).all()
     assert (optimizer.state_dict()["state"][0]["master"] == 7.0).all()
     optimizer.close()
+
+
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+@pytest.mark.parametrize("unfreeze", [False, True])
+def test_a_checkpoint_has_what_was_written_into_frozen_parameters(
+    state: str, unfreeze: bool
+) -> None:
+    def offloaded() -> tuple[Any, ot.OffloadOptimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return model, ot.offload(model, ot.AdamW(lr=1e-2), state=state, device="cpu")
+
+    model, optimizer = offloaded()
+    take_step(model, optimizer, 0)
+    model[0].requires_grad_(False)
+    take_step(model, optimizer, 1)
+    nn.init.constant_(model[0].weight[:2], 7.0)
+    model[0].requires_grad_(unfreeze)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.close()
+    resumed, optimizer = offloaded()
+    resumed.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert torch.equal(resumed[0].weight, model[0].weight) and (resumed[0].weight[:2] == 7.0).all()
+    optimizer.close()

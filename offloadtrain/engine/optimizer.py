@@ -62,6 +62,9 @@ from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
 
+_MANY_CHANGES = 10
+"""Changes of what is trained; so many in the first steps are those of parts that take turns."""
+
 
 class SplitSteps(Protocol):
     """Ends the steps of an optimizer, each in several moments: see `OffloadOptimizer.split`."""
@@ -87,6 +90,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     _split: SplitSteps | None = None
     """What ends the steps, each in several moments, in the place of `step`."""
     _warned: frozenset[str] = frozenset()
+    _changes = 0
+    """Of what is trained."""
     """Names of the warnings that it has given, each once."""
 
     def __init__(
@@ -627,6 +632,19 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._engine.go_on_from(engine)
             disk.close()
             self._start(casts)
+            self._count_change()
+
+    def _count_change(self) -> None:
+        """Warn of parts that are trained in turn."""
+        self._changes += 1
+        steps = self._engine.counter.steps
+        if self._changes == _MANY_CHANGES and steps < 2 * _MANY_CHANGES:
+            _log.warning(
+                "what is trained has changed %d times in %d steps, and each change moves all "
+                "state, which takes about as long as offload(): freeze a model as a whole, or give "
+                "parts that take turns an optimizer each",
+                *(self._changes, steps),
+            )
 
     def _steps_missed(self, trained: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
         """Return parameter → steps of the run that it has not made, where there are any."""

@@ -111,9 +111,9 @@ class Earlier:
     def _contents(self, bucket: Bucket) -> set[BufferKey]:
         """Return the keys of a bucket's state and of what its parameters view."""
         table, state = self._memory.table, (Memory.STATE, Memory.STATE_FILE)
-        own = {
+        keys = {
             key
             for key in table.of_bucket.get(bucket.name, ())
             if key.kind is Memory.WORKING or (key.kind in state and key.version == bucket.copy)
         }
-        return own.union(table.sources.get(bucket.name, ()))
+        return keys.union(table.sources.get(bucket.name, ()))

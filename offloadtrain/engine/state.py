@@ -72,7 +72,7 @@ Entries = dict[nn.Parameter, dict[str, Any]]
 def entries_of(
     state_dict: Mapping[str, Any],
     groups: Sequence[dict[str, Any]],
-    held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
+    places: Mapping[nn.Parameter, tuple[Bucket, Slot]],
 ) -> Entries:
     """Return the entries of an optimizer's state dict by parameter, those of frozen ones last.
 
@@ -88,21 +88,21 @@ def entries_of(
     keys = [key for group in saved for key in group["params"]]
     pairs = list(zip(keys, params, strict=True))
     untrained = set(state_dict.get("untrained", ()))
-    expected = {key for key, p in pairs if p in held and key not in untrained}
-    without = [held[p][1].name for k, p in pairs if k in expected and k not in entries]
+    expected = {key for key, p in pairs if p in places and key not in untrained}
+    without = [places[p][1].name for k, p in pairs if k in expected and k not in entries]
     if without:
         raise EngineError(f"the state has nothing for '{without[0]}' ({len(without)} in all)")
     for key, param in pairs:
         if key in expected and "step" not in entries[key]:
-            wanted = ", ".join(held[param][0].spec.moments)
-            name, has = held[param][1].name, ", ".join(entries[key]) or "nothing"
+            wanted = ", ".join(places[param][0].spec.moments)
+            name, has = places[param][1].name, ", ".join(entries[key]) or "nothing"
             raise EngineError(f"'{name}' needs a step and {wanted}, the state has {has}")
-    pairs.sort(key=lambda pair: pair[1] not in held)
+    pairs.sort(key=lambda pair: pair[1] not in places)
     return {param: entries[key] for key, param in pairs if key in entries}
 
 
 def steps_of(
-    entries: Entries, held: Mapping[nn.Parameter, tuple[Bucket, Slot]]
+    entries: Entries, places: Mapping[nn.Parameter, tuple[Bucket, Slot]]
 ) -> tuple[dict[nn.Parameter, int], dict[str, list[int]]]:
     """Return the step of each trained parameter, and the steps of experts that are skipped where
     they are unused, by name.
@@ -111,7 +111,7 @@ def steps_of(
         EngineError: the state was saved with skipped experts, and here they are not skipped.
     """
     steps, of_experts = {}, {}
-    for param, (bucket, slot) in held.items():
+    for param, (bucket, slot) in places.items():
         step = torch.as_tensor(entries[param]["step"] if param in entries else 0, device="cpu")
         if bucket.usage is not None:
             of_experts[slot.name] = step.reshape(-1).int().tolist()
@@ -129,7 +129,7 @@ def load_dict(
     entries: Entries,
     saved: Sequence[Mapping[str, Any]],
     groups: Sequence[dict[str, Any]],
-    held: Mapping[nn.Parameter, tuple[Bucket, Slot]],
+    places: Mapping[nn.Parameter, tuple[Bucket, Slot]],
     rules: Sequence[AnyRule],
 ) -> None:
     """Load the state of trained parameters, and hyperparameters.
@@ -143,8 +143,8 @@ def load_dict(
     """
     for group, other, rule in zip(groups, saved, rules, strict=True):
         _load_group(group, other, rule)
-    for param in (param for param in entries if param in held):
-        bucket, slot = held[param]
+    for param in (param for param in entries if param in places):
+        bucket, slot = places[param]
         rule = rules[bucket.group]
         tensors = _tensors(entries[param])
         first, last = bucket.piece(slot)

@@ -202,8 +202,8 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             return rule_of(self.args), groups
         kind, hyperparameters = self.optimizer_cls_and_kwargs
         if issubclass(kind, torch.optim.Optimizer):
-            given = kind(groups, **hyperparameters)
-            return torch_optimizers.translated(given, "optimizer_cls_and_kwargs")
+            torch_optimizer = kind(groups, **hyperparameters)
+            return torch_optimizers.translated(torch_optimizer, "optimizer_cls_and_kwargs")
         return kind(**hyperparameters), groups
 
     def _groups(self, model: nn.Module) -> list[dict[str, Any]]:

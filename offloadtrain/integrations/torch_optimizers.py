@@ -56,20 +56,20 @@ def translated(optimizer: torch.optim.Optimizer, source: str) -> tuple[AnyRule, 
     return rule, [g | {"params": o["params"]} for g, o in zip(values, groups, strict=True)]
 
 
-def take_over(given: torch.optim.Optimizer, optimizer: OffloadOptimizer) -> None:
+def take_over(original: torch.optim.Optimizer, optimizer: OffloadOptimizer) -> None:
     """Move the state of a translated optimizer, and let both have the same groups: schedules that
     were made for the torch optimizer change those of the offloaded one."""
-    for group, original in zip(optimizer.param_groups, given.param_groups, strict=True):
-        # A schedule's own keys, "initial_lr" for example.
-        own = original.keys() - group.keys() - given.defaults.keys()
-        group.update({key: original[key] for key in own})
-    if given.state:
-        state = given.state_dict()
+    for group, original_group in zip(optimizer.param_groups, original.param_groups, strict=True):
+        # Keys of a schedule, "initial_lr" for example.
+        added = original_group.keys() - group.keys() - original.defaults.keys()
+        group.update({key: original_group[key] for key in added})
+    if original.state:
+        state = original.state_dict()
         complete(state, optimizer, step=1)
         optimizer.load_state_dict(state)
-        given.state.clear()
-    given.param_groups = optimizer.param_groups
-    given._opt_called = True  # type: ignore[attr-defined]  # or each schedule warns once
+        original.state.clear()
+    original.param_groups = optimizer.param_groups
+    original._opt_called = True  # type: ignore[attr-defined]  # or each schedule warns once
 
 
 def complete(state: dict[str, Any], optimizer: OffloadOptimizer, *, step: int) -> None:

@@ -545,3 +545,14 @@ def test_a_checkpoint_has_what_was_written_into_frozen_parameters(
     optimizer.load_state_dict(saved[1])
     assert torch.equal(resumed[0].weight, model[0].weight) and (resumed[0].weight[:2] == 7.0).all()
     optimizer.close()
+
+
+def test_parts_that_take_turns_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = ot.offload(model, ot.AdamW(lr=1e-2), device="cpu", params=model.parameters())
+    for step in range(13):
+        model[0].requires_grad_(step % 2 == 0)
+        take_step(model, optimizer, step)
+    (record,) = caplog.records
+    assert "changed 10 times in 10 steps" in record.message
+    optimizer.close()

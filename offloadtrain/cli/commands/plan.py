@@ -134,9 +134,9 @@ def plan(
     parse_ranks("--gpus", str(gpus))
     _check_flags(plot, sweep, compare=compare, largest=largest)
     models = (*hf, fine_tune) if fine_tune else hf
-    asked, machines = " ".join(models), machine or ("",)
-    _check_alone("--search tries the divisions of one job", search, asked, sweep, ())
-    _check_alone("--largest searches over models", largest, job or asked, sweep, overrides)
+    named_models, machines = " ".join(models), machine or ("",)
+    _check_alone("--search tries the divisions of one job", search, named_models, sweep, ())
+    _check_alone("--largest searches over models", largest, job or named_models, sweep, overrides)
     _check_alone("--hf and --fine-tune ask for a model", bool(models), job, sweep, ())
     one_answer = len(models) == len(machines) == 1
     _check_several(job, models, machine, "" if one_answer else save)
@@ -155,23 +155,23 @@ def plan(
     answer = None
     if question:
         answer, trace = _answer(question, name, target, gpus, save)
-        planned, other = answer.shown(as_json=as_json)
+        planned, alternatives = answer.shown(as_json=as_json)
     else:
         counts = _counts(sweep) if sweep else [gpus]
         config, trace = _described(config, target, gpus)
         planned = suggest.planned(config, name, target, _fewest(counts, config), trace)
         if sweep:
             return _sweep(planned.job, name, target, counts, plot, as_json=as_json)
-        other = []
+        alternatives = []
         if not planned.fits:
-            other = suggest.nearest(planned.job, name, target, gpus, trace=trace)
-    _print(planned, other, trace, answer, compare=compare, why=why, as_json=as_json)
+            alternatives = suggest.nearest(planned.job, name, target, gpus, trace=trace)
+    _print(planned, alternatives, trace, answer, compare=compare, why=why, as_json=as_json)
     return 0 if (answer.fits if answer else planned.fits) else DOES_NOT_FIT
 
 
 def _print(
     planned: Plan,
-    other: Sequence[Change],
+    alternatives: Sequence[Change],
     trace: Trace | None,
     answer: Answer | None,
     *,
@@ -187,7 +187,7 @@ def _print(
     rows = comparison.compare(planned, trace) if compare else []
     reasons = answers.why(planned, trace) if why and planned.fits else None
     if as_json:
-        result = report.as_json(planned, other)
+        result = report.as_json(planned, alternatives)
         result |= {"compare": comparison.as_json(rows)} if rows else {}
         result |= {} if reasons is None else {"why": answers.as_json(reasons)}
         result |= {} if answer is None else {"answer": answer.line, "job_file": answer.job_text}
@@ -195,14 +195,14 @@ def _print(
         return
     if answer is not None:
         print(answer.line)
-    print(report.text(planned, other))
+    print(report.text(planned, alternatives))
     if rows:
         print(f"\n{comparison.table(rows, planned)}")
     if reasons is not None:
         print(f"\n{answers.text(reasons)}")
     if answer is not None and planned.fits:
-        if other:
-            print(f"\n{report.alternatives(other)}")
+        if alternatives:
+            print(f"\n{report.alternatives(alternatives)}")
         print(f"\nThe job (--save FILE.toml writes it):\n{answer.job_text}", end="")
 
 

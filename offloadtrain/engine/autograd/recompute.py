@@ -275,8 +275,8 @@ class Rewind:
                     todo += references
         for module in modules:
             # Parameters are replaced in forwards of torch.func.functional_call.
-            kept = vars(module), module._buffers, module._parameters
-            self._noted += [(each, _ATTRIBUTES, each.copy()) for each in kept]
+            mappings = vars(module), module._buffers, module._parameters
+            self._noted += [(each, _ATTRIBUTES, each.copy()) for each in mappings]
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that the arguments reach and that are still alive."""

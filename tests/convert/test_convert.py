@@ -261,9 +261,9 @@ def test_a_model_of_transformers_goes_there_and_back(
 REFUSED: dict[str, tuple[tuple[str, ...], int]] = {
     "train.steps = 3: raise train.steps": (("--set", f"train.steps={BEFORE}"), 2),
     'optim.name = "lion" keeps other state': (("--set", "optim.name=lion"), 2),
-    'set optim.name = "adamw"': (("--set", "optim.name=adam"), 1),
-    "has the shape": (("--set", "model.d_model=64"), 1),
-    "lacks 'blocks.": (("--set", "model.num_layers=7"), 1),
+    'set optim.name = "adamw"': (("--set", "optim.name=adam"), 2),
+    "has the shape": (("--set", "model.d_model=64"), 2),
+    "lacks 'blocks.": (("--set", "model.num_layers=7"), 2),
 }
 
 

@@ -441,7 +441,7 @@ def test_the_command_makes_nothing_of_a_hostile_file(
     path = tmp_path / "a.pt"
     with_payload(path, tmp_path / "mark")
     before = sorted(os.listdir(tmp_path))
-    assert main(["convert", str(path), "--job", str(tmp_path / "job.toml")]) == 1
+    assert main(["convert", str(path), "--job", str(tmp_path / "job.toml")]) == 2
     output = capsys.readouterr()
     lines = [line for line in output.err.splitlines() if not line.startswith("...")]
     assert len(lines) == 1 and lines[0].startswith(f"{path}: it needs posix.system")

@@ -544,7 +544,7 @@ def test_code_that_the_folder_brings(tmp_path: Path, monkeypatch: pytest.MonkeyP
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     config = tmp_path / "in/config.json"
     edit(config, model_type="own", architectures=["OwnModel"], auto_map=names)
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(ot.ModelError, match="trust_remote_code"):
         load(tmp_path / "in")
     model, optimizer = load(tmp_path / "in", trust_remote_code=True)
     assert type(model).__name__ == "OwnModel"

@@ -18,6 +18,7 @@ from offloadtrain.config.option import Needs, Option, declared_in, option
 from offloadtrain.config.toml import nearest, shown
 
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
+Fp8Recipe: TypeAlias = Literal["off", "tensorwise", "rowwise"]
 
 UpdateMode: TypeAlias = Literal["exact", "speculative", "delayed"]
 
@@ -362,6 +363,7 @@ class OffloadOptions(TypedDict, total=False):
     grad_accum_steps: int
     skip_unused: Sequence[str]
     compile_blocks: bool
+    fp8: Fp8Recipe
 
     weights: WeightOptions
     working: WeightTier
@@ -462,6 +464,15 @@ class OffloadConfig:
         """`torch.compile` the forward of each layer of a list, at its first call. Layers alike
         share one code. Results differ from uncompiled ones by rounding, and are the same in every
         placement. Not with tensor or expert parallel.""",
+    )
+    fp8: Fp8Recipe = option(
+        "off",
+        """linear layers inside the layers of a list multiply in FP8, through torchao: with a scale
+        per tensor ("tensorwise") or per row ("rowwise", more exact and slower). Weights, gradients
+        and state stay as they are; embeddings, head, norms and routers compute in bf16. Needs
+        compute capability 8.9, and is fast with `compile_blocks` only; on the CPU it is
+        emulated.""",
+        needs=Needs("precision", ("bf16", "auto"), "FP8 products stand in for those of bf16"),
     )
     weights: WeightOptions = WeightOptions()
     gradients: GradientOptions = GradientOptions()

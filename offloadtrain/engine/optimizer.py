@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import chain
 from operator import is_
 from typing import Any, Protocol, TypeVar
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
+from offloadtrain.engine.autograd.float8 import Float8Layers
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.bucket import dense_stride
 from offloadtrain.engine.build import build, lay_out, make_blocks
@@ -144,20 +145,29 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         earlier: Earlier | None = None,
     ) -> None:
         """Make the engine; `earlier`: the layout before it."""
-        self._engine, self._blocks = build(
-            self.model,
-            self._rules,
-            self.param_groups,
-            config,
-            device=self.device,
-            division=self._division,
-            param_init_fn=param_init_fn,
-            lanes=lanes,
-            arena=self._arena,
-            disk=self._release.disk,
-            ledger=self.ledger,
-            earlier=earlier,
-        )
+        with ExitStack() as undo:
+            if config.fp8 != "off":
+                # Before modules inside of layers get hooks.
+                compiled = config.compile_blocks
+                converted = Float8Layers(self.model, config.fp8, self.device, is_compiled=compiled)
+                undo.callback(converted.remove)
+            self._engine, self._blocks = build(
+                self.model,
+                self._rules,
+                self.param_groups,
+                config,
+                device=self.device,
+                division=self._division,
+                param_init_fn=param_init_fn,
+                lanes=lanes,
+                arena=self._arena,
+                disk=self._release.disk,
+                ledger=self.ledger,
+                earlier=earlier,
+            )
+            undo.pop_all()
+        if config.fp8 != "off":
+            self._engine.casts.append(converted)
 
     def _start(self, casts: list[Removable] | None = None) -> None:
         """Upload the weights, and put everything on the model that belongs to the engine; `casts`:

@@ -166,6 +166,8 @@ def _head(plan: Plan) -> str:
             f"layers are compiled: timed as {timed} operations; the bytes that they keep are "
             "planned as those of uncompiled ones, which is more"
         )
+    if job.offload.fp8 != "off":
+        lines.append("FP8 products are timed as those of bf16, which take longer")
     if spec.streamed:
         places = {"host": "the host", "disk": "the disk", "device": "shards on the devices"}
         where = places[config.offload.weights.tier]

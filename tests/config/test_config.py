@@ -644,6 +644,7 @@ def _configs(draw: st.DrawFn) -> Config:
     again = st.sampled_from((None, 0, 9, "auto")) if recomputes else st.none()
     offload = {
         "precision": st.just(precision),
+        "fp8": st.sampled_from(("off", "rowwise") if precision == "bf16" else ("off",)),
         "state": st.just(state),
         "state_on": st.just(state_on),
         "scratch_dir": st.none() | _PATHS if "disk" in (working, *state_on) else st.none(),

@@ -1,0 +1,154 @@
+"""FP8: the linear layers inside the layers of a model's list multiply in 8 bits, through torchao.
+
+[Note: FP8]
+torchao's `Float8Linear` casts its input, its weight and the gradient of its output to FP8, with a
+scale for the tensor ("tensorwise") or for each row ("rowwise"), in every forward and backward. Its
+parameters stay in the working dtype: buckets, masters, gradients, checkpoints and streaming know
+nothing of it, and every placement has the bits of a resident model that torchao has converted.
+
+A converted module shares the attributes of the module that it replaces, hooks and parameters among
+them, so that the replacement can be taken back at any time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadtrain.config.offload import OptionError
+from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine.partition import layers_of
+from offloadtrain.runtime.tensor_parts import is_distributed
+
+_log = logging.getLogger(__name__)
+
+_LEAST_CAPABILITY = (8, 9)
+_MULTIPLE = 16
+"""FP8 products need sizes that are multiples of it."""
+_IN_16_BITS = {"gate", "router", "shared_expert_gate", "lora_A", "lora_B"}
+"""Names of routers, for which rounding would choose other experts, and of the narrow matrices of
+adapters, for which the casts take longer than the product."""
+
+
+class Float8Layers:
+    """Linear layers inside the model's layers that compute in FP8 until `remove()`.
+
+    Converted are `nn.Linear` modules whose two sizes are multiples of 16, in the layers of a list;
+    embeddings, the head, norms, routers
+    and LoRA adapters stay in 16 bits. On the CPU the products are emulated.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: str, device: torch.device, *, is_compiled: bool
+    ) -> None:
+        """Convert what is not converted yet.
+
+        Args:
+            recipe: of torchao, "tensorwise" or "rowwise".
+            is_compiled: torch compiles the layers, which fuses the casts.
+
+        Raises:
+            OptionError: torchao is missing, or the GPU has no FP8 products.
+            ModelError: nothing can be converted, or a module is divided among ranks.
+        """
+        option = f"fp8 = {recipe!r}"
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+            from torchao.float8.float8_linear import Float8Linear
+        except ImportError as error:
+            raise OptionError(f"{option} needs torchao: pip install 'offloadtrain[fp8]'") from error
+        originals = dict(_linear_layers(model))
+        self._places = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if child in originals
+        ]
+        """Parent, name in it, and the module that was there."""
+        if not originals and any(isinstance(m, Float8Linear) for m in model.modules()):
+            return
+        _check_device(option, device, is_compiled=is_compiled)
+        _check_layers(option, model, originals)
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(
+            model,
+            config=replace(config, emulate=device.type == "cpu", pad_inner_dim=True),
+            module_filter_fn=lambda module, _: module in originals,
+        )
+        for parent, name, original in self._places:
+            converted = parent.get_submodule(name)
+            converted.__dict__.update(original.__dict__)
+            # A function that fills weights by class finds the module's.
+            kind: Any = type(original)
+            converted.__class__ = _class_of(Float8Linear, kind)
+
+    def remove(self) -> None:
+        """Give the model its modules back."""
+        for parent, name, original in self._places:
+            original.train(parent.get_submodule(name).training)
+            setattr(parent, name, original)
+        self._places.clear()
+
+
+@cache
+def _class_of(converted: Any, original: Any) -> Any:
+    """Return torchao's class as a subclass of the original's. The same one for the same classes:
+    the compiler makes code per class."""
+    if issubclass(converted, original):
+        return converted
+    return type(f"Float8{original.__name__}", (converted, original), {})
+
+
+def _check_layers(option: str, model: nn.Module, linear_layers: Mapping[nn.Linear, str]) -> None:
+    """Raises ModelError if there is nothing to convert, or something that cannot be."""
+    if not linear_layers:
+        raise ModelError(
+            f"{option}: no nn.Linear in a list of layers of {type(model).__name__} has an input "
+            f"and an output size that are multiples of {_MULTIPLE}: leave fp8 out"
+        )
+    for module, name in linear_layers.items():
+        if any(map(is_distributed, module.parameters())):
+            raise ModelError(
+                f"{option}: '{name}' is divided among ranks (DTensor): leave fp8 out, or tensor "
+                "parallelism"
+            )
+
+
+def _check_device(option: str, device: torch.device, *, is_compiled: bool) -> None:
+    """Raises OptionError for a GPU without FP8 products; warns of what is slow."""
+    if device.type == "cpu":
+        _log.warning("%s on the CPU is emulated: it is slower than 16 bits, and for tests", option)
+        return
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise OptionError(
+            f"{option}: {torch.cuda.get_device_name(device)} has no FP8 products, which begin with "
+            "compute capability 8.9 (Ada, Hopper): leave fp8 out"
+        )
+    if not is_compiled:
+        _log.warning(
+            "%s without compile_blocks = True: each cast to FP8 is a kernel of its own, and the "
+            "step may be slower than in 16 bits",
+            option,
+        )
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, str]]:
+    """Yield the modules to convert, with their names."""
+    inside = {module for layer in layers_of(model) for module in layer.modules()}
+    for name, module in model.named_modules():
+        if (
+            module in inside
+            and isinstance(module, nn.Linear)
+            # A subclass or a replacement with another forward computes something else.
+            and type(module).forward is nn.Linear.forward
+            and "forward" not in module.__dict__
+            and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+            and _IN_16_BITS.isdisjoint(name.split("."))
+        ):
+            yield module, name

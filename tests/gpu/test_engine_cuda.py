@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.config.offload import Precision, WeightTier
+from offloadtrain.config.offload import Fp8Recipe, Precision, WeightTier
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
@@ -25,6 +25,8 @@ from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, NAME, offload
+from tests.numerics import test_float8
+from tests.numerics.comparison import follow
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 from tests.numerics.test_update_modes import DelayedRun
@@ -251,6 +253,20 @@ def test_race_provoking_shapes(working: WeightTier) -> None:
     assert [value.item() for value in losses] == expected
     for key, param in model.named_parameters():
         assert torch.equal(param.cpu(), resident.params[key].cpu()), key
+    optimizer.close()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("options", [{}, {"working": "host", "activation": "offload"}], ids=str)
+def test_fp8_has_the_bits_of_a_converted_model(recipe: Fp8Recipe, options: dict[str, Any]) -> None:
+    pytest.importorskip("torchao.float8")
+    if HAS_GPU and torch.cuda.get_device_capability(DEVICE) < (8, 9):
+        pytest.skip("no FP8 products")
+    model = test_float8.made()
+    copied = test_float8.converted(model, recipe, emulate=not HAS_GPU).to(DEVICE)
+    optimizer = offload(model, test_float8.RULE, precision="bf16", fp8=recipe, **options)
+    resident = ResidentOnGpu(copied, torch.bfloat16)
+    follow(resident, optimizer, model, [tokens.to(DEVICE) for tokens in batches(4)])
     optimizer.close()
 
 

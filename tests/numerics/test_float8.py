@@ -75,11 +75,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def converted(model: nn.Module, recipe: str) -> nn.Module:
+def converted(model: nn.Module, recipe: str, *, emulate: bool = True) -> nn.Module:
     """Return a copy of the model as torchao's own function converts it."""
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     config = torchao.Float8LinearConfig(
-        **{name: getattr(config, name) for name in vars(config)} | {"emulate": True}
+        **vars(config) | {"emulate": emulate, "pad_inner_dim": True}
     )
     ends = (".up", ".down")
     return torchao.convert_to_float8_training(

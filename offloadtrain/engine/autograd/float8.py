@@ -40,8 +40,8 @@ class Float8Layers:
     """Linear layers inside the model's layers that compute in FP8 until `remove()`.
 
     Converted are `nn.Linear` modules whose two sizes are multiples of 16, in the layers of a list;
-    embeddings, the head, norms, routers
-    and LoRA adapters stay in 16 bits. On the CPU the products are emulated.
+    embeddings, the head, norms, routers and LoRA adapters stay in 16 bits. On the CPU the products
+    are emulated.
     """
 
     def __init__(

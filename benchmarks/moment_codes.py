@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offloadtrain.runtime.kernels import (
     AdamScalars,
+    Backend,
     Fp32State,
     Int8State,
     Layout,
@@ -25,7 +26,8 @@ from offloadtrain.runtime.kernels import (
     codec,
     set_master,
     to_fp32,
-    torch_backend,
+    update,
+    use,
 )
 
 NUMEL, STEPS, DECADES = 64 * 128, 300, 6
@@ -55,7 +57,8 @@ def displacement(state: State, weights: Tensor, gradients: list[Tensor], beta2: 
     layout = Layout.of_one(NUMEL)
     for step, grad in enumerate(gradients, start=1):
         scalars = AdamScalars(1e-3, 0.9, beta2, 1e-8, 0.0, step)
-        torch_backend.update(state, state, grad, None, layout, scalars)
+        with use(Backend("numba", "-", 0, "")):  # which encodes int8 state by `codec`
+            update(state, grad, scalars, layout=layout)
     return to_fp32(state).master - weights
 
 

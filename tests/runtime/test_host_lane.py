@@ -30,7 +30,7 @@ BACKENDS = {b.name: b for b in kernels.available()}
 needs_native = pytest.mark.skipif("native" not in BACKENDS, reason="not built here")
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture(params=["native", "numba"])
 def lane(request: pytest.FixtureRequest) -> Iterator[LaneQueue]:
     """Each kind of worker."""
     if request.param not in BACKENDS:

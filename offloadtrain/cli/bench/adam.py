@@ -464,9 +464,8 @@ def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
 
 
 def backends_measured() -> list[Backend]:
-    """Return the backends without plain torch, the oracle, and without baseline if there is a
-    better one."""
-    backends = [backend for backend in kernels.available() if backend.name != "torch"]
+    """Return the backends without baseline if there is a better one."""
+    backends = kernels.available()
     native = [backend for backend in backends if backend.name == "native"]
     return [b for b in backends if b.isa != "baseline" or len(native) == 1]
 

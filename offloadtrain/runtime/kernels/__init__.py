@@ -1,4 +1,4 @@
-"""The only entry to the CPU kernels: native (C++, by instruction set), Numba, or plain torch.
+"""The only entry to the CPU kernels: native (C++, by instruction set), or Numba.
 
 Every backend gives the same bits, whatever the instruction set and the number of threads. All
 tensors are 1-D, contiguous and on the CPU; anything else is refused before a byte is written. If
@@ -31,7 +31,6 @@ from offloadtrain.runtime.kernels.arguments import (
     describe,
 )
 from offloadtrain.runtime.kernels.codec import to_fp32
-from offloadtrain.runtime.kernels.command_capture import KernelCalls, capture, native_lane
 from offloadtrain.runtime.kernels.formats import (
     Change,
     Draw,
@@ -57,10 +56,13 @@ from offloadtrain.runtime.kernels.scalars import (
 )
 from offloadtrain.runtime.kernels.selection import (
     Backend,
+    KernelCalls,
     KernelError,
     active_backend,
     available,
     backend,
+    capture,
+    native_lane,
     place,
     set_threads,
     use,

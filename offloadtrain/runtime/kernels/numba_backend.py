@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from offloadtrain.runtime.kernels import torch_backend
-from offloadtrain.runtime.kernels.numba_matrices import blend, join_halves, subtract
+from offloadtrain.runtime.kernels.codec import master_of
+from offloadtrain.runtime.kernels.formats import update_by_codec
+from offloadtrain.runtime.kernels.numba_matrices import join_halves
 from offloadtrain.runtime.kernels.numba_numbers import (
     compiled,
     copy,
@@ -39,23 +41,7 @@ from offloadtrain.runtime.kernels.numba_operands import (
     threads,
 )
 from offloadtrain.runtime.kernels.scalars import Scalars
-from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State
-from offloadtrain.runtime.kernels.torch_backend import copy_flat, first_touch, zero_flat
-
-__all__ = [
-    "accumulate",
-    "accumulate_squares",
-    "blend",
-    "cast",
-    "copy_flat",
-    "first_touch",
-    "read_master",
-    "subtract",
-    "sum_squares",
-    "threads",
-    "update",
-    "zero_flat",
-]
+from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State, pieces
 
 _log = logging.getLogger(__name__)
 
@@ -257,15 +243,39 @@ def update(
     layout: Layout | None,
     scalars: Scalars,
 ) -> None:
-    """See `kernels.update`. 8-bit state uses plain torch, at a tenth of the speed."""
+    """See `kernels.update`. 8-bit state is decoded and encoded in plain torch, slowly."""
     if isinstance(state, Fp32State):
         _run_fp32(state, out, grad, working, scalars)
-    elif isinstance(state, Split16State):
-        assert layout is not None
+        return
+    assert layout is not None
+    if isinstance(state, Split16State):
         _run_split16(state, out, grad, layout, scalars)
     else:
         _warn_of_int8()
-        torch_backend.update(state, out, grad, working, layout, scalars)
+        _run_by_codec(state, out, grad, layout, scalars)
+
+
+def _run_by_codec(state: State, out: State, grad: Tensor, layout: Layout, scalars: Scalars) -> None:
+    made: Any = scalars  # a frozen dataclass
+    unscaled: Scalars = replace(made, grad_scale=1.0)
+
+    def change(master: Tensor, moments: list[Tensor], g: Tensor) -> None:
+        values = Fp32State(master, *moments)
+        _run_fp32(values, values, g, None, unscaled)
+
+    update_by_codec(
+        state.format,
+        scalars.moments,
+        state,
+        grad,
+        None,
+        layout,
+        change,
+        step=scalars.step,
+        grad_scale=scalars.grad_scale,
+        seed=scalars.seed,
+        out=None if out is state else out,
+    )
 
 
 def _run_fp32(
@@ -302,7 +312,7 @@ def _run_split16(state: State, out: State, grad: Tensor, layout: Layout, scalars
 
 @lru_cache(maxsize=1)
 def _warn_of_int8() -> None:
-    _log.warning("CPU kernels: Numba has no kernel for 8-bit state; plain torch is used, slowly")
+    _log.warning("CPU kernels: Numba has no kernel for 8-bit state; plain torch encodes it, slowly")
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
@@ -322,7 +332,22 @@ def read_master(state: State, master: Tensor) -> None:
     if isinstance(state, Split16State):
         join_halves(state.weight, state.low, master)
     else:
-        torch_backend.read_master(state, master)
+        for lo, hi in pieces(master.numel()):
+            part = (field[lo:hi] for field in state[: len(state.format.master)])
+            master[lo:hi] = master_of(type(state)(*part))
+
+
+def copy_flat(source: Tensor, target: Tensor) -> None:
+    """See `kernels.copy`."""
+    target.copy_(source)
+
+
+def zero_flat(memory: Tensor) -> None:
+    """See `kernels.zero` and `kernels.first_touch`."""
+    memory.zero_()
+
+
+first_touch = zero_flat
 
 
 def accumulate_squares(

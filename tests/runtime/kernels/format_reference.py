@@ -13,15 +13,15 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Int8State, Layout, State
+from tests import torch_kernels
 from tests.runtime.kernels.format_cases import clone, from_fp32
-from tests.runtime.kernels.kernel_cases import BACKENDS
 
 MANTISSA_BITS = 3
 BLOCK = 128
 MASK32 = 0xFFFFFFFF
 ULP = 2.0**-24
 LARGEST_CODE = {"exp_avg": 127, "exp_avg_sq": 256}
-PLAIN = next(backend for backend in BACKENDS if backend.name == "torch")
+PLAIN = torch_kernels.LISTED
 
 
 @dataclass(frozen=True)

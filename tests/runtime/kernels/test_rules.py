@@ -16,8 +16,9 @@ from torch import Tensor
 
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import Backend, Layout, Scalars, State, torch_backend
+from offloadtrain.runtime.kernels import Backend, Layout, Scalars, State
 from offloadtrain.step.layout.formats import FORMATS
+from tests import torch_kernels
 from tests.runtime.kernels.format_cases import clone, differing, gradient, special_gradient
 from tests.runtime.kernels.kernel_cases import BACKENDS, DTYPES, SPECIALS
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
@@ -123,7 +124,7 @@ def test_backends_agree(state: str, name: str) -> None:
         grads = gradient(numel, dtype)
         scalars = scalars_of(rule, step)
         emits = state == "fp32"
-        expected, weights = run(torch_backend.update, before, grads, layout, scalars, emits)
+        expected, weights = run(torch_kernels.update, before, grads, layout, scalars, emits)
         with kernels.use(backend):
             actual, emitted = run(in_force, before, grads, layout, scalars, emits)
             other = clone(before)
@@ -145,7 +146,7 @@ def test_special_values(state: str, rule: Any) -> None:
     grads, layout = special_gradient(numel, torch.float16).flip(0), Layout.of_one(numel)
     for backend, step in itertools.product(BACKENDS, (1, 7)):
         scalars = scalars_of(rule, step)
-        expected, _ = run(torch_backend.update, before, grads, layout, scalars, False)
+        expected, _ = run(torch_kernels.update, before, grads, layout, scalars, False)
         with kernels.use(backend):
             actual, _ = run(in_force, before, grads, layout, scalars, False)
         assert differing(actual, expected, rule.moments) == {}, step

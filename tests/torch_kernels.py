@@ -1,11 +1,13 @@
-"""The kernels in plain torch: the last fallback, and the readable definition of the arithmetic.
+"""The kernels in plain torch: the readable definition of the arithmetic, which tests compare with.
 
-Same bits as the native ones, at a tenth of the speed.
+Same bits as the shipped ones, at a tenth of the speed. `LISTED` makes it a backend of
+`kernels.use`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offloadtrain.runtime.kernels import Backend, selection
 from offloadtrain.runtime.kernels.codec import fma, master_of, set_master, to_fp32
 from offloadtrain.runtime.kernels.formats import CODECS, draw_bits
 from offloadtrain.runtime.kernels.scalars import (
@@ -37,6 +40,8 @@ from offloadtrain.runtime.kernels.state import (
 )
 
 SEGMENT = 2048
+LISTED = Backend("torch", "-", 0, "the reference of tests")
+selection.LOADERS["torch"] = lambda: sys.modules[__name__]
 
 
 def update(

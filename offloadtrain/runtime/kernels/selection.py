@@ -62,11 +62,6 @@ class _Selection:
         self.chosen: Backend | None = None
         self.kernels: Any = None
 
-    def get(self) -> Any:
-        if self.kernels is None:
-            self.choose(*_choice())
-        return self.kernels
-
     def choose(self, name: str, isa: str, why: str) -> None:
         self.kernels = LOADERS[name]()
         if name == "native":
@@ -146,13 +141,15 @@ _selection = _Selection()
 
 
 def active_backend() -> Any:
-    """Return the module or object whose functions run."""
-    return _selection.get()
+    """Return the module or object whose functions run; chosen on first use."""
+    if _selection.kernels is None:
+        _selection.choose(*_choice())
+    return _selection.kernels
 
 
 def backend() -> Backend:
     """Return the active backend."""
-    _selection.get()
+    active_backend()
     assert _selection.chosen is not None
     return _selection.chosen
 

@@ -24,8 +24,8 @@ from offloadtrain.runtime.kernels import (
     State,
     blocks,
     codec,
+    read_master,
     set_master,
-    to_fp32,
     update,
     use,
 )
@@ -56,10 +56,14 @@ def start(wide: bool, weights: Tensor) -> State:
 def displacement(state: State, weights: Tensor, gradients: list[Tensor], beta2: float) -> Tensor:
     layout = Layout.of_one(NUMEL)
     for step, grad in enumerate(gradients, start=1):
-        scalars = AdamScalars(1e-3, 0.9, beta2, 1e-8, 0.0, step)
+        scalars = AdamScalars(
+            lr=1e-3, beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.0, step=step
+        )
         with use(Backend("numba", "-", 0, "")):  # which encodes int8 state by `codec`
             update(state, grad, scalars, layout=layout)
-    return to_fp32(state).master - weights
+    master = torch.empty(NUMEL)
+    read_master(state.format, scalars.moments, state, master)
+    return master - weights
 
 
 def main() -> None:

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime.kernels import Backend, selection
-from offloadtrain.runtime.kernels.codec import fma, master_of, set_master, to_fp32
+from offloadtrain.runtime.kernels import read_master as read_masters
+from offloadtrain.runtime.kernels.codec import (
+    decode_moments,
+    fma,
+    join,
+    join_int8,
+    set_master_int8,
+    split,
+)
 from offloadtrain.runtime.kernels.formats import CODECS, draw_bits
 from offloadtrain.runtime.kernels.scalars import (
     AdagradCoefficients,
@@ -34,10 +42,12 @@ from offloadtrain.runtime.kernels.state import (
     Fp32State,
     Int8State,
     Layout,
+    Split16State,
     State,
     blocks,
     pieces,
 )
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
 
 SEGMENT = 2048
 LISTED = Backend("torch", "-", 0, "the reference of tests")
@@ -264,3 +274,43 @@ def _sum_squares(values: Tensor) -> float:
         for value in tree[:, 0].tolist():
             total += value
     return total
+
+
+def master_of(state: State) -> Tensor:
+    """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
+    if isinstance(state, Fp32State):
+        return state.master
+    if isinstance(state, Split16State):
+        return join(state.weight, state.low)
+    assert isinstance(state, Int8State)
+    return join_int8(state.weight, state.correction)
+
+
+def set_master(state: State, master: Tensor) -> None:
+    """Set the master weights from (n,) fp32, rounded to nearest if the format is narrower."""
+    if isinstance(state, Fp32State):
+        state.master.copy_(master)
+    elif isinstance(state, Split16State):
+        weight, low = split(master)
+        state.weight.copy_(weight)
+        state.low.copy_(low)
+    else:
+        assert isinstance(state, Int8State)
+        set_master_int8(state, master, torch.full(master.shape, 0x80, device=master.device))
+
+
+def to_fp32(state: State) -> Fp32State:
+    """The state's values in fp32: views for fp32 state, new memory otherwise."""
+    if isinstance(state, Fp32State):
+        return state
+    if isinstance(state, Split16State):
+        return Fp32State(master_of(state), *(moment.float() for moment in state[2:]))
+    assert isinstance(state, Int8State)
+    return Fp32State(master_of(state), *decode_moments(state))
+
+
+def decoded_master(state: State) -> Tensor:
+    """The master weights as (n,) fp32, decoded by the active kernels."""
+    target = torch.empty(state[0].numel())
+    read_masters(state.format, ADAM_MOMENTS, state, target)
+    return target

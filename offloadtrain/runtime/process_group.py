@@ -303,13 +303,7 @@ class Ranks:
         Returns:
             The value, equal on every rank; among several, tuples have become lists.
         """
-        if self.is_single:
-            return value
-        text = _encoded(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        size = int(self.all_gather_host([text.numel()])[0, 0])
-        text = text if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
-        self.broadcast(text)
-        return _decoded(text)
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Gather every rank's `value`, made of JSON's types, in rank order; tuples become lists."""

@@ -202,7 +202,9 @@ def _numba_over_native(rows: Sequence[Row], threads: int) -> float | None:
     return numba.x_limit / native.x_limit
 
 
-SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
+SCALARS = AdamScalars(
+    lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, grad_scale=0.5
+)
 RULES: dict[str, Scalars] = {
     "Lion": LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1, step=10, grad_scale=0.5),
     "SGD": SgdScalars(lr=1e-4, weight_decay=0.1, step=10, grad_scale=0.5),

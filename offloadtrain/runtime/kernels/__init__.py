@@ -13,7 +13,6 @@ from offloadtrain.runtime.kernels.calls import (
     cast,
     copy,
     first_touch,
-    master_of,
     read_master,
     set_master,
     subtract,
@@ -24,7 +23,6 @@ from offloadtrain.runtime.kernels.calls import (
     update,
     zero,
 )
-from offloadtrain.runtime.kernels.codec import to_fp32
 from offloadtrain.runtime.kernels.formats import (
     Change,
     Draw,
@@ -105,7 +103,6 @@ __all__ = [
     "copy",
     "cut",
     "first_touch",
-    "master_of",
     "native_lane",
     "pieces",
     "place",
@@ -118,7 +115,6 @@ __all__ = [
     "sum_squares",
     "sum_squares_each",
     "sum_squares_many",
-    "to_fp32",
     "traffic",
     "update",
     "update_by_codec",

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.offload import PRECISIONS
-from offloadtrain.runtime.kernels import codec, on_device, on_device_narrow
-from offloadtrain.runtime.kernels.formats import codec_of, cut
+from offloadtrain.runtime.kernels import on_device, on_device_narrow
+from offloadtrain.runtime.kernels.formats import codec_of, cut, set_master_by_codec
 from offloadtrain.runtime.kernels.scalars import AdamScalars, BlendScalars, Scalars
 from offloadtrain.runtime.kernels.selection import KernelError, active_backend, backend
 from offloadtrain.runtime.kernels.state import (
@@ -41,6 +41,8 @@ _MOMENTS = ("momentum_buffer",)
 _RIGHT: set[tuple[object, ...]] = set()
 """Operands of updates that were found right: each bucket's are checked once, not in every step."""
 _RIGHT_KEPT = 4096
+
+_NO_ADAM = AdamScalars(lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, step=1)
 
 
 def update(
@@ -215,17 +217,7 @@ def set_master(state: State, master: Tensor) -> None:
         _check_master(state, master)
         active_backend().set_master(state, master)
     else:
-        codec.set_master(state, master)
-
-
-def master_of(state: State) -> Tensor:
-    """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
-    if isinstance(state, Fp32State) or not state[0].is_cpu:
-        return codec.master_of(state)
-    master = torch.empty(state[0].numel(), dtype=torch.float32, device="cpu")
-    _check_master(state, master)
-    active_backend().read_master(state, master)
-    return master
+        set_master_by_codec(state.format, state, master)
 
 
 def read_master(
@@ -259,7 +251,7 @@ def traffic(state: Fp32State, grad: Tensor, working: Tensor) -> None:
     Raises:
         KernelError: the native kernels are not active.
     """
-    _check_update(state, state, grad, working, None, AdamScalars(0.0, 0.0, 0.0, 0.0, 0.0, 1))
+    _check_update(state, state, grad, working, None, _NO_ADAM)
     if grad.element_size() != 2 or working.element_size() != 2:
         raise TypeError(f"grad and working must be of 16 bits, not {grad.dtype}, {working.dtype}")
     if backend().name != "native":

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.codec import master_of
+from offloadtrain.runtime.kernels.codec import join_int8
 from offloadtrain.runtime.kernels.formats import update_by_codec
 from offloadtrain.runtime.kernels.numba_operands import (
     GRAIN,
@@ -333,8 +333,7 @@ def read_master(state: State, master: Tensor) -> None:
         threads.run(master.numel(), GRAIN, lambda lo, hi: _join(*operands, lo, hi))
     else:
         for lo, hi in pieces(master.numel()):
-            part = (field[lo:hi] for field in state[: len(state.format.master)])
-            master[lo:hi] = master_of(type(state)(*part))
+            master[lo:hi] = join_int8(state[0][lo:hi], state[1][lo:hi])
 
 
 def copy_flat(source: Tensor, target: Tensor) -> None:

@@ -158,12 +158,12 @@ def test_a_moment_of_8_bits_is_near_that_of_32(name: str, backend: Backend) -> N
     """A step from one state, kept in int8 and in fp32: at most a code apart, and without bias."""
     rule, numel = RULES[name], 128 * 256
     before = made("int8", rule.moments, random_values(numel, rule.moments))
-    exact = clone(kernels.to_fp32(before))
+    exact = clone(torch_kernels.to_fp32(before))
     grads, layout = gradient(numel, torch.float32), Layout.of_one(numel)
     with kernels.use(backend):
         kernels.update(before, grads, scalars_of(rule, 7), layout=layout)
         kernels.update(exact, grads, scalars_of(rule, 7))
-    result = kernels.to_fp32(before)
+    result = torch_kernels.to_fp32(before)
     largest = exact[1].view(-1, 128).abs().amax(1, keepdim=True)
     error = (result[1] - exact[1]).view(-1, 128)
     # Above the evenly spaced codes a step is an eighth of the value, at most.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State
-from tests import levels
+from tests import levels, torch_kernels
 from tests.runtime.kernels.format_cases import NARROW, ids_of, zero_state
 from tests.runtime.kernels.kernel_cases import BACKENDS
 
@@ -75,7 +75,7 @@ def trained(state: State, run: Run) -> Fp32State:
         for step in range(1, run.steps + 1):
             grad = first if step <= BURST else later
             kernels.update(state, grad, run.scalars(step), layout=LAYOUT)
-    return kernels.to_fp32(state)
+    return torch_kernels.to_fp32(state)
 
 
 @cache
@@ -166,4 +166,4 @@ def test_bf16_moments_rounded_to_nearest_stall() -> None:
 
 def test_doing_nothing_is_told_apart() -> None:
     run = Run(1e-6)
-    assert len(judged(kernels.to_fp32(start("split16", torch.bfloat16)), run, "split16")) == 3
+    assert len(judged(torch_kernels.to_fp32(start("split16", torch.bfloat16)), run, "split16")) == 3

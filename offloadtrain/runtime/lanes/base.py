@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Self
 
 import torch
@@ -168,6 +169,8 @@ class Span:
     mark: object = None
     closed: bool = field(default=False)
 
+
+_NBYTES = attrgetter("nbytes")
 
 Operation = Callable[..., object]
 """Takes the views of `reads`, then the views of `writes`; a range that is updated is a write."""
@@ -330,7 +333,7 @@ class Lanes(ABC):
         # The norms are 8 bytes per tensor: what counts is moved per parameter.
         if lane in (Lane.COMPUTE, Lane.HOST, Lane.UPDATE) or name == Kind.NORMS_DOWN:
             return
-        nbytes = sum(range_.nbytes for range_ in writes)
+        nbytes = sum(map(_NBYTES, writes))
         if self._sizes is not None:
             self._sizes.setdefault((lane.value, name), deque()).append(nbytes)
         loaded = lane is Lane.LOAD and (self.loads_cross_bus or name == Kind.ACTIVATION_UP)
@@ -378,7 +381,8 @@ class ClockedLanes(Lanes):
                 began_ms, waited_ms = self._computes_since
                 waited_ms = self.totals.exposed_ms - waited_ms
                 self.totals.busy_ms[Lane.COMPUTE] += ended_ms - began_ms - waited_ms
-            self._note(Lane.COMPUTE, span.name, span.mark, ended_ms)
+            if self._samples:
+                self._note(Lane.COMPUTE, span.name, span.mark, ended_ms)
         span.closed = True
 
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
@@ -387,24 +391,25 @@ class ClockedLanes(Lanes):
         # Compute's operations inside a span are in the span's time.
         if lane is not Lane.COMPUTE or self._open_spans == 0:
             self.totals.busy_ms[lane] += end_ms - start_ms
-        self._note(lane, name, start_ms, end_ms)
+        if self._samples:
+            self._note(lane, name, start_ms, end_ms)
 
     def _expose(self, lane: Lane, start_ms: float) -> None:
         """Count the time since `start_ms`, in which compute waited for `lane`."""
         end_ms = now_ms()
         self.totals.exposed_ms += end_ms - start_ms
-        self._note(WAIT, lane.value, start_ms, end_ms)
+        if self._samples:
+            self._note(WAIT, lane.value, start_ms, end_ms)
 
     def _note(self, row: str, name: str, start_ms: float, end_ms: float) -> None:
-        """Record an interval; `row`: the lane, or that of the waits."""
-        if self._samples:
-            start, duration = start_ms - self._origin_ms, end_ms - start_ms
-            self._intervals.append(Interval(row, name, start, duration))
+        """Record an interval of a sampled step; `row`: the lane, or that of the waits."""
+        start, duration = start_ms - self._origin_ms, end_ms - start_ms
+        self._intervals.append(Interval(row, name, start, duration))
 
 
 def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:
     """Return the tensors that an operation is called with."""
-    return [range_.view for range_ in reads] + [range_.view for range_ in writes]
+    return [range_.view for range_ in (*reads, *writes)]
 
 
 def now_ms() -> float:

@@ -6,7 +6,6 @@ Same bits as the shipped ones, at a tenth of the speed. `LISTED` makes it a back
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -49,7 +48,6 @@ from offloadtrain.runtime.kernels.state import (
 )
 from offloadtrain.step.layout.formats import ADAM_MOMENTS
 
-SEGMENT = 2048
 LISTED = Backend("torch", "-", 0, "the reference of tests")
 selection.LOADERS["torch"] = lambda: sys.modules[__name__]
 
@@ -147,63 +145,6 @@ def _update_fp32(
             working[lo:hi] = new[0]
 
 
-def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
-    """See `kernels.accumulate`."""
-    for lo, hi in pieces(total.numel()):
-        if first:
-            total[lo:hi] = grad[lo:hi].float()
-        else:
-            total[lo:hi] += grad[lo:hi].float()
-
-
-def accumulate_squares(
-    total: Tensor, grad: Tensor, layout: Layout, first: bool, squares: Tensor
-) -> None:
-    """See `kernels.accumulate`."""
-    for offset, numel, _, _ in layout.rows():
-        piece = slice(offset, offset + numel)
-        accumulate(total[piece], grad[piece], first)
-    sum_squares(total, layout, squares)
-
-
-def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
-    """See `kernels.sum_squares_many`."""
-    for offset, numel, id, _ in layout.rows():
-        squares[id] = _sum_squares(flat[offset : offset + numel])
-
-
-def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
-    """See `kernels.sum_squares_each`."""
-    for id, values in tensors:
-        squares[id] = _sum_squares(values.as_strided((values.numel(),), (1,)))
-
-
-def copy_flat(source: Tensor, target: Tensor) -> None:
-    """See `kernels.copy`."""
-    target.copy_(source)
-
-
-def zero_flat(memory: Tensor) -> None:
-    """See `kernels.zero`."""
-    memory.zero_()
-
-
-def read_master(state: State, master: Tensor) -> None:
-    """See `kernels.read_master`."""
-    for lo, hi in pieces(master.numel()):
-        master[lo:hi] = master_of(_at(state, lo, hi))
-
-
-def cast(source: Tensor, target: Tensor) -> None:
-    """See `kernels.cast`."""
-    target.copy_(source)
-
-
-def first_touch(memory: Tensor) -> None:
-    """See `kernels.first_touch`."""
-    memory.zero_()
-
-
 def step(values: Sequence[Tensor], grad: Tensor, c: tuple[float, ...]) -> tuple[Tensor, ...]:
     """One step of the rule whose coefficients these are: (n,) fp32 master and moments, in new
     memory."""
@@ -261,19 +202,6 @@ def _decayed(g: Tensor, master: Tensor, l2: float) -> Tensor:
 def _root(values: Tensor) -> Tensor:
     """numpy's root is correctly rounded, torch's is not always."""
     return torch.from_numpy(np.sqrt(values.numpy()))
-
-
-def _sum_squares(values: Tensor) -> float:
-    total = 0.0
-    for lo, hi in pieces(values.numel()):
-        squares = values[lo:hi].double().square()
-        squares = torch.nn.functional.pad(squares, (0, -squares.numel() % SEGMENT))
-        tree = squares.view(-1, SEGMENT)
-        for width in [SEGMENT >> level for level in range(1, int(math.log2(SEGMENT)) + 1)]:
-            tree = tree[:, :width] + tree[:, width:]
-        for value in tree[:, 0].tolist():
-            total += value
-    return total
 
 
 def master_of(state: State) -> Tensor:

@@ -136,7 +136,9 @@ def torch_run(
         sizes = 10 ** torch.empty(numel).uniform_(-7, 1, generator=source)
         param.grad = sizes * torch.randn(numel, generator=source)
         optimizer.step()
-        scalars = AdamScalars(rates["lr"], 0.9, 0.95, 1e-8, rates["weight_decay"], step, decoupled)
+        scalars = AdamScalars(
+            **rates, beta1=0.9, beta2=0.95, eps=1e-8, step=step, decoupled=decoupled
+        )
         moments = optimizer.state[param]
         after = State(param.detach(), moments["exp_avg"], moments["exp_avg_sq"], param.grad, None)
         yield param.grad, scalars, after

@@ -34,7 +34,15 @@ def made(name: str) -> State:
 
 def scalars(*, decoupled: bool = True, beta1: float = 0.9) -> AdamScalars:
     return AdamScalars(
-        1e-2, beta1, 0.95, 1e-8, 0.1, step=3, grad_scale=0.5, seed=7, decoupled=decoupled
+        lr=1e-2,
+        beta1=beta1,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=3,
+        grad_scale=0.5,
+        seed=7,
+        decoupled=decoupled,
     )
 
 

@@ -52,7 +52,9 @@ class Run:
         return grad
 
     def scalars(self, step: int) -> AdamScalars:
-        return AdamScalars(self.lr, 0.9, BETA2, 1e-18, 0.0, step=step, seed=3)
+        return AdamScalars(
+            lr=self.lr, beta1=0.9, beta2=BETA2, eps=1e-18, weight_decay=0.0, step=step, seed=3
+        )
 
 
 @cache

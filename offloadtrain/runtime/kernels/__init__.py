@@ -34,7 +34,7 @@ from offloadtrain.runtime.kernels.formats import (
     set_master_by_codec,
     update_by_codec,
 )
-from offloadtrain.runtime.kernels.on_device_narrow import compiles
+from offloadtrain.runtime.kernels.on_device import compiles
 from offloadtrain.runtime.kernels.scalars import (
     AdagradScalars,
     AdamScalars,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.config.offload import PRECISIONS
-from offloadtrain.runtime.kernels import on_device, on_device_narrow
+from offloadtrain.runtime.kernels import on_device
 from offloadtrain.runtime.kernels.formats import codec_of, cut, set_master_by_codec
 from offloadtrain.runtime.kernels.scalars import AdamScalars, BlendScalars, Scalars
 from offloadtrain.runtime.kernels.selection import KernelError, active_backend, backend
@@ -90,7 +90,7 @@ def _update_on_device(
     if isinstance(state, Fp32State):
         on_device.update(state, grad, working, scalars)
     elif isinstance(scalars, AdamScalars) and layout is not None:
-        on_device_narrow.update(state, grad, layout, scalars)
+        on_device.update_narrow(state, grad, layout, scalars)
     else:
         raise TypeError(f"on a GPU {type(scalars).__name__} is for Fp32State")
 

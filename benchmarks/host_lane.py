@@ -22,15 +22,14 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.runtime.lanes import Interval, Lane, on_lanes, threads
-from offloadtrain.runtime.lanes.host_lane import HostLane, PythonHostLane, make_host_lane
+from offloadtrain.runtime.lanes.queues import Failure, LaneQueue, PythonQueue, make_host_queue
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.runtime.lanes.worker import Failure
 
 WIDTHS = (256, 512, 768)
 DEPTH, STEPS, ROUNDS = 12, 4, 3
-KINDS: dict[str, Callable[[Failure], HostLane]] = {
-    "native queue": make_host_lane,
-    "thread of Python": lambda failure: PythonHostLane(failure, None),
+KINDS: dict[str, Callable[[Failure], LaneQueue]] = {
+    "native queue": make_host_queue,
+    "thread of Python": lambda failure: PythonQueue(failure, None),
 }
 
 
@@ -83,7 +82,7 @@ def measure(width: int, kind: str, python: bool, seen: Seen) -> None:
     """A few steps; the updates of one are timed while the training thread goes on."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(width) for _ in range(DEPTH)))
-    with patch.object(threads, "make_host_lane", KINDS[kind]):
+    with patch.object(threads, "make_host_queue", KINDS[kind]):
         lanes = ThreadLanes()
     with on_lanes(lanes):
         optimizer = ot.offload(model, device="cpu", precision="bf16", clip_norm=1.0)

@@ -113,7 +113,7 @@ def _runs(case: str, layers: int) -> Callable[[], object]:
     }.items():
         patch.object(torch.cuda, name, value).start()
     from offloadtrain import offload
-    from offloadtrain.optim.adam import AdamW
+    from offloadtrain.optim import AdamW
     from offloadtrain.runtime import cuda_driver
     from offloadtrain.runtime.lanes import on_lanes
     from offloadtrain.runtime.lanes.cuda import CudaLanes

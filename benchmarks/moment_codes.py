@@ -17,15 +17,17 @@ from torch import Tensor
 
 from offloadtrain.runtime.kernels import (
     AdamScalars,
+    Backend,
     Fp32State,
     Int8State,
     Layout,
     State,
     blocks,
     codec,
+    read_master,
     set_master,
-    to_fp32,
-    torch_backend,
+    update,
+    use,
 )
 
 NUMEL, STEPS, DECADES = 64 * 128, 300, 6
@@ -54,9 +56,14 @@ def start(wide: bool, weights: Tensor) -> State:
 def displacement(state: State, weights: Tensor, gradients: list[Tensor], beta2: float) -> Tensor:
     layout = Layout.of_one(NUMEL)
     for step, grad in enumerate(gradients, start=1):
-        scalars = AdamScalars(1e-3, 0.9, beta2, 1e-8, 0.0, step)
-        torch_backend.update(state, state, grad, None, layout, scalars)
-    return to_fp32(state).master - weights
+        scalars = AdamScalars(
+            lr=1e-3, beta1=0.9, beta2=beta2, eps=1e-8, weight_decay=0.0, step=step
+        )
+        with use(Backend("numba", "-", 0, "")):  # which encodes int8 state by `codec`
+            update(state, grad, scalars, layout=layout)
+    master = torch.empty(NUMEL)
+    read_master(state.format, scalars.moments, state, master)
+    return master - weights
 
 
 def main() -> None:

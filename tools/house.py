@@ -7,8 +7,9 @@ The rules of counting stay as they are, so that figures of different commits can
 * Statements: every `ast.stmt` node, except expressions that are a bare string (docstrings). Lines,
   comments and formatting do not count.
 * One gradient: a profile (`sys.setprofile`) of a backward of three linear layers on the CPU, with
-  bf16 weights and clipping. It begins in the post-accumulate hook of the parameter that gets its
-  gradient last, with which the first block is complete, and ends when `optimizer.backward` returns.
+  bf16 weights, clipping and the fastest kernels that are there. It begins in the post-accumulate
+  hook of the parameter that gets its gradient last, with which the first block is complete, and
+  ends when `optimizer.backward` returns.
   Counted are the functions of this package that are entered, their files, and how often one call
   is in another file than the call before it. `optimizer.step()` is profiled in the same way.
 * Attributes of a class: fields declared in its body, except ClassVar, and names that its methods
@@ -187,7 +188,7 @@ def _sees_layout(file: Path) -> bool:
 
 def profile() -> dict[str, int]:
     """Profile a backward and a step in a process of its own; return the figures of `_profile`."""
-    environ = os.environ | {"OFFLOADTRAIN_KERNELS": "torch", "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
     paths = [str(ROOT), str(ROOT / "tui"), *filter(None, [os.environ.get("PYTHONPATH")])]
     printed = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tools.house", "--profile"],

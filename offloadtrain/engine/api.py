@@ -44,7 +44,7 @@ from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.cuda_driver import pci_address
 from offloadtrain.runtime.dtypes import PRECISIONS
 from offloadtrain.runtime.lanes import lanes_for
-from offloadtrain.runtime.process_group import Group, RankError, Ranks
+from offloadtrain.runtime.process_group import Group, RankError, Ranks, tell_of_long_waits
 from offloadtrain.runtime.tensor_parts import is_distributed
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def offload(
     check_arguments(model, rule)
     chosen = chosen_options(config, options).checked()
     on = resolve_device(device, chosen.precision)
-    Ranks.tell_of_long_waits()
+    tell_of_long_waits()
     if mesh is not None and process_group is not None:
         raise ValueError("process_group and mesh are both given: leave process_group out")
     if mesh is not None:

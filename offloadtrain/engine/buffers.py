@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
-from typing import Generic, TypeVar, assert_never
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,7 +105,12 @@ class MemoryMap(dict[BufferKey, Buffer]):
         first one that is used, and what is left by `allocate`."""
         super().__init__()
         self.table = table
-        self._device, self._arena, self._disk, self._ledger = device, arena, disk, ledger
+        self._arena, self._ledger = arena, ledger
+        self._allocators: dict[Tier, Callable[[Rows], list[Tensor]]] = {
+            Tier.DISK: disk.map,
+            Tier.HOST: lambda rows: arena.map(list(rows.values())),
+            Tier.DEVICE: partial(_on_device, ledger, device),
+        }
         # The space of the disk is checked before a hundred GiB are page-locked.
         self._allocate(table.allocated(Tier.DISK), Tier.DISK)
         if not is_late:
@@ -178,21 +184,17 @@ class MemoryMap(dict[BufferKey, Buffer]):
 
     def _allocate(self, rows: Rows, tier: Tier) -> None:
         rows = {key: row for key, row in rows.items() if key not in self}
-        match tier:
-            case Tier.DISK:
-                tensors = self._disk.map(rows)
-            case Tier.HOST:
-                tensors = self._arena.map(list(rows.values()))
-            case Tier.DEVICE:
-                tensors = [self._on_device(key, row) for key, row in rows.items()]
-            case _:
-                assert_never(tier)
-        for (key, row), tensor in zip(rows.items(), tensors, strict=True):
+        for (key, row), tensor in zip(rows.items(), self._allocators[tier](rows), strict=True):
             self[key] = Buffer(row.name, tensor)
 
-    def _on_device(self, key: BufferKey, row: BufferSpec) -> Tensor:
-        tensor = self._ledger.device_tensor(row.owner, row.numel, DTYPES[row.dtype], self._device)
-        return tensor.zero_() if key.kind in _STARTS_AS_ZEROS else tensor
+
+def _on_device(ledger: Ledger, device: torch.device, rows: Rows) -> list[Tensor]:
+    """Allocate rows of the device."""
+    tensors = []
+    for key, row in rows.items():
+        tensor = ledger.device_tensor(row.owner, row.numel, DTYPES[row.dtype], device)
+        tensors.append(tensor.zero_() if key.kind in _STARTS_AS_ZEROS else tensor)
+    return tensors
 
 
 class Ranges(dict[Ref, Range]):

@@ -68,6 +68,6 @@ def _compare(functions: Functions, ranks: Ranks) -> None:
 
 def check_evaluations(model: nn.Module, engine: Engine, ranks: Ranks) -> list[RemovableHandle]:
     """Compare the ranks after every forward without gradients, where forwards gather."""
-    if ranks.is_single or not engine.residency.streamed:
+    if not engine.residency.gathers:
         return []
     return [model.register_forward_hook(_AfterForward(engine.functions, ranks))]

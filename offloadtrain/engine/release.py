@@ -59,7 +59,7 @@ class Release:
 def _warn_of_lost_weights(engine: Engine) -> None:
     """Warn of weights in shards. Gathering them takes a collective, and ranks drop their optimizers
     at different times."""
-    if engine.residency.streamed and not engine.program.spec.is_single:
+    if engine.residency.gathers:
         _log.warning(
             "an optimizer whose weights are in shards (zero_stage = 3) went out of scope: the "
             "weights of its layers are gone, and their parameters are empty. Keep a reference to "

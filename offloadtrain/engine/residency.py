@@ -98,6 +98,11 @@ class Residency:
             f"outside of layers that only some use set keep_whole = {json.dumps(unused)}"
         )
 
+    @property
+    def gathers(self) -> bool:
+        """Weights of some blocks are in shards, which forwards gather (ZeRO stage 3)."""
+        return bool(self.streamed) and not self.is_single
+
     def use(self, block: Block, *, expected: bool = True) -> None:
         """Compute is about to read the block; `expected`: see `Streaming.use`."""
         # Compute waits for the block's own upload; later blocks' uploads run during its forward.

@@ -57,7 +57,7 @@ class StepReport:
             for compute, of the forwards and backwards of blocks. On CUDA, work and waits that have
             not ended by now count in the next step, and work of streams is measured in sampled
             steps: in others it counts as long as it usually takes ([Note: Timing events] in
-            `runtime/lanes/usual_times.py`).
+            `runtime/lanes/stream_times.py`).
         d2h_bytes, h2d_bytes: bytes moved since the step before.
         comm_bytes: bytes sent to other ranks in the engine's collectives since the step before,
             without those inside of the model's own forward and backward.

@@ -171,11 +171,14 @@ class Transformer(nn.Module):
 
         def draw(module: nn.Module, name: str, std: float) -> None:
             weight: Tensor = getattr(module, name)
-            if keep is None or weight.is_meta:
-                _draw_normal(weight, std, generator)
+            if weight.is_meta:
+                return
+            full = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+            full.normal_(0.0, std, generator=generator)
+            if keep is None:
+                weight.copy_(full)
             else:
-                full = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-                keep(module, name, full.normal_(0.0, std, generator=generator))
+                keep(module, name, full)
 
         @torch.no_grad()
         def init(module: nn.Module) -> None:
@@ -328,13 +331,3 @@ def _norm(shape: ModelShape) -> nn.Module:
     if shape.norm == "layernorm":
         return nn.LayerNorm(shape.d_model, eps=shape.norm_eps, bias=shape.bias)
     return nn.RMSNorm(shape.d_model, eps=shape.norm_eps)
-
-
-def _draw_normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
-    if weight.is_meta:
-        return
-    if weight.device.type == "cpu" and weight.dtype == torch.float32:
-        weight.normal_(0.0, std, generator=generator)
-        return
-    drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-    weight.copy_(drawn.normal_(0.0, std, generator=generator))

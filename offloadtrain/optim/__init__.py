@@ -3,13 +3,11 @@
 An update rule knows its hyperparameters and calls kernels over flat tensors; the engine decides
 when it runs and on which tensors. A custom rule or state format needs this folder only
 (docs/extending.md).
-Start at `rule.UpdateRule`; `kernel_rule.KernelRule` has what those that ship share.
+Start at `rule.UpdateRule`; `kernel_rules.py` has the rules with kernels.
 """
 
-from offloadtrain.optim.adagrad import Adagrad
-from offloadtrain.optim.adam import Adam, AdamW
+from offloadtrain.optim.kernel_rules import SGD, Adagrad, Adam, AdamW, Lion
 from offloadtrain.optim.lamb import LAMB
-from offloadtrain.optim.lion import Lion
 from offloadtrain.optim.loss_scaler import LossScaleError, LossScaler
 from offloadtrain.optim.muon import Muon
 from offloadtrain.optim.rule import (
@@ -21,7 +19,6 @@ from offloadtrain.optim.rule import (
     keeps_whole,
     rule_of,
 )
-from offloadtrain.optim.sgd import SGD
 from offloadtrain.runtime.kernels import Draw, RegisteredFormat, StateCodec, register_state_format
 from offloadtrain.step.layout.formats import Field, StateFormat
 

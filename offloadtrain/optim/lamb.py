@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from offloadtrain.optim.adam import Adam
-from offloadtrain.optim.kernel_rule import KernelRule
+from offloadtrain.optim.kernel_rules import Adam, KernelRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Layout
 from offloadtrain.step.layout.formats import StateFormat

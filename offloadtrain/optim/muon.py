@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from offloadtrain.optim.adam import AdamW
-from offloadtrain.optim.kernel_rule import KeywordsOnly, check_not_negative
+from offloadtrain.optim.kernel_rules import AdamW, KeywordsOnly, check_not_negative
 from offloadtrain.optim.rule import MatrixRule, UpdateRule
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Layout

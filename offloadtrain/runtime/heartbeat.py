@@ -128,10 +128,6 @@ class Heartbeat:
         return sum(list(self._entered.values()))
 
     @property
-    def waits_for_ranks(self) -> bool:
-        return bool(self._inside)
-
-    @property
     def marks(self) -> tuple[int, int]:
         """A value that changes with every beat and collective."""
         return self.beats, self.collectives

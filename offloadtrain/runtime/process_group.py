@@ -24,6 +24,11 @@ Members with different numbers would wait for each other for ever, and a live gr
 again once another group was destroyed. So the members agree on a number, larger than any before
 among them, and hold as many groups while they make theirs.
 
+[Note: Long waits]
+In a loop of the user's own, a call that only some of the ranks make leaves them waiting until the
+process group gives up, after half an hour by torch's default, and silently. So a thread says where
+this process waits for other ranks, if that takes long. Jobs have the watchdog.
+
 [Note: No pickles]
 torch's object collectives unpickle what arrives, and a pickle can run code. Ranks therefore
 exchange tensors and JSON only: what arrives can be wrong, but it is never executed.
@@ -32,7 +37,11 @@ exchange tensors and JSON only: what arrives can be wrong, but it is never execu
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -45,7 +54,13 @@ from torch import Tensor
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.runtime.heartbeat import HEARTBEAT
-from offloadtrain.runtime.long_waits import tell_of_long_waits
+from offloadtrain.runtime.user_code import called_from
+
+_log = logging.getLogger(__name__)
+
+LONG_S = 60.0
+LOOK_EVERY_S = 5.0
+_started = threading.Lock()
 
 Group = dist.ProcessGroup
 # torch 2.13 has given both a new name and deprecates the old one.
@@ -161,12 +176,6 @@ class Ranks:
         ranks._join(everyone, device)
         ranks._of_experts = cls(same, device)
         return ranks
-
-    @staticmethod
-    def tell_of_long_waits() -> None:
-        """Say where this process waits for others, if that takes long; for loops of users."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            tell_of_long_waits(dist.get_rank())
 
     @property
     def of_experts(self) -> Ranks:
@@ -303,13 +312,7 @@ class Ranks:
         Returns:
             The value, equal on every rank; among several, tuples have become lists.
         """
-        if self.is_single:
-            return value
-        text = _encoded(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
-        size = int(self.all_gather_host([text.numel()])[0, 0])
-        text = text if self.rank == 0 else torch.empty(size, dtype=torch.uint8)
-        self.broadcast(text)
-        return _decoded(text)
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Gather every rank's `value`, made of JSON's types, in rank order; tuples become lists."""
@@ -398,3 +401,43 @@ def _decoded(text: Tensor) -> Any:
 
 ALONE = Ranks()
 """A single rank: this process."""
+
+
+def tell_of_long_waits() -> None:
+    """Say where this process waits for others, if that takes long; see [Note: Long waits]. It is
+    watched until it ends, once for all of its optimizers."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and _started.acquire(blocking=False):
+        # A daemon: it holds nothing, and must not keep a process from ending.
+        watch = threading.Thread(target=_watch, args=(dist.get_rank(),), daemon=True)
+        watch.start()
+
+
+def _watch(rank: int) -> None:
+    known, since_s, warned = -1, time.monotonic(), False
+    while True:
+        # Concurrently with training, which it never delays.
+        time.sleep(LOOK_EVERY_S)
+        count, waits = HEARTBEAT.collectives, HEARTBEAT.waits and not HEARTBEAT.watched
+        if count != known or not waits:
+            known, since_s, warned = count, time.monotonic(), False
+        elif not warned and (waited_s := time.monotonic() - since_s) >= LONG_S:
+            warned = True
+            _log.warning(
+                "rank %d has waited %.0f s for other ranks, %s; its last collective was '%s'. "
+                "Every rank must call backward, step, load_state_dict, master_weights and so on at "
+                "the same point and as often, also where its loss is not finite or its data has "
+                "ended: look for a call that only some make. In stage 3 (keep_whole) also for a "
+                "module that only some use",
+                rank,
+                waited_s,
+                _place(),
+                HEARTBEAT.collective_of,
+            )
+
+
+def _place() -> str:
+    """Name the line of the user's code that the training thread is in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    called, line = called_from(frame)
+    return f"in {called or 'a call'}(){' at ' + line if line else ''}"

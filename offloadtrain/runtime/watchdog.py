@@ -87,7 +87,7 @@ class Watchdog:
             silent_s=silence.seconds,
             limit_s=silence.limit_s,
             collectives=heartbeat.collectives,
-            waits=heartbeat.waits_for_ranks,
+            waits=heartbeat.waits,
             run=self.run,
         )
 

@@ -15,7 +15,7 @@ counts completed optimizer steps. After MAX_SKIPS in a row the run ends with a c
 In a pipeline without flushes steps overlap: `UnflushedTrainer`.
 
 [Note: Overlapping steps]
-A step's microbatches begin before the step before is decided (`parallel.pipeline.split_step`). An
+A step's microbatches begin before the step before is decided (`parallel.pipeline.steps`). An
 iteration of this loop therefore runs the microbatches of step t, then counts and logs step t - 1,
 whose losses and decision are known by now, and only then asks for the update of step t: with the
 learning rate after t - 1, also where that was skipped. Ranks exchange their figures of step t

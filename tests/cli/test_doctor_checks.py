@@ -141,7 +141,6 @@ JUDGED: list[tuple[Check, Status, str]] = [
     (checks.check_kernels("native", "avx512", "the reason"), PASS, "the reason"),
     (checks.check_kernels("native", "baseline", "the reason"), WARN, "the reason"),
     (checks.check_kernels("numba", "-", "the reason"), WARN, "the reason"),
-    (checks.check_kernels("torch", "-", "the reason"), WARN, "the reason"),
     (disk(LARGE, DriveRates(disk_gbps=1.5)), PASS, "written at 1.5 GB/s"),
     (disk(LARGE, STATE_RATES), PASS, "read at 6, written at 4, both at once at 7 GB/s"),
     (disk(LARGE, None), PASS, "free"),

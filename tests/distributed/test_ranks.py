@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.runtime import long_waits
+from offloadtrain.runtime import process_group
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
@@ -620,10 +620,10 @@ def test_the_state_of_another_rank_is_refused(ranks: Run, tmp_path: Path) -> Non
 
 def wait_for_a_warning(log: Path) -> str:
     """Rank 0 calls alone, until it has been warned; returns the warning."""
-    long_waits.LONG_S = long_waits.LOOK_EVERY_S = 0.05
+    process_group.LONG_S = process_group.LOOK_EVERY_S = 0.05
     optimizer = offloaded(Chain())
     handler = logging.FileHandler(log) if dist.get_rank() == 0 else logging.NullHandler()
-    logging.getLogger(long_waits.__name__).addHandler(handler)
+    logging.getLogger(process_group.__name__).addHandler(handler)
     while dist.get_rank() and not (log.exists() and log.read_text().endswith("\n")):
         time.sleep(0.01)
     for _ in optimizer.master_weights():

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from offloadtrain.engine.engine import Engine
 from offloadtrain.events import schema
 from offloadtrain.optim import LossScaleError, LossScaler
-from offloadtrain.parallel.pipeline.split_step import SplitStep
+from offloadtrain.parallel.pipeline.steps import SplitStep
 from offloadtrain.runtime.process_group import Ranks
 from offloadtrain.train import trainer as trainers
 from offloadtrain.train.saving import TrainingError

@@ -12,9 +12,8 @@ from torch import nn
 
 import offloadtrain as ot
 from offloadtrain.engine import EngineError
-from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from tests.numerics.models import Chain, batches, loss_of
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.optim import Draw, ElementwiseRule, Field, StateFormat, register_state_format
 from offloadtrain.runtime import kernels
+from offloadtrain.runtime.kernels.scalars import random_key
 from offloadtrain.step.layout import formats
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.train.dry_run import check
@@ -268,7 +269,7 @@ class CodecRun(SignumRun):
             param.data.copy_(self.states[name][0].view_as(param))
 
     def _draw(self, name: str) -> Tensor:
-        key = kernels.AdamScalars(0, 0, 0, 0, 0, self.steps, seed=SEED).key(self.ids[name], 0)
+        key = random_key(SEED, self.steps, self.ids[name], 0)
         return kernels.codec.random_bits(key, torch.arange(self.trained[name].numel()))
 
 

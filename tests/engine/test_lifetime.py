@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import Lanes, on_lanes
+from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.step.layout.buffers import ARENA_ALIGN, STAGGER_BYTES
 from tests import levels

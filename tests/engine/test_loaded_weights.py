@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from offloadtrain.step.program.modes import UpdateError
 from tests.numerics.comparison import assert_equal
 from tests.numerics.models import Chain, Frozen, batches, loss_of

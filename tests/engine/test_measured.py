@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from offloadtrain import offload
 from offloadtrain.engine.optimizer import OffloadOptimizer
-from offloadtrain.optim.adam import AdamW
+from offloadtrain.optim import AdamW
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.recorder import RecordingLanes

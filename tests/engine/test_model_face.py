@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_model
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.runtime.lanes import on_lanes
+from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
-from offloadtrain.runtime.lanes.sequential import SequentialLanes
 from tests import levels
 from tests.numerics.models import MODELS, Chain, Frozen, batches, loss_of
 

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 import offloadtrain as ot
-from offloadtrain.runtime.kernels import torch_backend
-from offloadtrain.runtime.kernels.codec import to_fp32
 from offloadtrain.runtime.kernels.state import Layout
+from tests import torch_kernels
 from tests.numerics.reference import SEED, NarrowRuleRun, RuleRun, segment_squares
 
 LAMB = ot.LAMB(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -116,9 +115,9 @@ class NarrowLambRun(NarrowRuleRun):
             layout = Layout.of_one(grad.numel(), self.ids[name])
             scratch = type(state)(*(field.clone() for field in state))
             scratch[0].zero_(), scratch[1].zero_()
-            torch_backend.update(scratch, scratch, grad, None, layout, tried)
-            direction = -to_fp32(scratch)[0]
-            lr = self.rule.lr * ratio_of(to_fp32(state)[0], direction, self.rule)
+            torch_kernels.update(scratch, scratch, grad, None, layout, tried)
+            direction = -torch_kernels.to_fp32(scratch)[0]
+            lr = self.rule.lr * ratio_of(torch_kernels.to_fp32(state)[0], direction, self.rule)
             scalars = self.rule.scalars(self.rule.defaults() | {"lr": lr}, **times)
-            torch_backend.update(state, state, grad, None, layout, scalars)
+            torch_kernels.update(state, state, grad, None, layout, scalars)
         self.publish_weights()

@@ -11,9 +11,9 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.runtime.kernels.codec import random_bits, round_bf16
 from offloadtrain.runtime.kernels.scalars import random_key
+from tests import torch_kernels
 from tests.numerics import test_rules
 from tests.numerics.reference import NEVER, SEED, DelayedRun
 from tests.runtime.kernels.test_rules import made
@@ -105,7 +105,7 @@ class NarrowMuonRun(MuonRun):
             else:
                 state, grad = self.states[name], sums[name].reshape(-1)
                 layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
-                torch_backend.update(state, state, grad, None, layout, scalars)
+                torch_kernels.update(state, state, grad, None, layout, scalars)
                 param.data.copy_(state[0].view_as(param))
 
     def _muon(self, name: str, grad: Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import torch_backend
+from tests import torch_kernels
 from tests.runtime.kernels.test_rules import TORCHS, made
 
 Batch = TypeVar("Batch")
@@ -226,7 +226,7 @@ class NarrowRun(ResidentRun):
         for name in self.trained:
             state, grad = self.states[name], sums[name].reshape(-1)
             layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
-            torch_backend.update(state, state, grad, None, layout, scalars)
+            torch_kernels.update(state, state, grad, None, layout, scalars)
         self.publish_weights()
 
 

@@ -16,9 +16,9 @@ import offloadtrain as ot
 from offloadtrain.engine import EngineError
 from offloadtrain.engine.checks import ModelError
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.step.layout.buffer_table import device_owners, disk_owners, host_owners
 from offloadtrain.step.layout.tiers import Tier
+from tests import torch_kernels
 from tests.numerics.comparison import ADAMW, DTYPES, assert_same, contents, follow, train
 from tests.numerics.models import VOCAB, WIDTH, Chain, batches, loss_of
 from tests.numerics.reference import SEED, DelayedRun, NarrowRuleRun, ResidentRun
@@ -73,7 +73,7 @@ class ChangingNarrow(Changing, NarrowRuleRun):
                 self.rule.defaults(), step=step, grad_scale=factor, seed=SEED
             )
             layout = kernels.Layout.of_one(grad.numel(), self.ids[name])
-            torch_backend.update(state, state, grad, None, layout, scalars)
+            torch_kernels.update(state, state, grad, None, layout, scalars)
         self.publish_weights()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
+from tests import torch_kernels
 from tests.numerics.models import VOCAB, WIDTH, Chain, batches, loss_of
 
 
@@ -51,7 +52,7 @@ def test_state_of_another_format_is_taken_over(state: str) -> None:
     ):
         fields = tuple(value.reshape(-1) for value in narrow.values())
         kind = kernels.Split16State if state == "split16" else kernels.Int8State
-        values = kernels.to_fp32(kind(*fields))
+        values = torch_kernels.to_fp32(kind(*fields))
         bound = 0.0 if state == "split16" else 2.0**-16
         master = tensors["master"].reshape(-1)
         assert bool(((values.master - master).abs() <= bound * master.abs()).all()), name
@@ -70,7 +71,7 @@ def test_wide_state_is_taken_back_from_narrow() -> None:
     target.load_state_dict(copy.deepcopy(source.state_dict()))
     for (_, state), (_, wide) in zip(source.named_state(), target.named_state(), strict=True):
         fields = (value.reshape(-1) for value in state.values())
-        master = kernels.master_of(kernels.Split16State(*fields))
+        master = torch_kernels.decoded_master(kernels.Split16State(*fields))
         assert torch.equal(wide["master"].reshape(-1), master)
 
 

@@ -17,9 +17,9 @@ import offloadtrain as ot
 from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import torch_backend
 from offloadtrain.runtime.lanes import SequentialLanes, on_lanes
 from offloadtrain.step.layout.formats import ADAM_MOMENTS as ADAM
+from tests import torch_kernels
 from tests.losing_lanes import LosingLanes
 from tests.numerics.comparison import ADAMW, DTYPES
 from tests.numerics.reference import SEED, DelayedRun, NarrowRuleRun
@@ -166,7 +166,7 @@ class NarrowSkippingRun(NarrowRuleRun):
         state = self.states[name]
         part = type(state)(*kernels.cut(state.format.fields(ADAM), tuple(state), lo, lo + numel))
         layout = kernels.Layout([0], [numel], [self.ids[name]], [lo])
-        torch_backend.update(part, part, grad.reshape(-1)[lo : lo + numel], None, layout, scalars)
+        torch_kernels.update(part, part, grad.reshape(-1)[lo : lo + numel], None, layout, scalars)
 
 
 @pytest.mark.slow

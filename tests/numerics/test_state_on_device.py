@@ -78,7 +78,14 @@ def test_adam_is_that_of_the_host(
     weights = [torch.empty(numel, dtype=dtype) for _ in range(2)]
     for step in (1, 2, 9):
         scalars = AdamScalars(
-            1e-2, 0.9, 0.95, 1e-8, 0.1, step=step, grad_scale=0.5, decoupled=decoupled
+            lr=1e-2,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-8,
+            weight_decay=0.1,
+            step=step,
+            grad_scale=0.5,
+            decoupled=decoupled,
         )
         kernels.update(on_host, grad, scalars, working=weights[0])
         on_device.update(two, grad, weights[1], scalars)

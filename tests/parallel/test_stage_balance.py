@@ -15,8 +15,7 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.job import Config
 from offloadtrain.config.ranks_options import Schedule
 from offloadtrain.hardware.machine import Machine
-from offloadtrain.parallel.pipeline.balance import LEAST, divided, divisions_from
-from offloadtrain.parallel.pipeline.plan import stages_of
+from offloadtrain.parallel.pipeline.plan import LEAST, divided, divisions_from, stages_of
 from offloadtrain.parallel.pipeline.search import search
 from offloadtrain.plan.automatic import decided
 from offloadtrain.plan.plan import Plan, make

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offloadtrain.runtime.lanes import Lane
-from offloadtrain.runtime.lanes.host_lane import Flag, HostLane, NativeHostLane
-from offloadtrain.runtime.lanes.worker import Worker
+from offloadtrain.runtime.lanes.queues import Flag, LaneQueue, NativeQueue, Worker
 from offloadtrain.step.proof.prove import prove
 from offloadtrain.step.proof.recording import Entry, Recorded, Waited
 
@@ -122,7 +121,7 @@ class LoggedFlag:
 class LoggedHost:
     """A host lane of either kind, whose queue is logged as it is filled."""
 
-    def __init__(self, log: Log, inner: HostLane, lane: Lane = Lane.HOST) -> None:
+    def __init__(self, log: Log, inner: LaneQueue, lane: Lane = Lane.HOST) -> None:
         self.inner = inner
         self._log, self._lane = log, lane
 
@@ -142,6 +141,6 @@ class LoggedHost:
         self.inner.wait(flag.inner)
 
     def wait_event(self, issued: LoggedFlag, handle: c_uint64, block: Callable[[], None]) -> None:
-        if isinstance(self.inner, NativeHostLane):  # the other kind blocks in Python, and says so
+        if isinstance(self.inner, NativeQueue):  # the other kind blocks in Python, and says so
             self._log.add(handle)
         self.inner.wait_event(issued.inner, handle, block)

@@ -42,9 +42,8 @@ from offloadtrain.runtime import cuda_driver, kernels
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.lanes import Buffer, CudaLanes, Lane, Operation, Range, Span
 from offloadtrain.runtime.lanes import cuda as cuda_module
-from offloadtrain.runtime.lanes.host_lane import PythonHostLane, make_host_lane
+from offloadtrain.runtime.lanes.queues import PythonQueue, Worker, make_host_queue
 from offloadtrain.runtime.lanes.recorder import extent
-from offloadtrain.runtime.lanes.worker import Worker
 from offloadtrain.step.proof.recording import (
     Bytes,
     Closed,
@@ -240,12 +239,12 @@ class Gpu:
         patch.setattr(cuda_driver, "event_synchronize", lambda: address)
         logged = self.log
         patch.setattr(
-            cuda_module, "make_host_lane", lambda *args: LoggedHost(logged, make_host_lane(*args))
+            cuda_module, "make_host_queue", lambda *args: LoggedHost(logged, make_host_queue(*args))
         )
         patch.setattr(
             cuda_module,
-            "PythonHostLane",
-            lambda *args: LoggedHost(logged, PythonHostLane(*args), args[-1]),
+            "PythonQueue",
+            lambda *args: LoggedHost(logged, PythonQueue(*args), args[-1]),
         )
         patch.setattr(Worker, "put", self._late(Worker.put))
         patch.setattr(Ledger, "device_tensor", self._allocates(Ledger.device_tensor))

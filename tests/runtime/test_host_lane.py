@@ -16,33 +16,33 @@ from torch import Tensor
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import KernelCalls
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError
-from offloadtrain.runtime.lanes.host_lane import (
-    HostLane,
-    NativeHostLane,
-    PythonHostLane,
-    make_host_lane,
+from offloadtrain.runtime.lanes.queues import (
+    Failure,
+    LaneQueue,
+    NativeQueue,
+    PythonQueue,
+    make_host_queue,
 )
 from offloadtrain.runtime.lanes.threads import ThreadLanes
-from offloadtrain.runtime.lanes.worker import Failure
 
 ZERO = KernelCalls(kernels.zero)
 BACKENDS = {b.name: b for b in kernels.available()}
 needs_native = pytest.mark.skipif("native" not in BACKENDS, reason="not built here")
 
 
-@pytest.fixture(params=["native", "torch"])
-def lane(request: pytest.FixtureRequest) -> Iterator[HostLane]:
+@pytest.fixture(params=["native", "numba"])
+def lane(request: pytest.FixtureRequest) -> Iterator[LaneQueue]:
     """Each kind of worker."""
     if request.param not in BACKENDS:
         pytest.skip("not built here")
     with kernels.use(BACKENDS[request.param]):
-        worker = make_host_lane(Failure())
-        assert isinstance(worker, NativeHostLane) == (request.param == "native")
+        worker = make_host_queue(Failure())
+        assert isinstance(worker, NativeQueue) == (request.param == "native")
         yield worker
         worker.end()
 
 
-def progress(lane: HostLane, longest_s: float) -> int:
+def progress(lane: LaneQueue, longest_s: float) -> int:
     """How many of ten kernels run while this thread keeps the interpreter's lock."""
     buffers = [torch.ones(1000) for _ in range(10)]
     gate = lane.make_flag()
@@ -69,13 +69,13 @@ def peek(buffer: Tensor) -> float:
 @needs_native
 def test_native_kernels_need_no_lock_of_the_interpreter() -> None:
     with kernels.use(BACKENDS["native"]):
-        lane = make_host_lane(Failure())
+        lane = make_host_queue(Failure())
         assert progress(lane, 60) == 10
         lane.end()
 
 
 def held_up() -> bool:
-    lane = PythonHostLane(Failure(), None)
+    lane = PythonQueue(Failure(), None)
     try:
         return progress(lane, 0.3) < 10
     finally:
@@ -87,7 +87,7 @@ def test_the_test_above_can_fail() -> None:
     assert any(held_up() for _ in range(20))
 
 
-def test_tasks_run_in_order_and_are_counted(lane: HostLane) -> None:
+def test_tasks_run_in_order_and_are_counted(lane: LaneQueue) -> None:
     ran: list[str] = []
     x = torch.ones(8)
     lane.keep_intervals(True)
@@ -111,7 +111,7 @@ def test_tasks_run_in_order_and_are_counted(lane: HostLane) -> None:
 def test_operands_are_checked_when_they_are_launched() -> None:
     lanes = ThreadLanes()
     half = Buffer("half", torch.ones(8, dtype=torch.int16))
-    if isinstance(lanes._host, NativeHostLane):
+    if isinstance(lanes._host, NativeQueue):
         with pytest.raises(TypeError, match="memory must be float32"):
             lanes.launch(Lane.HOST, "zero", ZERO, [], [half.whole])
     lanes.close()
@@ -172,7 +172,7 @@ def test_an_event_of_cuda_is_waited_for_by_its_address(result: int) -> None:
     failure = Failure()
     address = ctypes.cast(synchronize, ctypes.c_void_p).value or 0
     with kernels.use(BACKENDS["native"]):
-        lane = make_host_lane(failure, None, address)
+        lane = make_host_queue(failure, None, address)
         issued, handle, x = lane.make_flag(), ctypes.c_uint64(), torch.ones(4)
         lane.wait_event(issued, handle, lambda: None)
         lane.compute("zero", ZERO, [x])
@@ -190,7 +190,7 @@ def test_an_event_of_cuda_is_waited_for_by_its_address(result: int) -> None:
 @needs_native
 def test_a_lane_that_nobody_ends_ends_when_it_is_dropped() -> None:
     with kernels.use(BACKENDS["native"]):
-        lane = make_host_lane(Failure())
+        lane = make_host_queue(Failure())
     x = torch.ones(1000)
     lane.compute("python", lambda x: time.sleep(0.05), [x])
     lane.compute("zero", ZERO, [x])
@@ -211,7 +211,7 @@ def test_calls_over_the_same_memory_are_captured_once() -> None:
 
     item, other = torch.ones(1000), torch.ones(1000)
     with kernels.use(BACKENDS["native"]):
-        lane, operation = make_host_lane(Failure()), KernelCalls(zero, keeps=True)
+        lane, operation = make_host_queue(Failure()), KernelCalls(zero, keeps=True)
         for operands in ([item], [other], [item], [other]):
             operands[0].fill_(1)
             lane.compute("zero", operation, operands)
@@ -226,7 +226,7 @@ def test_calls_over_the_same_memory_are_captured_once() -> None:
 @needs_native
 def test_what_is_queued_is_kept_alive_and_then_let_go() -> None:
     with kernels.use(BACKENDS["native"]):
-        lane = make_host_lane(Failure())
+        lane = make_host_queue(Failure())
         gate = lane.make_flag()
         lane.wait(gate)
         operands = [torch.ones(1000)]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offloadtrain.engine.gradients import ReduceOrder
-from offloadtrain.step.program.prefetch_policy import (
+from offloadtrain.step.program.streaming import (
     AccessOrder,
     Pool,
     next_use,

@@ -202,7 +202,9 @@ def _numba_over_native(rows: Sequence[Row], threads: int) -> float | None:
     return numba.x_limit / native.x_limit
 
 
-SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
+SCALARS = AdamScalars(
+    lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, grad_scale=0.5
+)
 RULES: dict[str, Scalars] = {
     "Lion": LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1, step=10, grad_scale=0.5),
     "SGD": SgdScalars(lr=1e-4, weight_decay=0.1, step=10, grad_scale=0.5),
@@ -464,9 +466,8 @@ def limit_case(b: Buffers, backends: Sequence[Backend]) -> dict[Label, Case]:
 
 
 def backends_measured() -> list[Backend]:
-    """Return the backends without plain torch, the oracle, and without baseline if there is a
-    better one."""
-    backends = [backend for backend in kernels.available() if backend.name != "torch"]
+    """Return the backends without baseline if there is a better one."""
+    backends = kernels.available()
     native = [backend for backend in backends if backend.name == "native"]
     return [b for b in backends if b.isa != "baseline" or len(native) == 1]
 

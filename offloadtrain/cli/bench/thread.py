@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from offloadtrain.cli.bench.rounds import measure, torch_threads
 from offloadtrain.engine import offload
 from offloadtrain.optim import AdamW
-from offloadtrain.runtime.lanes import Operation, Range, on_lanes
-from offloadtrain.runtime.lanes.sequential import SequentialLanes
+from offloadtrain.runtime.lanes import Operation, Range, SequentialLanes, on_lanes
 from offloadtrain.step.program.operations import Lane
 
 LAYERS = (24, 40)

@@ -188,8 +188,6 @@ def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
     """Measure (GB/s of DRAM, Gparam/s of each kernel) of all kernel threads, alternating."""
     backend = kernels.backend().name
     numel = fitting(QUICK_PARAMS if quick else numel, available_bytes())
-    if backend == "torch":  # the oracle: a thousand times slower
-        numel = LEAST_PARAMS
     native = backend == "native"
     # only the native kernels run int8 at a useful speed.
     b = allocate(numel, STATES[:1] if quick else STATES if native else STATES[:2])

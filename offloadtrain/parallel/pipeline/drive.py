@@ -117,7 +117,7 @@ def order(
 
 
 def _without_flush(stage: int, stages: int, microbatches: int, steps: int) -> Iterator[Turn]:
-    """A step is decided before forward `stages` - 1 of the next one: `split_step` says why."""
+    """A step is decided before forward `stages` - 1 of the next one: `steps` says why."""
     ahead = stages - stage
     for number in range(steps * microbatches):
         step, in_step = divmod(number, microbatches)

@@ -77,7 +77,7 @@ class TwoVersions(Exact):
 def rows_without_flush(stage: int, stages: int) -> dict[str, Any]:
     """Return the fields of `StepSpec` that a stage sets where steps follow each other without a
     flush: all but the last one have two versions of their working weights, all but the first two
-    sums of their gradients ([Note: Without a flush] in `parallel.pipeline.split_step`)."""
+    sums of their gradients ([Note: Without a flush] in `parallel.pipeline.steps`)."""
     is_last = stage == stages - 1
     return {
         "weight_versions": 1 if is_last else 2,

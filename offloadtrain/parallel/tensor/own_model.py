@@ -20,7 +20,7 @@ from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import Mlp, Transformer, TransformerBlock
 from offloadtrain.parallel.expert_parallel import expert_parallel
 from offloadtrain.parallel.mesh import DeviceMesh, Mesh
-from offloadtrain.parallel.tensor.styles import divide_linear
+from offloadtrain.parallel.tensor.styles import divide_linear, shrink
 from offloadtrain.runtime.tensor_parts import AS_LARGE_AS_EXPERTS, FUSED_ROWS, keep_part
 
 BY_ROWS, BY_COLUMNS = ("attention.qkv", "mlp.up"), ("attention.out", "mlp.down")
@@ -82,11 +82,9 @@ def with_fewer_experts(model: Transformer, parts: int) -> None:
     """The same for experts: of the sizes that `expert_parallel` leaves."""
     for experts in model.modules() if parts > 1 else ():
         if isinstance(experts, Experts):
-            for name, param in list(experts.named_parameters(recurse=False)):
-                sizes = (param.shape[0] // parts, *param.shape[1:])
-                made = nn.Parameter(torch.empty(sizes, device="meta"))
-                setattr(made, AS_LARGE_AS_EXPERTS, True)
-                setattr(experts, name, made)
+            for name, _ in list(experts.named_parameters(recurse=False)):
+                shrink(experts, name, 0, parts)
+                setattr(getattr(experts, name), AS_LARGE_AS_EXPERTS, True)
 
 
 def narrowed(model: Transformer, parts: int) -> None:
@@ -94,10 +92,7 @@ def narrowed(model: Transformer, parts: int) -> None:
     sizes as `divide_matrices`, without any rank but this one."""
     for block in model.blocks if parts > 1 else ():
         for name in chain(*_divided(cast(TransformerBlock, block))):
-            linear = cast(nn.Linear, block.get_submodule(name))
-            rows, columns = linear.weight.shape
-            by_rows = name in BY_ROWS
-            sizes = (rows // parts, columns) if by_rows else (rows, columns // parts)
-            linear.weight = nn.Parameter(torch.empty(sizes, device="meta"))
+            linear, by_rows = cast(nn.Linear, block.get_submodule(name)), name in BY_ROWS
+            shrink(linear, "weight", int(not by_rows), parts)
             if by_rows and linear.bias is not None:
-                linear.bias = nn.Parameter(torch.empty(rows // parts, device="meta"))
+                shrink(linear, "bias", 0, parts)

@@ -55,6 +55,14 @@ def divide_parameter(module: nn.Module, name: str, mesh: DeviceMesh, dim: int | 
             keep_part(module, name, param)
 
 
+def shrink(module: nn.Module, name: str, dim: int, parts: int) -> None:
+    """Make a parameter without values as large as a part of it, without any rank but this one."""
+    param: Tensor = getattr(module, name)
+    sizes = list(param.shape)
+    sizes[dim] //= parts
+    setattr(module, name, nn.Parameter(param.new_empty(sizes)))
+
+
 def _slowest(sizes: Sequence[int], dim: int) -> tuple[int, ...]:
     """Return the strides of memory in which a dimension varies slowest, but for that of experts."""
     first = [0] if len(sizes) > 2 and dim else []

@@ -20,7 +20,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from offloadtrain.config.errors import ConfigError
@@ -32,6 +31,7 @@ from offloadtrain.parallel.tensor.styles import (
     divided_dim,
     norm_each_head,
     run_with_parts,
+    shrink,
     stand_alone,
     sum_last_backward,
     sum_over_parts,
@@ -189,10 +189,7 @@ def narrowed(model: Any, parts: int) -> None:
             stand_alone(entry.module, parts, *_LINEAR[entry.kind])
     for name, dim in divided_dims(model, parts).items() if parts > 1 else ():
         path, _, key = name.rpartition(".")
-        module = model.get_submodule(path)
-        sizes = list(getattr(module, key).shape)
-        sizes[dim] //= parts
-        setattr(module, key, nn.Parameter(torch.empty(sizes, device="meta")))
+        shrink(model.get_submodule(path), key, dim, parts)
 
 
 def divide(model: Any, mesh: DeviceMesh) -> None:

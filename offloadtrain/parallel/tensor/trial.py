@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from offloadtrain.parallel.tensor.styles import shrink
 from offloadtrain.plan.tracing.alike import Run, fake_model, runs_of
 from offloadtrain.plan.tracing.patches import empty_caches_of, masks_as_in_training
 
@@ -180,11 +181,9 @@ def _narrow(
             dtype = next(module.parameters()).dtype
             model.set_submodule(at, _NoWeights(path, *linears[path], dtype))
             continue
-        for key, param in list(module.named_parameters(recurse=False)):
+        for key, _ in list(module.named_parameters(recurse=False)):
             if (dim := tensors.get(f"{path}.{key}")) is not None:
-                sizes = list(param.shape)
-                sizes[dim] //= parts
-                setattr(module, key, nn.Parameter(param.new_empty(sizes)))
+                shrink(module, key, dim, parts)
 
 
 def _noting(recorded: Seen, name: str) -> Any:

@@ -12,14 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.state import (
-    BLOCK,
-    Fp32State,
-    Int8State,
-    Split16State,
-    State,
-    blocks,
-)
+from offloadtrain.runtime.kernels.state import BLOCK, Int8State, blocks
 
 _U32 = 0xFFFFFFFF
 _SIGN, _MAGNITUDE = 0x80000000, 0x7FFFFFFF
@@ -250,39 +243,3 @@ def encode_moments(moments: Sequence[Tensor], random: Tensor, out: Int8State) ->
 def _blocked(values: Tensor) -> Tensor:
     """(n,) → (blocks, BLOCK), zero after the end."""
     return torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).view(-1, BLOCK)
-
-
-# any format --------------------------------------------------------------------------------------
-
-
-def master_of(state: State) -> Tensor:
-    """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
-    if isinstance(state, Fp32State):
-        return state.master
-    if isinstance(state, Split16State):
-        return join(state.weight, state.low)
-    assert isinstance(state, Int8State)
-    return join_int8(state.weight, state.correction)
-
-
-def set_master(state: State, master: Tensor) -> None:
-    """Set the master weights from (n,) fp32, rounded to nearest if the format is narrower."""
-    if isinstance(state, Fp32State):
-        state.master.copy_(master)
-    elif isinstance(state, Split16State):
-        weight, low = split(master)
-        state.weight.copy_(weight)
-        state.low.copy_(low)
-    else:
-        assert isinstance(state, Int8State)
-        set_master_int8(state, master, torch.full(master.shape, 0x80, device=master.device))
-
-
-def to_fp32(state: State) -> Fp32State:
-    """The state's values in fp32: views for fp32 state, new memory otherwise."""
-    if isinstance(state, Fp32State):
-        return state
-    if isinstance(state, Split16State):
-        return Fp32State(master_of(state), *(moment.float() for moment in state[2:]))
-    assert isinstance(state, Int8State)
-    return Fp32State(master_of(state), *decode_moments(state))

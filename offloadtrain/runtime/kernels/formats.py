@@ -17,13 +17,14 @@ from torch import Tensor
 
 from offloadtrain.config.offload import PRECISIONS
 from offloadtrain.runtime.kernels.codec import (
+    decode_moments,
     encode_moments,
     join,
+    join_int8,
     random_bits,
     round_bf16,
     set_master_int8,
     split,
-    to_fp32,
 )
 from offloadtrain.runtime.kernels.scalars import random_key
 from offloadtrain.runtime.kernels.state import Int8State, Layout, pieces
@@ -105,7 +106,8 @@ class _Int8:
     format = INT8
 
     def load(self, fields: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        return to_fp32(Int8State(*fields))
+        state = Int8State(*fields)
+        return [join_int8(state.weight, state.correction), *decode_moments(state)]
 
     def store(
         self, fields: tuple[Tensor, ...], values: Sequence[Tensor], draw: Draw | None

@@ -7,55 +7,40 @@ so that one arithmetic loop serves every dtype and vectorises.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels import torch_backend
-from offloadtrain.runtime.kernels.numba_matrices import blend, join_halves, subtract
-from offloadtrain.runtime.kernels.numba_numbers import (
-    compiled,
-    copy,
-    fma,
-    join,
-    load_bf16,
-    random_bits,
-    split,
-    store_bf16_randomly,
-)
+from offloadtrain.runtime.kernels.codec import join_int8
+from offloadtrain.runtime.kernels.formats import update_by_codec
 from offloadtrain.runtime.kernels.numba_operands import (
     GRAIN,
     NO_FLOATS,
     NO_HALVES,
     SLAB,
+    compiled,
+    copy,
+    fma,
     halves,
+    join,
     load,
+    load_bf16,
     operand_of,
+    random_bits,
     runs,
+    split,
     store,
+    store_bf16,
+    store_bf16_randomly,
     threads,
 )
-from offloadtrain.runtime.kernels.scalars import Scalars
-from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State
-from offloadtrain.runtime.kernels.torch_backend import copy_flat, first_touch, zero_flat
-
-__all__ = [
-    "accumulate",
-    "accumulate_squares",
-    "blend",
-    "cast",
-    "copy_flat",
-    "first_touch",
-    "read_master",
-    "subtract",
-    "sum_squares",
-    "threads",
-    "update",
-    "zero_flat",
-]
+from offloadtrain.runtime.kernels.scalars import BlendScalars, Scalars, fp32, random_key
+from offloadtrain.runtime.kernels.state import Fp32State, Layout, Split16State, State, pieces
 
 _log = logging.getLogger(__name__)
 
@@ -257,15 +242,39 @@ def update(
     layout: Layout | None,
     scalars: Scalars,
 ) -> None:
-    """See `kernels.update`. 8-bit state uses plain torch, at a tenth of the speed."""
+    """See `kernels.update`. 8-bit state is decoded and encoded in plain torch, slowly."""
     if isinstance(state, Fp32State):
         _run_fp32(state, out, grad, working, scalars)
-    elif isinstance(state, Split16State):
-        assert layout is not None
+        return
+    assert layout is not None
+    if isinstance(state, Split16State):
         _run_split16(state, out, grad, layout, scalars)
     else:
         _warn_of_int8()
-        torch_backend.update(state, out, grad, working, layout, scalars)
+        _run_by_codec(state, out, grad, layout, scalars)
+
+
+def _run_by_codec(state: State, out: State, grad: Tensor, layout: Layout, scalars: Scalars) -> None:
+    made: Any = scalars  # a frozen dataclass
+    unscaled: Scalars = replace(made, grad_scale=1.0)
+
+    def change(master: Tensor, moments: list[Tensor], g: Tensor) -> None:
+        values = Fp32State(master, *moments)
+        _run_fp32(values, values, g, None, unscaled)
+
+    update_by_codec(
+        state.format,
+        scalars.moments,
+        state,
+        grad,
+        None,
+        layout,
+        change,
+        step=scalars.step,
+        grad_scale=scalars.grad_scale,
+        seed=scalars.seed,
+        out=None if out is state else out,
+    )
 
 
 def _run_fp32(
@@ -302,7 +311,7 @@ def _run_split16(state: State, out: State, grad: Tensor, layout: Layout, scalars
 
 @lru_cache(maxsize=1)
 def _warn_of_int8() -> None:
-    _log.warning("CPU kernels: Numba has no kernel for 8-bit state; plain torch is used, slowly")
+    _log.warning("CPU kernels: Numba has no kernel for 8-bit state; plain torch encodes it, slowly")
 
 
 def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
@@ -320,9 +329,24 @@ def cast(source: Tensor, target: Tensor) -> None:
 def read_master(state: State, master: Tensor) -> None:
     """See `kernels.read_master`."""
     if isinstance(state, Split16State):
-        join_halves(state.weight, state.low, master)
+        operands = (halves(state.weight), halves(state.low), master.numpy())
+        threads.run(master.numel(), GRAIN, lambda lo, hi: _join(*operands, lo, hi))
     else:
-        torch_backend.read_master(state, master)
+        for lo, hi in pieces(master.numel()):
+            master[lo:hi] = join_int8(state[0][lo:hi], state[1][lo:hi])
+
+
+def copy_flat(source: Tensor, target: Tensor) -> None:
+    """See `kernels.copy`."""
+    target.copy_(source)
+
+
+def zero_flat(memory: Tensor) -> None:
+    """See `kernels.zero` and `kernels.first_touch`."""
+    memory.zero_()
+
+
+first_touch = zero_flat
 
 
 def accumulate_squares(
@@ -360,3 +384,169 @@ def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> 
     for id, values in tensors:
         flat = values.as_strided((values.numel(),), (1,))
         sum_squares(flat, Layout.of_one(flat.numel(), id), squares)
+
+
+# A rule for matrices.
+
+
+@compiled
+def _blend(average: Any, grad: Any, c: Any) -> None:
+    """The gradient becomes the direction."""
+    scale, weight, ahead, towards_grad, towards_average, nesterov = c
+    zero = np.float32(0.0)
+    for i in range(average.size):
+        g = grad[i] * scale
+        old = average[i]
+        m = fma(weight, g - old, g if towards_grad != zero else old)
+        u = fma(ahead, m - g, m if towards_average != zero else g)
+        average[i] = m
+        grad[i] = u if nesterov != zero else m
+
+
+@compiled
+def _blend_fp32(average: Any, grad: Any, target: Any, c: Any, lo: int, hi: int) -> None:
+    buffer = np.empty(SLAB, np.float32)
+    for start in range(lo, hi, SLAB):
+        end = min(start + SLAB, hi)
+        slab = buffer[: end - start]
+        load(grad[0], grad[1], grad[2], start, end, slab)
+        _blend(average[start:end], slab, c)
+        store_bf16(slab, target[start:end])
+
+
+@compiled
+def _blend_split16(
+    average: Any,
+    grad: Any,
+    target: Any,
+    c: Any,
+    first: Any,
+    second: Any,
+    element: Any,
+    lo: int,
+    hi: int,
+) -> None:
+    floats = np.empty((2, SLAB), np.float32)
+    integers = np.empty(SLAB, np.uint32)
+    for start in range(lo, hi, SLAB):
+        end = min(start + SLAB, hi)
+        g, m, random = floats[0, : end - start], floats[1, : end - start], integers[: end - start]
+        load(grad[0], grad[1], grad[2], start, end, g)
+        load_bf16(average[start:end], m)
+        random_bits(first, second, np.uint32(element + np.uint32(start - lo)), random)
+        _blend(m, g, c)
+        store_bf16_randomly(m, random, np.uint32(0), average[start:end])
+        store_bf16(g, target[start:end])
+
+
+@compiled
+def _subtract(master: Any, update: Any, decay: Any, rate: Any) -> None:
+    for i in range(master.size):
+        master[i] = fma(update[i], rate, master[i] * decay)
+
+
+@compiled
+def _subtract_fp32(
+    master: Any, update: Any, working: Any, decay: Any, rate: Any, lo: int, hi: int
+) -> None:
+    buffer = np.empty(SLAB, np.float32)
+    for start in range(lo, hi, SLAB):
+        end = min(start + SLAB, hi)
+        slab = buffer[: end - start]
+        load_bf16(update[start:end], slab)
+        _subtract(master[start:end], slab, decay, rate)
+        store(working[0], working[1], working[2], start, end, master[start:end])
+
+
+@compiled
+def _subtract_split16(
+    weight: Any, low: Any, update: Any, decay: Any, rate: Any, lo: int, hi: int
+) -> None:
+    floats = np.empty((2, SLAB), np.float32)
+    for start in range(lo, hi, SLAB):
+        end = min(start + SLAB, hi)
+        p, u = floats[0, : end - start], floats[1, : end - start]
+        load_bf16(update[start:end], u)
+        join(weight[start:end], low[start:end], p)
+        _subtract(p, u, decay, rate)
+        split(p, weight[start:end], low[start:end])
+
+
+@compiled
+def _join(weight: Any, low: Any, master: Any, lo: int, hi: int) -> None:
+    join(weight[lo:hi], low[lo:hi], master[lo:hi])
+
+
+def _waves(numel: int, in_place: bool) -> Iterator[tuple[int, int]]:
+    """Ranges in which nothing is overwritten that is yet to be read: [Note: Waves] in
+    native/matrix_calls.h. What the first one reads needs a copy."""
+    lo, hi = 0, min(numel, GRAIN) if in_place else numel
+    while lo < numel:
+        yield lo, hi
+        lo, hi = hi, min(2 * hi, numel)
+
+
+def blend(
+    state: State, grad: Tensor, target: Tensor, layout: Layout, scalars: BlendScalars
+) -> None:
+    """See `kernels.blend`."""
+    c, rows = tuple(np.float32(x) for x in scalars.coefficients()), layout.rows()
+    key_of = partial(random_key, scalars.seed, scalars.step)
+    in_place = grad.dtype is torch.float32 and grad.data_ptr() == target.data_ptr()
+    wide = isinstance(state, Fp32State)
+    average = state[-1].numpy() if wide else halves(state[-1])
+    written = halves(target)
+    for first, last in _waves(grad.numel(), in_place):
+        source = operand_of(grad[:last].clone() if in_place and not first else grad)
+
+        def body(lo: int, hi: int, source: Any = source, first: int = first) -> None:
+            for keys, element, begin, end in runs(rows, key_of, first + lo, first + hi):
+                if wide:
+                    _blend_fp32(average, source, written, c, begin, end)
+                else:
+                    _blend_split16(average, source, written, c, *keys, element, begin, end)
+
+        threads.run(last - first, GRAIN, body)
+
+
+def subtract(
+    state: State,
+    update: Tensor,
+    working: Tensor | None,
+    layout: Layout,
+    decay: float,
+    rates: Sequence[float],
+) -> None:
+    """See `kernels.subtract`."""
+    numbers = [np.float32(-fp32(rate)) for rate in rates]
+    rows, factor = [*zip(layout.rows(), numbers, strict=True)], np.float32(decay)
+    wide = isinstance(state, Fp32State)
+    masters = (state[0].numpy(),) if wide else (halves(state[0]), halves(state[1]))
+    kernel = _subtract_fp32 if wide else _subtract_split16
+    in_place = (
+        working is not None
+        and working.dtype is torch.float32
+        and working.data_ptr() == update.data_ptr()
+    )
+    for first, last in reversed([*_waves(update.numel(), in_place)]):
+        source = halves(update[:last].clone() if in_place and not first else update)
+        operands = (source, operand_of(working)) if wide else (source,)
+
+        def body(lo: int, hi: int, operands: Any = operands, first: int = first) -> None:
+            for (offset, numel, _, _), rate in rows:
+                begin, end = max(first + lo, offset), min(first + hi, offset + numel)
+                if begin < end:
+                    kernel(*masters, *operands, factor, rate, begin, end)
+            _zero_gaps(working, layout, first + lo, first + hi)
+
+        threads.run(last - first, GRAIN, body)
+
+
+def _zero_gaps(working: Tensor | None, layout: Layout, lo: int, hi: int) -> None:
+    if working is None:
+        return
+    done = lo
+    for offset, numel, _, _ in layout.rows():
+        working[done : min(offset, hi)].zero_()
+        done = max(done, min(offset + numel, hi))
+    working[done:hi].zero_()

@@ -1,4 +1,8 @@
-"""What the Numba kernels share: operands of any dtype, and the threads that run a loop."""
+"""Number formats, operands of any dtype and threads of the Numba kernels.
+
+bf16 and fp16 are passed as their bits. A loop never writes an array that it reads, except element
+for element under one name: LLVM would use its scalar fallback. LLVM vectorises loops over arrays.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,129 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.numba_numbers import (
-    compiled,
-    load_bf16,
-    load_fp16,
-    store_bf16,
-    store_fp16,
-)
+compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath=False)
+
+
+@intrinsic
+def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), emit
+
+
+@intrinsic
+def _bits(typing: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), emit
+
+
+@intrinsic
+def _float(typing: Any, value: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), emit
+
+
+@compiled
+def copy(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = source[i]
+
+
+@compiled
+def load_bf16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        target[i] = _float(np.uint32(np.uint32(source[i]) << np.uint32(16)))
+
+
+@compiled
+def load_fp16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        stored = np.uint32(source[i])
+        magnitude = np.uint32((stored & np.uint32(0x7FFF)) << np.uint32(13))
+        sign = np.uint32((stored & np.uint32(0x8000)) << np.uint32(16))
+        scaled = _bits(_float(magnitude) * np.float32(2.0**112))
+        special = np.uint32(magnitude | np.uint32(0x7F800000))
+        value = special if magnitude >= np.uint32(0x0F800000) else scaled
+        target[i] = _float(np.uint32(sign | value))
+
+
+@compiled
+def store_bf16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        bits = _bits(source[i])
+        even = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+        rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
+        nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        target[i] = np.uint16(np.uint32(0x7FC0) if nan else rounded)
+
+
+@compiled
+def store_fp16(source: Any, target: Any) -> None:
+    for i in range(source.size):
+        bits = _bits(source[i])
+        sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
+        size = np.uint32(bits & np.uint32(0x7FFFFFFF))
+        odd = np.uint32((size >> np.uint32(13)) & np.uint32(1))
+        shifted = np.uint32(size - np.uint32(0x38000000) + np.uint32(0xFFF) + odd)
+        normal = np.uint32(shifted >> np.uint32(13))
+        denormal = np.uint32(_bits(_float(size) + np.float32(0.5)) - np.uint32(0x3F000000))
+        finite = denormal if size < np.uint32(0x38800000) else normal
+        special = np.uint32(0x7E00) if size > np.uint32(0x7F800000) else np.uint32(0x7C00)
+        value = special if size >= np.uint32(0x47800000) else finite
+        target[i] = np.uint16(np.uint32(sign | value))
+
+
+@compiled
+def random_bits(first: Any, second: Any, element: Any, target: Any) -> None:
+    """target[i] = the random bits of element + i; see [Note: Random bits] in native/numbers.h."""
+    for i in range(target.size):
+        x = np.uint32(np.uint32(element + np.uint32(i)) ^ first)
+        x = np.uint32(np.uint32(x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D))
+        x = np.uint32(x ^ second)
+        x = np.uint32(np.uint32(x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B))
+        target[i] = np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@compiled
+def store_bf16_randomly(source: Any, random: Any, shift: Any, target: Any) -> None:
+    """Round up with the probability of the part cut off; 16 random bits from bit `shift` on."""
+    for i in range(source.size):
+        bits = _bits(source[i])
+        magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+        special = np.uint32(0x7FC00000) if magnitude > np.uint32(0x7F800000) else bits
+        up = np.uint32(bits + np.uint32(np.uint32(random[i] >> shift) & np.uint32(0xFFFF)))
+        rounded = up if magnitude < np.uint32(0x7F800000) else special
+        target[i] = np.uint16(np.uint32(rounded >> np.uint32(16)))
+
+
+@compiled
+def join(weight: Any, low: Any, target: Any) -> None:
+    """The two halves of split16 → fp32."""
+    for i in range(target.size):
+        high = np.uint32(np.uint32(weight[i]) << np.uint32(16))
+        target[i] = _float(np.uint32(high + np.uint32(np.int32(low[i]))))
+
+
+@compiled
+def split(source: Any, weight: Any, low: Any) -> None:
+    """fp32 → the two halves of split16."""
+    for i in range(source.size):
+        raw = _bits(source[i])
+        nan = np.uint32(raw & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        bits = np.uint32(0x7FC00000) if nan else raw
+        weight[i] = np.uint16(np.uint32(np.uint32(bits + np.uint32(0x8000)) >> np.uint32(16)))
+        low[i] = np.int16(np.uint16(bits))
+
 
 GRAIN = 16384
 SLAB = 1024

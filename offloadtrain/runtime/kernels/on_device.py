@@ -6,16 +6,26 @@ one tensor. Work goes to the current stream and nothing waits. Sums of squares o
 follow [Note: The norm] within a segment; segments are added pairwise and not in order, which avoids
 a wait for the device. Those of gradients that lie apart are torch's, in one pass over them: in
 fp64, over fixed chunks, the same in every run on one device.
+
+Adam over narrow state is one kernel, which torch compiles when it first runs. An operation after
+the other, decoding and encoding would move a thousand bytes of a parameter and more; compiled, it
+moves those of its state. The arithmetic is that of the codecs, the random bits are those of the
+host, and results agree with the host's to the rounding of fp32: a compiler may contract a product
+and a sum.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
+from offloadtrain.runtime.kernels.codec import hashed
+from offloadtrain.runtime.kernels.formats import CODECS, cut
 from offloadtrain.runtime.kernels.scalars import (
     AdagradScalars,
     AdamScalars,
@@ -25,7 +35,9 @@ from offloadtrain.runtime.kernels.scalars import (
     Scalars,
     SgdScalars,
 )
-from offloadtrain.runtime.kernels.state import Fp32State, Layout, State
+from offloadtrain.runtime.kernels.state import Fp32State, Layout, State, pieces
+
+_log = logging.getLogger(__name__)
 
 _PIECE = 1 << 22
 """Elements widened at once; temporaries take up to 28 bytes each."""
@@ -201,3 +213,77 @@ def _sum(values: Tensor) -> Tensor:
 def _pieces(numel: int) -> Iterator[tuple[int, int]]:
     for lo in range(0, numel, _PIECE):
         yield lo, min(lo + _PIECE, numel)
+
+
+# Narrow state.
+
+_NARROW_PIECE = 1 << 26
+"""Elements of one launch: nothing lies beside the state, and launching takes 50 us."""
+
+
+def compiles(scalars: Scalars) -> bool:
+    """Tell whether there is a kernel for the rule; says once if Triton, which makes it, is
+    missing."""
+    return isinstance(scalars, AdamScalars) and _has_compiler()
+
+
+@cache
+def _has_compiler() -> bool:
+    if not has_triton():
+        _log.warning(
+            "Triton is missing, which compiles the update of split16 and int8 on a GPU: it runs an "
+            "operation after the other, with 60 to 200 times the traffic. Install triton, or set "
+            "state_on = 'host'"
+        )
+        return False
+    return True
+
+
+def update_narrow(state: State, grad: Tensor, layout: Layout, scalars: AdamScalars) -> None:
+    """See `kernels.update`; split16 or int8 state, in place."""
+    fields = state.format.fields(scalars.moments)
+    coefficients = torch.tensor(scalars.coefficients(), device=grad.device)
+    rows = [
+        (offset + lo, offset + hi, scalars.key(parameter, first + lo), first + lo)
+        for offset, numel, parameter, first in layout.rows()
+        for lo, hi in pieces(numel, first, _NARROW_PIECE)
+    ]
+    # One copy to the device for all of them.
+    draws = [[key & 0xFFFFFFFF, key >> 32, element] for _, _, key, element in rows]
+    keys = torch.tensor(draws, dtype=torch.int64, device=grad.device).view(-1, 3)
+    for (lo, hi, _, _), key in zip(rows, keys, strict=True):
+        _compiled()(state.format.name, cut(fields, state, lo, hi), grad[lo:hi], coefficients, key)
+
+
+@cache
+def _compiled() -> Callable[..., None]:
+    """Compile on first use: importing what compiles takes seconds."""
+    made: Callable[..., None] = torch.compile(narrow_adam, dynamic=True, fullgraph=True)
+    return made
+
+
+def narrow_adam(
+    name: str, fields: tuple[Tensor, ...], grad: Tensor, c: Tensor, key: Tensor
+) -> None:
+    """One step over a piece of a parameter, in place.
+
+    Args:
+        name: of the format.
+        grad: (n,) of the working dtype, or fp32.
+        c: (10,) fp32, `AdamCoefficients`.
+        key: (3,) int64: both halves of the key of the random bits, and the first element's number.
+    """
+    scale, decay, l2, weight, towards_grad, beta2, weight_sq, size, correction, eps = c.unbind()
+    codec = CODECS[name]
+    master, exp_avg, exp_avg_sq = codec.load(fields)
+    g = grad.float() * scale
+    g = torch.where(l2 == 0, g, g + master * l2)
+    exp_avg = (g - exp_avg) * weight + torch.where(towards_grad == 0, exp_avg, g)
+    exp_avg_sq = exp_avg_sq * beta2 + g * weight_sq * g
+    master = master * decay + (exp_avg * size) / (exp_avg_sq.sqrt() / correction + eps)
+
+    def draw() -> Tensor:
+        elements = torch.arange(grad.numel(), device=grad.device) + key[2]
+        return hashed(elements & 0xFFFFFFFF, key[0], key[1])
+
+    codec.store(fields, (master, exp_avg, exp_avg_sq), draw)

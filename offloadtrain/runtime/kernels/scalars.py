@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 _MASK = (1 << 64) - 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scalars(ABC):
     """One step of a rule, with its hyperparameters in double.
 
@@ -24,13 +25,14 @@ class Scalars(ABC):
         seed: of stochastic rounding, taken modulo 2^64.
     """
 
-    __slots__ = ()
     rule: ClassVar[int]
     moments: ClassVar[tuple[str, ...]]
 
+    lr: float
+    weight_decay: float
     step: int
-    grad_scale: float
-    seed: int
+    grad_scale: float = 1.0
+    seed: int = 0
 
     @abstractmethod
     def coefficients(self) -> tuple[float, ...]:
@@ -65,7 +67,7 @@ class AdamCoefficients(NamedTuple):
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdamScalars(Scalars):
     """Adam's.
 
@@ -73,15 +75,10 @@ class AdamScalars(Scalars):
         decoupled: decay multiplies the master (AdamW) instead of joining the gradient (Adam).
     """
 
-    lr: float
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
-    step: int
     decoupled: bool = True
-    grad_scale: float = 1.0
-    seed: int = 0
 
     rule: ClassVar[int] = 0
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -114,13 +111,8 @@ class LionCoefficients(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LionScalars(Scalars):
-    lr: float
     beta1: float
     beta2: float
-    weight_decay: float
-    step: int
-    grad_scale: float = 1.0
-    seed: int = 0
 
     rule: ClassVar[int] = 1
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
@@ -147,12 +139,6 @@ class SgdCoefficients(NamedTuple):
 class SgdScalars(Scalars):
     """Without momentum."""
 
-    lr: float
-    weight_decay: float
-    step: int
-    grad_scale: float = 1.0
-    seed: int = 0
-
     rule: ClassVar[int] = 2
     moments: ClassVar[tuple[str, ...]] = ()
 
@@ -176,14 +162,9 @@ class MomentumCoefficients(NamedTuple):
 class MomentumScalars(Scalars):
     """SGD's with momentum. Where `momentum` is 0, the buffer is the gradient."""
 
-    lr: float
     momentum: float
     dampening: float
     nesterov: bool
-    weight_decay: float
-    step: int
-    grad_scale: float = 1.0
-    seed: int = 0
 
     rule: ClassVar[int] = 3
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
@@ -209,13 +190,8 @@ class AdagradCoefficients(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdagradScalars(Scalars):
-    lr: float
     lr_decay: float
     eps: float
-    weight_decay: float
-    step: int
-    grad_scale: float = 1.0
-    seed: int = 0
 
     rule: ClassVar[int] = 4
     moments: ClassVar[tuple[str, ...]] = ("sum",)

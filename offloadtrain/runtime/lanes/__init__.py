@@ -19,14 +19,13 @@ from offloadtrain.runtime.lanes.base import (
     LaneTotals,
     Operation,
     Range,
+    SequentialLanes,
     Span,
     copy,
     views,
 )
 from offloadtrain.runtime.lanes.cuda import CudaLanes
-from offloadtrain.runtime.lanes.exposed_time import exposed_by_lane
-from offloadtrain.runtime.lanes.sequential import SequentialLanes
-from offloadtrain.runtime.lanes.timeline import Interval, Timeline
+from offloadtrain.runtime.lanes.timeline import Interval, Timeline, exposed_by_lane
 from offloadtrain.step.program.operations import Lane
 
 __all__ = [

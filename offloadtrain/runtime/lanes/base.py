@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Self
 
 import torch
@@ -169,6 +170,8 @@ class Span:
     closed: bool = field(default=False)
 
 
+_NBYTES = attrgetter("nbytes")
+
 Operation = Callable[..., object]
 """Takes the views of `reads`, then the views of `writes`; a range that is updated is a write."""
 
@@ -182,6 +185,8 @@ class Lanes(ABC):
         """In a sampled step, the bytes of each copy and collective, by lane and name."""
         self._timeline: Timeline | None = None
         """The last one, while it is not read."""
+        self._samples = False
+        """Compute's intervals are recorded."""
         self._is_reading = False
         """This thread waits for a timeline: that is no wait of compute."""
         self._last: dict[Lane, str] = {}
@@ -264,28 +269,29 @@ class Lanes(ABC):
         return self._timeline
 
     @abstractmethod
-    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
-        """Run a task of the launching code in the order of a lane; it is not counted."""
+    def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
+        """Run a task of the launching code in the order of a lane, on its stream; it is not
+        counted."""
 
-    @abstractmethod
     def _begin_sampling(self) -> None:
         """Begin to record intervals."""
+        self._samples = True
 
-    @abstractmethod
     def _end_sampling(self, lane: Lane) -> None:
         """Record no more intervals of a lane; runs in the order of the lane."""
+        self._samples = self._samples and lane is not Lane.COMPUTE
 
-    @abstractmethod
     def _sampled(self) -> list[Interval]:
-        """Return the recorded intervals, all of which have ended."""
+        """Return the recorded intervals, all of which have ended; [] without a clock."""
+        return []
 
-    @abstractmethod
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         """User code may access these ranges on the compute lane until `close_span`."""
+        return Span(name, tuple(reads), tuple(writes))
 
-    @abstractmethod
     def close_span(self, span: Span) -> None:
         """End the span on the compute lane. A second close is ignored."""
+        span.closed = True
 
     def read_totals(self) -> LaneTotals:
         """Return a copy of the totals known so far; never waits."""
@@ -295,7 +301,7 @@ class Lanes(ABC):
         """The contents of a reused range are undefined from here on; `lane` will write it."""
         # In the lane's order, after the waits for earlier users and before the write.
         if self.poison and range_.buffer.flat.is_floating_point():
-            self._poison(lane, range_.view)
+            self._run_in_order(lane, partial(range_.view.fill_, float("nan")))
         return range_
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -308,10 +314,6 @@ class Lanes(ABC):
             (numel,), of undefined contents.
         """
         return torch.empty(numel, dtype=dtype, device=device)
-
-    def _poison(self, lane: Lane, memory: Tensor) -> None:
-        """Fill with NaN, in the order of the lane."""
-        memory.fill_(float("nan"))
 
     def state(self) -> str:
         """Say of each lane what was launched last and how much of it waits; from any thread."""
@@ -331,7 +333,7 @@ class Lanes(ABC):
         # The norms are 8 bytes per tensor: what counts is moved per parameter.
         if lane in (Lane.COMPUTE, Lane.HOST, Lane.UPDATE) or name == Kind.NORMS_DOWN:
             return
-        nbytes = sum(range_.nbytes for range_ in writes)
+        nbytes = sum(map(_NBYTES, writes))
         if self._sizes is not None:
             self._sizes.setdefault((lane.value, name), deque()).append(nbytes)
         loaded = lane is Lane.LOAD and (self.loads_cross_bus or name == Kind.ACTIVATION_UP)
@@ -346,24 +348,19 @@ class Lanes(ABC):
 
 
 class ClockedLanes(Lanes):
-    """Lanes whose operations begin and end on threads of this process: intervals by its clock."""
+    """Lanes of which the launching thread runs some, compute among them, by its clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self._intervals: list[Interval] = []
-        self._samples = dict.fromkeys(Lane, False)
-        """Lane → True while its intervals are recorded. Each lane ends it on its own thread."""
         self._origin_ms = 0.0
         self._open_spans = 0
         self._computes_since = (0.0, 0.0)
         """The beginning of the outermost open span, and the exposed time up to then."""
 
     def _begin_sampling(self) -> None:
+        super()._begin_sampling()
         self._intervals, self._origin_ms = [], now_ms()
-        self._samples = dict.fromkeys(Lane, True)
-
-    def _end_sampling(self, lane: Lane) -> None:
-        self._samples[lane] = False
 
     def _sampled(self) -> list[Interval]:
         return self._intervals
@@ -384,34 +381,35 @@ class ClockedLanes(Lanes):
                 began_ms, waited_ms = self._computes_since
                 waited_ms = self.totals.exposed_ms - waited_ms
                 self.totals.busy_ms[Lane.COMPUTE] += ended_ms - began_ms - waited_ms
-            self._note(Lane.COMPUTE, Lane.COMPUTE, span.name, span.mark, ended_ms)
+            if self._samples:
+                self._note(Lane.COMPUTE, span.name, span.mark, ended_ms)
         span.closed = True
 
     def _account(self, lane: Lane, name: str, start_ms: float) -> None:
         """Record the end of an operation."""
         end_ms = now_ms()
-        # Compute's operations inside a span are in the span's time. No lock: the lane's own thread
-        # is the only writer of its entry.
+        # Compute's operations inside a span are in the span's time.
         if lane is not Lane.COMPUTE or self._open_spans == 0:
             self.totals.busy_ms[lane] += end_ms - start_ms
-        self._note(lane, lane, name, start_ms, end_ms)
+        if self._samples:
+            self._note(lane, name, start_ms, end_ms)
 
     def _expose(self, lane: Lane, start_ms: float) -> None:
         """Count the time since `start_ms`, in which compute waited for `lane`."""
         end_ms = now_ms()
         self.totals.exposed_ms += end_ms - start_ms
-        self._note(Lane.COMPUTE, WAIT, lane.value, start_ms, end_ms)
+        if self._samples:
+            self._note(WAIT, lane.value, start_ms, end_ms)
 
-    def _note(self, of: Lane, row: str, name: str, start_ms: float, end_ms: float) -> None:
-        """Record an interval of a lane; `row`: the lane, or that of the waits."""
-        if self._samples[of]:
-            start, duration = start_ms - self._origin_ms, end_ms - start_ms
-            self._intervals.append(Interval(row, name, start, duration))
+    def _note(self, row: str, name: str, start_ms: float, end_ms: float) -> None:
+        """Record an interval of a sampled step; `row`: the lane, or that of the waits."""
+        start, duration = start_ms - self._origin_ms, end_ms - start_ms
+        self._intervals.append(Interval(row, name, start, duration))
 
 
 def views(reads: Sequence[Range], writes: Sequence[Range]) -> list[Tensor]:
     """Return the tensors that an operation is called with."""
-    return [range_.view for range_ in reads] + [range_.view for range_ in writes]
+    return [range_.view for range_ in (*reads, *writes)]
 
 
 def now_ms() -> float:
@@ -431,3 +429,65 @@ def copy(source: Tensor, target: Tensor) -> None:
     # Returns before the copy is done: an event after it tells when either side may be reused.
     with torch.no_grad():
         target.copy_(source, non_blocking=True)
+
+
+class _Done(LaneEvent):
+    """An event that has occurred before `record` returns, because everything runs at launch."""
+
+    __slots__ = ()
+
+
+_DONE = _Done()
+
+
+class SequentialLanes(ClockedLanes):
+    """Runs operations when they are launched. All but compute is exposed: compute waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = self._ended = 0
+        """Operations of the host lane."""
+
+    def launch(
+        self,
+        lane: Lane,
+        name: str,
+        fn: Operation,
+        reads: Sequence[Range] = (),
+        writes: Sequence[Range] = (),
+    ) -> None:
+        start_ms, on_host = now_ms(), lane is Lane.HOST
+        self._begun += on_host
+        fn(*views(reads, writes))
+        self._ended += on_host
+        self._count(lane, name, writes)
+        self._account(lane, name, start_ms)
+        if lane is not Lane.COMPUTE:
+            self._expose(lane, start_ms)
+
+    # No event and no wait does anything: launch order is execution order, on one thread.
+    def record(self, lane: Lane) -> LaneEvent:
+        return _DONE
+
+    def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
+        if event is not _DONE:
+            _Done.own(event)
+
+    def host_wait(self, event: LaneEvent, why: object) -> None:
+        # The training thread runs all lanes: it waits as they do.
+        self.wait(Lane.HOST, event, why)
+
+    def synchronize(self) -> None:
+        """Does nothing: nothing is ever pending."""
+
+    def host_progress(self) -> HostProgress:
+        return HostProgress(self._begun, self._begun, self._ended)
+
+    def abandon(self) -> None:
+        """Does nothing: nothing is ever pending."""
+
+    def close(self) -> None:
+        """Does nothing: nothing is ever pending."""
+
+    def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
+        task()

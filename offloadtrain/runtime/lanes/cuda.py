@@ -25,25 +25,23 @@ import torch
 
 from offloadtrain.runtime import cuda_driver
 from offloadtrain.runtime.lanes.base import (
-    HostProgress,
     LaneError,
     LaneEvent,
-    Lanes,
     LaneTotals,
     Operation,
     Range,
     Span,
     views,
 )
-from offloadtrain.runtime.lanes.host_lane import (
-    Endable,
-    HostLane,
-    PythonHostLane,
-    make_host_lane,
+from offloadtrain.runtime.lanes.queues import (
+    LaneQueue,
+    PythonQueue,
+    QueuedLanes,
+    Worker,
+    make_host_queue,
 )
 from offloadtrain.runtime.lanes.stream_times import StreamEvent, StreamTimes
 from offloadtrain.runtime.lanes.timeline import Interval
-from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.program.operations import Lane
 
 _profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -52,7 +50,7 @@ DISK_LANES = (Lane.WRITE, Lane.DISK_READ, Lane.DISK_WRITE, Lane.DISK_LOAD)
 """Lanes between the host and the disk."""
 
 
-class CudaLanes(Lanes):
+class CudaLanes(QueuedLanes):
     """The lanes of one device. Streams live as long as the lanes."""
 
     def __init__(self, device: torch.device, *, among_ranks: bool = False) -> None:
@@ -67,18 +65,15 @@ class CudaLanes(Lanes):
         on_threads += [Lane.D2H] if among_ranks else []
         streamed = dict.fromkeys([*on_threads, Lane.D2H])
         self._streams = {lane: torch.cuda.Stream(device) for lane in streamed}
-        self._failure = Failure()
         begin = partial(_bind, device)
-        self._host = make_host_lane(self._failure, begin, cuda_driver.event_synchronize())
+        self._host = make_host_queue(self._failure, begin, cuda_driver.event_synchronize())
         self._workers = {lane: Worker(lane, self._failure, begin) for lane in on_threads}
         self._awaited: dict[Lane, list[StreamEvent]] = {lane: [] for lane in on_threads}
         """What the next task of a lane with a thread waits for."""
-        self._queues: dict[Lane, HostLane] = {
+        self._queues = {
             Lane.HOST: self._host,
-            **{lane: PythonHostLane(self._failure, begin, lane) for lane in DISK_LANES},
+            **{lane: PythonQueue(self._failure, begin, lane) for lane in DISK_LANES},
         }
-        """Lanes that work on the CPU."""
-        self._closed = False
         self._times = StreamTimes()
         self._computed_on: torch.cuda.Stream | None = None
 
@@ -174,7 +169,7 @@ class CudaLanes(Lanes):
 
         worker.put(run_after_waits)
 
-    def _queue_waits(self, queue: HostLane, event: StreamEvent) -> None:
+    def _queue_waits(self, queue: LaneQueue, event: StreamEvent) -> None:
         # On the queue's thread: for a copy, it blocks on the CUDA event itself.
         if event.cuda is None:
             queue.wait(event.issued)
@@ -197,9 +192,6 @@ class CudaLanes(Lanes):
             self.host_wait(self.record(lane), "synchronize")
         self._stream(Lane.COMPUTE).synchronize()
 
-    def host_progress(self) -> HostProgress:
-        return self._host.progress()
-
     def abandon(self) -> None:
         self._failure.fail(LaneError("the lanes were abandoned"))
         # Of the host lane alone: a stream's event may never happen. Its flag is set after a failure
@@ -210,11 +202,7 @@ class CudaLanes(Lanes):
 
     def close(self) -> None:
         if not self._closed:
-            self._closed = True
-            # Joins the threads, in any order: waits point back in the order of launch.
-            workers: list[Endable] = [*self._queues.values(), *self._workers.values()]
-            for worker in workers:
-                worker.end()
+            super().close()
             # The threads have launched all: copies may still run over memory that goes next.
             for stream in self._streams.values():
                 # A GPU that has failed: the next call that needs it raises.
@@ -223,33 +211,30 @@ class CudaLanes(Lanes):
                 except RuntimeError as error:
                     self._failure.fail(error)
 
-    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+    def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
         worker = self._workers.get(lane)
         if lane in self._queues:
             self._queues[lane].run(task)
-        elif worker is not None:
-            self._put(lane, worker, task)
+        elif worker is None:
+            self._on_stream(lane, task)
         else:
-            task()
+            # In the queue: after the lane's earlier work, in front of what is launched later.
+            self._put(lane, worker, partial(self._on_stream, lane, task))
 
     def _begin_sampling(self) -> None:
         # Compute is empty from here on, so an event happens as soon as it is recorded. After step()
         # it is: the thread has waited for the norm.
         self._stream(Lane.COMPUTE).synchronize()
         self._times.begin_sampling(self._stream(Lane.COMPUTE))
-        for queue in self._queues.values():
-            queue.keep_intervals(True)
+        super()._begin_sampling()
 
     def _end_sampling(self, lane: Lane) -> None:
         self._times.end_sampling(lane)
-        if lane in self._queues:
-            self._queues[lane].keep_intervals(False)
+        super()._end_sampling(lane)
 
     def _sampled(self) -> list[Interval]:
         began_ms, resolved = self._times.sampled()
-        for queue in self._queues.values():
-            resolved += queue.take_intervals(began_ms)
-        return resolved
+        return resolved + self._of_queues(began_ms)
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         mark = self._times.open(name, self._compute_event, self.totals)
@@ -263,29 +248,7 @@ class CudaLanes(Lanes):
 
     def read_totals(self) -> LaneTotals:
         self._times.settle(self.totals)
-        for lane, queue in self._queues.items():
-            self.totals.busy_ms[lane] = queue.busy_ms()
         return super().read_totals()
-
-    def _pending(self) -> dict[Lane, int]:
-        pending = {lane: worker.pending() for lane, worker in self._workers.items()}
-        host = self._host.progress()
-        return pending | {Lane.HOST: host.launched - host.ended}
-
-    def _poison(self, lane: Lane, memory: torch.Tensor) -> None:
-        def fill(memory: torch.Tensor) -> None:
-            memory.fill_(float("nan"))
-
-        if lane in self._queues:
-            self._queues[lane].compute("poison", fill, [memory])
-            return
-        run = partial(self._run_on_stream, lane, "poison", fill, [memory])
-        worker = self._workers.get(lane)
-        if worker is None:
-            run()
-        else:
-            # In the queue like any write: after the lane's earlier uses, in front of later ones.
-            self._put(lane, worker, run)
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         """Return the lane's stream; of compute, the caller's current one."""
@@ -312,6 +275,11 @@ class CudaLanes(Lanes):
             start = self._timing_event(lane)
             fn(*operands)
             self._times.ran(lane, name, start, self._timing_event(lane))
+
+    def _on_stream(self, lane: Lane, task: Callable[[], object]) -> None:
+        """Run a task that is not counted."""
+        with nullcontext() if lane is Lane.COMPUTE else torch.cuda.stream(self._stream(lane)):
+            task()
 
     def _issue(self, event: StreamEvent, lane: Lane) -> None:
         # After a failure the flag is set without an event: waiting threads find the error.

@@ -17,7 +17,7 @@ from offloadtrain.runtime.lanes.base import (
     Range,
     Span,
 )
-from offloadtrain.runtime.lanes.timeline import Interval, Timeline
+from offloadtrain.runtime.lanes.timeline import Timeline
 from offloadtrain.step.program.operations import Lane
 from offloadtrain.step.proof.recording import (
     Bytes,
@@ -107,17 +107,8 @@ class RecordingLanes(Lanes):
     def end_timeline(self) -> Timeline:
         return self.inner.end_timeline()
 
-    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+    def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
         self.inner._run_in_order(lane, task)
-
-    def _begin_sampling(self) -> None:
-        self.inner._begin_sampling()
-
-    def _end_sampling(self, lane: Lane) -> None:
-        self.inner._end_sampling(lane)
-
-    def _sampled(self) -> list[Interval]:
-        return self.inner._sampled()
 
     def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
         span = self.inner.open_span(name, reads, writes)

@@ -21,10 +21,8 @@ from offloadtrain.runtime.lanes.base import (
     Lanes,
     Operation,
     Range,
-    Span,
     views,
 )
-from offloadtrain.runtime.lanes.timeline import Interval
 from offloadtrain.step.program.operations import Lane
 
 
@@ -138,29 +136,11 @@ class SeededLanes(Lanes):
         for queue in self._queues.values():
             queue.clear()
 
-    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
-        task()
-
-    def _begin_sampling(self) -> None:
-        """Does nothing: there is no time here."""
-
-    def _end_sampling(self, lane: Lane) -> None:
-        """Does nothing: there is no time here."""
-
-    def _sampled(self) -> list[Interval]:
-        return []
-
-    def open_span(self, name: str, reads: Sequence[Range], writes: Sequence[Range] = ()) -> Span:
-        return Span(name, tuple(reads), tuple(writes))
-
-    def close_span(self, span: Span) -> None:
-        span.closed = True
-
-    def _poison(self, lane: Lane, memory: Tensor) -> None:
+    def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
         if lane is Lane.COMPUTE:
-            super()._poison(lane, memory)
+            task()
         else:
-            self._put(lane, _Run(lambda m: m.fill_(float("nan")), [memory]))
+            self._put(lane, _Run(task, []))
 
     def _put(self, lane: Lane, run: _Run) -> None:
         self._launched += lane is Lane.HOST

@@ -6,22 +6,17 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from offloadtrain.runtime.lanes.base import (
     ClockedLanes,
-    HostProgress,
     LaneError,
     LaneEvent,
-    LaneTotals,
     Operation,
     Range,
     now_ms,
     views,
 )
-from offloadtrain.runtime.lanes.host_lane import Endable, Flag, make_host_lane
+from offloadtrain.runtime.lanes.queues import Flag, PythonQueue, QueuedLanes, make_host_queue
 from offloadtrain.runtime.lanes.timeline import Interval
-from offloadtrain.runtime.lanes.worker import Failure, Worker
 from offloadtrain.step.program.operations import Lane
 
 
@@ -33,7 +28,7 @@ class _Flag(LaneEvent):
         self.happened = happened
 
 
-class ThreadLanes(ClockedLanes):
+class ThreadLanes(QueuedLanes, ClockedLanes):
     """Compute is the calling thread; the other lanes run concurrently."""
 
     def __init__(
@@ -46,17 +41,16 @@ class ThreadLanes(ClockedLanes):
         """`longest_delay_ms`: each operation is preceded by a random pause of at most this.
         `pace`: name of an operation → its least duration in milliseconds."""
         super().__init__()
-        self._failure = Failure()
         self._draw = random.Random(seed)
         self._longest_s = longest_delay_ms / 1e3
         self._pace = pace
-        self._host = make_host_lane(self._failure)
-        self._workers = {
-            lane: Worker(lane, self._failure)
+        # A native queue where the kernels are native: no thread of Python runs between two kernels.
+        self._host = make_host_queue(self._failure)
+        self._queues = {
+            lane: self._host if lane is Lane.HOST else PythonQueue(self._failure, None, lane)
             for lane in Lane
-            if lane not in (Lane.COMPUTE, Lane.HOST)
+            if lane is not Lane.COMPUTE
         }
-        self._closed = False
 
     def launch(
         self,
@@ -69,25 +63,15 @@ class ThreadLanes(ClockedLanes):
         self._failure.check()
         self._count(lane, name, writes)
         operands, pause_s = views(reads, writes), self._draw.random() * self._longest_s
-        # A native queue where the kernels are native: no thread of Python runs between two kernels.
-        if lane is Lane.HOST:
-            least_s = 0.0 if self._pace is None else self._pace(name) / 1e3
-            self._host.compute(name, fn, operands, pause_s=pause_s, least_s=least_s)
+        least_s = 0.0 if self._pace is None else self._pace(name) / 1e3
+        if lane is not Lane.COMPUTE:
+            self._queues[lane].compute(name, fn, operands, pause_s=pause_s, least_s=least_s)
             return
-
-        def task() -> None:
-            time.sleep(pause_s)
-            start_ms = now_ms()
-            fn(*operands)
-            if self._pace is not None:
-                time.sleep(max(0.0, self._pace(name) - (now_ms() - start_ms)) / 1e3)
-            self._account(lane, name, start_ms)
-
-        if lane is Lane.COMPUTE:
-            task()
-        else:
-            # From here on the queue owns the operands; this thread goes on to launch.
-            self._workers[lane].put(task)
+        time.sleep(pause_s)
+        start_ms = now_ms()
+        fn(*operands)
+        time.sleep(max(0.0, least_s - (now_ms() - start_ms) / 1e3))
+        self._account(lane, name, start_ms)
 
     def record(self, lane: Lane) -> LaneEvent:
         event = _Flag(lane, self._host.make_flag())
@@ -95,10 +79,8 @@ class ThreadLanes(ClockedLanes):
         # they reach it in their queue, also after a failure: a thread may wait for it.
         if lane is Lane.COMPUTE:
             event.happened.set()
-        elif lane is Lane.HOST:
-            self._host.set(event.happened)
         else:
-            self._workers[lane].put(event.happened.set, always=True)
+            self._queues[lane].set(event.happened)
         return event
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
@@ -107,10 +89,8 @@ class ThreadLanes(ClockedLanes):
         # back what is after it, while this thread goes on launching.
         if lane is Lane.COMPUTE:
             self.host_wait(flag, why)
-        elif lane is Lane.HOST:
-            self._host.wait(flag.happened)
         else:
-            self._workers[lane].put(flag.happened.wait)
+            self._queues[lane].wait(flag.happened)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
         # What this thread waits for the lane has not hidden: it is counted as exposed.
@@ -127,9 +107,6 @@ class ThreadLanes(ClockedLanes):
         for lane in Lane:
             self.host_wait(self.record(lane), "synchronize")
 
-    def host_progress(self) -> HostProgress:
-        return self._host.progress()
-
     def abandon(self) -> None:
         self._failure.fail(LaneError("the lanes were abandoned"))
         # Flags are set after a failure too: a lane that has set its own runs nothing any more.
@@ -137,51 +114,12 @@ class ThreadLanes(ClockedLanes):
         for flag in flags:
             flag.happened.wait()
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            # Joins the threads: each runs its queue to the end. Waits point back in the order of
-            # launch, so no order of these joins can hang.
-            workers: list[Endable] = [*self._workers.values(), self._host]
-            for worker in workers:
-                worker.end()
-
-    def read_totals(self) -> LaneTotals:
-        self.totals.busy_ms[Lane.HOST] = self._host.busy_ms()
-        return super().read_totals()
-
-    def _run_in_order(self, lane: Lane, task: Callable[[], None]) -> None:
+    def _run_in_order(self, lane: Lane, task: Callable[[], object]) -> None:
         if lane is Lane.COMPUTE:
             task()
-        elif lane is Lane.HOST:
-            self._host.run(task)
         else:
             # In the queue: after what was launched, in front of what will be.
-            self._workers[lane].put(task)
-
-    def _begin_sampling(self) -> None:
-        super()._begin_sampling()
-        self._host.keep_intervals(True)
-
-    def _end_sampling(self, lane: Lane) -> None:
-        super()._end_sampling(lane)
-        if lane is Lane.HOST:
-            self._host.keep_intervals(False)
+            self._queues[lane].run(task)
 
     def _sampled(self) -> list[Interval]:
-        return [*super()._sampled(), *self._host.take_intervals(self._origin_ms)]
-
-    def _pending(self) -> dict[Lane, int]:
-        pending = {lane: worker.pending() for lane, worker in self._workers.items()}
-        host = self._host.progress()
-        return pending | {Lane.HOST: host.launched - host.ended}
-
-    def _poison(self, lane: Lane, memory: Tensor) -> None:
-        if lane is Lane.COMPUTE:
-            super()._poison(lane, memory)
-        elif lane is Lane.HOST:
-            poison = super()._poison
-            self._host.compute("poison", lambda memory: poison(lane, memory), [memory])
-        else:
-            # In the queue like any write: after the lane's earlier uses, in front of later ones.
-            self._workers[lane].put(lambda: super(ThreadLanes, self)._poison(lane, memory))
+        return [*super()._sampled(), *self._of_queues(self._origin_ms)]

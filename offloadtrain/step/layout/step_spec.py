@@ -178,6 +178,12 @@ class StepSpec:
         """True if repeated blocks may be loaded for their use."""
         return self.config.streams_among(self.ranks)
 
+    @property
+    def period(self) -> int:
+        """Steps after which they repeat. Slots for what is on the disk are 2 or 3: where a step's
+        buckets are no multiple of them, the next step begins with another slot."""
+        return 6 if self.config.uses_disk else 1
+
     def buckets_on(self, tier: Tier) -> tuple[BucketSpec, ...]:
         """Return the trained buckets whose gradient is on a tier, where their state is updated."""
         return tuple(bucket for bucket in self.buckets if bucket.update_tier is tier)

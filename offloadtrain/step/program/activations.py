@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from offloadtrain.step.layout.buffers import Memory
 from offloadtrain.step.layout.formats import ITEMSIZE
@@ -66,34 +65,11 @@ class _Saved:
     handed_over: bool = False
 
 
-class _Copy(NamedTuple):
-    kind: Kind
-    lane: Lane
-
-
-class _Way(NamedTuple):
-    """How a block's input is saved, and fetched for its recompute."""
-
-    memory: Memory
-    save: _Copy
-    fetch: _Copy
-
-
-_WAYS = {
-    way.memory: way
-    for way in (
-        _Way(
-            Memory.HOST_ACTIVATION,
-            _Copy(Kind.ACTIVATION_DOWN, Lane.D2H),
-            _Copy(Kind.ACTIVATION_UP, Lane.LOAD),
-        ),
-        _Way(
-            Memory.KEPT_ACTIVATION,
-            _Copy(Kind.KEEP_INPUT, Lane.COMPUTE),
-            _Copy(Kind.FETCH_PART, Lane.COMM),
-        ),
-    )
+_COPIES = {
+    Memory.HOST_ACTIVATION: ((Kind.ACTIVATION_DOWN, Lane.D2H), (Kind.ACTIVATION_UP, Lane.LOAD)),
+    Memory.KEPT_ACTIVATION: ((Kind.KEEP_INPUT, Lane.COMPUTE), (Kind.FETCH_PART, Lane.COMM)),
 }
+"""Where a block's input is moved to → how it is saved, and fetched for its recompute."""
 
 
 class ActivationPath:
@@ -104,7 +80,8 @@ class ActivationPath:
         self._order = order
         self._parts = spec.input_parts
         self._part = part if self._parts > 1 else 0
-        self._way = _WAYS[spec.input_memory]
+        self._memory = spec.input_memory
+        self._save, self._fetch_back = _COPIES[self._memory]
         self._stays = spec.offloads_saved
         self._most_leaving = _LEAVING_SAVED if self._stays else _LEAVING
         self._ahead = _SAVED_AHEAD if self._stays else 1
@@ -130,7 +107,7 @@ class ActivationPath:
         else:
             buffer = len(self._sizes)
             self._sizes.append(nbytes)
-        host = Ref(self._way.memory, buffer, 0, 0, hi - lo, dtype)
+        host = Ref(self._memory, buffer, 0, 0, hi - lo, dtype)
         there = Ref(Memory.ACTIVATION, number, 0, 0, numel, dtype)
         # The user's forward is no launch: this event stands for its write of the input. The copy
         # waits for compute up to here, and not for the block's own forward.
@@ -138,12 +115,12 @@ class ActivationPath:
         self._order.was_written([there], forward)
         # d2h, concurrently with the block's own forward; a part that stays on the device on
         # compute, before it. It waits for the last fetch from its buffer.
-        down = Launch(*self._way.save, "", (there._replace(lo=lo, hi=hi),), (host,))
+        down = Launch(*self._save, "", (there._replace(lo=lo, hi=hi),), (host,))
         self._order.launch(down)
         # The queue owns the device memory until compute has waited for the copy: see `_let_go`.
         self._leaving[there] = number
         # A part that stays on the device was copied by compute itself, which need not wait.
-        self._let_go(0 if self._way.save.lane is Lane.COMPUTE else self._most_leaving)
+        self._let_go(0 if self._save[1] is Lane.COMPUTE else self._most_leaving)
         self._saved[number] = _Saved(host, there, there._replace(copy=1), self._last)
         self._last = number
 
@@ -212,7 +189,7 @@ class ActivationPath:
         part = entry.back._replace(lo=lo, hi=hi)
         # load, concurrently with recompute and backward of the block after it: waits for its copy
         # down.
-        self._order.launch(Launch(*self._way.fetch, "", (entry.host,), (part,)))
+        self._order.launch(Launch(*self._fetch_back, "", (entry.host,), (part,)))
         if hi - lo < entry.back.hi:
             # comm, concurrently with the same: waits for this rank's part.
             self._order.launch(Launch(Kind.GATHER_INPUT, Lane.COMM, "", (), (entry.back,)))

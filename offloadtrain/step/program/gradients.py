@@ -60,7 +60,7 @@ class GradientRefs:
         self.separate_sum = refs.get((Memory.SUM, 0, 0))
         self.rounds_sum = step.rounds_sum(spec)
         self.staged_dtype = step.reduced_dtype(spec)
-        self.lane = update_lane(spec)
+        self.lane = UPDATE_LANES[spec.update_tier]
         self._versions = [ref for key, ref in refs.items() if key[0] is Memory.GRADIENT]
         self.adding = self.decided = self._versions[0]
         self.touched = self.arrived = False
@@ -102,14 +102,18 @@ class GradientRefs:
         self.measured_on = None
 
 
-def update_lane(spec: BucketSpec) -> Lane:
-    """Return the lane that updates a bucket's state."""
-    return Lane.UPDATE if spec.update_tier is Tier.DEVICE else Lane.HOST
+UPDATE_LANES = {Tier.DEVICE: Lane.UPDATE, Tier.HOST: Lane.HOST}
+"""Tier → the lane that adds to gradients there, and updates the state."""
 
 
 def part_of(full: Ref, lo: int, hi: int) -> Ref:
     """Return elements [lo, hi) of a buffer."""
     return full if hi - lo == full.hi else full._replace(lo=lo, hi=hi)
+
+
+def _norms(table: BufferTable, version: int) -> dict[Tier, Ref]:
+    keys = {tier: BufferKey(tier.value, Memory.NORMS, version) for tier in Tier}
+    return {tier: ref_of(key, table.rows[key]) for tier, key in keys.items() if key in table.rows}
 
 
 class GradientSlots:
@@ -215,12 +219,9 @@ class GradientPath:
         self._norms_are_last = not spec.updates_in_backward
         """No Adam stands after a norm on the host lane until `complete` has waited for the last
         one: a single event, recorded then, is enough for all of them."""
-        self._norms = {
-            tier: ref_of(key, row)
-            for tier in Tier
-            for key in [BufferKey(tier.value, Memory.NORMS)]
-            if (row := table.rows.get(key)) is not None
-        }
+        self._norms, self._copied_norms = _norms(table, 0), _norms(table, 1)
+        """Tier → the sums of squares that are taken there; those that are then copied to the
+        host."""
 
     def send(self, gradient: GradientRefs, *, complete: bool, last: bool) -> None:
         """Launch the way of all gradients that the bucket's parameters hold.
@@ -291,8 +292,7 @@ class GradientPath:
         # and not for the whole host lane, where Adam launched inside backward may still run.
         for tier, norms in self._norms.items():
             measured = self._order.last_write(norms)
-            if measured is not None and tier is Tier.DEVICE:
-                down = norms._replace(copy=1)
+            if measured is not None and (down := self._copied_norms.get(tier)):
                 op = Launch(Kind.NORMS_DOWN, self._norms_lane, "", (norms,), (down,))
                 # Reading the device's memory would wait for all of compute's stream.
                 measured = self._order.launch(op)

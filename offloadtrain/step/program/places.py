@@ -8,7 +8,7 @@ from functools import cached_property
 from offloadtrain.step.layout.block_spec import BucketSpec, MatrixSpec
 from offloadtrain.step.layout.buffers import BufferTable, Memory, WeightRoute
 from offloadtrain.step.layout.step_spec import StepSpec
-from offloadtrain.step.program.gradients import GradientRefs, update_lane
+from offloadtrain.step.program.gradients import UPDATE_LANES, GradientRefs
 from offloadtrain.step.program.operations import Lane, Ref, ref_of
 
 MATRIX_DTYPE = "bfloat16"
@@ -77,7 +77,7 @@ class BucketRefs:
     @cached_property
     def lane(self) -> Lane:
         """The lane that updates its state."""
-        return update_lane(self.spec)
+        return UPDATE_LANES[self.spec.update_tier]
 
     @cached_property
     def waits_for_step(self) -> bool:

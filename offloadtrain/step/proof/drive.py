@@ -96,9 +96,7 @@ def backward(
 
 def loads_outside(spec: StepSpec) -> Counter[str]:
     """Return block → how often the slot outside of layers is loaded with it in a step of many."""
-    outside = {
-        block.name for block in spec.blocks if block.name in spec.streamed and not block.repeated
-    }
+    outside = {block.name for block in spec.streamed_blocks if not block.repeated}
     unread, readings = unread_in_backward(spec), readings_of(spec.blocks)
     passes = [*readings, *(reading for reading in reversed(readings) if reading not in unread)]
     used = [reading.block for reading in passes if reading.block in outside]

@@ -169,10 +169,6 @@ _SETTLED, _MOST_STEPS = 4, 64
 """Steps after which, as a rule, every one takes the same time; the most that are simulated until
 they do."""
 
-_PERIOD = 6
-"""Steps after which those with lanes that share a drive repeat: its slots are 2 or 3, and where a
-step's buckets are no multiple of them, the next step begins with another slot."""
-
 
 def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
     """Simulate a step in the long run, the mean of those that repeat; in update mode "delayed",
@@ -182,7 +178,7 @@ def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
         input_bytes: see `drive.steps`.
     """
     warm = replace(spec, config=spec.config.replace(warmup_steps=0))
-    period, settled = _PERIOD if spec.config.uses_disk else 1, _SETTLED
+    period, settled = spec.period, _SETTLED
     while True:
         program = timed(steps(Program(warm), settled + period - 1, input_bytes))
         times = _simulated(program, seconds)

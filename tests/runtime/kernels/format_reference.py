@@ -13,15 +13,15 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Backend, Fp32State, Int8State, Layout, State
+from tests import torch_kernels
 from tests.runtime.kernels.format_cases import clone, from_fp32
-from tests.runtime.kernels.kernel_cases import BACKENDS
 
 MANTISSA_BITS = 3
 BLOCK = 128
 MASK32 = 0xFFFFFFFF
 ULP = 2.0**-24
 LARGEST_CODE = {"exp_avg": 127, "exp_avg_sq": 256}
-PLAIN = next(backend for backend in BACKENDS if backend.name == "torch")
+PLAIN = torch_kernels.LISTED
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def decoded_code(code: Tensor) -> Tensor:
 
 def wide_before(state: State) -> Fp32State:
     """What the step decodes. 8-bit moments are as the kernels read them."""
-    wide = kernels.to_fp32(state)
+    wide = torch_kernels.to_fp32(state)
     return Fp32State(master_of(state).clone(), wide.exp_avg.clone(), wide.exp_avg_sq.clone())
 
 
@@ -248,7 +248,7 @@ def adam64(case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def float64_errors(actual: State, case: Case) -> dict[str, float]:
     """Each field's largest error, in units of what arithmetic and format may add."""
     truth, bounds = adam64(case)
-    values, checked = kernels.to_fp32(actual), inside(case.layout, case.grad.numel())
+    values, checked = torch_kernels.to_fp32(actual), inside(case.layout, case.grad.numel())
     errors = {}
     for name, exact in truth.items():
         around = exact.abs() + bounds[name]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import AdamScalars, Backend, torch_backend
+from offloadtrain.runtime.kernels import AdamScalars, Backend
+from tests import torch_kernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (0, 1, 15, 2047, 2048, 2049, 10_007)
@@ -52,7 +53,7 @@ def plain_adam(
 ) -> None:
     """The oracle: the same in plain torch."""
     state = kernels.Fp32State(master, exp_avg, exp_avg_sq)
-    torch_backend.update(state, state, grad, working, None, scalars)
+    torch_kernels.update(state, state, grad, working, None, scalars)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, Int8State, Layout
-from tests import levels
+from tests import levels, torch_kernels
 from tests.runtime.kernels import format_reference as reference
 from tests.runtime.kernels.format_cases import (
     NARROW,
@@ -83,7 +83,7 @@ def test_nan_stays_nan(name: str, dtype: torch.dtype, backend: Backend) -> None:
         result = kernel_step(backend)(bad)
         assert differing(result, kernel_step(PLAIN)(bad)) == {}, hex(pattern)
         for _ in range(2):
-            wide = kernels.to_fp32(result)
+            wide = torch_kernels.to_fp32(result)
             assert all(bool(x[list(PLACES)].isnan().all()) for x in wide), hex(pattern)
             assert bool(result[0][list(PLACES)].isnan().all()), hex(pattern)
             result = kernel_step(backend)(replace(case, state=result))
@@ -101,7 +101,7 @@ def test_extreme_gradients(value: float, state: tuple[str, torch.dtype], backend
     assert differing(actual, expected) == {}
     if abs(value) > 1e-30:
         check_neighbours(case, bad, backend)
-    wide, exact = kernels.to_fp32(actual), reference.wide_after(bad)
+    wide, exact = torch_kernels.to_fp32(actual), reference.wide_after(bad)
     assert torch.equal(wide.master.isnan(), exact.master.isnan())
     if isinstance(actual, Int8State):
         return
@@ -121,7 +121,7 @@ def check_bad_moment(value: float, dtype: torch.dtype, backend: Backend) -> None
     grad = case.grad.clone()
     grad[200] = value
     case = replace(case, grad=grad, scalars=replace(SCALARS, grad_scale=1.0))
-    wide = kernels.to_fp32(kernel_step(backend)(case))
+    wide = torch_kernels.to_fp32(kernel_step(backend)(case))
     for name in ("exp_avg", "exp_avg_sq"):
         bad = getattr(wide, name).isnan().view(4, 128)
         takes_block = name == "exp_avg_sq" or value != 3e38
@@ -150,7 +150,7 @@ def test_moments_near_the_ends_of_fp32(
         case = replace(case, scalars=replace(case.scalars, step=step))
         result = kernel_step(backend)(case)
         assert differing(result, kernel_step(PLAIN)(case)) == {}, step
-        wide = kernels.to_fp32(result)
+        wide = torch_kernels.to_fp32(result)
         assert all(bool(x.isfinite().all()) for x in wide), step
         assert bool((wide.exp_avg_sq >= 0).all())
         errors = reference.float64_errors(result, case)
@@ -166,7 +166,7 @@ def test_the_floor_of_the_second_moment(name: str, dtype: torch.dtype) -> None:
     for size in (1e-22, 1e-19, 1e-17, 1e-16, 1e-14, 1e-12):
         case = graded_case(name, dtype, size)
         exact = reference.wide_after(case).exp_avg_sq.double().sqrt()
-        root = kernels.to_fp32(kernel_step(BACKENDS[0])(case)).exp_avg_sq.double().sqrt()
+        root = torch_kernels.to_fp32(kernel_step(BACKENDS[0])(case)).exp_avg_sq.double().sqrt()
         assert bool(((root - exact).abs() <= exact / 15 + 1e-17).all()), size
 
 
@@ -181,7 +181,7 @@ def test_bad_masters(name: str, dtype: torch.dtype, backend: Backend) -> None:
     kernels.set_master(case.state, masters)
     result = kernel_step(backend)(case)
     assert differing(result, kernel_step(PLAIN)(case)) == {}
-    after = kernels.master_of(result)
+    after = torch_kernels.decoded_master(result)
     assert torch.equal(after.isnan(), masters.isnan())
     assert torch.equal(result[0].isnan() | (name == "fp32"), masters.isnan() | (name == "fp32"))
     infinite = masters.isinf()
@@ -200,7 +200,10 @@ def test_fp16_weights_at_their_ends(backend: Backend) -> None:
     case = Case(state, grad, Layout.of_one(masters.numel()), scalars)
     result = kernel_step(backend)(case)
     assert differing(result, kernel_step(PLAIN)(case)) == {}
-    exact, stored = reference.wide_after(case).master.double(), kernels.master_of(result).double()
+    exact, stored = (
+        reference.wide_after(case).master.double(),
+        torch_kernels.decoded_master(result).double(),
+    )
     finite = exact.abs() < 65536.0
     assert torch.equal(stored[~finite], exact[~finite].sign() * float("inf"))
     error = (stored - exact).abs()[finite] / reference.master_step(state, exact[finite])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import Backend, BlendScalars, State, codec
+from tests import torch_kernels
 from tests.runtime.kernels.format_cases import clone, gradient, layout_of, special_gradient
 from tests.runtime.kernels.kernel_cases import (
     BACKENDS,
@@ -17,7 +18,7 @@ from tests.runtime.kernels.kernel_cases import (
 )
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
 
-PLAIN = next(backend for backend in BACKENDS if backend.name == "torch")
+PLAIN = torch_kernels.LISTED
 # In place, fp32 memory is worked on in waves of 16,384 elements and more; 70,003 are four of them.
 NUMELS = [128, 70_003, 1, 20_000]
 LAYOUT, NUMEL = layout_of(NUMELS, gap=1)

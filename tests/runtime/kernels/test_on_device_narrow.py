@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import AdamScalars, State, on_device_narrow
+from offloadtrain.runtime.kernels import AdamScalars, State, on_device
 from offloadtrain.runtime.kernels.formats import CODECS
 from offloadtrain.runtime.kernels.state import STATES, Layout
 from offloadtrain.step.layout.formats import ADAM_MOMENTS
@@ -34,7 +34,15 @@ def made(name: str) -> State:
 
 def scalars(*, decoupled: bool = True, beta1: float = 0.9) -> AdamScalars:
     return AdamScalars(
-        1e-2, beta1, 0.95, 1e-8, 0.1, step=3, grad_scale=0.5, seed=7, decoupled=decoupled
+        lr=1e-2,
+        beta1=beta1,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=3,
+        grad_scale=0.5,
+        seed=7,
+        decoupled=decoupled,
     )
 
 
@@ -43,13 +51,13 @@ def compare(name: str, scalars_of_step: AdamScalars) -> float:
     host, device = made(name), made(name)
     grad = torch.randn(NUMEL).bfloat16()
     kernels.update(host, grad, scalars_of_step, layout=LAYOUT)
-    on_device_narrow.update(device, grad, LAYOUT, scalars_of_step)
+    on_device.update_narrow(device, grad, LAYOUT, scalars_of_step)
     pairs = [(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(host, device, strict=True)]
     codec = CODECS[name]
-    for on_host, on_device in zip(codec.load(host), codec.load(device), strict=True):
-        scale = on_device.abs().max().item()
+    for of_host, of_device in zip(codec.load(host), codec.load(device), strict=True):
+        scale = of_device.abs().max().item()
         # A code that is rounded from the other side of a boundary is the next one: 1/8 of a binade.
-        assert torch.allclose(on_host, on_device, rtol=0.13, atol=1e-6 * scale)
+        assert torch.allclose(of_host, of_device, rtol=0.13, atol=1e-6 * scale)
     return sum(int((a != b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
 
 
@@ -66,8 +74,8 @@ def compare(name: str, scalars_of_step: AdamScalars) -> float:
 def test_it_is_the_hosts_update_to_the_rounding_of_fp32(
     name: str, scalars_of_step: AdamScalars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(on_device_narrow, "_compiled", lambda: on_device_narrow.adam)
-    monkeypatch.setattr(on_device_narrow, "_PIECE", 1 << 14)
+    monkeypatch.setattr(on_device, "_compiled", lambda: on_device.narrow_adam)
+    monkeypatch.setattr(on_device, "_NARROW_PIECE", 1 << 14)
     assert compare(name, scalars_of_step) < 0.05
 
 
@@ -82,11 +90,11 @@ def test_compiled_it_is_the_same(name: str) -> None:
 def test_without_triton_that_is_said_once_and_torch_does_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_device_narrow._has_compiler.cache_clear()
-    monkeypatch.setattr(on_device_narrow, "has_triton", lambda: False)
+    on_device._has_compiler.cache_clear()
+    monkeypatch.setattr(on_device, "has_triton", lambda: False)
     with caplog.at_level(logging.WARNING):
-        assert [on_device_narrow.compiles(scalars()) for _ in range(2)] == [False, False]
-    on_device_narrow._has_compiler.cache_clear()
+        assert [on_device.compiles(scalars()) for _ in range(2)] == [False, False]
+    on_device._has_compiler.cache_clear()
     assert len(caplog.records) == 1 and "Triton is missing" in caplog.text
 
 
@@ -95,8 +103,8 @@ def differs(scalars_of_step: Tensor, other: Tensor) -> bool:
 
 
 def test_what_is_outside_of_the_layout_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_device_narrow, "_compiled", lambda: on_device_narrow.adam)
+    monkeypatch.setattr(on_device, "_compiled", lambda: on_device.narrow_adam)
     before, after = made("split16"), made("split16")
-    on_device_narrow.update(after, torch.randn(NUMEL).bfloat16(), LAYOUT, scalars())
+    on_device.update_narrow(after, torch.randn(NUMEL).bfloat16(), LAYOUT, scalars())
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[500:512], new[500:512]) and differs(old[:500], new[:500])

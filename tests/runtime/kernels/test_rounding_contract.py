@@ -12,6 +12,7 @@ from torch import Tensor
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Layout
 from offloadtrain.runtime.kernels.codec import random_bits
+from tests import torch_kernels
 from tests.runtime.kernels import format_reference as reference
 from tests.runtime.kernels.format_cases import NARROW, ids_of, zero_state
 from tests.runtime.kernels.format_reference import Case, Step, kernel_step
@@ -21,7 +22,7 @@ COUNT = 1 << 15
 SIGMAS = 5.0
 KERNEL = kernel_step(BACKENDS[0])
 # beta1 = 0: the first moment is the gradient itself. No decay: the master moves by lr alone.
-SCALARS = AdamScalars(1e-3, 0.0, 0.75, 1e-8, 0.0, step=1, seed=21)
+SCALARS = AdamScalars(lr=1e-3, beta1=0.0, beta2=0.75, eps=1e-8, weight_decay=0.0, step=1, seed=21)
 each_state = pytest.mark.parametrize(("name", "dtype"), NARROW, ids=ids_of)
 
 
@@ -37,7 +38,7 @@ def constant_case(name: str, dtype: torch.dtype, scalars: AdamScalars, id: int =
 def rounded_up(name: str, dtype: torch.dtype, id: int = 0, **scalars: int) -> dict[str, Tensor]:
     """Of each rounded field, (n,) 1.0 where the greater of the two neighbours was taken."""
     case = constant_case(name, dtype, replace(SCALARS, **scalars), id)
-    wide, result = kernels.to_fp32(KERNEL(case)), {}
+    wide, result = torch_kernels.to_fp32(KERNEL(case)), {}
     fields = ("master", "exp_avg", "exp_avg_sq") if name == "int8" else ("exp_avg", "exp_avg_sq")
     for field in fields:
         values = getattr(wide, field).view(-1, 128)[:, 1:].reshape(-1)
@@ -135,7 +136,9 @@ def bias(step: Step, case: Case, draws: int = 200) -> dict[str, float]:
     exact = reference.wide_after(case)
     totals = {field: torch.zeros(case.grad.numel()).double() for field in exact.names()}
     for seed in range(draws):
-        result = kernels.to_fp32(step(replace(case, scalars=replace(case.scalars, seed=seed))))
+        result = torch_kernels.to_fp32(
+            step(replace(case, scalars=replace(case.scalars, seed=seed)))
+        )
         for field, total in totals.items():
             total += getattr(result, field).double() - getattr(exact, field).double()
     return {
@@ -182,5 +185,5 @@ def test_rounding_is_unbiased_over_steps(name: str, dtype: torch.dtype) -> None:
     draws = 200
     for step in range(1, draws + 1):  # beta1 = 0: no step changes the exact first moment
         result = KERNEL(replace(case, scalars=replace(case.scalars, step=step)))
-        total += kernels.to_fp32(result).exp_avg.double() - case.grad.double()
+        total += torch_kernels.to_fp32(result).exp_avg.double() - case.grad.double()
     assert sigmas(total, steps_of(case, "exp_avg"), case.grad, draws) < SIGMAS

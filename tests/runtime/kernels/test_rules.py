@@ -6,7 +6,7 @@ Adam's tests beside this hold what all rules share: threads, unaligned views, mi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor
 
 import offloadtrain as ot
 from offloadtrain.runtime import kernels
-from offloadtrain.runtime.kernels import Backend, Layout, Scalars, State, torch_backend
+from offloadtrain.runtime.kernels import Backend, Layout, Scalars, State
 from offloadtrain.step.layout.formats import FORMATS
+from tests import torch_kernels
 from tests.runtime.kernels.format_cases import clone, differing, gradient, special_gradient
 from tests.runtime.kernels.kernel_cases import BACKENDS, DTYPES, SPECIALS
 from tests.runtime.kernels.test_adam import needs_fma_in_torch
@@ -26,6 +27,9 @@ NUMELS = [1, 129, 2049, 3000]
 IDS = [0, 3, 2**40 + 1, 5]
 MOMENTUM: dict[str, Any] = {"lr": 3e-3, "momentum": 0.9, "weight_decay": 0.1}
 RULES: dict[str, Any] = {
+    "adam": ot.Adam(lr=3e-3, betas=(0.9, 0.95)),
+    "adam with decay": ot.Adam(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
+    "adamw": ot.AdamW(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
     "lion": ot.Lion(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
     "sgd": ot.SGD(lr=3e-3),
     "sgd with decay": ot.SGD(lr=3e-3, weight_decay=0.1),
@@ -91,7 +95,13 @@ def random_values(numel: int, moments: tuple[str, ...]) -> list[Tensor]:
     source = torch.Generator().manual_seed(4)
     spread = 10 ** torch.empty(numel).uniform_(-4, 0, generator=source)
     values = [spread * torch.randn(numel, generator=source) for _ in range(1 + len(moments))]
-    return [values[0], *(x.abs() if "sum" in moments else x for x in values[1:])]
+    return of_moments(values, moments)
+
+
+def of_moments(values: Sequence[Tensor], moments: tuple[str, ...]) -> list[Tensor]:
+    """The master weights, and moments that may have these values: sums of squares are positive."""
+    named = zip(moments, values[1:], strict=False)
+    return [values[0], *(x.abs() if name in ("sum", "exp_avg_sq") else x for name, x in named)]
 
 
 def run(
@@ -123,7 +133,7 @@ def test_backends_agree(state: str, name: str) -> None:
         grads = gradient(numel, dtype)
         scalars = scalars_of(rule, step)
         emits = state == "fp32"
-        expected, weights = run(torch_backend.update, before, grads, layout, scalars, emits)
+        expected, weights = run(torch_kernels.update, before, grads, layout, scalars, emits)
         with kernels.use(backend):
             actual, emitted = run(in_force, before, grads, layout, scalars, emits)
             other = clone(before)
@@ -138,14 +148,13 @@ def test_backends_agree(state: str, name: str) -> None:
 @each_rule
 @pytest.mark.parametrize("state", ["fp32", "split16"])
 def test_special_values(state: str, rule: Any) -> None:
-    combined = torch.cartesian_prod(SPECIALS, SPECIALS).unbind(1)
+    combined = torch.cartesian_prod(*[SPECIALS] * max(2, 1 + len(rule.moments))).unbind(1)
     numel = combined[0].numel()
-    values = [combined[0], combined[1].abs() if "sum" in rule.moments else combined[1]]
-    before = made(state, rule.moments, values[: 1 + len(rule.moments)])
+    before = made(state, rule.moments, of_moments(combined, rule.moments))
     grads, layout = special_gradient(numel, torch.float16).flip(0), Layout.of_one(numel)
     for backend, step in itertools.product(BACKENDS, (1, 7)):
         scalars = scalars_of(rule, step)
-        expected, _ = run(torch_backend.update, before, grads, layout, scalars, False)
+        expected, _ = run(torch_kernels.update, before, grads, layout, scalars, False)
         with kernels.use(backend):
             actual, _ = run(in_force, before, grads, layout, scalars, False)
         assert differing(actual, expected, rule.moments) == {}, step
@@ -157,12 +166,12 @@ def test_a_moment_of_8_bits_is_near_that_of_32(name: str, backend: Backend) -> N
     """A step from one state, kept in int8 and in fp32: at most a code apart, and without bias."""
     rule, numel = RULES[name], 128 * 256
     before = made("int8", rule.moments, random_values(numel, rule.moments))
-    exact = clone(kernels.to_fp32(before))
+    exact = clone(torch_kernels.to_fp32(before))
     grads, layout = gradient(numel, torch.float32), Layout.of_one(numel)
     with kernels.use(backend):
         kernels.update(before, grads, scalars_of(rule, 7), layout=layout)
         kernels.update(exact, grads, scalars_of(rule, 7))
-    result = kernels.to_fp32(before)
+    result = torch_kernels.to_fp32(before)
     largest = exact[1].view(-1, 128).abs().amax(1, keepdim=True)
     error = (result[1] - exact[1]).view(-1, 128)
     # Above the evenly spaced codes a step is an eighth of the value, at most.
@@ -194,6 +203,7 @@ class PlainLion(torch.optim.Optimizer):
 
 
 TORCHS: dict[type, type[torch.optim.Optimizer]] = {
+    ot.Adam: torch.optim.Adam,
     ot.AdamW: torch.optim.AdamW,
     ot.Lion: PlainLion,
     ot.SGD: torch.optim.SGD,
@@ -235,7 +245,15 @@ def test_the_bits_are_torchs(rule: Any) -> None:
             assert compare_with_torch(rule, 9) == [], backend
 
 
+@needs_fma_in_torch
+@pytest.mark.parametrize("name", ["adam with decay", "adamw"])
+def test_the_bits_are_torchs_over_22_million_element_steps(name: str) -> None:
+    assert compare_with_torch(RULES[name], 22, 1 << 20) == []
+
+
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam's beta2": ("adamw", {"betas": (0.9, 0.96)}),
+    "adam's decay": ("adamw", {"weight_decay": 0.0}),
     "lion": ("lion", {"betas": (0.9, 0.96)}),
     "lion's decay": ("lion", {"weight_decay": 0.0}),
     "sgd's decay": ("sgd with decay", {"weight_decay": 0.0}),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.kernels import AdamScalars, Fp32State, Layout, State
-from tests import levels
+from tests import levels, torch_kernels
 from tests.runtime.kernels.format_cases import NARROW, ids_of, zero_state
 from tests.runtime.kernels.kernel_cases import BACKENDS
 
@@ -52,7 +52,9 @@ class Run:
         return grad
 
     def scalars(self, step: int) -> AdamScalars:
-        return AdamScalars(self.lr, 0.9, BETA2, 1e-18, 0.0, step=step, seed=3)
+        return AdamScalars(
+            lr=self.lr, beta1=0.9, beta2=BETA2, eps=1e-18, weight_decay=0.0, step=step, seed=3
+        )
 
 
 @cache
@@ -75,7 +77,7 @@ def trained(state: State, run: Run) -> Fp32State:
         for step in range(1, run.steps + 1):
             grad = first if step <= BURST else later
             kernels.update(state, grad, run.scalars(step), layout=LAYOUT)
-    return kernels.to_fp32(state)
+    return torch_kernels.to_fp32(state)
 
 
 @cache
@@ -166,4 +168,4 @@ def test_bf16_moments_rounded_to_nearest_stall() -> None:
 
 def test_doing_nothing_is_told_apart() -> None:
     run = Run(1e-6)
-    assert len(judged(kernels.to_fp32(start("split16", torch.bfloat16)), run, "split16")) == 3
+    assert len(judged(torch_kernels.to_fp32(start("split16", torch.bfloat16)), run, "split16")) == 3

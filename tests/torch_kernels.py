@@ -1,11 +1,12 @@
-"""The kernels in plain torch: the last fallback, and the readable definition of the arithmetic.
+"""The kernels in plain torch: the readable definition of the arithmetic, which tests compare with.
 
-Same bits as the native ones, at a tenth of the speed.
+Same bits as the shipped ones, at a tenth of the speed. `LISTED` makes it a backend of
+`kernels.use`.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offloadtrain.runtime.kernels.codec import fma, master_of, set_master, to_fp32
+from offloadtrain.runtime.kernels import Backend, selection
+from offloadtrain.runtime.kernels import read_master as read_masters
+from offloadtrain.runtime.kernels.codec import (
+    decode_moments,
+    fma,
+    join,
+    join_int8,
+    set_master_int8,
+    split,
+)
 from offloadtrain.runtime.kernels.formats import CODECS, draw_bits
 from offloadtrain.runtime.kernels.scalars import (
     AdagradCoefficients,
@@ -31,12 +41,15 @@ from offloadtrain.runtime.kernels.state import (
     Fp32State,
     Int8State,
     Layout,
+    Split16State,
     State,
     blocks,
     pieces,
 )
+from offloadtrain.step.layout.formats import ADAM_MOMENTS
 
-SEGMENT = 2048
+LISTED = Backend("torch", "-", 0, "the reference of tests")
+selection.LOADERS["torch"] = lambda: sys.modules[__name__]
 
 
 def update(
@@ -132,63 +145,6 @@ def _update_fp32(
             working[lo:hi] = new[0]
 
 
-def accumulate(total: Tensor, grad: Tensor, first: bool) -> None:
-    """See `kernels.accumulate`."""
-    for lo, hi in pieces(total.numel()):
-        if first:
-            total[lo:hi] = grad[lo:hi].float()
-        else:
-            total[lo:hi] += grad[lo:hi].float()
-
-
-def accumulate_squares(
-    total: Tensor, grad: Tensor, layout: Layout, first: bool, squares: Tensor
-) -> None:
-    """See `kernels.accumulate`."""
-    for offset, numel, _, _ in layout.rows():
-        piece = slice(offset, offset + numel)
-        accumulate(total[piece], grad[piece], first)
-    sum_squares(total, layout, squares)
-
-
-def sum_squares(flat: Tensor, layout: Layout, squares: Tensor) -> None:
-    """See `kernels.sum_squares_many`."""
-    for offset, numel, id, _ in layout.rows():
-        squares[id] = _sum_squares(flat[offset : offset + numel])
-
-
-def sum_squares_each(tensors: Sequence[tuple[int, Tensor]], squares: Tensor) -> None:
-    """See `kernels.sum_squares_each`."""
-    for id, values in tensors:
-        squares[id] = _sum_squares(values.as_strided((values.numel(),), (1,)))
-
-
-def copy_flat(source: Tensor, target: Tensor) -> None:
-    """See `kernels.copy`."""
-    target.copy_(source)
-
-
-def zero_flat(memory: Tensor) -> None:
-    """See `kernels.zero`."""
-    memory.zero_()
-
-
-def read_master(state: State, master: Tensor) -> None:
-    """See `kernels.read_master`."""
-    for lo, hi in pieces(master.numel()):
-        master[lo:hi] = master_of(_at(state, lo, hi))
-
-
-def cast(source: Tensor, target: Tensor) -> None:
-    """See `kernels.cast`."""
-    target.copy_(source)
-
-
-def first_touch(memory: Tensor) -> None:
-    """See `kernels.first_touch`."""
-    memory.zero_()
-
-
 def step(values: Sequence[Tensor], grad: Tensor, c: tuple[float, ...]) -> tuple[Tensor, ...]:
     """One step of the rule whose coefficients these are: (n,) fp32 master and moments, in new
     memory."""
@@ -248,14 +204,41 @@ def _root(values: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(values.numpy()))
 
 
-def _sum_squares(values: Tensor) -> float:
-    total = 0.0
-    for lo, hi in pieces(values.numel()):
-        squares = values[lo:hi].double().square()
-        squares = torch.nn.functional.pad(squares, (0, -squares.numel() % SEGMENT))
-        tree = squares.view(-1, SEGMENT)
-        for width in [SEGMENT >> level for level in range(1, int(math.log2(SEGMENT)) + 1)]:
-            tree = tree[:, :width] + tree[:, width:]
-        for value in tree[:, 0].tolist():
-            total += value
-    return total
+def master_of(state: State) -> Tensor:
+    """The master weights as (n,) fp32: a view for fp32 state, new memory otherwise."""
+    if isinstance(state, Fp32State):
+        return state.master
+    if isinstance(state, Split16State):
+        return join(state.weight, state.low)
+    assert isinstance(state, Int8State)
+    return join_int8(state.weight, state.correction)
+
+
+def set_master(state: State, master: Tensor) -> None:
+    """Set the master weights from (n,) fp32, rounded to nearest if the format is narrower."""
+    if isinstance(state, Fp32State):
+        state.master.copy_(master)
+    elif isinstance(state, Split16State):
+        weight, low = split(master)
+        state.weight.copy_(weight)
+        state.low.copy_(low)
+    else:
+        assert isinstance(state, Int8State)
+        set_master_int8(state, master, torch.full(master.shape, 0x80, device=master.device))
+
+
+def to_fp32(state: State) -> Fp32State:
+    """The state's values in fp32: views for fp32 state, new memory otherwise."""
+    if isinstance(state, Fp32State):
+        return state
+    if isinstance(state, Split16State):
+        return Fp32State(master_of(state), *(moment.float() for moment in state[2:]))
+    assert isinstance(state, Int8State)
+    return Fp32State(master_of(state), *decode_moments(state))
+
+
+def decoded_master(state: State) -> Tensor:
+    """The master weights as (n,) fp32, decoded by the active kernels."""
+    target = torch.empty(state[0].numel())
+    read_masters(state.format, ADAM_MOMENTS, state, target)
+    return target

@@ -1,0 +1,429 @@
+"""Lanes that work on the CPU: queues, each run by a thread of its own.
+
+The host lane's queue is native if the kernels are native, else a Python thread as those of the
+other lanes. Both run operations in order, set and wait for flags, and count the time of
+computation. See [Note: Without the interpreter] in `runtime/kernels/selection.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_uint64
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from offloadtrain.runtime import kernels
+from offloadtrain.runtime.lanes.base import (
+    HostProgress,
+    LaneError,
+    Lanes,
+    LaneTotals,
+    Operation,
+    now_ms,
+)
+from offloadtrain.runtime.lanes.timeline import Interval
+from offloadtrain.step.program.operations import Lane
+
+_Task = Callable[[], object]
+
+
+class Failure:
+    """The first error of the workers that share it; the launching thread raises it."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self._watched: list[tuple[Callable[[], str], Callable[[], None]]] = []
+
+    def watch(self, error: Callable[[], str], stop: Callable[[], None]) -> None:
+        """Watch a native queue. `error`: returns its error, "" for none; `stop`: stops it."""
+        self._watched.append((error, stop))
+
+    def fail(self, error: BaseException) -> None:
+        """Stop all workers; the launching thread will raise the error."""
+        # Set without a lock: workers only ask whether there is one, and any first error will do.
+        self.error = self.error or error
+        for _, stop in self._watched:
+            stop()
+
+    def check(self) -> None:
+        """Raises LaneError if a worker has failed."""
+        # A native queue cannot stop the others itself: the launching thread does so here.
+        for error, _ in self._watched:
+            if (message := error()) and self.error is None:
+                self.fail(RuntimeError(message))
+        if self.error is not None:
+            raise LaneError(f"a lane failed: {self.error}") from self.error
+
+
+class Worker:
+    """Runs tasks in order. After a failure of any worker it runs only the tasks that set events, so
+    that no thread waits for ever."""
+
+    def __init__(
+        self, name: str, failure: Failure, begin: Callable[[], None] | None = None
+    ) -> None:
+        """`begin`: run first on the thread."""
+        self._failure = failure
+        self._begin = begin
+        self._runs = False
+        self._tasks: queue.SimpleQueue[tuple[_Task, bool] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"offloadtrain-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, task: _Task, *, always: bool = False) -> None:
+        """Queue a task; `always`: run it after a failure, too (it sets an event)."""
+        # The queue owns the task, and with it the tensors that it uses, until it has run.
+        self._tasks.put((task, always))
+
+    def pending(self) -> int:
+        """Return the number of queued tasks, with the one that runs."""
+        return self._tasks.qsize() + self._runs
+
+    def end(self) -> None:
+        """Run the queued tasks, then stop the thread."""
+        # Last in the queue: the thread ends when all that it was given has run.
+        self._tasks.put(None)
+        # The garbage collector may call this on the worker's own thread, which cannot join itself.
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        if self._begin is not None:
+            self._try(self._begin)
+        while (entry := self._tasks.get()) is not None:
+            task, always = entry
+            if self._failure.error is None or always:
+                self._runs = True
+                self._try(task)
+                self._runs = False
+
+    def _try(self, task: _Task) -> None:
+        # The next call of the launching thread raises it.
+        try:
+            task()
+        except BaseException as error:
+            self._failure.fail(error)
+
+
+class Flag(Protocol):
+    """A flag that is set once; `threading.Event` is one, and so is the native queue's."""
+
+    def set(self) -> None: ...
+    def is_set(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+class LaneQueue(Protocol):
+    """The interface of both kinds of queues."""
+
+    def make_flag(self) -> Flag: ...
+
+    def compute(
+        self,
+        name: str,
+        fn: Operation,
+        operands: Sequence[Tensor],
+        *,
+        pause_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> None:
+        """Queue a call of `fn` with the operands; counted. It is preceded by a pause and takes at
+        least `least_s`: for tests and measurements."""
+        ...
+
+    def run(self, task: Callable[[], object]) -> None:
+        """Queue a task that is not counted."""
+        ...
+
+    def set(self, flag: Flag) -> None:
+        """Queue the setting of a flag, which happens also after a failure."""
+        ...
+
+    def wait(self, flag: Flag) -> None: ...
+
+    def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
+        """Queue a wait for a CUDA event. `block` waits from Python; `handle` holds the event's
+        address once `issued` is set, for a wait without the interpreter's lock."""
+        ...
+
+    def progress(self) -> HostProgress: ...
+
+    def busy_ms(self) -> float: ...
+
+    def keep_intervals(self, keep: bool) -> None: ...
+
+    def take_intervals(self, origin_ms: float) -> list[Interval]: ...
+
+    def end(self) -> None:
+        """Run the queued tasks, then stop."""
+        ...
+
+
+def make_host_queue(
+    failure: Failure, begin: Callable[[], None] | None = None, synchronize_event: int = 0
+) -> LaneQueue:
+    """Make the queue of the host lane that fits the active kernels.
+
+    Args:
+        begin: run first on its thread.
+        synchronize_event: address of the CUDA driver's cuEventSynchronize.
+    """
+    native = kernels.native_lane()
+    if native is None:
+        return PythonQueue(failure, begin)
+    return NativeQueue(native, failure, begin, synchronize_event)
+
+
+class _Counted:
+    """Runs and counts computations in Python."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._busy_ms = 0.0
+        self._launched = self._begun = self._ended = 0
+        self._keeps = False
+        self._intervals: list[tuple[str, float, float]] = []
+
+    def run_counted(
+        self, name: str, task: Callable[[], object], pause_s: float, least_s: float
+    ) -> None:
+        if pause_s > 0:
+            time.sleep(pause_s)
+        start_ms = now_ms()
+        self._begun += 1
+        task()
+        if least_s > 0:
+            time.sleep(max(least_s - (now_ms() - start_ms) / 1e3, 0.0))
+        self._ended += 1
+        spent_ms = now_ms() - start_ms
+        self._busy_ms += spent_ms
+        if self._keeps:
+            self._intervals.append((name, start_ms, spent_ms))
+
+    def progress(self) -> HostProgress:
+        return HostProgress(self._launched, self._begun, self._ended)
+
+    def busy_ms(self) -> float:
+        return self._busy_ms
+
+    def keep_intervals(self, keep: bool) -> None:
+        self._keeps = keep
+
+    def take_intervals(self, origin_ms: float) -> list[Interval]:
+        taken, self._intervals, lane = self._intervals, [], self._lane
+        return [Interval(lane, name, start - origin_ms, spent) for name, start, spent in taken]
+
+
+class PythonQueue(_Counted):
+    """A Python thread, which takes the GIL between two kernels."""
+
+    def __init__(
+        self, failure: Failure, begin: Callable[[], None] | None, lane: Lane = Lane.HOST
+    ) -> None:
+        super().__init__(lane)
+        self._worker = Worker(lane, failure, begin)
+
+    def make_flag(self) -> Flag:
+        return threading.Event()
+
+    def compute(
+        self,
+        name: str,
+        fn: Operation,
+        operands: Sequence[Tensor],
+        *,
+        pause_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> None:
+        self._launched += 1
+        # From here on the queue owns the operands; this thread goes on to launch.
+        self._worker.put(partial(self.run_counted, name, partial(fn, *operands), pause_s, least_s))
+
+    def run(self, task: Callable[[], object]) -> None:
+        self._worker.put(task)
+
+    def set(self, flag: Flag) -> None:
+        # After a failure, too: another thread may be waiting for the flag.
+        self._worker.put(flag.set, always=True)
+
+    # A task of the queue: the lane is held back, the launching thread goes on.
+    def wait(self, flag: Flag) -> None:
+        self._worker.put(flag.wait)
+
+    def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
+        self._worker.put(block)
+
+    def end(self) -> None:
+        self._worker.end()
+
+
+class NativeQueue:
+    """A native queue. Operations that only call kernels are captured when they are launched and run
+    without the interpreter's lock; others take it.
+
+    The queue borrows the objects of a task: `_in_use` owns them until the task is done.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        failure: Failure,
+        begin: Callable[[], None] | None,
+        synchronize_event: int,
+    ) -> None:
+        self._native = native
+        self._queue = native.make_queue()
+        self._failure = failure
+        self._synchronize_event = synchronize_event
+        # Not a base class: what is queued must not keep this object alive.
+        self._counted = _Counted(Lane.HOST)
+        self._launched = 0
+        self._in_use: deque[tuple[int, object]] = deque()
+        self._launching = threading.Lock()
+        # The native queue stops with the other workers, and they with it.
+        failure.watch(self._queue.error, self._queue.fail)
+        if begin is not None:
+            self.run(begin)
+
+    def make_flag(self) -> Flag:
+        flag: Flag = self._native.make_flag()
+        return flag
+
+    def compute(
+        self,
+        name: str,
+        fn: Operation,
+        operands: Sequence[Tensor],
+        *,
+        pause_s: float = 0.0,
+        least_s: float = 0.0,
+    ) -> None:
+        calls = kernels.capture(fn, operands)
+        self._launched += 1
+        if calls is None:
+            task = partial(fn, *operands)
+            self.run(partial(self._counted.run_counted, name, task, pause_s, least_s))
+        else:
+            # The calls hold addresses only: the operands keep their memory alive.
+            objects = (calls, fn, operands)
+            self._push(lambda: self._queue.call(calls, name, pause_s, least_s), objects)
+
+    def set(self, flag: Flag) -> None:
+        self._push(lambda: self._queue.set(flag), flag)
+
+    # A task of the queue: the lane is held back, the launching thread goes on.
+    def wait(self, flag: Flag) -> None:
+        self._push(lambda: self._queue.wait(flag), flag)
+
+    def wait_event(self, issued: Flag, handle: c_uint64, block: Callable[[], None]) -> None:
+        address, synchronize = addressof(handle), self._synchronize_event
+        # `block` refers to the event: destroyed early, its handle would dangle in the native wait.
+        objects = (issued, handle, block)
+        self._push(lambda: self._queue.wait_event(issued, address, synchronize), objects)
+
+    def progress(self) -> HostProgress:
+        begun, ended = self._queue.counts()
+        counted = self._counted.progress()
+        return HostProgress(self._launched, begun + counted.begun, ended + counted.ended)
+
+    def busy_ms(self) -> float:
+        return self._counted.busy_ms() + 1e3 * float(self._queue.busy_s())
+
+    def keep_intervals(self, keep: bool) -> None:
+        self._counted.keep_intervals(keep)
+        self._queue.keep_stretches(keep)
+
+    def take_intervals(self, origin_ms: float) -> list[Interval]:
+        native = [
+            Interval(Lane.HOST, name, 1e3 * start_s - origin_ms, 1e3 * seconds)
+            for name, start_s, seconds in self._queue.take_stretches()
+        ]
+        return native + self._counted.take_intervals(origin_ms)
+
+    def end(self) -> None:
+        self._queue.end()
+
+    def __del__(self) -> None:
+        # Joins without the interpreter's lock. The native destructor would hold it, and a task of
+        # the thread that needs it would never end.
+        self._queue.end()
+
+    def run(self, task: Callable[[], object]) -> None:
+        # Not `self`: its own `_in_use` would keep the lane alive.
+        failure = self._failure
+
+        def guarded() -> None:
+            try:
+                task()
+            except BaseException as error:
+                failure.fail(error)
+
+        self._push(lambda: self._queue.run(guarded, False), guarded)
+
+    def _push(self, push: Callable[[], int], objects: object) -> None:
+        # The training thread and autograd's both launch: numbers must ascend in `_in_use`.
+        with self._launching:
+            self._in_use.append((push(), objects))
+            # Tasks up to this number are done: nothing native uses their objects any more.
+            done = self._queue.done()
+            while self._in_use and self._in_use[0][0] <= done:
+                self._in_use.popleft()
+
+
+class QueuedLanes(Lanes):
+    """Lanes some of which have a queue each."""
+
+    _host: LaneQueue
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._failure = Failure()
+        self._queues: dict[Lane, LaneQueue] = {}
+        """Lanes that work on the CPU."""
+        self._workers: dict[Lane, Worker] = {}
+        """Lanes whose thread launches onto a stream."""
+        self._closed = False
+
+    def host_progress(self) -> HostProgress:
+        return self._host.progress()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            # Joins the threads: each runs its queue to the end. Waits point back in the order of
+            # launch, so no order of these joins can hang.
+            threads: list[LaneQueue | Worker] = [*self._queues.values(), *self._workers.values()]
+            for thread in threads:
+                thread.end()
+
+    def read_totals(self) -> LaneTotals:
+        for lane, lane_queue in self._queues.items():
+            self.totals.busy_ms[lane] = lane_queue.busy_ms()
+        return super().read_totals()
+
+    def _begin_sampling(self) -> None:
+        super()._begin_sampling()
+        for lane_queue in self._queues.values():
+            lane_queue.keep_intervals(True)
+
+    def _end_sampling(self, lane: Lane) -> None:
+        super()._end_sampling(lane)
+        if lane in self._queues:
+            self._queues[lane].keep_intervals(False)
+
+    def _of_queues(self, origin_ms: float) -> list[Interval]:
+        """Return the intervals of the queues, by a clock that was at `origin_ms` when it began."""
+        return [i for q in self._queues.values() for i in q.take_intervals(origin_ms)]
+
+    def _pending(self) -> dict[Lane, int]:
+        pending = {lane: worker.pending() for lane, worker in self._workers.items()}
+        for lane, lane_queue in self._queues.items():
+            progress = lane_queue.progress()
+            pending[lane] = progress.launched - progress.ended
+        return pending

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -24,7 +24,7 @@ from textual.widgets import Input
 
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.events import schema
-from offloadtrain_tui import exports, labels, requests, settings
+from offloadtrain_tui import exports, requests, settings
 from offloadtrain_tui.attention import Watched, desktop
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
@@ -62,12 +62,6 @@ COLOR_BLIND = Theme(
 )
 
 _CHARTS = ", ".join(KINDS)
-_FORMS: dict[str, Callable[[str, ViewState], str | bytes]] = {
-    ".csv": exports.as_csv,
-    ".svg": exports.as_svg,
-    ".png": exports.as_png,
-}
-
 RUNS_EVERY_S = 3.0
 QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
@@ -379,20 +373,6 @@ class Monitor(Display):
         else:
             self.tell(f"{action}: requested; the answer appears as an event")
 
-    def on_runs_panel_pinned(self, message: RunsPanel.Pinned) -> None:
-        """Pin a run, or unpin it; the list shows it when it is read again."""
-        row = message.row
-        if self.shown.readonly:
-            self.tell("--readonly: nothing is written", "warning")
-            return
-        pinned = not row.labels.pinned
-        try:
-            labels.write(row.folder, replace(row.labels, pinned=pinned))
-        except OSError as error:
-            self.tell(f"{row.folder}/labels.json cannot be written: {error.strerror}", "error")
-        else:
-            self.tell(f"{row.folder.name}: {'pinned' if pinned else 'no longer pinned'}")
-
     # ---- exports
 
     def action_export(self) -> None:
@@ -414,7 +394,7 @@ class Monitor(Display):
         self.run_worker(export, thread=True, group="export", exit_on_error=False)
 
     def action_chart_file(self) -> None:
-        """Write a chart as a file whose name says which, and how."""
+        """Write a chart's numbers into a file, whose name says which chart."""
 
         def write(answer: str | None) -> None:
             if answer:
@@ -423,22 +403,17 @@ class Monitor(Display):
         if self.shown.readonly:
             self.tell("--readonly: nothing is written", "warning")
         else:
-            self.push_screen(
-                Ask(f"chart, as .csv, .svg or .png, such as loss.csv: {_CHARTS}"), write
-            )
+            self.push_screen(Ask(f"chart, such as loss.csv: {_CHARTS}"), write)
 
     def _write_chart(self, path: Path) -> None:
-        if path.stem not in KINDS or path.suffix not in _FORMS:
-            known = ", ".join(_FORMS)
-            self.tell(f"{path.name}: give a chart's name and {known}: {_CHARTS}", "warning")
+        if path.stem not in KINDS or path.suffix != ".csv":
+            self.tell(f"{path.name}: give a chart's name and .csv: {_CHARTS}", "warning")
             return
         if path.exists():
             self.tell(f"{path} exists: it is left as it is", "warning")
             return
         try:
-            replace_file(path, _FORMS[path.suffix](path.stem, self.shown))
-        except ImportError:
-            self.tell("a .png needs Pillow: pip install 'offloadtrain[plots]'", "error")
+            replace_file(path, exports.as_csv(path.stem, self.shown))
         except OSError as error:
             self.tell(f"{path} cannot be written: {error.strerror}", "error")
         else:

@@ -21,7 +21,7 @@ KEYS = (
     ("g  End", "go to a step by its number; back to live"),
     ("Space", "hold, go on"),
     ("+ -", "charts: zoom in, zoom out;  y logarithmic axis,  m moving average"),
-    ("e  k", "write a chart into a file (CSV, SVG, PNG); copy its numbers"),
+    ("e  k", "write a chart's numbers into a file (CSV); copy them"),
     ("arrows", "timeline: zoom, move;  x writes it for ui.perfetto.dev"),
     ("r  o", "next run;  on 9: draw the chosen run beside this one"),
     ("/  Enter  j", "events: filter, show the record, go to its step"),

@@ -193,9 +193,7 @@ def disk(
     _show(as_json, {"disk": list(map(asdict, rows))}, title, bench.table(rows))
 
 
-def report(
-    folder: Path = Path("benchmarks/results"), /, *, all: bool = False, plot: Path | None = None
-) -> None:
+def report(folder: Path = Path("benchmarks/results"), /, *, all: bool = False) -> None:
     """Print the steps measured on GPUs as a table, from results files only.
 
     Parameters
@@ -204,18 +202,12 @@ def report(
         Folder with the results files of `make gpu`.
     all
         Also print plans, goals, the machine's rates and what was not measured.
-    plot
-        Also draw ratios, rates and exposed time as SVG files into this folder.
     """
     from offloadtrain.cli import results_tables
 
     if not folder.is_dir():
         raise results_tables.ResultsError(f"{folder}: no such folder; make gpu writes results")
     files = results_tables.read(folder)
-    if plot is not None:
-        from offloadtrain.cli.results_plots import plot as draw
-
-        draw(files, plot)
     print(results_tables.everything(files) if all else results_tables.summary(files))
 
 

@@ -172,7 +172,7 @@ def test_each_question_may_be_refused(answers: Answers) -> None:
 
 def test_the_monitor_shows_them(library: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "offloadtrain", "tui", "--once", "--screen", "ranks"],
+        [sys.executable, "-m", "offloadtrain", "tui", "--once", "--screen", "overview"],
         env=os.environ | {"LD_LIBRARY_PATH": str(library)},
         cwd=tmp_path,
         capture_output=True,

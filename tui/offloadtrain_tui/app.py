@@ -13,14 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from textual.app import SystemCommand
+from rich.text import Text
+from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter
 from textual.message import Message
 from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
-from textual.widgets import Input
+from textual.widgets import ContentSwitcher, Footer, Input, Static
 
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.events import schema
@@ -28,9 +29,10 @@ from offloadtrain_tui import exports, requests, settings
 from offloadtrain_tui.attention import Watched, desktop
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
-from offloadtrain_tui.display import PANELS, Display
 from offloadtrain_tui.filter import Sanitized, is_unicode
-from offloadtrain_tui.keys import COMMANDS, KEYS, with_keys
+from offloadtrain_tui.help import Help
+from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, with_keys
+from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
 from offloadtrain_tui.panels.runs import RunsPanel
 from offloadtrain_tui.plots import KINDS
@@ -40,10 +42,14 @@ from offloadtrain_tui.reading.listing import Listing, RunRow
 from offloadtrain_tui.reading.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.view import View
+from offloadtrain_tui.summary import headline, numbers, when
+from offloadtrain_tui.text import clean
 from offloadtrain_tui.this_machine import MachineSampler
-from offloadtrain_tui.view_state import ViewState
+from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
+from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color, shade
+from offloadtrain_tui.widgets.tell import tell
 
 COLOR_BLIND = Theme(
     name="color-blind-safe",
@@ -67,7 +73,10 @@ QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
 
 
-class Monitor(Display):
+WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
+
+
+class Monitor(App[None]):
     """Displays runs; it writes only requests, when the user makes them."""
 
     class News(Message):
@@ -87,6 +96,7 @@ class Monitor(Display):
             super().__init__()
             self.rows = rows
 
+    CSS_PATH = "monitor.tcss"
     TITLE = "offloadtrain"
     AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
@@ -251,7 +261,100 @@ class Monitor(Display):
         self.shown = replace(self.shown, now_s=now_s, at_s=at_s)
         self.draw()
 
+    # ---- the screen
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="headline")
+        yield Static(id="numbers")
+        yield Static(id="when")
+        with ContentSwitcher(initial="overview", id="panels"):
+            for name, panel in PANELS.items():
+                yield panel(id=name)
+        yield Footer(compact=True, show_command_palette=False)  # `?` names its key
+
+    def on_resize(self) -> None:
+        width, height = self.size
+        self.screen.set_class(width >= WIDE, "wide")
+        self.screen.set_class(width < NARROW, "narrow")
+        self.screen.set_class(height < SHORT, "short")
+        self.screen.set_class(height >= TALL, "tall")
+
+    def tell(self, text: str, severity: SeverityLevel = "information") -> None:
+        """Show a notice for a moment; names and messages in it are no markup."""
+        self.notify(clean(text, 300), severity=severity, markup=False)
+
+    def draw(self) -> None:
+        if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
+            return
+        variables = self.theme_variables
+        colors = {state: rich_color(shade(variables, name)) for state, name in STATE_COLORS.items()}
+        with self.batch_update():
+            self._line("headline", headline(self.shown, colors, self.size.width))
+            self._line("numbers", numbers(self.shown, self.size.width))
+            text = when(self.shown, colors)
+            self.query_one("#when").display = bool(text.plain)
+            self._line("when", text)
+            self.panel.show(self.shown)
+
+    def _line(self, name: str, text: Text) -> None:
+        tell(self.query_one(f"#{name}", Static), text)
+
+    @property
+    def panel(self) -> Panel:
+        switcher = self.query_one(ContentSwitcher)
+        return switcher.query_one(f"#{switcher.current}", Panel)
+
+    def change(self, shown: ViewState) -> None:
+        self.shown = shown
+        self.draw()
+
     # ---- keys
+
+    def action_panel(self, name: str) -> None:
+        self.query_one(ContentSwitcher).current = name
+        self.draw()
+        focusable = self.panel.query("DataTable, VerticalScroll")
+        if self.panel.can_focus:
+            self.panel.focus()
+        elif focusable:
+            focusable.first().focus()
+        else:
+            self.set_focus(None)
+
+    def action_help(self) -> None:
+        self.push_screen(Help())
+
+    def action_step(self) -> None:
+        def go(answer: str | None) -> None:
+            view = self.shown.newest
+            numbers = view.history.steps.values[: view.length]
+            if numbers and answer and answer.strip().isdigit():
+                step = int(answer)
+                nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
+                self.change(replace(self.shown, cursor=nearest))
+
+        self.push_screen(Ask("go to step"), go)
+
+    def action_zoom(self, by: int) -> None:
+        self.change(self.shown.zoomed(by))
+
+    def action_log_axis(self) -> None:
+        self.change(replace(self.shown, log=not self.shown.log))
+
+    def action_mean(self) -> None:
+        span = (
+            SPANS[(SPANS.index(self.shown.span) + 1) % len(SPANS)]
+            if self.shown.span in SPANS
+            else 0
+        )
+        self.change(replace(self.shown, span=span))
+        self.tell(f"moving average over {span} steps" if span else "no moving average")
+
+    def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
+        if self.is_web:
+            self.deliver_screenshot()  # to the browser: the folder here is not its user's
+        else:
+            self.tell(f"saved {self.save_screenshot(filename, path)}")
 
     def action_move(self, by: int) -> None:
         self._go_to(self.shown.moved(by))

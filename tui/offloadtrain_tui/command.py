@@ -84,7 +84,7 @@ def tui(
         Most browser tabs of --web that are open at a time. Each is a process of about 50 MiB.
     """
     from offloadtrain_tui.app import Monitor
-    from offloadtrain_tui.display import PANELS
+    from offloadtrain_tui.keys import PANELS
 
     if screen not in PANELS:
         return _refuse(f"--screen {screen}: choose one of {', '.join(PANELS)}")

@@ -142,66 +142,6 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A goal: `measured` is at most or at least `bound`; None: not measured."""
-
-    what: str
-    measured: float | None
-    bound: float
-    at_most: bool
-
-    def __str__(self) -> str:
-        sign = "<=" if self.at_most else ">="
-        if self.measured is None:
-            return f"{self.what:48} {sign} {self.bound:5.2f}      -  not measured"
-        reached = self.measured <= self.bound if self.at_most else self.measured >= self.bound
-        verdict = "reached" if reached else "not reached"
-        return f"{self.what:48} {sign} {self.bound:5.2f} {self.measured:6.2f}  {verdict}"
-
-
-def goals(rows: Sequence[Row], dispatch_us: float) -> list[Goal]:
-    """Return the goals of the kernels, for every measured number of threads."""
-    result: list[Goal] = []
-    counts = sorted({row.threads for row in rows})
-    for threads in counts:
-        fp32 = _best(rows, "fp32", threads)
-        suffix = f", {threads} thread{'s' if threads > 1 else ''}"
-        if fp32 is not None:
-            result += [
-                Goal(f"fp32 against the traffic limit{suffix}", fp32.x_limit, 1.1, True),
-                Goal(f"fp32, times ZeRO-2's path{suffix}", fp32.x_deepspeed_zero2, 1.7, False),
-                Goal(f"fp32, times torch's path{suffix}", fp32.x_torch_path, 1.8, False),
-            ]
-        result.append(
-            Goal(
-                f"Numba against native, fp32{suffix}", _numba_over_native(rows, threads), 1.3, True
-            )
-        )
-    for state, bound in (("split16", 2.2), ("int8", 2.0)):
-        best = _best(rows, state, counts[-1])
-        if best is not None:
-            what = f"{state}, times ZeRO-2's path, {counts[-1]} threads"
-            result.append(Goal(what, best.x_deepspeed_zero2, bound, False))
-    return [*result, Goal("dispatch of one bucket, us", dispatch_us, 10.0, True)]
-
-
-def _best(rows: Sequence[Row], state: str, threads: int, backend: str = "native") -> Row | None:
-    """Return the first such row: backends are in order of preference."""
-    for row in rows:
-        same = (row.case, row.state, row.threads) == (ONE_PASS, state, threads)
-        if same and row.backend.startswith(backend):
-            return row
-    return None
-
-
-def _numba_over_native(rows: Sequence[Row], threads: int) -> float | None:
-    native, numba = (_best(rows, "fp32", threads, name) for name in ("native", "numba"))
-    if native is None or numba is None or native.x_limit is None or numba.x_limit is None:
-        return None
-    return numba.x_limit / native.x_limit
-
-
 SCALARS = AdamScalars(1e-3, 0.9, 0.95, 1e-8, 0.1, step=10, grad_scale=0.5)
 RULES: dict[str, Scalars] = {
     "Lion": LionScalars(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1, step=10, grad_scale=0.5),

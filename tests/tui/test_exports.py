@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import exports, plots
+from offloadtrain_tui import plots
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.panels.job import differences
 from offloadtrain_tui.reading.series import Series, Smoothed
@@ -46,7 +46,7 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             assert "differences to second" in shown
             assert "train.steps 100 here, 30 there" in shown
             assert "train.seed - here, 7 there" in shown and "d_model 5120 here" not in shown
-            rows = list(csv.reader(io.StringIO(exports.as_csv("loss", app.shown))))
+            rows = list(csv.reader(io.StringIO(plots.as_csv("loss", app.shown))))
             assert rows[0] == ["step", "loss", "val_loss", "loss of second"]
             assert len(rows) == 101 and rows[100][3] == "" and rows[30][3] != ""
             series = app.shown.newest.history.series
@@ -72,7 +72,7 @@ def test_a_repeated_step_and_a_loss_that_is_no_number_are_left_out(tmp_path: Pat
 
     async def test() -> None:
         async with watching(folder) as (app, _):
-            rows = list(csv.reader(io.StringIO(exports.as_csv("loss", app.shown))))
+            rows = list(csv.reader(io.StringIO(plots.as_csv("loss", app.shown))))
             steps = [int(row[0]) for row in rows[1:]]
             assert steps == sorted(set(steps)) and 12 not in steps, "its loss is not a number"
 

@@ -25,8 +25,8 @@ from textual.widgets import ContentSwitcher, Footer, Input, Static
 
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.events import schema
-from offloadtrain_tui import exports, requests, settings
-from offloadtrain_tui.attention import Watched, desktop
+from offloadtrain_tui import requests, settings
+from offloadtrain_tui.attention import Watched
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
 from offloadtrain_tui.filter import Sanitized, is_unicode
@@ -35,7 +35,7 @@ from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, with_keys
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
 from offloadtrain_tui.panels.runs import RunsPanel
-from offloadtrain_tui.plots import KINDS
+from offloadtrain_tui.plots import KINDS, as_csv
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.listing import Listing, RunRow
@@ -48,7 +48,7 @@ from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color, shade
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import tell
 
 COLOR_BLIND = Theme(
     name="color-blind-safe",
@@ -208,25 +208,14 @@ class Monitor(App[None]):
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 
     def _call_attention(self) -> None:
-        """Ring, and notify the desktop, for what has happened since the last time."""
-        how = self.settings.attention
-        for title, text in self._watched.news(self._snapshots):
-            if how != "off":
-                self.bell()
-            if how == "desktop":
-                self.run_worker(
-                    lambda title=title, text=text: desktop(title, text),
-                    thread=True,
-                    group="desktop",
-                    exit_on_error=False,
-                )
+        """Ring for what has happened since the last time."""
+        if self._watched.news(self._snapshots) and self.settings.attention == "bell":
+            self.bell()
 
     def action_attention(self) -> None:
-        choices = settings.ATTENTION
-        how = choices[(choices.index(self.settings.attention) + 1) % len(choices)]
+        how: settings.Attention = "off" if self.settings.attention == "bell" else "bell"
         self.settings = replace(self.settings, attention=how)
-        words = {"off": "nothing", "bell": "a bell", "desktop": "a bell, a desktop notification"}
-        self.tell(f"at an alert and at the end: {words[how]}")
+        self.tell(f"at an alert and at the end: {'a bell' if how == 'bell' else 'nothing'}")
 
     def action_save_settings(self) -> None:
         """Save the theme, the charts' settings and the attention."""
@@ -510,7 +499,7 @@ class Monitor(App[None]):
             self.tell(f"{path} exists: it is left as it is", "warning")
             return
         try:
-            replace_file(path, exports.as_csv(path.stem, self.shown))
+            replace_file(path, as_csv(path.stem, self.shown))
         except OSError as error:
             self.tell(f"{path} cannot be written: {error.strerror}", "error")
         else:
@@ -521,7 +510,7 @@ class Monitor(App[None]):
 
         def copy(answer: str | None) -> None:
             if answer in KINDS:
-                self.copy_to_clipboard(exports.as_csv(answer, self.shown))
+                self.copy_to_clipboard(as_csv(answer, self.shown))
                 self.tell(f"{answer}: copied as CSV, if the terminal allows it")
             elif answer:
                 self.tell(f"{answer}: give a chart's name: {_CHARTS}", "warning")

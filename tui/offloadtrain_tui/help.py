@@ -27,7 +27,7 @@ KEYS = (
     ("/  Enter  j", "events: filter, show the record, go to its step"),
     ("c  S", "ask the run for a checkpoint; to stop, or to abort"),
     ("n  a", "write a note into the log; the newest alert is seen"),
-    ("b", "bell and desktop notification at an alert and at the end: which"),
+    ("b", "a bell at an alert and at the end: on or off"),
     ("Ctrl+S  Ctrl+P", "save a picture; find every action by its name"),
     ("?  Esc", "open and close this page;  q leaves the monitor, the run goes on"),
 )

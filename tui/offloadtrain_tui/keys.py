@@ -89,7 +89,7 @@ COMMANDS = (
     ("Write a chart into a file", "chart_file"),
     ("Copy a chart's numbers", "copy"),
     ("Back to live", "live"),
-    ("Bell and notifications", "attention"),
+    ("Bell on or off", "attention"),
     ("Save the settings", "save_settings"),
 )
 """(title, action) of the command palette, in addition to the panels."""

@@ -17,7 +17,7 @@ from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ZOOMS, ViewState
 from offloadtrain_tui.widgets.chart import Chart, Curve, Plot
 from offloadtrain_tui.widgets.rows import Rows, Table
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import tell
 
 COLUMNS = ("GPU", "name", "busy", "power", "heat", "clock", "memory", "link")
 _LEAST_WINDOW = 16

@@ -18,7 +18,7 @@ from offloadtrain_tui.text import clean, milliseconds, percent, short
 from offloadtrain_tui.verdict import RECENT_STEPS
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.rows import Rows, Table
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import tell
 
 RANKS = (
     "rank",

@@ -17,8 +17,7 @@ from offloadtrain_tui.reading.listing import RunRow
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.styles import STATE_COLORS
-from offloadtrain_tui.widgets.table import Cell, fill
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import Cell, fill, tell
 
 COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
 

@@ -15,7 +15,7 @@ from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import lane_word, milliseconds
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import tell
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 

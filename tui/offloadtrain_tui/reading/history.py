@@ -14,10 +14,9 @@ from offloadtrain.events.log_lines import Record
 from offloadtrain.events.schema import Json
 from offloadtrain_tui.moments import Moment, moment_of
 from offloadtrain_tui.reading.live_memory import LiveMemory
-from offloadtrain_tui.reading.packed import TimedLines
 from offloadtrain_tui.reading.series import Series
 from offloadtrain_tui.reading.step_columns import StepColumns, number_of
-from offloadtrain_tui.reading.timed import Timed, Times
+from offloadtrain_tui.reading.timed import Timed, TimedLines, Times
 from offloadtrain_tui.reading.timelines import Timelines
 from offloadtrain_tui.text import clean
 

@@ -265,7 +265,7 @@ class Disk:
         monkeypatch.setattr(event_writer, "RETRY_S", 0.01)
 
     def write(self, fd: int, data: bytes) -> int:
-        if not os.path.samestat(os.fstat(fd), self._log.stat()):
+        if not (self._log.exists() and os.path.samestat(os.fstat(fd), self._log.stat())):
             return self._write(fd, data)
         if self.room <= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -36,6 +36,7 @@ from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import Pace
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.trainer import MAX_SKIPS, Trainer
+from tests.events.test_events import Disk
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, kinds, run, small_job
 
@@ -466,51 +467,23 @@ def test_room_that_the_next_save_makes_counts_as_free(
     assert not torn.exists() and (path / "checkpoints" / "step-00000014").is_dir()
 
 
-class Full:
-    """The disk of a run's log: full while `full` returns true."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
-        self.full: Callable[[], bool] = lambda: False
-        self._log, self._write = log, os.write
-        self._given_back = False
-        monkeypatch.setattr(os, "write", self.write)
-        monkeypatch.setattr(event_writer, "_reserved", lambda _: self)
-        monkeypatch.setattr(event_writer, "RETRY_S", 0.01)
-        monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
-
-    def write(self, fd: int, data: bytes) -> int:
-        is_log = self._log.exists() and os.path.samestat(os.fstat(fd), self._log.stat())
-        if is_log and self.full() and not self._given_back:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._write(fd, data)
-
-    def close(self) -> None:
-        self._given_back = True
-
-
-@pytest.fixture
-def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
-    """The trainer of the run in this process, once there is one."""
-    made: list[Trainer] = []
-    real = Trainer.train
-    monkeypatch.setattr(
-        Trainer, "train", lambda self, *rest: (made.append(self), real(self, *rest))[1]
-    )
-    return made
-
-
 @pytest.mark.parametrize("until", [10, 13])
 def test_a_log_whose_disk_is_full_from_step_3_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    trainers: list[Trainer],
     capsys: pytest.CaptureFixture[str],
     until: int,
 ) -> None:
     """For some steps: it is whole. To the end: it says what it lost, and the run counts as done."""
     path = tmp_path / "run"
-    disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
-    disk.full = lambda: bool(trainers) and 3 <= trainers[0].progress.step < until
+    disk, real = Disk(monkeypatch, path / "events" / "rank000.jsonl"), Trainer._between_steps
+
+    def between(self: Trainer) -> None:
+        disk.room = 0 if 3 <= self.progress.step < until else 1 << 30
+        real(self)
+
+    monkeypatch.setattr(Trainer, "_between_steps", between)
+    monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
     assert run(small_job(tmp_path), path) == 0
     (row,) = list_runs(tmp_path, 0.0)
     assert (row.state, row.folder) == ("done", path)

@@ -57,7 +57,7 @@ def adam(
         "n": numel,
         "rounds": rounds,
         "dispatch_us": dispatch_us,
-        "rows": [row.as_json() for row in rows],
+        "rows": rows,
     }
     title = f"{numel} parameters, medians of {rounds} rounds; DS: DeepSpeed"
     dispatch = f"dispatch of one bucket: {dispatch_us:.1f} us"

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from offloadtrain.cli.bench.resident import OPTIONS, Step, offloaded_step, resident_step
+from offloadtrain.cli.bench.step import DEMO_OPTIONS, Step, offloaded_step, resident_step
 from offloadtrain.config.model_shape import SIZES
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime import kernels
@@ -38,7 +38,7 @@ def made() -> dict[str, Step]:
         "resident": resident_step(copy.deepcopy(model), device, torch.float32)
     }
     for case in CASES:
-        own, options = copy.deepcopy(model), OPTIONS[case]
+        own, options = copy.deepcopy(model), DEMO_OPTIONS[case]
         steps[case] = offloaded_step(own, device, torch.float32, options, {}, case)
     return steps
 

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from offloadtrain_tui.display import PANELS
+from offloadtrain_tui.keys import PANELS
 
 from offloadtrain.events import log_lines, schema
 from tests.tui import recordings

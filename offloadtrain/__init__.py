@@ -90,7 +90,6 @@ _HOMES = {
     "StateOptions": "offloadtrain.config.offload",
     "StepReport": "offloadtrain.engine",
     "UpdateRule": "offloadtrain.optim",
-    "watch": "offloadtrain_tui.notebook",  # by name: the trainer never imports the monitor
     "WeightOptions": "offloadtrain.config.offload",
 }
 
@@ -130,7 +129,6 @@ __all__ = [
     "pipeline",
     "plan_model",
     "save_pretrained",
-    "watch",
 ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from offloadtrain.cli.bench import resident
+from offloadtrain.cli.bench import step
 from offloadtrain.cli.doctor import measure
 from offloadtrain.config import model_shape
 
@@ -28,4 +28,4 @@ def small_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo model in a hundredth of its size."""
     demo = replace(model_shape.SIZES["demo"], num_layers=2, d_model=32, num_heads=2)
-    monkeypatch.setattr(resident, "SIZES", {"demo": demo})
+    monkeypatch.setattr(step, "SIZES", {"demo": demo})

@@ -187,12 +187,6 @@ COMMANDS = {
         "offloadtrain status --watch",
         "offloadtrain status runs/a --json",
     ),
-    "tag": _Command(
-        "offloadtrain_tui.labels:tag",
-        "Label a run with tags and a note, or pin it.",
-        "offloadtrain tag runs/latest baseline lr-3e-4 --note 'before the new data'",
-        "offloadtrain tag runs/latest --pin",
-    ),
     "runs": _Command(
         "offloadtrain_tui.reports:list_all",
         "List runs with their states and losses.",

@@ -3,7 +3,6 @@
     bytes              one token per byte of UTF-8
     FOLDER             a tokenizer of transformers, as `save_pretrained` writes it
     FILE.json          a tokenizer of the package tokenizers (tokenizer.json)
-    FILE.tiktoken      ranks of tiktoken, with FILE.json next to it
 
 Nothing is downloaded, and no code of a folder is run. A package is imported when one of its
 tokenizers is loaded.
@@ -23,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from offloadtrain.boundary.model_folder import check_folder
-from offloadtrain.boundary.safe_open import read_json
 from offloadtrain.data.source import optional
 from offloadtrain.data.tokens import DataError
 
@@ -34,9 +32,6 @@ _ENDS = (
     *("<end_of_turn>", "[EOS]", "[SEP]"),
 )
 """Names of the token that ends a document, in files that do not say which it is."""
-
-_MOST_BYTES = 1 << 20
-"""Size limit of the JSON file that belongs to ranks of tiktoken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +92,6 @@ class PythonTokenizer(Tokenizer):
         return [np.array(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
 
 
-class Tiktoken(Tokenizer):
-    """A tokenizer of tiktoken; its backend is a `tiktoken.Encoding`."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(self.backend.encode_ordinary(text), dtype=np.uint32) for text in texts]
-
-
 def tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of that name, which a `TokenFile` also carries.
 
@@ -120,10 +108,10 @@ def tokenizer(name: str) -> Tokenizer:
         path = path / "tokenizer.json"
     if not path.is_file():
         raise DataError(
-            f"no tokenizer {name!r}: give bytes, a folder with a tokenizer of transformers, a "
-            "tokenizer.json, or a .tiktoken file"
+            f"no tokenizer {name!r}: give bytes, a folder with a tokenizer of transformers, or "
+            "a tokenizer.json"
         )
-    return _of_tiktoken(path) if path.suffix == ".tiktoken" else _of_file(path)
+    return _of_file(path)
 
 
 def pretrained(folder: str) -> Any:
@@ -201,42 +189,6 @@ def _before(plain: list[int], with_special: list[int]) -> tuple[int, ...]:
         if with_special[start : start + len(plain)] == plain:
             return tuple(with_special[:start])
     return ()
-
-
-def _of_tiktoken(path: Path) -> Tokenizer:
-    """Load ranks, and their JSON file: {"pattern": ..., "special_tokens": {...}, "end": ...}.
-
-    Raises:
-        DataError: the second file is missing or wrong, or tiktoken is not installed.
-    """
-    tiktoken, loading = (
-        optional(package, f"the tokenizer {path}") for package in ("tiktoken", "tiktoken.load")
-    )
-    sidecar = path.with_suffix(".json")
-    try:
-        settings = read_json(sidecar, max_bytes=_MOST_BYTES, follow_link=True)
-        pattern, special, end = settings["pattern"], settings["special_tokens"], settings["end"]
-        encoding = tiktoken.Encoding(
-            path.stem,
-            pat_str=pattern,
-            mergeable_ranks=loading.load_tiktoken_bpe(str(path)),
-            special_tokens=special,
-        )
-        end_token = special[end]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise DataError(
-            f"{path}: cannot load it ({type(error).__name__}: {error}). Ranks alone do not say how "
-            f'text is split: {sidecar} must hold {{"pattern": "a regular expression", '
-            '"special_tokens": {"<|endoftext|>": 50256}, "end": "<|endoftext|>"}'
-        ) from error
-    ranks = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
-    return Tiktoken(
-        name=str(path.resolve()),
-        identity=_hash([ranks, pattern, special, end]),
-        vocab_size=encoding.n_vocab,
-        end_of_document=end_token,
-        backend=encoding,
-    )
 
 
 def _hash(facts: Any) -> str:

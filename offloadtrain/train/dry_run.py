@@ -2,7 +2,7 @@
 
 `offloadtrain train JOB --dry-run`. The engine lays out the whole model, and its bytes must equal
 the plan's. The program of its steps is driven without the model, at real size, and proved free of
-races.
+races. `preview` adds the plan, and what a host needs in each state format.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import cast
 
 import torch
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
+from offloadtrain.config.job import Config
+from offloadtrain.config.offload import STATE_PRECISIONS
 from offloadtrain.config.ranks_options import NO_FLUSH, Stage
+from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.build import lay_out, make_blocks
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.param_groups import normalise_groups
 from offloadtrain.engine.partition import partition
+from offloadtrain.hardware.machine import Machine, find, shipped
 from offloadtrain.model.transformer import Transformer
 from offloadtrain.optim import rule_of
 from offloadtrain.optim.update_rules import decay_groups, update_rule
@@ -30,9 +34,15 @@ from offloadtrain.parallel.pipeline.drive import stage_steps
 from offloadtrain.parallel.pipeline.stage_modules import divide
 from offloadtrain.parallel.tensor import transformers_plan
 from offloadtrain.parallel.tensor.own_model import narrowed, with_fewer_experts
+from offloadtrain.plan import report
+from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import Placement
-from offloadtrain.plan.plan import Plan
+from offloadtrain.plan.plan import Plan, make
+from offloadtrain.plan.search.suggest import settled
 from offloadtrain.runtime.arena import Ledger, MetaArena
+from offloadtrain.runtime.detect_machine import here
+from offloadtrain.runtime.device import resolve_device
 from offloadtrain.runtime.disk_arena import MetaDiskArena
 from offloadtrain.runtime.lanes import SequentialLanes
 from offloadtrain.runtime.process_group import Ranks
@@ -44,7 +54,7 @@ from offloadtrain.step.program.operations import Launch
 from offloadtrain.step.program.program import Program
 from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.prove import Fault, prove_operations
-from offloadtrain.train.build import empty_model
+from offloadtrain.train.build import described, empty_model, needed_trace
 
 STEPS, MOST_MICRO_STEPS = 3, 3
 MOST_PIECES, FEWEST_BLOCKS = 4096, 16
@@ -53,6 +63,43 @@ MOST_PIECES, FEWEST_BLOCKS = 4096, 16
 
 class DryRunError(OffloadTrainError):
     """The engine differs from the plan; this is a defect of offloadtrain."""
+
+
+def preview(config: Config, ranks: int = 1) -> tuple[str, bool, Config]:
+    """Return the needs of a job, whether it fits, and the job with its decided sums, on its machine
+    or else on this one."""
+    described_job = described(config)
+    name, machine = _machine(described_job)
+    trace = needed_trace(described_job, machine, ranks)
+    job = settled(described_job, name, machine, ranks, trace)
+    plan = make(job, name, machine, ranks, trace)
+    lines = [report.text(plan), _formats(plan, trace), check(plan)]
+    return "\n\n".join(lines), plan.fits, with_sums_of(config, plan.job)
+
+
+def _machine(config: Config) -> tuple[str, Machine]:
+    if config.device.machine:
+        return find(config.device.machine)
+    try:
+        return here(on_gpu=resolve_device(config.device.kind).type == "cuda")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; or set device.machine to the machine the job is for: "
+            f"{', '.join(shipped())}, or a file of offloadtrain doctor"
+        ) from None
+
+
+def _formats(plan: Plan, trace: Trace | None) -> str:
+    """Return the host's needs in each state format that supports the precision."""
+    job, precision = plan.job, plan.job.offload.precision
+    needs = {}
+    for state, precisions in STATE_PRECISIONS.items():
+        if precision in precisions:
+            other = replace(job, offload=job.offload.replace(state=state))
+            other_plan = make(other, plan.name, plan.machine, plan.ranks, trace)
+            needs[state] = max(other_plan.host_peaks.values())
+    text = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
+    return f"a host needs, by state format: {text}"
 
 
 def check(plan: Plan) -> str:

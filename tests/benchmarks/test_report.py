@@ -1,10 +1,9 @@
-"""`offloadtrain report`: results files, and nothing else, become tables and plots."""
+"""`offloadtrain report`: results files, and nothing else, become tables."""
 
 from __future__ import annotations
 
 import json
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -149,8 +148,6 @@ def test_only_what_was_measured_on_a_gpu(tmp_path: Path, capsys: Captured) -> No
 
 
 def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured) -> None:
-    assert main(["report", str(tmp_path), "--plot", str(tmp_path / "plots")]) == 1
-    assert results_tables.NOTHING in capsys.readouterr().err
     gpu = '"schema": 1, "machine": {"gpu": "X"}'
     damaged = {
         "{": "cannot be read",
@@ -163,20 +160,6 @@ def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured)
         assert reason in capsys.readouterr().err
     assert main(["report", str(tmp_path / "absent")]) == 1
     assert "no such folder" in capsys.readouterr().err
-
-
-def test_plots(tmp_path: Path, capsys: Captured) -> None:
-    """One of each; none of what was not measured."""
-    pytest.importorskip("matplotlib")
-    write(tmp_path)
-    report(tmp_path, capsys, "--plot", str(tmp_path / "plots"))
-    drawn = sorted((tmp_path / "plots").iterdir())
-    names = ["exposed.svg", "rates.svg", "ratios.svg"]
-    assert [path.name for path in drawn] == names
-    assert all(ElementTree.parse(path).getroot().tag.endswith("svg") for path in drawn)
-    write(tmp_path, measurements={})
-    report(tmp_path, capsys, "--plot", str(tmp_path / "empty"))
-    assert list((tmp_path / "empty").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from offloadtrain_tui.dialogs import Confirm, Raw
-from offloadtrain_tui.display import PANELS
+from offloadtrain_tui.keys import PANELS
 
 from offloadtrain.cli.main import main
 from tests.boundary.hostile import TEXTS, hostile_lines, obeyed

@@ -8,7 +8,6 @@ import pytest
 
 from offloadtrain.cli.main import main
 from offloadtrain.data.tokens import TokenFile
-from offloadtrain.train.log.console import ProgressBar
 
 
 def test_token_files_are_made_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,14 +46,3 @@ def test_what_cannot_be_prepared_is_told(
     assert main(["prepare", str(tmp_path / source), str(tmp_path / "out"), *options]) == code
     out, err = capsys.readouterr()
     assert out == "" and message in err and "Traceback" not in err
-
-
-def test_the_bar_moves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    bar = ProgressBar("preparing")
-    bar._shown_at -= 1
-    bar.show(50, 200)
-    bar.show(51, 200)  # too soon to be drawn
-    bar.end()
-    drawn = capsys.readouterr().err
-    assert drawn.count("preparing") == 1 and " 25%" in drawn and drawn.endswith("\r\x1b[K")

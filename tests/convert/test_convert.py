@@ -319,25 +319,21 @@ def test_a_full_disk_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_arguments_that_contradict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = str(tmp_path)
+def test_arguments_that_contradict(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file is never overwritten."""
+    source, mine = str(tmp_path), tmp_path / "mine.pt"
+    mine.write_text("mine")
     cases: dict[str, list[str]] = {
         "--job is needed": [source],
         "is not there": [str(tmp_path / "none"), "--job", "demo"],
         "takes no --job": [source, "a.pt", "--to", "torch", "--job", "demo"],
         "needs the path to write": [source, "--to", "dcp"],
         "a run is made in --run-dir": [source, "a.pt", "--job", "demo"],
+        "exists already": [str(trained_run), str(mine), "--to", "torch"],
     }
     for message, arguments in cases.items():
         assert main(["convert", *arguments]) == 2, message
         assert message in capsys.readouterr().err
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_file_is_never_overwritten(
-    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "mine.pt"
-    out.write_text("mine")
-    assert main(["convert", str(trained_run), str(out), "--to", "torch"]) == 2
-    assert "exists already" in capsys.readouterr().err and out.read_text() == "mine"
+    assert os.listdir(tmp_path) == [mine.name] and mine.read_text() == "mine"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import pickle
 from pathlib import Path
 
@@ -67,31 +65,6 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="none of the usual end-of-sequence tokens"):
         tokenizer(str(tmp_path))
-    pytest.importorskip("tiktoken")
-    for name in ("tokenizer.json", "a.tiktoken"):
-        (tmp_path / name).write_text("{}")
-        with pytest.raises(DataError, match=name):
-            tokenizer(str(tmp_path / name))
-
-
-def test_ranks_of_tiktoken_need_their_pattern(tmp_path: Path) -> None:
-    tiktoken = pytest.importorskip("tiktoken")
-    ranks = {bytes([n]): n for n in range(256)} | {b"th": 256, b"the": 257}
-    lines = (f"{base64.b64encode(raw).decode()} {rank}\n" for raw, rank in ranks.items())
-    (tmp_path / "own.tiktoken").write_text("".join(lines))
-    with pytest.raises(DataError, match="Ranks alone do not say how text is split"):
-        tokenizer(str(tmp_path / "own.tiktoken"))
-    facts = {"pattern": r"\w+|\s|.", "special_tokens": {"<|end|>": 258}, "end": "<|end|>"}
-    (tmp_path / "own.json").write_text(json.dumps(facts))
-    ours = tokenizer(str(tmp_path / "own.tiktoken"))
-    reference = tiktoken.Encoding(
-        "own",
-        pat_str=facts["pattern"],
-        mergeable_ranks=ranks,
-        special_tokens=facts["special_tokens"],
-    )
-    for text, ids in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
-        assert ids.tolist() == reference.encode(text, disallowed_special=())
-        assert ours.decode(ids.tolist()) == text
-    assert (ours.vocab_size, ours.end_of_document) == (259, 258)
-    assert pickle.loads(pickle.dumps(ours)).encode_batch(["the"])[0].tolist() == [257]
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        tokenizer(str(tmp_path / "tokenizer.json"))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from offloadtrain.cli.commands.dry_run import preview
 from offloadtrain.config import job as jobs
 from offloadtrain.config.job import Config
 from offloadtrain.config.offload import OptionError
@@ -20,6 +19,7 @@ from offloadtrain.plan.plan import Plan, make
 from offloadtrain.plan.search.suggest import nearest, settled
 from offloadtrain.step.layout.block_spec import BlockSpec
 from offloadtrain.step.layout.placement import lay_out
+from offloadtrain.train.dry_run import preview
 from tests.train.small_job import events_of, run, small_job
 
 H100 = find("h100")[1]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from offloadtrain.config.job import Config
 from offloadtrain.train import signals
-from tests.train.small_job import run, small_job
+from tests.train.small_job import history, run, small_job, tensor_hashes
 
 StopAfter = Callable[[int | None], None]
 
@@ -43,6 +44,26 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> StopAfter:
         monkeypatch.setattr(signals, "StopRequests", lambda **_: Counted(limit))
 
     return arm
+
+
+@pytest.fixture
+def with_stops(stop_after: StopAfter) -> Callable[..., None]:
+    """Return a function that trains a job in a run folder to its end, with a stop after so many
+    steps of each start before the last."""
+
+    def train(job: Config, path: Path, *limits: int) -> None:
+        for number, limit in enumerate((*limits, None)):
+            stop_after(limit)
+            resume = str(path) if number else "auto"
+            assert run(job, path, resume=resume) == (0 if limit is None else 75)
+
+    return train
+
+
+def assert_same_run(path: Path, expected: Path, last: int = 12) -> None:
+    """All steps and the final tensors, to the bit."""
+    assert history(path) == history(expected)
+    assert tensor_hashes(path, last) == tensor_hashes(expected, last)
 
 
 @pytest.fixture(scope="session")

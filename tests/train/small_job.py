@@ -45,6 +45,9 @@ checkpoint_every = 3
 log_every_s = 1000.0
 """
 
+ENCODER = ("model.objective=mlm", "model.vocab_size=257", "data.packing=isolated")
+"""Overrides of a job of an encoder."""
+
 AnyEvent = TypeVar("AnyEvent", bound=schema.Event)
 
 

@@ -148,6 +148,15 @@ def test_a_shape_without_a_class_is_refused_by_name() -> None:
             class_name(shape)
 
 
+def assert_has_masters(model: Any, path: Path) -> None:
+    """A model of transformers has the masters of a run, to the bit."""
+    saved = open_saved(path)
+    masters = dict(renamed(saved.job.model, saved.weights()))
+    assert model.state_dict().keys() == masters.keys()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, masters[name]), name
+
+
 @pytest.mark.slow
 def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> None:
     """Its folder has the names of Mixtral's published checkpoints, and its masters."""
@@ -165,11 +174,7 @@ def test_a_run_with_experts_is_resumed_and_becomes_a_mixtral(tmp_path: Path) -> 
         assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in saved.keys()
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert type(model).__name__ == "MixtralForCausalLM"
-    run_of = open_saved(path)
-    masters = dict(renamed(run_of.job.model, run_of.weights()))
-    assert model.state_dict().keys() == masters.keys()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, masters[name]), name
+    assert_has_masters(model, path)
 
 
 def test_what_cannot_be_exported_is_refused(
@@ -197,11 +202,7 @@ def test_a_run_becomes_a_folder_of_transformers(
         output = capsys.readouterr()
         assert output.out == f"{out}\n" and "step-00000003 as LlamaForCausalLM" in output.err
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    saved = open_saved(trained_run)
-    masters = dict(renamed(saved.job.model, saved.weights()))
-    assert model.state_dict().keys() == masters.keys()
-    for name, weight in model.state_dict().items():
-        assert torch.equal(weight, masters[name]), name
+    assert_has_masters(model, trained_run)
     words = transformers.AutoTokenizer.from_pretrained(out)
     for text in ("1 + 1 = 2\n", "Ā  naïve\x00 日本", " <s> "):
         assert words(text)["input_ids"] == list(text.encode())

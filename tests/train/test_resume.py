@@ -23,8 +23,8 @@ from offloadtrain.train.checkpoint.manifest import CheckpointError
 from offloadtrain.train.log.run_log import RunLog
 from offloadtrain.train.trainer import Trainer
 from tests.numerics.test_compiled_blocks import generates
-from tests.train.conftest import StopAfter
-from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
+from tests.train.conftest import StopAfter, assert_same_run
+from tests.train.small_job import ENCODER, events_of, history, run, small_job, tensor_hashes
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,10 @@ from tests.train.small_job import events_of, history, run, small_job, tensor_has
     ["fp16", *(pytest.param(slow, marks=pytest.mark.slow) for slow in ("bf16", "fp32"))],
 )
 def test_resume_is_bit_exact(
-    tmp_path: Path, stop_after: StopAfter, monkeypatch: pytest.MonkeyPatch, precision: str
+    tmp_path: Path,
+    with_stops: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
 ) -> None:
     """Also behind the last step, and from a damaged checkpoint, which is set aside."""
     fast = partial(LossScaler, scale=64.0, growth_interval=3)  # grows within the test
@@ -40,12 +43,7 @@ def test_resume_is_bit_exact(
     job = small_job(tmp_path, f"offload.precision={precision}")
     uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
     assert run(job, uninterrupted) == 0
-    for already, limit in ((0, 1), (1, 4), (5, 2)):
-        stop_after(limit)
-        assert run(job, parted, resume="auto" if already == 0 else str(parted)) == 75
-    stop_after(None)
-    assert run(job, parted, resume=str(parted)) == 0
-
+    with_stops(job, parted, 1, 4, 2)
     assert_same_run(parted, uninterrupted)
     scales = {e.loss_scale for e in events_of(uninterrupted, schema.Step)}
     assert scales == ({64.0, 128.0, 256.0, 512.0} if precision == "fp16" else {None})
@@ -59,12 +57,6 @@ def test_resume_is_bit_exact(
     assert run(longer, parted, resume=str(parted)) == 0
     starts = [e.start_step for e in events_of(parted, schema.RunStarted)]
     assert starts == [0, 1, 5, 7, 12]
-
-
-def assert_same_run(path: Path, expected: Path) -> None:
-    """All steps and the final tensors, to the bit."""
-    assert history(path) == history(expected)
-    assert tensor_hashes(path, 12) == tensor_hashes(expected, 12)
 
 
 SKIPS = [
@@ -87,19 +79,16 @@ SKIPS = [
             marks=[pytest.mark.filterwarnings("ignore"), generates],  # torch warns of torch
         ),
         ([*SKIPS, "offload.state=int8"], (4, 3)),
+        ([*ENCODER, "optim.name=lamb", "optim.max_norm=10", "optim.lr=0.1"], (5,)),
     ],
 )
 def test_every_mode_and_placement_resumes(
-    tmp_path: Path, stop_after: StopAfter, overrides: list[str], limits: tuple[int, ...]
+    tmp_path: Path, with_stops: Callable[..., None], overrides: list[str], limits: tuple[int, ...]
 ) -> None:
     job = small_job(tmp_path, *overrides)
     uninterrupted, parted = tmp_path / "uninterrupted", tmp_path / "parted"
     assert run(job, uninterrupted) == 0
-    for number, limit in enumerate(limits):
-        stop_after(limit)
-        assert run(job, parted, resume="auto" if number == 0 else str(parted)) == 75
-    stop_after(None)
-    assert run(job, parted, resume=str(parted)) == 0
+    with_stops(job, parted, *limits)
     assert_same_run(parted, uninterrupted)
     of_experts = [read_steps(path) for path in (uninterrupted, parted)]
     assert of_experts[0] == of_experts[1] and (len(of_experts[0]) > 4) == (SKIPS[0] in overrides)

@@ -36,6 +36,7 @@ from offloadtrain.train.log.console import Console
 from offloadtrain.train.log.run_log import Pace
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.trainer import MAX_SKIPS, Trainer
+from tests.events.test_events import Disk
 from tests.train.conftest import StopAfter
 from tests.train.small_job import events_of, history, kinds, run, small_job
 
@@ -286,13 +287,13 @@ def test_an_overflow_at_the_smallest_scale_ends_with_a_checkpoint(
     assert events_of(path, schema.RunEnded)[-1].status == "failed"
 
 
-def test_a_full_disk_does_not_end_a_run(
+def test_a_full_disk_does_not_end_a_run_that_can_save_its_last_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, real = tmp_path / "run", checkpoint.atomic_io.write_file
 
     def full(target: Path, parts: object) -> object:
-        if "step-00000006" in str(target):
+        if "step-00000006" in str(target) or path.name == "last":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(target, parts)  # type: ignore[arg-type]
 
@@ -301,16 +302,9 @@ def test_a_full_disk_does_not_end_a_run(
     saved = [(e.step, e.state) for e in events_of(path, schema.Checkpoint)]
     assert saved == [(3, "saved"), (6, "failed"), (9, "saved"), (12, "saved")]
     assert "No space left on device" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_last_checkpoint_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(target: Path, parts: object) -> object:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(checkpoint.atomic_io, "write_file", full)
+    path = tmp_path / "last"
     with pytest.raises(CheckpointError, match="No space left"):
-        run(small_job(tmp_path), tmp_path / "run")
+        run(small_job(tmp_path, "train.steps=3"), path)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_built(
@@ -357,15 +351,13 @@ def warnings(path: Path) -> list[str]:
     return [event.message for event in events_of(path, schema.Warning_)]
 
 
-def test_bytes_are_as_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "run"
-    assert run(small_job(tmp_path), path) == 0
-    rows = compared(path)
+def test_bytes_are_as_planned(trained: Trained) -> None:
+    rows = compared(trained.path)
     for tier in ("host bytes", "device bytes"):
         assert rows[tier].measured == pytest.approx(rows[tier].planned, rel=0.01)
     assert rows["step"].unit == "s" and rows["step"].measured > 0
-    assert "found / planned" in capsys.readouterr().err
-    assert not any("not as planned" in text for text in warnings(path))
+    assert "found / planned" in trained.err
+    assert not any("not as planned" in text for text in warnings(trained.path))
 
 
 def test_bytes_that_differ_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,70 +467,35 @@ def test_room_that_the_next_save_makes_counts_as_free(
     assert not torn.exists() and (path / "checkpoints" / "step-00000014").is_dir()
 
 
-class Full:
-    """The disk of a run's log: full while `full` returns true."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path) -> None:
-        self.full: Callable[[], bool] = lambda: False
-        self._log, self._write = log, os.write
-        self._given_back = False
-        monkeypatch.setattr(os, "write", self.write)
-        monkeypatch.setattr(event_writer, "_reserved", lambda _: self)
-        monkeypatch.setattr(event_writer, "RETRY_S", 0.01)
-        monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
-
-    def write(self, fd: int, data: bytes) -> int:
-        is_log = self._log.exists() and os.path.samestat(os.fstat(fd), self._log.stat())
-        if is_log and self.full() and not self._given_back:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return self._write(fd, data)
-
-    def close(self) -> None:
-        self._given_back = True
-
-
-@pytest.fixture
-def trainers(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
-    """The trainer of the run in this process, once there is one."""
-    made: list[Trainer] = []
-    real = Trainer.train
-    monkeypatch.setattr(
-        Trainer, "train", lambda self, *rest: (made.append(self), real(self, *rest))[1]
-    )
-    return made
-
-
-def test_a_log_whose_disk_is_full_for_some_steps_is_whole(
+@pytest.mark.parametrize("until", [10, 13])
+def test_a_log_whose_disk_is_full_from_step_3_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    trainers: list[Trainer],
     capsys: pytest.CaptureFixture[str],
+    until: int,
 ) -> None:
+    """For some steps: it is whole. To the end: it says what it lost, and the run counts as done."""
     path = tmp_path / "run"
-    disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
-    disk.full = lambda: bool(trainers) and 3 <= trainers[0].progress.step < 10
-    assert run(small_job(tmp_path), path) == 0
-    assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 13))
-    assert events_of(path, schema.RunEnded)[-1].status == "done"
-    output = capsys.readouterr().err
-    assert output.count("the event log cannot be written (No space left on device)") == 1
-    assert "written again; 0 records were lost" in output
+    disk, real = Disk(monkeypatch, path / "events" / "rank000.jsonl"), Trainer._between_steps
 
+    def between(self: Trainer) -> None:
+        disk.room = 0 if 3 <= self.progress.step < until else 1 << 30
+        real(self)
 
-def test_a_run_that_ends_on_a_full_disk_is_not_called_killed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    trainers: list[Trainer],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    path = tmp_path / "run"
-    disk = Full(monkeypatch, path / "events" / "rank000.jsonl")
-    disk.full = lambda: bool(trainers) and trainers[0].progress.step >= 3
+    monkeypatch.setattr(Trainer, "_between_steps", between)
+    monkeypatch.setattr(event_writer, "END_WITHIN_S", 0.05)
     assert run(small_job(tmp_path), path) == 0
     (row,) = list_runs(tmp_path, 0.0)
     assert (row.state, row.folder) == ("done", path)
-    (lost,) = [e for e in events_of(path, schema.Warning_) if e.code == "events-dropped"]
-    assert "events were lost: the log's disk refused (No space left on device)" in lost.message
+    output = capsys.readouterr().err
+    assert output.count("the event log cannot be written (No space left on device)") == 1
+    lost = [e.message for e in events_of(path, schema.Warning_) if e.code == "events-dropped"]
+    if until == 10:
+        assert [e.step for e in events_of(path, schema.Step)] == list(range(1, 13))
+        assert "written again; 0 records were lost" in output and not lost
+    else:
+        (message,) = lost
+        assert "events were lost: the log's disk refused (No space left on device)" in message
 
 
 def test_a_run_folder_that_is_removed_meanwhile_costs_one_line(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,15 +12,15 @@ from offloadtrain.config.errors import ConfigError
 from offloadtrain.events import schema
 from offloadtrain.train.build import assemble
 from tests.gpu.precision import DEVICE, DTYPES, HAS_GPU
-from tests.train.conftest import StopAfter
-from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
+from tests.train.conftest import assert_same_run
+from tests.train.small_job import events_of, run, small_job
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("precision", sorted(DTYPES.keys() - {"fp32"}))
 def test_resume_is_bit_exact_on_a_gpu(
-    tmp_path: Path, stop_after: StopAfter, precision: str
+    tmp_path: Path, with_stops: Callable[..., None], precision: str
 ) -> None:
     job = small_job(
         tmp_path,
@@ -29,13 +30,8 @@ def test_resume_is_bit_exact_on_a_gpu(
     )
     uninterrupted, parted = tmp_path / "whole", tmp_path / "parted"
     assert run(job, uninterrupted) == 0
-    stop_after(5)
-    assert run(job, parted) == 75
-    stop_after(None)
-    assert run(job, parted, resume="auto") == 0
-    assert history(parted) == history(uninterrupted)
-    assert tensor_hashes(parted, 12) == tensor_hashes(uninterrupted, 12)
-
+    with_stops(job, parted, 5)
+    assert_same_run(parted, uninterrupted)
     losses = [e.val_loss for e in events_of(uninterrupted, schema.Eval)]
     assert losses[-1] < losses[0] - 1.0
     owners = {(row.owner, row.tier) for row in events_of(uninterrupted, schema.Memory)[-1].rows}

@@ -13,7 +13,7 @@ from offloadtrain.events import alerts, schema
 from offloadtrain.train import trainer
 from offloadtrain.train.saving import TrainingError
 from offloadtrain.train.trainer import Trainer
-from tests.train.conftest import StopAfter
+from tests.train.conftest import assert_same_run
 from tests.train.small_job import events_of, history, run, small_job, tensor_hashes
 
 STEPS = 16
@@ -69,7 +69,10 @@ def test_report_makes_the_update_and_alerts(tmp_path: Path, spoil: Spoil) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), ("offload.update=speculative",)])
 def test_skip_leaves_the_batch_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: StopAfter, mode: tuple[str, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    with_stops: Callable[..., None],
+    mode: tuple[str, ...],
 ) -> None:
     """The bits of a run that never saw the batch; and of one that was stopped behind the spike."""
     skipping, without, parted = (tmp_path / name for name in ("skip", "without", "parted"))
@@ -77,10 +80,7 @@ def test_skip_leaves_the_batch_out(
     with monkeypatch.context() as patch:
         plant(patch, 11)
         assert run(job, skipping) == 0
-        stop_after(11)
-        assert run(job, parted) == 75
-        stop_after(None)
-        assert run(job, parted, resume="auto") == 0
+        with_stops(job, parted, 11)
     real = Trainer._accumulate
 
     def leave_out(self: Trainer, clock: Any) -> None:
@@ -93,13 +93,12 @@ def test_skip_leaves_the_batch_out(
     assert [s.step for s in events_of(skipping, schema.Step) if s.skipped] == [11]
     assert "step 11 was skipped: loss" in warnings_of(skipping, "step-skipped")[0]
     assert tensor_hashes(skipping, STEPS) == tensor_hashes(without, STEPS)
-    assert tensor_hashes(parted, STEPS) == tensor_hashes(skipping, STEPS)
-    assert history(parted) == history(skipping)
+    assert_same_run(parted, skipping, STEPS)
 
 
 @pytest.mark.slow
 def test_rollback_goes_on_with_other_data_and_resumes_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, stop_after: StopAfter
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Spoil, with_stops: Callable[..., None]
 ) -> None:
     """Checkpoints at 3, 6, 9 …; the batch of step 11 spikes: back to 9, on with that of step 12."""
     spoil(11)
@@ -123,10 +122,7 @@ def test_rollback_goes_on_with_other_data_and_resumes_to_the_bit(
         patch.setattr(Trainer, "_between_steps", between)
         run(job, killed)
     assert run(job, killed, resume="auto") == 0
-    stop_after(13)  # behind the rollback: a checkpoint that holds it
-    assert run(job, stopped) == 75
-    stop_after(None)
-    assert run(job, stopped, resume="auto") == 0
+    with_stops(job, stopped, 13)  # behind the rollback: a checkpoint that holds it
     for path in (killed, stopped):
         assert tensor_hashes(path, STEPS) == tensor_hashes(uninterrupted, STEPS)
         assert history(path)[-3:] == history(uninterrupted)[-3:]

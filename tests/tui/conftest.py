@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from offloadtrain_tui.app import Monitor
-from offloadtrain_tui.display import PANELS
-from offloadtrain_tui.keys import with_keys
+from offloadtrain_tui.keys import PANELS, with_keys
 from rich.color import Color
 from rich.segment import Segment
 

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offloadtrain.events import log_lines, schema
@@ -17,6 +17,16 @@ GIB = 1 << 30
 
 Timed = tuple[float, Event]
 """Unix seconds, and the event of that time."""
+
+
+@dataclass
+class StoppedClock:
+    """A monitor's clock that stands still."""
+
+    at_s: float
+
+    def now_s(self) -> float:
+        return self.at_s
 
 
 def start(name: str = "demo", *, steps: int = 100, **changed: object) -> schema.RunStarted:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import socket
 import subprocess
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 from offloadtrain_tui.app import Monitor
-from offloadtrain_tui.clock import Clock, ManualClock, ReplayClock
+from offloadtrain_tui.clock import Clock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm
 from offloadtrain_tui.frame import screen_text
 from offloadtrain_tui.keys import with_keys
@@ -25,7 +24,7 @@ from textual.widget import Widget
 from textual.widgets import Button
 
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, plain, write
+from tests.tui.recordings import BEGIN_S, StoppedClock, plain, write
 from tests.tui.test_runs import live, trainer
 
 SIZES = {"wide": (160, 45), "medium": (110, 34), "small": (80, 24)}
@@ -42,7 +41,7 @@ async def watching(
     app = Monitor(
         [runs.open_run(folder) for folder in folders],
         runs_dir=folders[0].parent if folders else Path("nowhere"),
-        clock=clock or ManualClock(BEGIN_S + 200.0),
+        clock=clock or StoppedClock(BEGIN_S + 200.0),
         readonly=readonly,
         watch_machine=False,
     )
@@ -93,7 +92,7 @@ def test_requests_are_confirmed_and_sent_to_runs_that_are_running(tmp_path: Path
     assert json.loads((folder / "run.json").read_text())["host"] != socket.gethostname()
 
     async def elsewhere() -> None:
-        async with watching(folder, clock=ManualClock(time.time())) as (app, press):
+        async with watching(folder, clock=StoppedClock(time.time())) as (app, press):
             assert app.shown.snapshot.state == "running"
             await press("c")
             assert isinstance(app.screen, Confirm)
@@ -217,20 +216,6 @@ def test_new_steps_and_a_kill_appear_on_the_screen(tmp_path: Path) -> None:
 
     with trainer(folder) as process:
         go(test(process))
-
-
-def test_without_a_run_the_machine_is_shown() -> None:
-    async def test() -> None:
-        app = Monitor([], runs_dir=Path("nowhere"))
-        async with app.run_test(size=(120, 40)) as pilot:
-            while not app.is_settled:
-                await asyncio.sleep(0.01)
-            app.settle()
-            await pilot.pause()
-            assert "no run" in text(app) and "all programs" in text(app)
-            assert re.search(r"HOST [\d.]+ (GiB )?of [\d.]+ [GT]iB", text(app))
-
-    go(test())
 
 
 def test_a_tick_while_the_widgets_go_one_by_one_changes_nothing(

@@ -1,20 +1,17 @@
-"""Comparing and saving: jobs' differences, charts as CSV, SVG and PNG, the clipboard."""
+"""Comparing and saving: jobs' differences, charts as CSV, the clipboard."""
 
 from __future__ import annotations
 
 import csv
 import io
-import sys
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui import exports, plots
+from offloadtrain_tui import plots
 from offloadtrain_tui.app import Monitor
 from offloadtrain_tui.panels.job import differences
 from offloadtrain_tui.reading.series import Series, Smoothed
-from PIL import Image
 from textual.widgets import Input
 
 from tests.tui.recordings import Timed, plain, start, unlucky, write
@@ -31,7 +28,7 @@ def another(steps: int = 30) -> list[Timed]:
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:
-    """Their jobs, their charts as CSV and SVG, and their smoothed losses."""
+    """Their jobs, their charts as CSV, and their smoothed losses."""
     job = {"train": {"steps": 3, "seed": 1}, "model": {"d": 5}}
     other = {"train": {"steps": 4, "seed": 1}, "model": {}, "name": "x"}
     rows = [("train.steps", "3", "4"), ("model.d", "5", "-"), ("name", "-", "x")]
@@ -49,14 +46,11 @@ def test_two_runs_are_compared(tmp_path: Path) -> None:
             assert "differences to second" in shown
             assert "train.steps 100 here, 30 there" in shown
             assert "train.seed - here, 7 there" in shown and "d_model 5120 here" not in shown
-            rows = list(csv.reader(io.StringIO(exports.as_csv("loss", app.shown))))
+            rows = list(csv.reader(io.StringIO(plots.as_csv("loss", app.shown))))
             assert rows[0] == ["step", "loss", "val_loss", "loss of second"]
             assert len(rows) == 101 and rows[100][3] == "" and rows[30][3] != ""
             series = app.shown.newest.history.series
             assert [float(row[1]) for row in rows[1:]] == list(series["loss"].values)
-            picture = ElementTree.fromstring(exports.as_svg("loss", app.shown))
-            curves = [element for element in picture if element.tag.endswith("polyline")]
-            assert [len(curve.attrib["points"].split()) for curve in curves] == [100, 4, 30]
             smoothed = {}
             await press("1")  # with the chart of the loss
             for _ in range(4):
@@ -78,11 +72,9 @@ def test_a_repeated_step_and_a_loss_that_is_no_number_are_left_out(tmp_path: Pat
 
     async def test() -> None:
         async with watching(folder) as (app, _):
-            rows = list(csv.reader(io.StringIO(exports.as_csv("loss", app.shown))))
+            rows = list(csv.reader(io.StringIO(plots.as_csv("loss", app.shown))))
             steps = [int(row[0]) for row in rows[1:]]
             assert steps == sorted(set(steps)) and 12 not in steps, "its loss is not a number"
-            for shown in (app.shown, replace(app.shown, log=True)):
-                assert "nan" not in exports.as_svg("loss", shown)
 
     go(test())
 
@@ -108,10 +100,6 @@ def test_charts_are_saved_and_copied_on_request(
 
             assert "saved" in await answer("e", "loss.csv")
             assert "exists: it is left" in await answer("e", "loss.csv")
-            assert "saved" in await answer("e", "lr.svg")
-            assert "saved" in await answer("e", "loss.png")
-            monkeypatch.setitem(sys.modules, "PIL", None)
-            assert "a .png needs Pillow" in await answer("e", "lr.png")
             assert "give a chart's name" in await answer("e", "none.csv")
             assert "give a chart's name" in await answer("e", "loss.pdf")
             assert "cannot be written: No such file" in await answer("e", "nowhere/mfu.csv")
@@ -122,21 +110,6 @@ def test_charts_are_saved_and_copied_on_request(
             assert "nothing is written" in messages[-1]
 
     go(test())
-    files = ["loss.csv", "loss.png", "lr.svg", "run"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.csv", "run"]
     assert (tmp_path / "loss.csv").read_text().startswith("step,loss,val_loss\n1,")
-    assert curve_in(tmp_path / "loss.png")
     assert copied[0].startswith("step,lr\n1,") and len(copied) == 1
-
-
-def curve_in(picture: Path) -> bool:
-    """Whether a picture is white and has a curve that falls from its upper left to its lower right,
-    in the color of the first curve of the SVG."""
-    with Image.open(picture) as image:
-        width, height = image.size
-        pixels = image.convert("RGB").load()
-        assert pixels is not None and pixels[0, height - 1] == (255, 255, 255)
-        blue = (0, 0x72, 0xB2)
-        curve = [(x, y) for x in range(width) for y in range(height) if pixels[x, y] == blue]
-    left, right = curve[0], curve[-1]
-    return left[0] < 0.2 * width and right[0] > 0.9 * width and left[1] < right[1] - 0.3 * height

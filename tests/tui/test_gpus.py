@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from offloadtrain_tui.panels.gpus import KINDS, plot
-from offloadtrain_tui.reading.gpu_history import GpuHistory
-from offloadtrain_tui.reading.history import fold
+from offloadtrain_tui.reading.history import GpuHistory, fold
 from offloadtrain_tui.reading.view import View
 
 from offloadtrain.events import schema

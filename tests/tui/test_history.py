@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from offloadtrain_tui.reading import timelines
 from offloadtrain_tui.reading.history import History, fold
-from offloadtrain_tui.reading.packed import pack
 from offloadtrain_tui.reading.step_columns import LANES, STEP_FIELDS
+from offloadtrain_tui.reading.timed import pack
 from offloadtrain_tui.reading.timelines import SAMPLED_STEPS
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.text import clean, milliseconds, short

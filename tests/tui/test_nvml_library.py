@@ -172,12 +172,13 @@ def test_each_question_may_be_refused(answers: Answers) -> None:
 
 def test_the_monitor_shows_them(library: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "offloadtrain", "tui", "--once", "--screen", "ranks"],
+        [sys.executable, "-m", "offloadtrain", "tui", "--once", "--screen", "gpus"],
         env=os.environ | {"LD_LIBRARY_PATH": str(library)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "NVIDIA H200" in done.stdout and "40.0 GiB of 140.0 GiB" in done.stdout
+    assert "NVIDIA H200" in done.stdout and "40.0/140.0 GiB" in done.stdout
+    assert "no run" in done.stdout
     assert "\x1b" not in done.stdout

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 from offloadtrain_tui.reading import listing, runs, tail
-from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.log_reader import RunReader
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.summary import before_first_step, headline, numbers, when
@@ -209,15 +208,6 @@ def test_a_resumed_run_is_starting_until_its_first_step(tmp_path: Path) -> None:
     assert numbers(shown).plain == " no step since it resumed at 40"
 
 
-def test_ends(tmp_path: Path) -> None:
-    assert state(write(tmp_path / "done", plain(20))) == "done"
-    killed = write(tmp_path / "killed", unlucky(), host=socket.gethostname())
-    assert state(killed) == "killed"
-    assert state(write(tmp_path / "new", [(BEGIN_S, recordings.start())]), BEGIN_S) == "starting"
-    empty = write(tmp_path / "empty", host=socket.gethostname())
-    assert state(empty, BEGIN_S) in ("failed", "starting")
-
-
 def test_the_newest_run_is_found(tmp_path: Path) -> None:
     for name in ("20260101-000000-a", "20260301-000000-b", "20260201-000000-c"):
         write(tmp_path / name, plain(2))
@@ -297,10 +287,3 @@ def test_the_list_of_runs_reads_only_logs_that_have_grown(
     with open(grows / "events/rank000.jsonl", "ab") as log:
         log.write(lines([(BEGIN_S + 60, recordings.step(31, random.Random(0)))])[0])
     assert runs_list.rows(BEGIN_S)[2].step == 31 and read == ["d", "c", "b", "a", "b"]
-
-
-def test_an_empty_history_has_a_view() -> None:
-    view = View.at(History())
-    assert (view.step, view.memory, view.spans, view.moments) == (0, (), (), [])
-    assert runs.state_of(view, None, 0.0) == "starting"
-    assert fold([]).first_time_s == 0.0

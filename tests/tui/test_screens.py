@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from offloadtrain_tui.display import PANELS
+from offloadtrain_tui.keys import PANELS
 
 from tests.tui.conftest import RECORDINGS, Screens, themes
 from tests.tui.recordings import write

@@ -1,10 +1,9 @@
-"""Settings and keymap of the user; bell and desktop at an alert and at the end."""
+"""Settings and keymap of the user; the bell at an alert and at the end."""
 
 from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +46,7 @@ def test_settings_are_read_as_written(tmp_path: Path) -> None:
 
 WRONG = [
     ("theme = 'none'", "theme = 'none' must be one of color-blind-safe, textual-dark"),
-    ("attention = 'loud'", "attention = 'loud' must be one of off, bell, desktop"),
+    ("attention = 'loud'", "attention = 'loud' must be one of off, bell"),
     ("mean = -1", r"mean = -1 must be 0 \(none\) or more steps"),
     ("bell = true", "bell is unknown"),
     ("[keys]\nnext-runn = 'n'", "did you mean next-run"),
@@ -112,9 +111,7 @@ def test_keys_and_axes_are_those_of_the_settings(
 def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A finished run and old alerts ring nothing; a new alert and the end ring once each."""
     rung: list[str] = []
-    shown: list[tuple[str, str]] = []
     monkeypatch.setattr(Monitor, "bell", lambda self: rung.append("bell"))
-    monkeypatch.setattr("offloadtrain_tui.app.desktop", lambda *message: shown.append(message))
     ended, folder = write(tmp_path / "ended", plain()), live(tmp_path / "run")
     log = folder / "events/rank000.jsonl"
     old = schema.Alert(code="swap", state="raised", message="old")
@@ -136,10 +133,9 @@ def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.Monk
 
             await tick()
             assert rung == []
-            add(replace(old, code="not-finite", message="<b>nan</b>"))
+            add(replace(old, code="not-finite"))
             await tick()
             assert rung == ["bell"]
-            assert shown == [("run: not-finite", "<b>nan</b>")]
             await press("b")
             add(schema.RunEnded(status="done", step=20))
             await tick()
@@ -151,28 +147,12 @@ def test_an_alert_and_the_end_ring_once(tmp_path: Path, monkeypatch: pytest.Monk
         go(test())
 
 
-def test_a_desktop_message_is_no_markup_and_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(attention.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(attention.subprocess, "run", lambda command, **_: commands.append(command))
-    attention.desktop("-x", "<a href='x'>y</a>")
-    (command,) = commands
-    assert command[-3:] == ["--", "-x", "&lt;a href=&#x27;x&#x27;&gt;y&lt;/a&gt;"]
-    monkeypatch.setattr(attention.subprocess, "run", _hangs)
-    attention.desktop("a", "b")
-
-
-def _hangs(command: list[str], **options: object) -> None:
-    raise subprocess.TimeoutExpired(command, 5.0)
-
-
 def test_the_end_of_a_run_is_news_once(tmp_path: Path) -> None:
     *events, end = plain(5)
     reader = RunReader(open_run(write(tmp_path / "run", events)))
     watched = attention.Watched()
-    assert list(watched.news([reader.read_to_end(events[-1][0])])) == []
+    assert watched.news([reader.read_to_end(events[-1][0])]) == 0
     with (tmp_path / "run/events/rank000.jsonl").open("ab") as log:
         log.write(b"".join(lines([end])))
-    news = [list(watched.news([reader.read_to_end(events[-1][0])])) for _ in range(2)]
-    assert news == [[("run: done", "at step 5")], []]
+    assert [watched.news([reader.read_to_end(events[-1][0])]) for _ in range(2)] == [1, 0]
     reader.close()

@@ -21,14 +21,13 @@ from types import SimpleNamespace
 import pytest
 from offloadtrain_tui import command
 from offloadtrain_tui.app import Monitor
-from offloadtrain_tui.clock import ManualClock
 from offloadtrain_tui.reading import log_reader
 from offloadtrain_tui.reading.log_reader import NEWS_OVER_SSH_S, NEWS_S
 from offloadtrain_tui.reading.runs import open_run
 
 from offloadtrain.cli.main import main
 from offloadtrain.events import schema
-from tests.tui.recordings import BEGIN_S, lines, plain, write
+from tests.tui.recordings import BEGIN_S, StoppedClock, lines, plain, write
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLUMNS, ROWS = 110, 34
@@ -212,7 +211,7 @@ def test_news_come_at_most_at_the_chosen_rate(run: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(log_reader, "time", SimpleNamespace(monotonic=monotonic))
     news = threading.Semaphore(0)
-    reader = log_reader.Reader([open_run(run)], ManualClock(BEGIN_S), news.release, news_s=1.0)
+    reader = log_reader.Reader([open_run(run)], StoppedClock(BEGIN_S), news.release, news_s=1.0)
     reader.start()
     assert news.acquire(timeout=HANGS_S)
     reader.take()

@@ -8,42 +8,47 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from textual.app import SystemCommand
+from rich.text import Text
+from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import BindingType
 from textual.filter import LineFilter
 from textual.message import Message
 from textual.notifications import SeverityLevel
 from textual.screen import ModalScreen, Screen
 from textual.theme import Theme
-from textual.widgets import Input
+from textual.widgets import ContentSwitcher, Footer, Input, Static
 
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.events import schema
-from offloadtrain_tui import exports, labels, requests, settings
-from offloadtrain_tui.attention import Watched, desktop
+from offloadtrain_tui import requests, settings
+from offloadtrain_tui.attention import Watched
 from offloadtrain_tui.clock import Clock, LiveClock, ReplayClock
 from offloadtrain_tui.dialogs import Ask, Confirm, Raw
-from offloadtrain_tui.display import PANELS, Display
 from offloadtrain_tui.filter import Sanitized, is_unicode
-from offloadtrain_tui.keys import COMMANDS, KEYS, with_keys
+from offloadtrain_tui.help import Help
+from offloadtrain_tui.keys import COMMANDS, KEYS, PANELS, with_keys
+from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.panels.events import EventsPanel
 from offloadtrain_tui.panels.runs import RunsPanel
-from offloadtrain_tui.plots import KINDS
+from offloadtrain_tui.plots import KINDS, as_csv
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.listing import Listing, RunRow
 from offloadtrain_tui.reading.log_reader import NEWS_S, Reader, Snapshot
 from offloadtrain_tui.reading.runs import RunPath
 from offloadtrain_tui.reading.view import View
+from offloadtrain_tui.summary import headline, numbers, when
+from offloadtrain_tui.text import clean
 from offloadtrain_tui.this_machine import MachineSampler
-from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.web import end_without_server
+from offloadtrain_tui.view_state import SPANS, ViewState
 from offloadtrain_tui.widgets.chart import Chart
+from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color, shade
+from offloadtrain_tui.widgets.table import tell
 
 COLOR_BLIND = Theme(
     name="color-blind-safe",
@@ -62,18 +67,15 @@ COLOR_BLIND = Theme(
 )
 
 _CHARTS = ", ".join(KINDS)
-_FORMS: dict[str, Callable[[str, ViewState], str | bytes]] = {
-    ".csv": exports.as_csv,
-    ".svg": exports.as_svg,
-    ".png": exports.as_png,
-}
-
 RUNS_EVERY_S = 3.0
 QUIET_S = 1.0
 """Without news the screen is drawn so often: its clocks go on."""
 
 
-class Monitor(Display):
+WIDE, NARROW, SHORT, TALL = 160, 100, 30, 50
+
+
+class Monitor(App[None]):
     """Displays runs; it writes only requests, when the user makes them."""
 
     class News(Message):
@@ -93,6 +95,7 @@ class Monitor(Display):
             super().__init__()
             self.rows = rows
 
+    CSS_PATH = "monitor.tcss"
     TITLE = "offloadtrain"
     AUTO_FOCUS = ""  # a table that is hidden at the start would take the keys
     ENABLE_COMMAND_PALETTE = True
@@ -154,8 +157,6 @@ class Monitor(Display):
         replay = isinstance(self.clock, ReplayClock)
         self._quiet = self.set_interval(0.25 if replay else QUIET_S, self.settle)
         self.set_interval(RUNS_EVERY_S, self._look_for_runs)
-        if self.is_web:
-            self.set_interval(RUNS_EVERY_S, end_without_server)
         self._look_for_runs()
         if self.first_panel != "overview":
             self.action_panel(self.first_panel)
@@ -207,25 +208,14 @@ class Monitor(Display):
         self.run_worker(look, thread=True, exclusive=True, group="runs", exit_on_error=False)
 
     def _call_attention(self) -> None:
-        """Ring, and notify the desktop, for what has happened since the last time."""
-        how = self.settings.attention
-        for title, text in self._watched.news(self._snapshots):
-            if how != "off":
-                self.bell()
-            if how == "desktop" and not self.is_web:  # a browser is elsewhere
-                self.run_worker(
-                    lambda title=title, text=text: desktop(title, text),
-                    thread=True,
-                    group="desktop",
-                    exit_on_error=False,
-                )
+        """Ring for what has happened since the last time."""
+        if self._watched.news(self._snapshots) and self.settings.attention == "bell":
+            self.bell()
 
     def action_attention(self) -> None:
-        choices = settings.ATTENTION
-        how = choices[(choices.index(self.settings.attention) + 1) % len(choices)]
+        how: settings.Attention = "off" if self.settings.attention == "bell" else "bell"
         self.settings = replace(self.settings, attention=how)
-        words = {"off": "nothing", "bell": "a bell", "desktop": "a bell, a desktop notification"}
-        self.tell(f"at an alert and at the end: {words[how]}")
+        self.tell(f"at an alert and at the end: {'a bell' if how == 'bell' else 'nothing'}")
 
     def action_save_settings(self) -> None:
         """Save the theme, the charts' settings and the attention."""
@@ -257,7 +247,97 @@ class Monitor(Display):
         self.shown = replace(self.shown, now_s=now_s, at_s=at_s)
         self.draw()
 
+    # ---- the screen
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="headline")
+        yield Static(id="numbers")
+        yield Static(id="when")
+        with ContentSwitcher(initial="overview", id="panels"):
+            for name, panel in PANELS.items():
+                yield panel(id=name)
+        yield Footer(compact=True, show_command_palette=False)  # `?` names its key
+
+    def on_resize(self) -> None:
+        width, height = self.size
+        self.screen.set_class(width >= WIDE, "wide")
+        self.screen.set_class(width < NARROW, "narrow")
+        self.screen.set_class(height < SHORT, "short")
+        self.screen.set_class(height >= TALL, "tall")
+
+    def tell(self, text: str, severity: SeverityLevel = "information") -> None:
+        """Show a notice for a moment; names and messages in it are no markup."""
+        self.notify(clean(text, 300), severity=severity, markup=False)
+
+    def draw(self) -> None:
+        if not self.is_running:  # it is ending: widgets are removed one by one, timers still fire
+            return
+        variables = self.theme_variables
+        colors = {state: rich_color(shade(variables, name)) for state, name in STATE_COLORS.items()}
+        with self.batch_update():
+            self._line("headline", headline(self.shown, colors, self.size.width))
+            self._line("numbers", numbers(self.shown, self.size.width))
+            text = when(self.shown, colors)
+            self.query_one("#when").display = bool(text.plain)
+            self._line("when", text)
+            self.panel.show(self.shown)
+
+    def _line(self, name: str, text: Text) -> None:
+        tell(self.query_one(f"#{name}", Static), text)
+
+    @property
+    def panel(self) -> Panel:
+        switcher = self.query_one(ContentSwitcher)
+        return switcher.query_one(f"#{switcher.current}", Panel)
+
+    def change(self, shown: ViewState) -> None:
+        self.shown = shown
+        self.draw()
+
     # ---- keys
+
+    def action_panel(self, name: str) -> None:
+        self.query_one(ContentSwitcher).current = name
+        self.draw()
+        focusable = self.panel.query("DataTable, VerticalScroll")
+        if self.panel.can_focus:
+            self.panel.focus()
+        elif focusable:
+            focusable.first().focus()
+        else:
+            self.set_focus(None)
+
+    def action_help(self) -> None:
+        self.push_screen(Help())
+
+    def action_step(self) -> None:
+        def go(answer: str | None) -> None:
+            view = self.shown.newest
+            numbers = view.history.steps.values[: view.length]
+            if numbers and answer and answer.strip().isdigit():
+                step = int(answer)
+                nearest = min(range(len(numbers)), key=lambda i: (abs(numbers[i] - step), -i))
+                self.change(replace(self.shown, cursor=nearest))
+
+        self.push_screen(Ask("go to step"), go)
+
+    def action_zoom(self, by: int) -> None:
+        self.change(self.shown.zoomed(by))
+
+    def action_log_axis(self) -> None:
+        self.change(replace(self.shown, log=not self.shown.log))
+
+    def action_mean(self) -> None:
+        span = (
+            SPANS[(SPANS.index(self.shown.span) + 1) % len(SPANS)]
+            if self.shown.span in SPANS
+            else 0
+        )
+        self.change(replace(self.shown, span=span))
+        self.tell(f"moving average over {span} steps" if span else "no moving average")
+
+    def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
+        self.tell(f"saved {self.save_screenshot(filename, path)}")
 
     def action_move(self, by: int) -> None:
         self._go_to(self.shown.moved(by))
@@ -379,20 +459,6 @@ class Monitor(Display):
         else:
             self.tell(f"{action}: requested; the answer appears as an event")
 
-    def on_runs_panel_pinned(self, message: RunsPanel.Pinned) -> None:
-        """Pin a run, or unpin it; the list shows it when it is read again."""
-        row = message.row
-        if self.shown.readonly:
-            self.tell("--readonly: nothing is written", "warning")
-            return
-        pinned = not row.labels.pinned
-        try:
-            labels.write(row.folder, replace(row.labels, pinned=pinned))
-        except OSError as error:
-            self.tell(f"{row.folder}/labels.json cannot be written: {error.strerror}", "error")
-        else:
-            self.tell(f"{row.folder.name}: {'pinned' if pinned else 'no longer pinned'}")
-
     # ---- exports
 
     def action_export(self) -> None:
@@ -414,7 +480,7 @@ class Monitor(Display):
         self.run_worker(export, thread=True, group="export", exit_on_error=False)
 
     def action_chart_file(self) -> None:
-        """Write a chart as a file whose name says which, and how."""
+        """Write a chart's numbers into a file, whose name says which chart."""
 
         def write(answer: str | None) -> None:
             if answer:
@@ -423,22 +489,17 @@ class Monitor(Display):
         if self.shown.readonly:
             self.tell("--readonly: nothing is written", "warning")
         else:
-            self.push_screen(
-                Ask(f"chart, as .csv, .svg or .png, such as loss.csv: {_CHARTS}"), write
-            )
+            self.push_screen(Ask(f"chart, such as loss.csv: {_CHARTS}"), write)
 
     def _write_chart(self, path: Path) -> None:
-        if path.stem not in KINDS or path.suffix not in _FORMS:
-            known = ", ".join(_FORMS)
-            self.tell(f"{path.name}: give a chart's name and {known}: {_CHARTS}", "warning")
+        if path.stem not in KINDS or path.suffix != ".csv":
+            self.tell(f"{path.name}: give a chart's name and .csv: {_CHARTS}", "warning")
             return
         if path.exists():
             self.tell(f"{path} exists: it is left as it is", "warning")
             return
         try:
-            replace_file(path, _FORMS[path.suffix](path.stem, self.shown))
-        except ImportError:
-            self.tell("a .png needs Pillow: pip install 'offloadtrain[plots]'", "error")
+            replace_file(path, as_csv(path.stem, self.shown))
         except OSError as error:
             self.tell(f"{path} cannot be written: {error.strerror}", "error")
         else:
@@ -449,7 +510,7 @@ class Monitor(Display):
 
         def copy(answer: str | None) -> None:
             if answer in KINDS:
-                self.copy_to_clipboard(exports.as_csv(answer, self.shown))
+                self.copy_to_clipboard(as_csv(answer, self.shown))
                 self.tell(f"{answer}: copied as CSV, if the terminal allows it")
             elif answer:
                 self.tell(f"{answer}: give a chart's name: {_CHARTS}", "warning")

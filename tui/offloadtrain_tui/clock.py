@@ -1,4 +1,4 @@
-"""The one clock of a monitor: live, of a replay, or of a test."""
+"""The one clock of a monitor: live, or of a replay."""
 
 from __future__ import annotations
 
@@ -39,13 +39,3 @@ class ReplayClock:
     def pause(self, paused: bool) -> None:
         self.move(self.now_s())
         self.paused = paused
-
-
-class ManualClock:
-    """Does not advance until it is moved."""
-
-    def __init__(self, now_s: float = 0.0) -> None:
-        self.value_s = now_s
-
-    def now_s(self) -> float:
-        return self.value_s

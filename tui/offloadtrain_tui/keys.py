@@ -1,4 +1,4 @@
-"""What the monitor's keys are, and what its command palette offers besides."""
+"""The monitor's screens and keys, and what its command palette offers besides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,30 @@ from itertools import zip_longest
 
 from textual.binding import Binding
 
-from offloadtrain_tui.display import PANELS
+from offloadtrain_tui.panels.base import Panel
+from offloadtrain_tui.panels.events import EventsPanel
+from offloadtrain_tui.panels.gpus import Gpus
+from offloadtrain_tui.panels.job import JobPanel
+from offloadtrain_tui.panels.memory import MemoryPanel
+from offloadtrain_tui.panels.overview import Overview
+from offloadtrain_tui.panels.plots import PlotsPanel
+from offloadtrain_tui.panels.ranks import Ranks
+from offloadtrain_tui.panels.runs import RunsPanel
+from offloadtrain_tui.panels.timeline import TimelinePanel
+from offloadtrain_tui.panels.transfers import Transfers
+
+PANELS: dict[str, type[Panel]] = {
+    "overview": Overview,
+    "memory": MemoryPanel,
+    "transfers": Transfers,
+    "timeline": TimelinePanel,
+    "plots": PlotsPanel,
+    "ranks": Ranks,
+    "events": EventsPanel,
+    "job": JobPanel,
+    "runs": RunsPanel,
+    "gpus": Gpus,
+}
 
 
 def with_keys(panels: Collection[str]) -> list[tuple[str, str]]:
@@ -66,7 +89,7 @@ COMMANDS = (
     ("Write a chart into a file", "chart_file"),
     ("Copy a chart's numbers", "copy"),
     ("Back to live", "live"),
-    ("Bell and notifications", "attention"),
+    ("Bell on or off", "attention"),
     ("Save the settings", "save_settings"),
 )
 """(title, action) of the command palette, in addition to the panels."""

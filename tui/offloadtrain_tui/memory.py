@@ -286,15 +286,6 @@ def _gpu(view: View, local_system: schema.System | None) -> schema.GpuSample | N
     return named[0] if named else gpus[0] if len(gpus) == 1 else None
 
 
-def load_of(gpu: schema.GpuSample) -> tuple[str, str, str]:
-    """Return load, power and temperature for a table; "-" if they are not known."""
-    return (
-        rounded(gpu.utilization_percent, " %"),
-        rounded(gpu.power_w, " W"),
-        rounded(gpu.temperature_c, " °C"),
-    )
-
-
 def rounded(value: float | None, unit: str) -> str:
     return "-" if value is None else f"{value:.0f}{unit}"
 

@@ -275,8 +275,7 @@ def moment_line(moment: Moment) -> str:
 
 
 _HEADER = (
-    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  "
-    f"{'last step':<11}  labels"
+    f"{'run':<40}  {'state':<9}  {'step':>13}  {'loss':>7}  {'val':>7}  {'tok/s':>7}  last step"
 )
 
 
@@ -287,8 +286,7 @@ def _row(row: RunRow, now_s: float) -> str:
     )
     age_s = None if row.last_s is None else max(now_s - row.last_s, 0.0)
     ago = "-" if age_s is None else f"{units.format_duration(age_s)} ago"
-    text = f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago:<11}"
-    return f"{text}  {row.labels.text}".rstrip()
+    return f"{clean(row.folder.name):<40}  {row.state:<9}  {step:>13}  {figures}  {ago}"
 
 
 # ---- reading

@@ -1,7 +1,7 @@
 """The user's settings of the monitor: `~/.config/offloadtrain/monitor.toml`, with a keymap.
 
 theme = "color-blind-safe"
-attention = "bell"          # at an alert and at the end: "off", "bell", or "desktop" (both)
+attention = "bell"          # at an alert and at the end: "off" or "bell"
 log_axis = true
 mean = false
 [keys]
@@ -14,14 +14,13 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from offloadtrain.boundary.safe_open import read_text
 from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.config import toml
 
-Attention = Literal["off", "bell", "desktop"]
-ATTENTION: tuple[Attention, ...] = get_args(Attention)
+Attention = Literal["off", "bell"]
 _MOST_BYTES = 1 << 16
 
 
@@ -36,7 +35,7 @@ class Settings:
     """
 
     theme: str = ""
-    attention: Attention = "desktop"
+    attention: Attention = "bell"
     log_axis: bool = False
     mean: int = 20
     keys: Mapping[str, str] = field(default_factory=dict)

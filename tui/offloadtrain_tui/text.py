@@ -1,4 +1,4 @@
-"""Foreign text on one line, and short formats of numbers."""
+"""Foreign text on one line, short formats of numbers, and the words for the lanes of the log."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from datetime import datetime
 
 from offloadtrain.boundary.sanitize import one_line
+from offloadtrain.events import schema
 
 
 def clean(text: str, limit: int = 2000) -> str:
@@ -46,3 +47,33 @@ def milliseconds(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value / 1e3:.3g} s" if abs(value) >= 1e3 else f"{value:.3g} ms"
+
+
+_LANES = {
+    "compute": "compute",
+    schema.WAIT: "waits",
+    "d2h": "GPU→CPU",
+    "host": "CPU Adam",
+    "h2d": "CPU→GPU",
+    "load": "streamed",
+    "comm": "ranks",
+    "ortho": "matrices",
+    "update": "GPU state",
+    "write": "saving",
+    "disk_read": "disk→CPU",
+    "disk_write": "CPU→disk",
+    "disk_load": "disk→GPU",
+    "data": "data",
+}
+
+
+def lane_word(lane: str, rule: str = "") -> str:
+    """Return the word for a lane. `rule`: the run's update rule, if it is not Adam's kind."""
+    if lane == "host" and rule and not rule.startswith("Adam"):
+        return f"CPU {rule}"
+    return _LANES.get(lane, lane)
+
+
+def percent(share: float) -> str:
+    """0.973 → "97%", 0.004 → "0.4%"."""
+    return f"{100 * share:.1f}%" if 0 < share < 0.1 else f"{100 * share:.0f}%"

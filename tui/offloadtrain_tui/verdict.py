@@ -8,8 +8,7 @@ from typing import Any
 from offloadtrain.events import schema
 from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import short
-from offloadtrain_tui.words import lane_word, percent
+from offloadtrain_tui.text import lane_word, percent, short
 
 RECENT_STEPS = 20
 _LEAST_SHARE = 0.3

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from offloadtrain.cli.options import Flag, Json
+from offloadtrain.cli.options import Json
 from offloadtrain.config.errors import ConfigError
 from offloadtrain.config.units import parse_bytes
 
@@ -57,11 +57,11 @@ def adam(
         "n": numel,
         "rounds": rounds,
         "dispatch_us": dispatch_us,
-        "rows": [row.as_json() for row in rows],
+        "rows": rows,
     }
-    goals = [f"{'goal':48}    bound  found", *map(str, bench.goals(rows, dispatch_us))]
     title = f"{numel} parameters, medians of {rounds} rounds; DS: DeepSpeed"
-    _show(as_json, facts, f"{title}\n", bench.table(rows), "", *goals)
+    dispatch = f"dispatch of one bucket: {dispatch_us:.1f} us"
+    _show(as_json, facts, f"{title}\n", bench.table(rows), "", dispatch)
 
 
 def step(
@@ -69,15 +69,12 @@ def step(
     layers: int = 12,
     steps: int = 10,
     rounds: int = 5,
-    thread: Flag = False,
     as_json: Json = False,
 ) -> None:
     """Compare a step with its schedule, and with the same model in plain torch.
 
     The first part runs on threads, with a fixed time for every operation, and measures the engine's
-    overhead. The second part alternates the demo model offloaded and resident on the device. With
-    --thread, neither runs: lanes do nothing, and the engine's cost per layer to the training thread
-    is measured.
+    overhead. The second part alternates the demo model offloaded and resident on the device.
 
     Parameters
     ----------
@@ -87,32 +84,20 @@ def step(
         Measured steps of the paced model.
     rounds
         Number of times the demo model runs, offloaded and resident.
-    thread
-        Measure the training thread's time in small models of 24 and 40 layers.
     as_json
         Print one JSON object instead of the tables.
     """
     _at_least_one(layers=layers, steps=steps, rounds=rounds)
-    if thread:
-        from offloadtrain.cli.bench import thread as idle
+    from offloadtrain.cli.bench import step as bench
 
-        costs = idle.run(steps, _say)
-        title = f"milliseconds of the training thread per layer, medians of {steps} steps"
-        _show(as_json, {"thread": list(map(asdict, costs))}, f"{title}\n", idle.table(costs))
-        return
-
-    from offloadtrain.cli.bench import resident
-    from offloadtrain.cli.bench import step as paced
-
-    rows = paced.run(layers, steps, _say)
-    demo = resident.run(rounds, _say)
+    rows, demo = bench.run(layers, steps, _say), bench.run_demo(rounds, _say)
     _show(
         as_json,
         {"paced": list(map(asdict, rows)), "demo": list(map(asdict, demo))},
         f"{layers} paced blocks on threads, medians of {steps} steps\n",
-        paced.table(rows),
+        bench.table(rows),
         "\nthe demo model, medians of ratios within a round\n",
-        resident.table(demo),
+        bench.demo_table(demo),
     )
 
 
@@ -193,9 +178,7 @@ def disk(
     _show(as_json, {"disk": list(map(asdict, rows))}, title, bench.table(rows))
 
 
-def report(
-    folder: Path = Path("benchmarks/results"), /, *, all: bool = False, plot: Path | None = None
-) -> None:
+def report(folder: Path = Path("benchmarks/results"), /, *, all: bool = False) -> None:
     """Print the steps measured on GPUs as a table, from results files only.
 
     Parameters
@@ -204,18 +187,12 @@ def report(
         Folder with the results files of `make gpu`.
     all
         Also print plans, goals, the machine's rates and what was not measured.
-    plot
-        Also draw ratios, rates and exposed time as SVG files into this folder.
     """
     from offloadtrain.cli import results_tables
 
     if not folder.is_dir():
         raise results_tables.ResultsError(f"{folder}: no such folder; make gpu writes results")
     files = results_tables.read(folder)
-    if plot is not None:
-        from offloadtrain.cli.results_plots import plot as draw
-
-        draw(files, plot)
     print(results_tables.everything(files) if all else results_tables.summary(files))
 
 

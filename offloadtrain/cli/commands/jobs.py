@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,7 +134,7 @@ def prepare(
     val_fraction
         Share of the documents held out for validation; 0: none.
     tokenizer
-        "bytes", a folder with a tokenizer of transformers, a tokenizer.json, or a .tiktoken file.
+        "bytes", a folder with a tokenizer of transformers, or a tokenizer.json.
     form
         Form of a record. "text": one field. "chat": `messages`; the loss counts the assistant's.
         "completion": `prompt` and `completion`; the loss counts the second. "auto": chosen by the
@@ -147,25 +148,25 @@ def prepare(
     jobs
         Number of worker processes; 0: one per CPU.
     quiet
-        Print no progress bar.
+        Print no progress.
     """
     from offloadtrain.data import prepare as preparing
-    from offloadtrain.train.log.console import ProgressBar
+    from offloadtrain.runtime.heartbeat import HEARTBEAT
+    from offloadtrain.train.log.console import Console
 
-    bar = ProgressBar("preparing")
-    done = preparing.prepare(
-        source,
-        out,
-        val_fraction=val_fraction,
-        tokenizer=tokenizer,
-        form=form,
-        field=field,
-        chat_template=chat_template,
-        bad_lines=bad_lines,
-        jobs=jobs,
-        progress=None if quiet else bar.show,
-    )
-    bar.end()
+    with Console(quiet=quiet).never_silent("preparing"):
+        done = preparing.prepare(
+            source,
+            out,
+            val_fraction=val_fraction,
+            tokenizer=tokenizer,
+            form=form,
+            field=field,
+            chat_template=chat_template,
+            bad_lines=bad_lines,
+            jobs=jobs,
+            progress=partial(HEARTBEAT.advance, "preparing the data"),
+        )
     for line in done.skipped:
         print(f"left out: {line}", file=sys.stderr)
     if done.remark:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -219,18 +220,19 @@ def evaluate(
         Print one JSON object.
     """
     from offloadtrain.runtime.device import resolve_device
+    from offloadtrain.runtime.heartbeat import HEARTBEAT
     from offloadtrain.train import trained_model
-    from offloadtrain.train.log.console import ProgressBar
+    from offloadtrain.train.log.console import Console
 
     trained = trained_model.open_model(source, resolve_device(device))
-    with ProgressBar("evaluating") as bar:
+    with Console().never_silent("evaluating"):
         result = trained_model.evaluate(
             trained,
             data,
             seq_len=seq_len or trained.seq_len,
             batch=micro_batch,
             most_tokens=max_tokens,
-            progress=bar.show,
+            progress=partial(HEARTBEAT.advance, "evaluating"),
         )
     if as_json:
         facts = {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}

@@ -123,8 +123,8 @@ def _choose_waiting(config: Config, rank_info: RankInfo) -> str:
 
 
 def _preview(config: Config, ranks: int) -> int:
-    from offloadtrain.cli.commands.dry_run import preview
     from offloadtrain.config import job as jobs
+    from offloadtrain.train.dry_run import preview
 
     text, fits, resolved = preview(config, ranks)
     print(text, file=sys.stderr)

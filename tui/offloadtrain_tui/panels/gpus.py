@@ -17,7 +17,7 @@ from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ZOOMS, ViewState
 from offloadtrain_tui.widgets.chart import Chart, Curve, Plot
 from offloadtrain_tui.widgets.rows import Rows, Table
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import tell
 
 COLUMNS = ("GPU", "name", "busy", "power", "heat", "clock", "memory", "link")
 _LEAST_WINDOW = 16
@@ -129,7 +129,9 @@ def _row(gpu: schema.GpuSample) -> tuple[str, ...]:
     return (
         str(gpu.index),
         clean(gpu.name, 24),
-        *memory.load_of(gpu),
+        memory.rounded(gpu.utilization_percent, " %"),
+        memory.rounded(gpu.power_w, " W"),
+        memory.rounded(gpu.temperature_c, " °C"),
         memory.rounded(gpu.clock_mhz, f"{most} MHz"),
         _used_of_total(gpu.memory_used_bytes, gpu.memory_total_bytes),
         "  ".join(filter(None, (_pcie(gpu), _nvlink(gpu), clean(gpu.throttle)))),

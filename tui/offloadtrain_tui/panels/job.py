@@ -15,7 +15,7 @@ from offloadtrain.events import schema
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import tell
 
 
 class JobPanel(Panel):

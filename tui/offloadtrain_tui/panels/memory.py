@@ -14,8 +14,7 @@ from offloadtrain_tui.text import clean
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.area import Area, AreaChart
 from offloadtrain_tui.widgets.bars import MemoryBars
-from offloadtrain_tui.widgets.table import fill
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import fill, tell
 
 COLUMNS = ("now", "peak", "planned", "peak/plan")
 PROCESSES = ("GPU", "pid", "user", "memory", "command")

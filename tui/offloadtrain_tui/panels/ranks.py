@@ -1,4 +1,4 @@
-"""6: ranks and GPUs: lag and slowness, the stages of a pipeline, groups that share a copy of the
+"""6: ranks: lag and slowness, the stages of a pipeline, groups that share a copy of the
 state, and the parts of matrices."""
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from offloadtrain.config import units
-from offloadtrain.events import schema
-from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds, short
+from offloadtrain_tui.text import clean, milliseconds, percent, short
 from offloadtrain_tui.verdict import RECENT_STEPS
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.rows import Rows, Table
-from offloadtrain_tui.widgets.tell import tell
-from offloadtrain_tui.words import percent
+from offloadtrain_tui.widgets.table import tell
 
 RANKS = (
     "rank",
@@ -35,30 +32,20 @@ RANKS = (
     "memory",
     "loss",
 )
-GPUS = ("GPU", "name", "memory", "busy", "power", "heat")
 
 
 class Ranks(Panel):
-    """A row per rank, and a row per GPU of the machine."""
+    """A row per rank."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="ranks-text", markup=False)
         with VerticalScroll(id="ranks-all"):
             yield Rows(id="ranks-rows")
-        yield Static(id="ranks-gpu-text", markup=False)
-        with VerticalScroll(id="ranks-machine"):
-            yield Rows(id="ranks-gpus")
 
     def display_state(self, shown: ViewState) -> None:
         views = shown.views
         tell(self.query_one("#ranks-text", Static), slow_stage(views) or skew(views))
         self.query_one("#ranks-rows", Rows).show(rank_table(views))
-        there = memory.shown_gpus(shown)
-        state = "this run uses none" if memory.is_on_cpu(shown.view) else there.state
-        none = f" no GPU to show: {state or 'none was sampled'}"
-        text = f" GPUs, {there.source}" if there.gpus else none
-        tell(self.query_one("#ranks-gpu-text", Static), text)
-        self.query_one("#ranks-gpus", Rows).show(Table(GPUS, tuple(map(_gpu, there.gpus))))
 
 
 def rank_table(views: Sequence[View]) -> Table:
@@ -171,14 +158,3 @@ def skew(views: Sequence[View]) -> str:
 def _middle(views: Sequence[View]) -> float:
     known = [own_ms for view in views if (own_ms := view.median_own_ms()) is not None]
     return statistics.median(known) if known else 0.0
-
-
-def _gpu(gpu: schema.GpuSample) -> tuple[str, ...]:
-    used, total = gpu.memory_used_bytes, gpu.memory_total_bytes
-    used_text = "-" if used is None else units.format_bytes(used)
-    return (
-        str(gpu.index),
-        clean(gpu.name),
-        f"{used_text} of {units.format_bytes(total)}" if total else used_text,
-        *memory.load_of(gpu),
-    )

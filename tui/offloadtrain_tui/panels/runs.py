@@ -1,4 +1,4 @@
-"""9: the runs of a folder: open one, overlay its curves, or pin it."""
+"""9: the runs of a folder: open one, or overlay its curves."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from offloadtrain_tui.reading.listing import RunRow
 from offloadtrain_tui.text import clean, short
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.styles import STATE_COLORS
-from offloadtrain_tui.widgets.table import Cell, fill
-from offloadtrain_tui.widgets.tell import tell
+from offloadtrain_tui.widgets.table import Cell, fill, tell
 
 COLUMNS = ("", "run", "state", "step", "loss", "val", "tok/s", "last step")
-LABELS = "labels"
-"""A column if any run has some."""
 
 
 class RunsPanel(Panel):
-    """The list of runs; Enter opens one, `o` overlays it, `p` pins it."""
+    """The list of runs; Enter opens one, `o` overlays it."""
 
     class Chosen(Message):
         """`overlay`: draw its curves over those of the open run; otherwise open it."""
@@ -36,17 +33,7 @@ class RunsPanel(Panel):
             self.folder = folder
             self.overlay = overlay
 
-    class Pinned(Message):
-        """The run is to be listed first, or no longer."""
-
-        def __init__(self, row: RunRow) -> None:
-            super().__init__()
-            self.row = row
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("o", "overlay", "draw beside"),
-        Binding("p", "pin", "pin"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("o", "overlay", "draw beside")]
 
     def compose(self) -> ComposeResult:
         yield Static(id="runs-text", markup=False)
@@ -66,8 +53,7 @@ class RunsPanel(Panel):
             _cells(row, shown, row.folder in drawn, self.ink(STATE_COLORS[row.state]))
             for row in self._rows
         ]
-        columns = (*COLUMNS, LABELS) if any(row.labels.text for row in self._rows) else COLUMNS
-        fill(self.query_one(DataTable), columns, [row[: len(columns)] for row in cells])
+        fill(self.query_one(DataTable), COLUMNS, cells)
         where = f" {self._rows[0].folder.parent}" if self._rows else " no runs found"
         tell(self.query_one("#runs-text", Static), where)
 
@@ -77,11 +63,6 @@ class RunsPanel(Panel):
 
     def action_overlay(self) -> None:
         self._choose(self.query_one(DataTable).cursor_row, overlay=True)
-
-    def action_pin(self) -> None:
-        row = self.query_one(DataTable).cursor_row
-        if 0 <= row < len(self._rows):
-            self.post_message(self.Pinned(self._rows[row]))
 
     def _choose(self, row: int, *, overlay: bool) -> None:
         if 0 <= row < len(self._rows):
@@ -100,5 +81,4 @@ def _cells(row: RunRow, shown: ViewState, drawn: bool, color: str) -> tuple[Cell
         short(row.val_loss),
         short(row.tokens_per_s),
         f"{ago} ago" if ago else "",
-        clean(row.labels.text, 80),
     )

@@ -8,18 +8,14 @@ from textual.containers import Grid
 from textual.widgets import Static
 
 from offloadtrain.config import units
-from offloadtrain.events import schema
-from offloadtrain.hardware.nvml import link_gbps
-from offloadtrain_tui import memory
 from offloadtrain_tui.panels.base import Panel
 from offloadtrain_tui.plots import KINDS, plot
 from offloadtrain_tui.reading.step_columns import LANES, MAIN_LANES
 from offloadtrain_tui.reading.view import View
-from offloadtrain_tui.text import clean, milliseconds
+from offloadtrain_tui.text import lane_word, milliseconds
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.chart import Chart, Plot
-from offloadtrain_tui.widgets.tell import tell
-from offloadtrain_tui.words import lane_word
+from offloadtrain_tui.widgets.table import tell
 
 CHARTS = ("bus", "bytes", "exposed", "host_ms")
 
@@ -54,8 +50,7 @@ def _summary(shown: ViewState) -> Text:
     exposed = view.last("exposed_ms") or 0.0
     hidden = max(view.busy_ms("host") - exposed, 0.0)
     waits = f" compute waited {milliseconds(exposed)}; of the host's work {milliseconds(hidden)}"
-    text.append(f"{waits} was hidden at least\n", "bold")
-    text.append(_links(shown), "dim")
+    text.append(f"{waits} was hidden at least", "bold")
     return text
 
 
@@ -102,29 +97,3 @@ def _adam(view: View) -> str:
     if not isinstance(moved, int) or not busy_ms:
         return ""
     return f"{rule} moves {units.format_bytes(moved)}, {moved / busy_ms / 1e6:.1f} GB/s or more"
-
-
-def _links(shown: ViewState) -> str:
-    """Describe each link by NVML."""
-    if memory.is_on_cpu(shown.view):
-        return " links: this run uses no GPU"
-    there = memory.shown_gpus(shown)
-    lines = (f" GPU {gpu.index} {link(gpu)}" for gpu in there.gpus)
-    return "\n".join(lines) or f" links: {there.state or 'no GPU'}"
-
-
-def link(gpu: schema.GpuSample) -> str:
-    """Describe PCIe generation and width, current and maximum, and NVML's counters."""
-    if gpu.pcie_generation is None:
-        return "the driver does not report its link"
-    description = f"PCIe {gpu.pcie_generation} x{gpu.pcie_width}"
-    if gpu.pcie_generation_max is not None:
-        description += f" of {gpu.pcie_generation_max} x{gpu.pcie_width_max}"
-    # The peak of the link: an idle one is slower.
-    most, rates = link_gbps(gpu.pcie_generation_max, gpu.pcie_width_max), []
-    for rate, label in ((gpu.pcie_rx_bytes_per_s, "up"), (gpu.pcie_tx_bytes_per_s, "down")):
-        if rate is not None:
-            share = f" ({100 * rate / 1e9 / most:.0f} % of it)" if most else ""
-            rates.append(f"{label} {rate / 1e9:.1f} GB/s{share}")
-    text = f"{description}: {', '.join(rates)}" if rates else description
-    return f"{text}; throttled: {clean(gpu.throttle)}" if gpu.throttle else text

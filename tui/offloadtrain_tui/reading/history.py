@@ -13,11 +13,10 @@ from offloadtrain.events import log_lines, schema
 from offloadtrain.events.log_lines import Record
 from offloadtrain.events.schema import Json
 from offloadtrain_tui.moments import Moment, moment_of
-from offloadtrain_tui.reading.gpu_history import GpuHistory
 from offloadtrain_tui.reading.live_memory import LiveMemory
-from offloadtrain_tui.reading.packed import TimedLines
+from offloadtrain_tui.reading.series import Series
 from offloadtrain_tui.reading.step_columns import StepColumns, number_of
-from offloadtrain_tui.reading.timed import Timed
+from offloadtrain_tui.reading.timed import Timed, TimedLines, Times
 from offloadtrain_tui.reading.timelines import Timelines
 from offloadtrain_tui.text import clean
 
@@ -33,6 +32,37 @@ _SPAN = re.compile(
     rb'\{"v":\d+,"k":"span","t":(\d{1,12}\.?\d*),"m":(\d{1,19}),"r":\d+,"step":(\d{1,15}),'
 )
 """Prefix of a span's line; spans are parsed only for display."""
+
+
+GPU_FIELDS = (
+    "utilization_percent", "power_w", "temperature_c", "clock_mhz", "pcie_rx_bytes_per_s",
+    "pcie_tx_bytes_per_s", "nvlink_rx_bytes_per_s", "nvlink_tx_bytes_per_s",
+)  # fmt: skip
+
+
+class GpuHistory(Times):
+    """The samples of a rank's own GPU over time: columns that only grow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.series = {name: Series() for name in GPU_FIELDS}
+
+    def add(self, time_s: float, gpus: list[Any], uuid: object) -> None:
+        """Add a parsed sample of the machine: of this GPU, or of the only one."""
+        known = [gpu for gpu in gpus if isinstance(gpu, dict)]
+        named = [gpu for gpu in known if gpu.get("uuid") == uuid]
+        samples = named or (known if len(known) == 1 else [])
+        if not samples:
+            return
+        for name, series in self.series.items():
+            series.append(_number(samples[0].get(name)))
+        self.stamp(time_s)
+
+
+def _number(value: Any) -> float | None:
+    if type(value) not in (int, float) or not abs(value) < 1e18:
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 class History(StepColumns):

@@ -7,8 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from offloadtrain_tui import labels
-from offloadtrain_tui.labels import NONE, Labels
 from offloadtrain_tui.reading import runs
 from offloadtrain_tui.reading.history import History
 from offloadtrain_tui.reading.log_reader import glance
@@ -27,7 +25,6 @@ class RunRow:
     val_loss: float | None
     tokens_per_s: float | None
     last_s: float | None
-    labels: Labels = NONE
 
 
 @dataclass(slots=True)
@@ -38,10 +35,10 @@ class Listing:
     _views: dict[Path, tuple[tuple[int, int], View]] = field(default_factory=dict)
 
     def rows(self, now_s: float, most: int = 200) -> list[RunRow]:
-        """Return the runs: pinned ones, then the newest, first."""
+        """Return the runs, the newest first."""
         folders = runs.all_runs(self.runs_dir)[:most]
         self._views = {folder: self._read(folder) for folder in folders}
-        rows = [
+        return [
             RunRow(
                 folder=folder,
                 state=runs.life_of(folder, view, now_s).state,
@@ -51,11 +48,9 @@ class Listing:
                 val_loss=view.val_loss,
                 tokens_per_s=view.last("tokens_per_s"),
                 last_s=view.step_time_s,
-                labels=labels.read(folder),
             )
             for folder, (_, view) in self._views.items()
         ]
-        return sorted(rows, key=lambda row: not row.labels.pinned)
 
     def _read(self, folder: Path) -> tuple[tuple[int, int], View]:
         """Return the first and the last records of rank 0, with the log's size and time."""

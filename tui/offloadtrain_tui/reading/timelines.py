@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from functools import cached_property
 
 from offloadtrain.events import log_lines, schema
-from offloadtrain_tui.reading.packed import pack, unpack
+from offloadtrain_tui.reading.timed import pack, unpack
 
 SAMPLED_STEPS = 256
 """Number of newest timelines kept."""

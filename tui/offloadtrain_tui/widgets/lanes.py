@@ -11,10 +11,9 @@ from textual.strip import Strip
 from offloadtrain.events import schema
 from offloadtrain_tui.reading.step_columns import LANES, MAIN_LANES
 from offloadtrain_tui.reading.timelines import Spans
-from offloadtrain_tui.text import clean, milliseconds
+from offloadtrain_tui.text import clean, lane_word, milliseconds, percent
 from offloadtrain_tui.widgets.drawn import Drawn
 from offloadtrain_tui.widgets.styles import LANE_COLORS
-from offloadtrain_tui.words import lane_word, percent
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 """By the share of a cell's time that the lane worked."""

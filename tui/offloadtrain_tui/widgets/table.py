@@ -1,11 +1,12 @@
-"""Tables updated cell by cell, which keeps cursor and scroll position."""
+"""Tables updated cell by cell, which keeps cursor and scroll position. Text that is drawn only if
+it changed, and laid out again only if it may need other lines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rich.text import Text
-from textual.widgets import DataTable
+from textual.widgets import DataTable, Static
 
 Cell = str | Text
 
@@ -32,3 +33,19 @@ def fill(table: DataTable[Text], columns: Sequence[str], rows: Sequence[Sequence
 
 def _texts(row: Sequence[Cell]) -> list[Text]:
     return [Text(cell) if isinstance(cell, str) else cell for cell in row]
+
+
+def tell(widget: Static, text: Text | str) -> None:
+    """Show a text; plain strings are no markup."""
+    shown, before = Text(text) if isinstance(text, str) else text, widget.content
+    if before != shown:
+        widget.update(shown, layout=not _same_lines(before, shown, widget.content_size.width))
+
+
+def _same_lines(before: object, shown: Text, width: int) -> bool:
+    """Return whether both texts have the same number of lines, and no line wraps at this width. A
+    layout of the screen takes longer than drawing it."""
+    if not isinstance(before, Text) or before.plain.count("\n") != shown.plain.count("\n"):
+        return False
+    lines = (line for text in (before, shown) for line in text.split("\n", allow_blank=True))
+    return all(line.cell_len <= width for line in lines)

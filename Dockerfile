@@ -15,7 +15,7 @@ WORKDIR /src
 COPY constraints.txt .
 RUN pip install --extra-index-url "${TORCH_INDEX}" -c constraints.txt torch
 COPY . .
-RUN OFFLOADTRAIN_NATIVE=1 pip install -c constraints.txt ".[hf,data]" pytest pytest-xdist hypothesis
+RUN OFFLOADTRAIN_NATIVE=1 pip install -c constraints.txt ".[hf,data,web]" pytest pytest-xdist hypothesis
 
 FROM ${BASE}
 # gcc and headers: torch compiles the kernels of Adam over narrow state on a GPU when it first runs.

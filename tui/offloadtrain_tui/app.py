@@ -46,6 +46,7 @@ from offloadtrain_tui.summary import headline, numbers, when
 from offloadtrain_tui.text import clean
 from offloadtrain_tui.this_machine import MachineSampler
 from offloadtrain_tui.view_state import SPANS, ViewState
+from offloadtrain_tui.web import end_without_server
 from offloadtrain_tui.widgets.chart import Chart
 from offloadtrain_tui.widgets.styles import STATE_COLORS, rich_color, shade
 from offloadtrain_tui.widgets.table import tell
@@ -157,6 +158,8 @@ class Monitor(App[None]):
         replay = isinstance(self.clock, ReplayClock)
         self._quiet = self.set_interval(0.25 if replay else QUIET_S, self.settle)
         self.set_interval(RUNS_EVERY_S, self._look_for_runs)
+        if self.is_web:
+            self.set_interval(RUNS_EVERY_S, end_without_server)
         self._look_for_runs()
         if self.first_panel != "overview":
             self.action_panel(self.first_panel)
@@ -337,7 +340,10 @@ class Monitor(App[None]):
         self.tell(f"moving average over {span} steps" if span else "no moving average")
 
     def action_screenshot(self, filename: str | None = None, path: str | None = None) -> None:
-        self.tell(f"saved {self.save_screenshot(filename, path)}")
+        if self.is_web:
+            self.deliver_screenshot()  # to the browser: the folder here is not its user's
+        else:
+            self.tell(f"saved {self.save_screenshot(filename, path)}")
 
     def action_move(self, by: int) -> None:
         self._go_to(self.shown.moved(by))

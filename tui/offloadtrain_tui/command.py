@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from offloadtrain.boundary.safe_open import UnsafeFileError
 from offloadtrain.boundary.sanitize import unfiltered
@@ -38,6 +39,11 @@ def tui(
     screen: str = "overview",
     theme: str = "",
     size: str = "",
+    web: Annotated[bool, Parameter(negative="")] = False,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    allow_requests: Annotated[bool, Parameter(negative="")] = False,
+    tabs: Annotated[int, Parameter(validator=Number(gte=1))] = 4,
 ) -> int:
     """Monitor runs: the newest by default, finished ones too, and several at once.
 
@@ -66,6 +72,16 @@ def tui(
         A Textual theme, "color-blind-safe", or "ansi-dark" for the terminal's own colors.
     size
         Size of the frame for --once and --screenshot, such as 160x45.
+    web
+        Show the monitor in a browser, read-only. Needs `pip install 'offloadtrain[web]'`.
+    host
+        Address for --web. Whoever reaches it sees the runs: there is no password.
+    port
+        Port for --web.
+    allow_requests
+        With --web: allow requests to the run, as in a terminal.
+    tabs
+        Most browser tabs of --web that are open at a time. Each is a process of about 50 MiB.
     """
     from offloadtrain_tui.app import Monitor
     from offloadtrain_tui.keys import PANELS
@@ -78,6 +94,15 @@ def tui(
         return _refuse(str(error))
     if replay and not run_paths:
         return _refuse("--replay: there is no run to replay")
+    if allow_requests and not web:
+        return _refuse("--allow-requests is for --web: a terminal allows them without --readonly")
+    if web:
+        options = {"--speed": speed, "--screen": screen, "--theme": theme}
+        flags = {"--replay": replay, "--readonly": readonly or not allow_requests}
+        from offloadtrain_tui.web import serve
+
+        chosen = [str(path.path) for path in run_paths] if run else []
+        return serve(host, port, chosen, options | {"--runs-dir": runs_dir.resolve()}, flags, tabs)
     clock: Clock = LiveClock()
     if replay:
         history = RunReader(run_paths[0]).read_to_end(clock.now_s()).first.history
@@ -141,8 +166,9 @@ def _frame(app: Monitor, screen: str, size: str, screenshot: Path | None) -> int
 
 
 def _in_terminal(app: Monitor, screen: str) -> int:
+    drawn_elsewhere = bool(os.environ.get("TEXTUAL_DRIVER"))  # by textual-serve, in a browser
     terminals = (unfiltered(sys.stdout), unfiltered(sys.stderr))  # Textual draws to stderr
-    if not all(terminal.isatty() for terminal in terminals):
+    if not drawn_elsewhere and not all(terminal.isatty() for terminal in terminals):
         return _refuse(
             "stdout or stderr is not a terminal: use --once, --screenshot, or `offloadtrain status`"
         )

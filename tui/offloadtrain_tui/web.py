@@ -1,0 +1,191 @@
+"""`offloadtrain tui --web`: the monitor in a browser, by textual-serve (extra `web`).
+
+Each browser tab gets a process of its own, `offloadtrain tui` with the same options. There is no
+password: whoever reaches the address sees the runs. A page of another origin, open in the same
+browser, could reach a loopback address too. Requests of a page with another scheme, host or port,
+and requests that name another host (DNS rebinding), are refused, and no page may frame this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import shlex
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_TABS_END_S = 5.0
+"""Most that the end of the server waits for its tabs, which end by themselves without it."""
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY = ("0.0.0.0", "::")
+
+
+def serve(
+    host: str,
+    port: int,
+    runs: Sequence[str],
+    options: Mapping[str, object],
+    flags: Mapping[str, bool],
+    most_tabs: int,
+) -> int:
+    """Serve until Ctrl-C; return the exit code. `options` and `flags` are those of each tab, of
+    which at most `most_tabs` are open."""
+    if find_spec("textual_serve") is None:
+        print(
+            "--web needs textual-serve, which is not installed: pip install 'offloadtrain[web]'",
+            file=sys.stderr,
+        )
+        return 2
+    if problem := _cannot_listen(host, port):
+        print(f"--host {host} --port {port}: {problem}", file=sys.stderr)
+        return 2
+    allowed = "" if flags["--readonly"] else ", and may stop them"
+    if host not in LOOPBACK:
+        print(f"whoever reaches {host} port {port} sees the runs{allowed}", file=sys.stderr)
+    _server(shlex.join(command(runs, options, flags)), host, port, most_tabs)
+    return 0
+
+
+def command(
+    runs: Sequence[str], options: Mapping[str, object], flags: Mapping[str, bool]
+) -> list[str]:
+    """Return the command line of one tab."""
+    arguments = [word for key, value in options.items() if value for word in (key, str(value))]
+    raised = [key for key, is_set in flags.items() if is_set]
+    return [sys.executable, "-m", "offloadtrain", "tui", *runs, *arguments, *raised]
+
+
+def end_without_server() -> None:
+    """End this tab's process if its server, which has the other end of its stdin, is gone:
+    textual would go on drawing for no reader."""
+    stdin = select.poll()
+    stdin.register(sys.__stdin__ or 0, 0)  # without events: POLLHUP is always reported
+    if stdin.poll(0):
+        os._exit(0)  # an orderly end would write to a closed pipe
+
+
+def is_from_here(host: str, origin: str | None, served: str) -> bool:
+    """Return whether a request comes from a page of this server.
+
+    Args:
+        host: the request's Host header.
+        origin: its Origin header, if it has one.
+        served: the address that the server listens on.
+    """
+    name = _name_of(f"//{host}")
+    known = {*LOOPBACK, served, socket.gethostname(), socket.getfqdn()}
+    if name not in known and not (served not in LOOPBACK and _is_address(name)):
+        return False
+    return origin is None or origin == f"http://{host}"
+
+
+def _name_of(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(name: str) -> bool:
+    """An address, unlike a name, cannot be made to point elsewhere by whoever owns it."""
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def with_policy(response: web.StreamResponse, url: str) -> web.StreamResponse:
+    """Return the response with a policy that loads nothing from other hosts and shows it in no
+    frame: textual-serve's page names a font of Google's, for which a machine without the internet
+    would wait."""
+    if not response.prepared:
+        socket_url = url.replace("http", "ws", 1)
+        policy = f"default-src 'self' {url} {socket_url} data: 'unsafe-inline'"
+        policy += "; frame-ancestors 'none'"
+        response.headers["Content-Security-Policy"] = policy
+    return response
+
+
+def _cannot_listen(host: str, port: int) -> str:
+    """Return why the address cannot be listened on; "" if it can."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
+
+
+def _server(command_line: str, host: str, port: int, most_tabs: int) -> None:
+    from aiohttp import web
+    from textual_serve.server import Server
+
+    named = socket.gethostname() if host in _ANY else f"[{host}]" if ":" in host else host
+    authority = named.lower() if port == 80 else f"{named}:{port}".lower()  # as browsers send it
+    url = f"http://{authority}"
+
+    @web.middleware
+    async def only_from_here(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if not is_from_here(request.host, request.headers.get("Origin"), host):
+            raise web.HTTPForbidden(text="this request comes from another site")
+        if request.path == "/" and request.host != authority:
+            raise web.HTTPFound(url + request.path_qs)  # its socket accepts pages of this origin
+        return with_policy(await handler(request), url)
+
+    tabs: set[asyncio.Task[object]] = set()
+
+    @web.middleware
+    async def known_tab(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        tab = asyncio.current_task()
+        if tab is None or request.path not in ("/", "/ws"):
+            return await handler(request)
+        if len(tabs) >= most_tabs:
+            text = (
+                f"{most_tabs} tabs are open: close one, or start the monitor with a larger --tabs"
+            )
+            raise web.HTTPServiceUnavailable(text=text)
+        if request.path == "/":
+            return await handler(request)
+        tabs.add(tab)
+        try:
+            return await handler(request)
+        finally:
+            tabs.discard(tab)
+
+    class Guarded(Server):
+        async def _make_app(self) -> web.Application:
+            app = await super()._make_app()
+            app.middlewares.extend((only_from_here, known_tab))
+            return app
+
+        async def on_startup(self, app: web.Application) -> None:
+            print(f"the monitor is at {self.public_url}; Ctrl-C ends it", flush=True)
+
+        async def on_shutdown(self, app: web.Application) -> None:
+            """End the tabs: aiohttp would wait a minute for a browser to leave."""
+            for tab in tabs:
+                tab.cancel()  # its handler tells the tab's process to quit, and closes the socket
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TABS_END_S):
+                    while tabs:
+                        await asyncio.sleep(0.02)
+
+    Guarded(command_line, host, port, "offloadtrain", public_url=url).serve()

@@ -90,6 +90,7 @@ _HOMES = {
     "StateOptions": "offloadtrain.config.offload",
     "StepReport": "offloadtrain.engine",
     "UpdateRule": "offloadtrain.optim",
+    "watch": "offloadtrain_tui.notebook",  # by name: the trainer never imports the monitor
     "WeightOptions": "offloadtrain.config.offload",
 }
 
@@ -129,6 +130,7 @@ __all__ = [
     "pipeline",
     "plan_model",
     "save_pretrained",
+    "watch",
 ]
 
 

@@ -42,7 +42,7 @@ def watch(
     Raises:
         ValueError: there is no such run or screen.
     """
-    from offloadtrain_tui.display import PANELS
+    from offloadtrain_tui.keys import PANELS
 
     if screen not in PANELS:
         raise ValueError(f"screen = {screen!r}: choose one of {', '.join(PANELS)}")

@@ -22,10 +22,9 @@ from offloadtrain.config import job as job_files
 from offloadtrain.config.job import Config, as_tables
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
-from offloadtrain.events.memory_ring import MemoryPoint
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware.machine import find
-from offloadtrain.hardware.memory_sampler import Window, thinned
+from offloadtrain.hardware.memory_sampler import MemoryPoint, Window, thinned
 from offloadtrain.plan.plan import Plan, make
 from offloadtrain.train.log.run_log import plan_facts, step_record
 from offloadtrain.train.progress import Progress, StepClock, StepStats
@@ -101,7 +100,6 @@ class GeneratedRank:
         total = self.plan.machine.gpu_memory_bytes
         noise = self.draw.randrange(GIB // 8)
         return MemoryPoint(
-            time_s=self.now_s,
             step=step,
             allocated=allocated,
             reserved=reserved,

@@ -9,16 +9,13 @@ that an hour of it adds to the log. On a GPU the allocator and the driver are re
 from __future__ import annotations
 
 import argparse
-import tempfile
 import threading
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from offloadtrain.events import log_lines, schema
-from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.runtime.device_memory import AllocatorCounters
@@ -30,7 +27,7 @@ def thread_cpu_s(thread: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def measure(ring: Path, seconds: float, *, follow: bool) -> tuple[float, int]:
+def measure(seconds: float, *, follow: bool) -> tuple[float, int]:
     """Percent of a core, and bytes of an hour's records."""
     records: list[schema.Event] = []
     counters = None
@@ -42,7 +39,6 @@ def measure(ring: Path, seconds: float, *, follow: bool) -> tuple[float, int]:
         records.append,
         read_device=counters.read if counters else None,
         pinned=lambda: 0,
-        ring=RingWriter(ring),
     )
     sampler.step_begins(1, follow=follow)
     (thread,) = [t.ident for t in threading.enumerate() if t.name == "memory-sampler"]
@@ -60,10 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
     seconds = parser.parse_args().seconds
-    with tempfile.TemporaryDirectory() as folder:
-        for name, follow in (("between", False), ("inside a sampled step", True)):
-            share, size = measure(Path(folder) / "ring", seconds, follow=follow)
-            print(f"{name:<22} {share:5.2f} % of a core, {size / 1e6:.2f} MB of log per hour")
+    for name, follow in (("between", False), ("inside a sampled step", True)):
+        share, size = measure(seconds, follow=follow)
+        print(f"{name:<22} {share:5.2f} % of a core, {size / 1e6:.2f} MB of log per hour")
 
 
 if __name__ == "__main__":

@@ -152,15 +152,31 @@ class Memory(Event, kind="memory"):
     rows: tuple[MemoryRow, ...]
 
 
+MEMORY_QUANTITIES = (
+    "allocated", "reserved", "inactive", "free", "pinned", "rss", "available", "swap",
+    "page_cache",
+)  # fmt: skip
+"""What `LiveMemory` has of each sample."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveMemory(Event, kind="live_memory"):
     """The memory sampler's readings since its last record.
 
-    A quantity is (least, newest, peak), one number where the three are equal, or nothing if it is
-    not known. The attributes are those of `memory_ring.MemoryPoint`, in KiB.
+    A quantity is (least, newest, peak) in KiB, one number where the three are equal, or nothing if
+    it is not known.
 
     Attributes:
         step: the step in progress.
+        allocated_kib: tensors of torch's allocator on the device.
+        reserved_kib: device memory of torch's allocator, including its cache.
+        inactive_kib: free parts of reserved segments that other tensors keep in place:
+            fragmentation.
+        free_kib: free device memory as the driver reports it, all processes considered.
+        pinned_kib: page-locked host memory of this process.
+        rss_kib: resident memory of this process.
+        available_kib: of the host, under every limit.
+        swap_kib, page_cache_kib: of the host, used.
     """
 
     step: int

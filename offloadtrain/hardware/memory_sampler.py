@@ -20,7 +20,6 @@ from pathlib import Path
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import schema
-from offloadtrain.events.memory_ring import QUANTITIES, MemoryPoint, RingWriter
 from offloadtrain.hardware import host_memory
 
 INTERVAL_S = 0.2
@@ -33,6 +32,22 @@ HOST_S = 1.0
 
 CURVE_POINTS = 64
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """One sample, in bytes; None: not known. The attributes are those of `schema.LiveMemory`."""
+
+    step: int
+    allocated: int | None = None
+    reserved: int | None = None
+    inactive: int | None = None
+    free: int | None = None
+    pinned: int | None = None
+    rss: int | None = None
+    available: int | None = None
+    swap: int | None = None
+    page_cache: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +90,7 @@ class Window:
     def add(self, point: MemoryPoint, peak: int | None = None) -> None:
         """Add a sample; `peak`: most allocated since the sample before, if the allocator knows."""
         self.step = point.step
-        for name in QUANTITIES:
+        for name in schema.MEMORY_QUANTITIES:
             if (size := getattr(point, name)) is None:
                 continue
             least, _, most = self._extremes.get(name, (size, size, size))
@@ -95,7 +110,7 @@ class Window:
 
 
 class MemorySampler:
-    """Samples memory on its own thread, into the ring file and records for the log."""
+    """Samples memory on its own thread, into records for the log."""
 
     def __init__(
         self,
@@ -104,9 +119,7 @@ class MemorySampler:
         read_device: Callable[[], DeviceMemory] | None = None,
         pinned: Callable[[], int | None] = lambda: None,
         each_second: Callable[[], None] = lambda: None,
-        ring: RingWriter | None = None,
         interval_s: float = INTERVAL_S,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Start sampling.
 
@@ -114,11 +127,10 @@ class MemorySampler:
             emit: gets a record every RECORD_S, on the sampler's thread.
             read_device: None: the host is sampled alone.
             each_second: called on the sampler's thread.
-            ring: closed with the sampler, or when its disk refuses.
         """
         self._emit, self._read_device, self._pinned = emit, read_device, pinned
         self._each_second = each_second
-        self._ring, self._interval_s, self._clock = ring, interval_s, clock
+        self._interval_s = interval_s
         self._window = Window()
         self._step = 0
         self._host_peak = 0
@@ -164,41 +176,25 @@ class MemorySampler:
             self._wake.clear()
         if not self._window.is_empty:  # nothing may have been sampled since the record before
             self._emit(self._window.record())
-        self._close_ring()
 
     def _sample(self) -> None:
         device = self._read_device() if self._read_device else None
         if time.monotonic() >= self._host.until_s:
             self._host = read_host()
             self._each_second()
-        point = point_of(self._clock(), self._step, device, self._pinned(), self._host)
+        point = point_of(self._step, device, self._pinned(), self._host)
         self._window.add(point, device.peak if device else None)
         self._host_peak = max(self._host_peak, point.rss or 0)
         if (followed := self._followed) is not None:
             size = device.allocated if device else point.rss or 0
             followed[1].append((1e3 * (time.perf_counter() - followed[0]), size))
-        if self._ring is not None:
-            try:
-                self._ring.write(point)
-            except OSError:  # the log's writer reports a full disk; records go on
-                self._close_ring()
-
-    def _close_ring(self) -> None:
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.close()
 
 
 def point_of(
-    time_s: float,
-    step: int,
-    device: DeviceMemory | None,
-    pinned: int | None,
-    host: HostMemory,
+    step: int, device: DeviceMemory | None, pinned: int | None, host: HostMemory
 ) -> MemoryPoint:
     """Return a sample: this process's resident memory now, and the other sizes as last read."""
     return MemoryPoint(
-        time_s=time_s,
         step=step,
         allocated=device.allocated if device else None,
         reserved=device.reserved if device else None,

@@ -7,7 +7,7 @@ runs/<UTC time>-<name>/
     resolved.toml       the job as run
     lock                flock held for the run's life: it is free once the run is over
     set_up.json         what it does until its log begins (events/set_up_file.py)
-    events/rank000.jsonl, rank000.ring    the log, and the newest samples of memory
+    events/rank000.jsonl                  the log
     checkpoints/
     control/            requests from outside (control.py)
     metrics.csv, metrics.jsonl, tensorboard/, wandb/    for other tools, if requested (loggers.py)

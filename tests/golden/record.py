@@ -103,7 +103,7 @@ def record_run(python: Path, folder: Path, name: str, run: GoldenRun) -> None:
     start = ["train", f"{name}/job.toml", "--run-dir", f"{name}/run", *ranks]
     [code] = run_commands(python, folder, [command(start, answers / "start", stop=stop)])
     assert code == (75 if run.stop == 15 else -run.stop), f"{name} ended with {code}"
-    for path in (*target.glob("run/**/*.ring"), *target.glob("run/**/lock")):
+    for path in target.glob("run/**/lock"):
         path.unlink()
     facts = target / "run" / "run.json"
     facts.write_text(

@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from offloadtrain.events import log_lines, schema
-from offloadtrain.events.memory_ring import MemoryPoint, RingReader, RingWriter
 from offloadtrain.hardware import memory_sampler
-from offloadtrain.hardware.memory_sampler import HostMemory, MemorySampler, Window, thinned
+from offloadtrain.hardware.memory_sampler import (
+    HostMemory,
+    MemoryPoint,
+    MemorySampler,
+    Window,
+    thinned,
+)
 from offloadtrain.runtime.device_memory import AllocatorCounters
 from tests.runtime.fake_allocator import FakeAllocator
 
@@ -32,17 +37,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 class Sampled:
     """A sampler whose samples can be waited for."""
 
-    def __init__(self, ring: Path, allocator: AllocatorCounters | None) -> None:
+    def __init__(self, allocator: AllocatorCounters | None) -> None:
         self.records: list[schema.Event] = []
         self._sampled = threading.Semaphore(0)
         self.sampler = MemorySampler(
             self.records.append,
             read_device=allocator.read if allocator else None,
             pinned=self._pinned,
-            ring=RingWriter(ring),
             interval_s=0.001,
         )
-        self.reader = RingReader(ring)
 
     def _pinned(self) -> int:
         self._sampled.release()  # a sample is being taken
@@ -61,13 +64,11 @@ def live(actual: Sampled) -> schema.LiveMemory:
     return record
 
 
-def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
-    gpu: FakeAllocator, tmp_path: Path
-) -> None:
+def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(gpu: FakeAllocator) -> None:
     """Activations that are gone before anybody looks: the allocator's own peak tells."""
     gpu.take(24 * GIB)
     counters = AllocatorCounters(DEVICE, gpu.free)
-    result = Sampled(tmp_path / "ring", counters)
+    result = Sampled(counters)
     result.sampler.step_begins(1)
     result.two_more()
     gpu.take(5 * GIB)
@@ -80,6 +81,8 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
     assert counters.end_step() == 25 * GIB  # the next step's own
     assert counters.run_peak == 29 * GIB
     result.sampler.close()
+    result.sampler.close()
+    assert not any(thread.name == "memory-sampler" for thread in threading.enumerate())
     record = live(result)
     assert record.allocated_kib == (24 << 20, 24 << 20, 29 << 20)
     assert record.reserved_kib == (24 << 20, 29 << 20, 29 << 20)
@@ -88,9 +91,9 @@ def test_a_peak_between_two_samples_is_in_the_record_and_in_the_step(
 
 
 @pytest.mark.slow
-def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
+def test_the_host_is_sampled_without_a_gpu() -> None:
     """A block that is touched and freed within the run is in the peak and in the least."""
-    result = Sampled(tmp_path / "ring", None)
+    result = Sampled(None)
     result.sampler.step_begins(1, follow=True)
     result.two_more()
     block = bytearray(96 << 20)
@@ -110,35 +113,6 @@ def test_the_host_is_sampled_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_ring_has_every_sample_and_the_thread_ends(gpu: FakeAllocator, tmp_path: Path) -> None:
-    result = Sampled(tmp_path / "ring", AllocatorCounters(DEVICE, gpu.free))
-    result.two_more()
-    gpu.take(GIB)
-    result.two_more()
-    result.sampler.close()
-    result.sampler.close()
-    points = result.reader.poll()
-    assert points[0].allocated == 0 and points[-1].allocated == GIB
-    assert [point.time_s for point in points] == sorted(point.time_s for point in points)
-    assert not any(thread.name == "memory-sampler" for thread in threading.enumerate())
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_the_ring_and_not_the_records(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def full(ring: RingWriter, point: MemoryPoint) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(RingWriter, "write", full)
-    result = Sampled(tmp_path / "ring", None)
-    result.two_more()
-    result.two_more()
-    result.sampler.close()
-    assert live(result).rss_kib
-
-
-@pytest.mark.slow
 def test_an_hour_is_less_than_a_megabyte() -> None:
     """Records every 2 s in which every quantity moves, at the sizes of a large machine; and a curve
     of a step of 0.5 s, for which steps are followed most often, every 10 s."""
@@ -150,9 +124,9 @@ def test_an_hour_is_less_than_a_megabyte() -> None:
     window, written = Window(), 0
     for _ in range(1800):
         for _ in range(3):
-            sizes = [size() for _ in memory_sampler.QUANTITIES]
+            sizes = [size() for _ in schema.MEMORY_QUANTITIES]
             sizes[4], sizes[7] = 900 * GIB, 0  # pinned memory and swap do not move
-            window.add(MemoryPoint(0.0, 123_456, *sizes))
+            window.add(MemoryPoint(123_456, *sizes))
         written += len(log_lines.to_line(window.record(), 0, 1_795_000_000.1234567, 10**15))
     points = round(0.5 / memory_sampler.WITHIN_STEP_S)
     curve = thinned([(draw.uniform(0, 500), size()) for _ in range(points)])
@@ -163,22 +137,18 @@ def test_an_hour_is_less_than_a_megabyte() -> None:
 
 
 @pytest.mark.slow
-def test_sampling_costs_a_fraction_of_a_core(gpu: FakeAllocator, tmp_path: Path) -> None:
+def test_sampling_costs_a_fraction_of_a_core(gpu: FakeAllocator) -> None:
     """In CPU time of its thread per sample, beside reading a file of the kernel: at 5 Hz a share of
     0.5 % of a core is 1 ms for a sample."""
     counters = AllocatorCounters(DEVICE, gpu.free)
-    ring = RingWriter(tmp_path / "ring")
 
     def sample() -> None:
-        point = memory_sampler.point_of(time.time(), 1, counters.read(), 0, HostMemory())
-        Window().add(point)
-        ring.write(point)
+        Window().add(memory_sampler.point_of(1, counters.read(), 0, HostMemory()))
 
     def stat() -> None:
         Path("/proc/self/status").read_text()
 
     assert _least_cpu_s(sample) < 12 * _least_cpu_s(stat)
-    ring.close()
 
 
 def _least_cpu_s(work: Callable[[], None], times: int = 50) -> float:

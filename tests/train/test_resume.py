@@ -220,7 +220,7 @@ def test_torch_s_threads_are_kept(
 
 # ---- a run folder that has lost a part
 
-PARTS = ("events", "events/rank000.jsonl", "events/rank000.ring", "run.json", "job.toml",
+PARTS = ("events", "events/rank000.jsonl", "run.json", "job.toml",
          "resolved.toml", "lock", "control")  # fmt: skip
 
 

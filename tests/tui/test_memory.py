@@ -12,20 +12,18 @@ import torch
 from offloadtrain_tui import memory
 from offloadtrain_tui.reading.history import History, fold
 from offloadtrain_tui.reading.live_memory import MOST, LiveMemory
-from offloadtrain_tui.reading.log_reader import RunReader, Snapshot
-from offloadtrain_tui.reading.runs import open_run
+from offloadtrain_tui.reading.log_reader import Snapshot
 from offloadtrain_tui.reading.view import View
 from offloadtrain_tui.view_state import ViewState
 from offloadtrain_tui.widgets.bars import Tier
 
 from benchmarks.generated_runs import generate
 from offloadtrain.events import schema
-from offloadtrain.events.memory_ring import MemoryPoint, RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.runtime.device_memory import AllocatorCounters
 from tests.runtime.fake_allocator import FakeAllocator
 from tests.tui import recordings
-from tests.tui.recordings import BEGIN_S, GIB, Timed, lines, write
+from tests.tui.recordings import BEGIN_S, GIB, Timed, lines
 
 FIXED = 24 * GIB + GIB // 8
 """Bytes of a recording's Ledger on the device."""
@@ -151,22 +149,6 @@ def test_odd_sizes_are_unknown() -> None:
         assert sample is not None and sample.now("allocated") is None
         assert sample.now("rss") == 7 << 10
         assert not log.add({"t": "nan", "rss_kib": [7]}) and not log.add({"rss_kib": [7]})
-
-
-def test_the_ring_is_newer_than_the_log(tmp_path: Path) -> None:
-    folder = write(tmp_path / "run", [(BEGIN_S, recordings.start()), (BEGIN_S + 1, live(GIB))])
-    reader = RunReader(open_run(folder))
-    reader.read()
-    ring = RingWriter(folder / "events/rank000.ring")
-    ring.write(MemoryPoint(BEGIN_S + 2, 1, allocated=5 * GIB))
-    reader.read()
-    newest = reader.snapshot(BEGIN_S + 2).first.live
-    assert newest is not None and newest.now("allocated") == 5 * GIB
-    earlier = reader.snapshot(BEGIN_S + 2, at_s=BEGIN_S + 1.5).first.live
-    assert earlier is not None and earlier.now("allocated") == GIB
-    (folder / "events/rank000.ring").write_bytes(b"x" * (1 << 20))
-    reader.read()  # what is no ring is not read
-    reader.close()
 
 
 @pytest.mark.slow

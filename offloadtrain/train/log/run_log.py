@@ -477,13 +477,7 @@ class RunLog:
             self._loggers.open(self._run.path, config, progress.step)
         self._writer.emit(start.record())
         self._writer.emit(self._start_clock.set_up())
-        memory = RunMemory(
-            optimizer,
-            self._writer.emit,
-            self._run.events(self._rank).with_suffix(".ring"),
-            nvml=self._nvml,
-            warn=self.warn,
-        )
+        memory = RunMemory(optimizer, self._writer.emit, nvml=self._nvml, warn=self.warn)
         self._console.say(start.introduction())
         measured_rates = config.device.machine.endswith(".toml")
         hindsight = Hindsight(context.plan, measured_rates=measured_rates)

@@ -16,7 +16,6 @@ import torch
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
-from offloadtrain.events.memory_ring import RingWriter
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
@@ -120,7 +119,6 @@ class RunMemory:
         self,
         optimizer: AnyOptimizer,
         emit: Callable[[schema.Event], None],
-        ring: Path,
         *,
         nvml: Nvml,
         warn: Callable[[str, str], None],
@@ -129,7 +127,6 @@ class RunMemory:
 
         Args:
             emit: gets records, also on the sampler's thread.
-            ring: path of the ring file.
         """
         self.read: Rows = ()
         self._optimizer, self._emit = optimizer, emit
@@ -146,17 +143,11 @@ class RunMemory:
             if unaccounted is not None and (message := unaccounted.look()):
                 warn("host-memory", message)
 
-        writer: RingWriter | None = None
-        try:
-            writer = RingWriter(ring)
-        except OSError as error:
-            warn("no-ring", f"live memory is 2 s old at most, not 0.2 s: no ring file ({error})")
         self._sampler = MemorySampler(
             emit,
             each_second=compare,
             read_device=self._allocator.read if self._allocator else None,
             pinned=lambda: optimizer.ledger.total(Tier.HOST) if optimizer.pinned else 0,
-            ring=writer,
         )
 
     def step_begins(self, step: int, *, follow: bool) -> None:

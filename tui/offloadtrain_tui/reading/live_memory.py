@@ -1,4 +1,4 @@
-"""The samples of a rank's memory: one record per 2 s from the log, the newest from the ring file.
+"""The samples of a rank's memory: one record per 2 s from the log.
 
 [Note: Thinning]
 A week has 300,000 records. Beyond MOST rows every two neighbours become one (the least, the newest,
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from offloadtrain.events.memory_ring import QUANTITIES, MemoryPoint
+from offloadtrain.events.schema import MEMORY_QUANTITIES
 from offloadtrain_tui.reading.timed import Times
 
 MOST = 8192
@@ -56,11 +56,11 @@ class _Columns(Times):
     def __init__(self) -> None:
         super().__init__()
         self.of: dict[str, tuple[array[float], ...]] = {
-            name: (array("d"), array("d"), array("d")) for name in QUANTITIES
+            name: (array("d"), array("d"), array("d")) for name in MEMORY_QUANTITIES
         }
 
     def add(self, time_s: float, sizes: dict[str, Sizes]) -> None:
-        for name in QUANTITIES:
+        for name in MEMORY_QUANTITIES:
             for column, size in zip(self.of[name], sizes.get(name, _MISSING), strict=True):
                 column.append(size)
         self.stamp(time_s)
@@ -79,14 +79,13 @@ class LiveMemory:
 
     def __init__(self) -> None:
         self._columns = _Columns()
-        self._point: MemoryPoint | None = None
 
     def add(self, values: dict[str, Any]) -> bool:
         """Add a parsed record; False if it is not valid."""
         time_s = values.get("t")
         if not isinstance(time_s, float | int) or not math.isfinite(time_s):
             return False
-        sizes = {name: _sizes(values.get(f"{name}_kib")) for name in QUANTITIES}
+        sizes = {name: _sizes(values.get(f"{name}_kib")) for name in MEMORY_QUANTITIES}
         self._columns.add(float(time_s), sizes)
         if len(self._columns.times) > MOST:
             # Each pair of records becomes one.
@@ -97,20 +96,11 @@ class LiveMemory:
             self._columns = merged
         return True
 
-    def see(self, point: MemoryPoint) -> None:
-        """Keep the newest sample of the ring file."""
-        self._point = point
-
     def at(self, time_s: float) -> Live | None:
-        """Return the newest record at a time, with the newest sample if that is later still."""
-        columns, point = self._columns, self._point
+        """Return the newest record at a time."""
+        columns = self._columns
         count = columns.count(time_s)
-        newest = columns.over(count - 1, count) if count else None
-        if point is None or time_s != math.inf or (newest and point.time_s <= newest.time_s):
-            return newest
-        known = ((name, getattr(point, name)) for name in QUANTITIES)
-        sizes = {name: (size, size, size) for name, size in known if size is not None}
-        return Live(point.time_s, sizes)
+        return columns.over(count - 1, count) if count else None
 
     def stretches(self, time_s: float, count: int) -> Iterator[Live | None]:
         """Split the time from the first record to `time_s` into `count` parts of the same length.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offloadtrain.boundary.safe_open import open_regular
-from offloadtrain.events.memory_ring import RingReader
 from offloadtrain.events.set_up_file import SetUpNow
 from offloadtrain_tui.clock import Clock
 from offloadtrain_tui.reading import runs
@@ -112,7 +111,6 @@ class RunReader:
     is_complete: bool = False
     _glances: dict[Path, History] = field(default_factory=dict)
     _tails: dict[Path, Tail] = field(default_factory=dict)
-    _rings: dict[Path, RingReader] = field(default_factory=dict)
     _looked_s: float = 0.0
     _first_s: float = 0.0
     _heard_s: float | None = None
@@ -131,11 +129,6 @@ class RunReader:
                 if tail.left_bytes > _LONG_BYTES:
                     self._glances[path] = glance(path, _rank_of(path), 1 << 20)
             self.histories[path].feed_lines(lines)
-            # Without a ring file, records of the log are shown.
-            ring = self._rings.setdefault(path, RingReader(path.with_suffix(".ring")))
-            with suppress(OSError):
-                for point in ring.poll()[-1:]:
-                    self.histories[path].live.see(point)
             any_lines |= bool(lines)
             self.is_complete &= not tail.has_more
         if self.is_complete:

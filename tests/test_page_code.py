@@ -28,6 +28,7 @@ from offloadtrain.model.transformer import Transformer
 from tests.distributed.conftest import Run, pools, ranks  # noqa: F401  # fixtures
 from tests.numerics.models import Chain, batches, loss_of
 from tests.test_readme import GUIDE_MODEL, ROOT
+from tests.tui.recordings import plain, write
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # without a GPU
@@ -291,6 +292,11 @@ def huggingface(blocks: list[str]) -> None:
     AutoModelForCausalLM.from_pretrained("merged")
 
 
+def monitor(blocks: list[str]) -> None:
+    write(Path("runs/run").absolute(), plain())
+    run(blocks[0], {})
+
+
 def optimizers(blocks: list[str]) -> None:
     for block, rule in zip(blocks, (ot.Lion, ot.Muon, ot.LAMB), strict=True):
         names: Names = {"ot": ot, "model": llama()}
@@ -320,6 +326,7 @@ PAGES: dict[str, Callable[[list[str]], None]] = {
     "fine_tune_8b.md": fine_tune_8b,
     "frameworks.md": frameworks,
     "huggingface.md": huggingface,
+    "monitor.md": monitor,
     "optimizers.md": optimizers,
     "plan.md": plan,
     "troubleshooting.md": troubleshooting,

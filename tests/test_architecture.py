@@ -152,8 +152,8 @@ def test_every_room_is_small_and_says_where_to_start() -> None:
 
 
 def test_single_doors() -> None:
-    assert _importers("numba") <= {"numba_numbers.py"}
-    assert _importers("llvmlite") <= {"numba_numbers.py"}
+    assert _importers("numba") <= {"numba_operands.py"}
+    assert _importers("llvmlite") <= {"numba_operands.py"}
     assert _importers("pynvml") <= {"nvml.py"}
     assert _importers("psutil") <= {"telemetry.py", "this_machine.py"}
     assert _importers("torch.distributed.pipelining") <= {"schedule.py"}

@@ -409,8 +409,8 @@ def tell_of_long_waits() -> None:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if several and _started.acquire(blocking=False):
         # A daemon: it holds nothing, and must not keep a process from ending.
-        watch = threading.Thread(target=_watch, args=(dist.get_rank(),), daemon=True)
-        watch.start()
+        rank = dist.get_rank()
+        threading.Thread(target=_watch, args=(rank,), name="long waits", daemon=True).start()
 
 
 def _watch(rank: int) -> None:

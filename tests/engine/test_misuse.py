@@ -389,7 +389,7 @@ def test_an_offload_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyP
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("planned")
 
-    monkeypatch.setattr("offloadtrain.engine.buffers.MemoryMap._on_device", full)
+    monkeypatch.setattr("offloadtrain.engine.buffers._on_device", full)
     before = threading.active_count()
     with on_lanes(ThreadLanes()), pytest.raises(torch.OutOfMemoryError, match="planned"):
         offloaded()

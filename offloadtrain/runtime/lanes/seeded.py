@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,21 +35,12 @@ class _Flag(LaneEvent):
         self.lane = lane
         self.done = False
 
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    fn: Operation
-    operands: list[Tensor]
+    def set(self) -> None:
+        self.done = True
 
 
-@dataclass(frozen=True, slots=True)
-class _Await:
-    event: _Flag
-
-
-@dataclass(frozen=True, slots=True)
-class _Set:
-    event: _Flag
+_Entry = _Flag | Callable[[], object]
+"""What a queue holds: a flag that it waits for, or a task."""
 
 
 class SeededLanes(Lanes):
@@ -60,7 +51,7 @@ class SeededLanes(Lanes):
         super().__init__()
         self._draw = random.Random(seed)
         self._late = late
-        self._queues: dict[Lane, deque[_Run | _Await | _Set]] = {
+        self._queues: dict[Lane, deque[_Entry]] = {
             lane: deque() for lane in Lane if lane is not Lane.COMPUTE
         }
         self._launched = self._begun = self._ended = 0
@@ -82,7 +73,7 @@ class SeededLanes(Lanes):
             self._fill_allocated()
             fn(*operands)
         else:
-            self._put(lane, _Run(fn, operands))
+            self._put(lane, partial(fn, *operands))
         while not self._late and self._draw.random() < 0.5 and self._runnable():
             self._run_one()
 
@@ -93,7 +84,7 @@ class SeededLanes(Lanes):
             self._fill_allocated()
             event.done = True
         else:
-            self._queues[lane].append(_Set(event))
+            self._queues[lane].append(event.set)
         return event
 
     def wait(self, lane: Lane, event: LaneEvent, why: object) -> None:
@@ -104,7 +95,7 @@ class SeededLanes(Lanes):
             # Nothing held the fills back, and nothing made the other lane wait for them.
             self._fill_allocated()
         else:
-            self._queues[lane].append(_Await(flag))
+            self._queues[lane].append(flag)
 
     def host_wait(self, event: LaneEvent, why: object) -> None:
         self._run_until(_Flag.own(event))
@@ -140,11 +131,18 @@ class SeededLanes(Lanes):
         if lane is Lane.COMPUTE:
             task()
         else:
-            self._put(lane, _Run(task, []))
+            self._put(lane, task)
 
-    def _put(self, lane: Lane, run: _Run) -> None:
-        self._launched += lane is Lane.HOST
-        self._queues[lane].append(run)
+    def _put(self, lane: Lane, task: Callable[[], object]) -> None:
+        if lane is Lane.HOST:
+            self._launched += 1
+            task = partial(self._count_task, task)
+        self._queues[lane].append(task)
+
+    def _count_task(self, task: Callable[[], object]) -> None:
+        self._begun += 1
+        task()
+        self._ended += 1
 
     def _run_until(self, event: _Flag) -> None:
         while not event.done:
@@ -163,22 +161,16 @@ class SeededLanes(Lanes):
         """Return the lane whose next operation `event` needs first. This ends, since waits point
         back in the order of launch."""
         head = self._queues[event.lane][0]
-        if isinstance(head, _Await) and not head.event.done:
-            return self._needed(head.event)
-        return event.lane
+        return self._needed(head) if isinstance(head, _Flag) and not head.done else event.lane
 
     def _advance(self, lane: Lane) -> None:
         entry = self._queues[lane].popleft()
-        if isinstance(entry, _Run):
-            self._begun += lane is Lane.HOST
-            entry.fn(*entry.operands)
-            self._ended += lane is Lane.HOST
-        elif isinstance(entry, _Set):
-            entry.event.done = True
+        if not isinstance(entry, _Flag):
+            entry()
 
 
-def _blocked(entry: _Run | _Await | _Set) -> bool:
-    return isinstance(entry, _Await) and not entry.event.done
+def _blocked(entry: _Entry) -> bool:
+    return isinstance(entry, _Flag) and not entry.done
 
 
 def fills_allocations() -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import schema
 from offloadtrain.events.memory_ring import QUANTITIES, MemoryPoint, RingWriter
+from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.hardware import host_memory
 
 INTERVAL_S = 0.2
@@ -107,6 +108,7 @@ class MemorySampler:
         ring: RingWriter | None = None,
         interval_s: float = INTERVAL_S,
         clock: Callable[[], float] = time.time,
+        thread: StandbyThread | None = None,
     ) -> None:
         """Start sampling.
 
@@ -115,6 +117,7 @@ class MemorySampler:
             read_device: None: the host is sampled alone.
             each_second: called on the sampler's thread.
             ring: closed with the sampler, or when its disk refuses.
+            thread: what it samples on; default: a new one.
         """
         self._emit, self._read_device, self._pinned = emit, read_device, pinned
         self._each_second = each_second
@@ -126,8 +129,8 @@ class MemorySampler:
         """When the step that is followed began, and its curve of (ms, bytes)."""
         self._host = HostMemory()
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
-        self._thread.start()
+        self._thread = thread or StandbyThread("memory-sampler")
+        self._thread.begin(self._run)
 
     def step_begins(self, step: int, *, follow: bool = False) -> None:
         """Set the step in progress; `follow`: sample it closely."""

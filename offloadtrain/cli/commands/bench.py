@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.cli.options import Flag, Json
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.config.units import parse_bytes
 
 STATES = ("fp32", "split16", "int8")
@@ -210,7 +210,7 @@ def report(
     from offloadtrain.cli import results_tables
 
     if not folder.is_dir():
-        raise results_tables.ResultsError(f"{folder}: no such folder; make gpu writes results")
+        raise InputError(f"{folder}: no such folder; make gpu writes results")
     files = results_tables.read(folder)
     if plot is not None:
         from offloadtrain.cli.results_plots import plot as draw

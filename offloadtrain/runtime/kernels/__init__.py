@@ -63,6 +63,7 @@ from offloadtrain.runtime.kernels.selection import (
     backend,
     place,
     set_threads,
+    start_threads,
     use,
 )
 from offloadtrain.runtime.kernels.state import (
@@ -122,6 +123,7 @@ __all__ = [
     "set_master",
     "set_master_by_codec",
     "set_threads",
+    "start_threads",
     "subtract",
     "sum_squares",
     "sum_squares_each",

@@ -19,6 +19,7 @@ from offloadtrain.runtime.kernels.numba_numbers import (
     store_bf16,
     store_fp16,
 )
+from offloadtrain.runtime.thread_pools import started_pool
 
 GRAIN = 16384
 SLAB = 1024
@@ -61,7 +62,7 @@ class _Threads:
             return
         key = (os.getpid(), self.count)  # threads do not survive a fork
         if self._pool is None or self._pool[:2] != key:
-            self._pool = (*key, ThreadPoolExecutor(max(self.count - 1, 1)))
+            self._pool = (*key, started_pool("numba", max(self.count - 1, 1)))
         futures = [self._pool[2].submit(body, a, b) for a, b in pairwise(cuts[1:])]
         body(cuts[0], cuts[1])
         for future in futures:

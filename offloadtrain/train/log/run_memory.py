@@ -17,6 +17,7 @@ from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
 from offloadtrain.events.memory_ring import RingWriter
+from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
@@ -124,12 +125,14 @@ class RunMemory:
         *,
         nvml: Nvml,
         warn: Callable[[str, str], None],
+        thread: StandbyThread | None = None,
     ) -> None:
         """Begin to sample.
 
         Args:
             emit: gets records, also on the sampler's thread.
             ring: path of the ring file.
+            thread: what it samples on; default: a new one.
         """
         self.read: Rows = ()
         self._optimizer, self._emit = optimizer, emit
@@ -157,6 +160,7 @@ class RunMemory:
             read_device=self._allocator.read if self._allocator else None,
             pinned=lambda: optimizer.ledger.total(Tier.HOST) if optimizer.pinned else 0,
             ring=writer,
+            thread=thread,
         )
 
     def step_begins(self, step: int, *, follow: bool) -> None:

@@ -157,7 +157,7 @@ class MemorySampler:
 
     def _run(self) -> None:
         next_record_s = time.monotonic() + RECORD_S
-        while not self._ended.is_set():
+        while True:  # at least one sample, however soon it ends
             self._sample()
             if time.monotonic() >= next_record_s:
                 self._emit(self._window.record())
@@ -165,6 +165,8 @@ class MemorySampler:
             # wait for the next sample; a step that is followed ends the wait
             self._wake.wait(self._interval_s if self._followed is None else WITHIN_STEP_S)
             self._wake.clear()
+            if self._ended.is_set():
+                break
         if not self._window.is_empty:  # nothing may have been sampled since the record before
             self._emit(self._window.record())
         self._close_ring()

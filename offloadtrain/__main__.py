@@ -21,8 +21,9 @@ from offloadtrain.hardware import host_memory
 
 _DOES_NOT_FIT = 4
 _PR_SET_PDEATHSIG = 1
+_WORDLESS = 127
 _HANDED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_REFUSED = (1, 127, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+_REFUSED = (1, _WORDLESS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
 """Exit codes of a child that a library has ended, or the loader."""
 
 
@@ -46,7 +47,10 @@ def _command() -> int:
 
 
 def _refused(error: object) -> int:
-    print(host_memory.refusal(error), file=sys.stderr)
+    try:
+        print(host_memory.refusal(error), file=sys.stderr)
+    except MemoryError:  # not even for these words: the parent has them
+        os._exit(_WORDLESS)
     return _DOES_NOT_FIT
 
 

@@ -5,17 +5,20 @@ A signal ends a command that writes files after its unfinished files are removed
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from offloadtrain.config.errors import OffloadTrainError
+
 DONE = 0
 FAILED = 1
 """Errors, including a non-finite loss or weight without skipping, and a second signal."""
 USAGE = 2
-"""Bad usage, configuration, model or data."""
+"""Bad usage, configuration, model or data; a path that leads to nothing, or may not be used."""
 DOES_NOT_FIT = 4
 """The job does not fit in memory."""
 HUNG = 70
@@ -37,9 +40,21 @@ _OF_ERRORS = {
     "StoppedEarlyError": STOPPED,
 }
 
+_OF_PATHS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM),
+    *(errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+)
+"""What is wrong with a path; a disk that is full or fails is none of these."""
+
 
 def of_error(error: BaseException) -> int:
     """Return the exit code of a process that this error ends."""
+    # An error without a class of its own has the code of its cause.
+    cause = error.__cause__ if type(error) is OffloadTrainError else error
+    if isinstance(cause, OSError) and cause.filename and cause.errno in _OF_PATHS:
+        return USAGE
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from"):
+        return USAGE  # of Path.resolve
     names = (kind.__name__ for kind in type(error).__mro__)
     return next((_OF_ERRORS[name] for name in names if name in _OF_ERRORS), FAILED)
 

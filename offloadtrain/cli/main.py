@@ -325,12 +325,12 @@ def _failed(error: Exception, debug: bool) -> int:
         print(host_memory.refusal(error), file=sys.stderr)
         return DOES_NOT_FIT
     code = of_error(error)
-    known = isinstance(error, OffloadTrainError | UnsafeFileError) or code != FAILED
+    known = isinstance(error, OffloadTrainError | UnsafeFileError)
     if not (debug or known) and isinstance(error, OSError) and error.strerror:
         # Of a disk, a network or permissions, where no command could say more.
         at = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         print(f"{at}{error.strerror} (--debug says where this was met)", file=sys.stderr)
-    elif debug or not known:
+    elif debug or (not known and code == FAILED):
         print("".join(traceback.format_exception(error)), end="", file=sys.stderr)
     else:
         print(str(error) or type(error).__name__, file=sys.stderr)

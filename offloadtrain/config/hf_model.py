@@ -19,7 +19,7 @@ from offloadtrain.boundary.model_folder import inside
 from offloadtrain.boundary.safe_open import read_json, read_text
 from offloadtrain.config import toml
 from offloadtrain.config.errors import broken
-from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.model_shape import MOST_LAYERS, ModelShape
 from offloadtrain.config.ranks_options import Stage
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
@@ -178,7 +178,7 @@ _IMPLEMENTATIONS = {
 }
 """Of the values of these keys, those for which transformers loads no package and no code."""
 
-_MOST_MODULES = {r"(layer|block|depth)s?$": 4096, r"(expert|head|label)s?$": 1 << 17}
+_MOST_MODULES = {r"(layer|block|depth)s?$": MOST_LAYERS, r"(expert|head|label)s?$": 1 << 17}
 """What the ends of keys count, and how many may be made of it."""
 
 
@@ -194,6 +194,8 @@ def _check_values(path: Path, table: Mapping[str, Any], requested: Container[str
                     f"{path}: {key} = {str(chosen)[:80]!r} makes transformers load other code. "
                     f"Remove it, or set it to one of {', '.join(allowed)}"
                 )
+        if key == "return_dict" and value is not True:
+            raise ValueError(f"{path}: {key} = {value!r}: without it, outputs have no names")
         for pattern, most in _MOST_MODULES.items():
             if isinstance(value, int) and value > most and re.search(pattern, key):
                 raise ValueError(f"{path}: {key} = {value}, and no model has more than {most}")

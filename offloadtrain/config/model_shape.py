@@ -19,6 +19,10 @@ Mlp = Literal["swiglu", "gelu"]
 Objective = Literal["causal", "mlm"]
 
 
+MOST_LAYERS, MOST_PARAMS = 1024, 1 << 43
+"""No model is larger. A plan of so many layers takes some ten seconds, one of 10^9 for ever."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Shape of one transformer. A zero in `num_kv_heads` or `d_ff` means "the usual value".
@@ -113,8 +117,17 @@ class ModelShape:
         values = {key: getattr(self, key) for key in ModelShape.__dataclass_fields__}
         divides = min(self.num_heads, self.kv_heads, self.d_model) >= 1
         rest = self.d_model % self.num_heads if divides else 0
+        count = num_params(self) if divides and self.num_experts >= 0 else 0
         return broken(
             *((values[key] < 1, f"{key} = {values[key]} must be at least 1") for key in at_least_1),
+            (
+                self.num_layers > MOST_LAYERS,
+                f"num_layers = {self.num_layers}, and no model has more than {MOST_LAYERS}",
+            ),
+            (
+                count > MOST_PARAMS,
+                f"the model has {count:,} parameters, and at most {MOST_PARAMS:,} are planned",
+            ),
             *(
                 (
                     values[key] < 0,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, OffloadTrainError
 from offloadtrain.convert.run_import import ADAMS
 from offloadtrain.hardware.atomic_io import sync_folder
 from offloadtrain.integrations import hf_job
@@ -42,7 +42,7 @@ def to_torch(saved: SavedRun, out: Path) -> list[str]:
 
     Raises:
         ConfigError: `out` exists, or the run was not trained with Adam.
-        CheckpointError: the disk is full or failing; nothing is left of the file.
+        OffloadTrainError: the disk is full or failing; nothing is left of the file.
     """
     with _atomic_path(out) as temporary:
         tree = _write(saved, temporary)
@@ -84,7 +84,7 @@ def _atomic_path(out: Path) -> Iterator[Path]:
             os.rename(temporary, out)
         sync_folder(out.absolute().parent)
     except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}") from error
+        raise OffloadTrainError(f"{out} cannot be written: {error.strerror}") from error
     except CheckpointException as error:  # no Exception: of torch's writer
         why = "; ".join(str(cause) for cause, _ in error.failures.values())
         raise CheckpointError(f"{out} cannot be written: {why}") from error

@@ -33,7 +33,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -412,11 +412,20 @@ class Prefetch:
     stand where it was expected. So they can be skipped, restored and saved between two calls.
     """
 
-    def __init__(self, batches: Batches, ready: Callable[[Batch], Batch]) -> None:
-        """`ready`: what the thread does with each batch, such as a copy to pinned memory."""
+    def __init__(
+        self,
+        batches: Batches,
+        ready: Callable[[Batch], Batch],
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
+        """
+        Args:
+            ready: what the thread does with each batch, such as a copy to pinned memory.
+            thread: default: a new one.
+        """
         self._batches = batches
         self._ready = ready
-        self._thread = ThreadPoolExecutor(1, "offloadtrain-batches")
+        self._thread = thread or ThreadPoolExecutor(1, "offloadtrain-batches")
         self._ahead: tuple[int, Future[Batch]] | None = None
 
     def next(self) -> Batch:
@@ -433,9 +442,10 @@ class Prefetch:
         return batch
 
     def close(self) -> None:
-        """End the thread, and drop the batch that it has made ahead."""
+        """Drop the batch that was made ahead, once it is made."""
+        if self._ahead is not None:
+            wait([self._ahead[1]])
         self._ahead = None
-        self._thread.shutdown()
 
     def _make(self, position: int) -> Batch:
         return self._ready(self._batches.at(position))

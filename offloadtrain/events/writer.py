@@ -18,6 +18,7 @@ from offloadtrain.boundary.safe_open import open_descriptor
 from offloadtrain.boundary.safe_write import own_folder
 from offloadtrain.events.log_lines import to_line
 from offloadtrain.events.schema import Event, LaneSpan, RunEnded, Warning_
+from offloadtrain.events.standby_thread import StandbyThread
 
 RETRY_S = 0.5
 END_WITHIN_S = 5.0
@@ -152,7 +153,7 @@ class EventWriter:
         self._reported_removal = False
         self._give_up_s = math.inf
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="event-writer", daemon=True)
+        self._thread = StandbyThread("event-writer")
         if path is not None:
             self.open(path)
 
@@ -163,7 +164,7 @@ class EventWriter:
             OSError: the log cannot be opened.
         """
         self._file = _LogFile(Path(path))
-        self._thread.start()
+        self._thread.begin(self._run)
 
     @property
     def dropped(self) -> int:
@@ -183,7 +184,7 @@ class EventWriter:
     def flush(self, timeout_s: float = 2 * END_WITHIN_S) -> bool:
         """Wait until all earlier events are written; False if that took too long."""
         done = threading.Event()
-        if self._thread.is_alive():
+        if self._thread.begun and self._thread.is_alive():
             self._queue.put(done)
             return done.wait(timeout_s)
         return True
@@ -196,9 +197,9 @@ class EventWriter:
         if not self._closed:
             self._closed = True
             self._give_up_s = min(self._give_up_s, time.monotonic() + END_WITHIN_S)
-            if self._thread.is_alive():
-                self._queue.put(None)
-                self._thread.join(timeout_s)
+            self._queue.put(None)
+            self._thread.begin(lambda: None)  # unless it writes
+            self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

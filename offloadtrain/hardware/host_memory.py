@@ -77,8 +77,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         return False
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    if isinstance(error, SystemError) and has_rlimit():
-        return True  # of C code that has returned without its MemoryError
+    # C code that has returned without its MemoryError; llvmlite, which hides the loader's reason.
+    vague = isinstance(error, SystemError) or "load shared object file" in str(error)
+    if vague and has_rlimit():
+        return True
     by_words = isinstance(error, RuntimeError | ImportError | OSError)
     if by_words and any(words in str(error) for words in _REFUSALS):
         return True
@@ -96,7 +98,7 @@ def refusal(error: object) -> str:
     line = next((x for x in lines if any(words in x for words in _REFUSALS)), lines[0])
     reason = line.strip().rpartition("DefaultCPUAllocator: ")[2][:200]
     if "thread" in reason or "temporarily" in reason:
-        reason += "; a limit of processes, ulimit -u, is refused alike"
+        reason += "; a limit of processes (ulimit -u, pids.max) may be the cause"
     return f"the host gives no more memory ({reason}): {least_room()}"
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.events import schema
+from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.hardware import host_memory
 
 INTERVAL_S = 0.2
@@ -120,6 +121,7 @@ class MemorySampler:
         pinned: Callable[[], int | None] = lambda: None,
         each_second: Callable[[], None] = lambda: None,
         interval_s: float = INTERVAL_S,
+        thread: StandbyThread | None = None,
     ) -> None:
         """Start sampling.
 
@@ -127,6 +129,7 @@ class MemorySampler:
             emit: gets a record every RECORD_S, on the sampler's thread.
             read_device: None: the host is sampled alone.
             each_second: called on the sampler's thread.
+            thread: what it samples on; default: a new one.
         """
         self._emit, self._read_device, self._pinned = emit, read_device, pinned
         self._each_second = each_second
@@ -138,8 +141,8 @@ class MemorySampler:
         """When the step that is followed began, and its curve of (ms, bytes)."""
         self._host = HostMemory()
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
-        self._thread.start()
+        self._thread = thread or StandbyThread("memory-sampler")
+        self._thread.begin(self._run)
 
     def step_begins(self, step: int, *, follow: bool = False) -> None:
         """Set the step in progress; `follow`: sample it closely."""
@@ -166,7 +169,7 @@ class MemorySampler:
 
     def _run(self) -> None:
         next_record_s = time.monotonic() + RECORD_S
-        while not self._ended.is_set():
+        while True:  # at least one sample, however soon it ends
             self._sample()
             if time.monotonic() >= next_record_s:
                 self._emit(self._window.record())
@@ -174,6 +177,8 @@ class MemorySampler:
             # wait for the next sample; a step that is followed ends the wait
             self._wake.wait(self._interval_s if self._followed is None else WITHIN_STEP_S)
             self._wake.clear()
+            if self._ended.is_set():
+                break
         if not self._window.is_empty:  # nothing may have been sampled since the record before
             self._emit(self._window.record())
 

@@ -117,7 +117,7 @@ class CausalLm:
         longest sequence does.
 
         Raises:
-            CausalLmError: the prompt fills that already.
+            CausalLmError: the prompt fills that already, or a probability is not finite.
         """
         room = self.max_seq_len - tokens_BT.shape[1]
         if room < 1:
@@ -144,6 +144,10 @@ class CausalLm:
                     pad_token_id=0,  # of a single prompt nothing is padded
                     **chosen,
                 )
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):
+                raise
+            raise CausalLmError("the model's probabilities are not finite") from error
         finally:
             self.module.train(was_training)
         return cast(Tensor, generated)

@@ -13,6 +13,7 @@ from torch import nn
 
 from offloadtrain.config.errors import ConfigError, PipelineError
 from offloadtrain.config.hf_model import HfModel, Lora, read_config
+from offloadtrain.config.model_shape import MOST_PARAMS
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import RanksConfig
 from offloadtrain.engine import ModelError, OffloadOptimizer, offload
@@ -41,7 +42,6 @@ from offloadtrain.plan.layout import parts_of_module
 
 AUTO_CLASS = "AutoModelForCausalLM"
 RANKS = RanksConfig()
-_MOST_PARAMS = 1 << 43
 
 Groups = Callable[[nn.Module], list[dict[str, Any]]]
 
@@ -111,10 +111,10 @@ def empty_model(config: Any, lora: Lora | None) -> Any:
         )
     with reading(config.name_or_path), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    if (count := sum(param.numel() for param in model.parameters())) > _MOST_PARAMS:
+    if (count := sum(param.numel() for param in model.parameters())) > MOST_PARAMS:
         raise ConfigError(
             f"model.hf: its config.json describes a model of {count:,} parameters, and at most "
-            f"{_MOST_PARAMS:,} are planned"
+            f"{MOST_PARAMS:,} are planned"
         )
     CausalLm.of(model)
     return freeze_other_modalities(model if lora is None else _with_adapters(model, lora))

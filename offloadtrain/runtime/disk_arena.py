@@ -29,7 +29,6 @@ import errno
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -50,6 +49,7 @@ from offloadtrain.hardware.direct_io import (
 from offloadtrain.hardware.file_system import IN_MEMORY, free_bytes, kind_of
 from offloadtrain.runtime.arena import Ledger
 from offloadtrain.runtime.dtypes import DTYPES
+from offloadtrain.runtime.thread_pools import started_pool
 from offloadtrain.step.layout.buffers import BufferKey, BufferSpec, Rows, largest_owners
 from offloadtrain.step.layout.tiers import Tier
 
@@ -93,10 +93,10 @@ class DiskArena:
             self._file = DirectFile.scratch(self._folder, total)
         except OSError as error:
             raise self._refused(rows, total, str(error.strerror)) from error
-        self._threads = ThreadPoolExecutor(2 * THREADS, "offloadtrain-disk")
+        self._threads = started_pool("disk", 2 * THREADS)
         # Beyond those that move windows: a checksum takes a tenth of the time of its write, and is
         # ready before it.
-        self._hashing = ThreadPoolExecutor(2, "offloadtrain-hash")
+        self._hashing = started_pool("hash", 2)
         # The memoryview holds the mapping as long as a tensor does.
         mapped = torch.frombuffer(self._file.mapped(), dtype=torch.uint8)
         self._base = mapped.data_ptr()

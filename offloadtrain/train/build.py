@@ -42,6 +42,7 @@ from offloadtrain.runtime.detect_machine import here
 from offloadtrain.runtime.device import resolve_device, resolve_precision
 from offloadtrain.runtime.failure_detector import RankInfo
 from offloadtrain.runtime.process_group import ALONE, RankError, Ranks
+from offloadtrain.runtime.thread_pools import POOLS, shared_pool
 from offloadtrain.train.run_folder import ResumedSettings
 from offloadtrain.train.saved_state import seed_all
 
@@ -103,6 +104,9 @@ def assemble(
     rank_info = rank_info or RankInfo()
     device = resolve_device(job.device.kind)
     set_up_torch(job, device, rank_info, resumed)
+    kernels.start_threads()
+    for name in POOLS:
+        shared_pool(name)
     precision, why = _precision(job.offload.precision, device, ranks, resumed)
     chosen = replace(
         job,

@@ -49,6 +49,7 @@ from offloadtrain.model.language_model import Sampling
 from offloadtrain.optim import LossScaleError
 from offloadtrain.optim.lr_schedule import learning_rate
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.thread_pools import shared_pool
 from offloadtrain.train.build import TrainingContext, masking_of
 from offloadtrain.train.checkpoint.checkpoint import Checkpoint, OnDamaged
 from offloadtrain.train.emergency import Emergency
@@ -131,7 +132,7 @@ class Trainer:
         HEARTBEAT.cpu_counts = self.optimizer.device.type == "cpu"
         self._emergency.step_ended()
         ready = partial(pinned, device=self.optimizer.device)
-        prefetch = closing(Prefetch(self._context.batches, ready))
+        prefetch = closing(Prefetch(self._context.batches, ready, shared_pool("batches")))
         with self._emergency.guarded(self.progress), prefetch as self._prefetch:
             if self.progress.step == 0:
                 self._evaluate()

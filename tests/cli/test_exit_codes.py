@@ -166,6 +166,12 @@ def test_codes_of_failures(
             False,
         ),
         (OSError(errno.ESTALE, os.strerror(errno.ESTALE), "a.bin"), 1, "a.bin: Stale file", False),
+        (OSError(errno.ENOSPC, "No space left", "a.bin"), 1, "a.bin: No space left", False),
+        (OSError(errno.EIO, "Input/output error", "a.bin"), 1, "a.bin: Input/output", False),
+        (OSError(errno.EROFS, "Read-only file system", "a"), 1, "a: Read-only", False),
+        (OSError(errno.EACCES, "Permission denied", "a.bin"), 2, "a.bin: Permission", False),
+        (OSError(errno.EACCES, "Permission denied"), 1, "Permission denied (--debug", False),
+        (RuntimeError("Symlink loop from 'a'"), 2, "Symlink loop from 'a'", False),
         (ZeroDivisionError("a mistake of ours"), 1, "ZeroDivisionError: a mistake of ours", True),
     ],
 )
@@ -190,3 +196,43 @@ def test_codes_of_exceptions(
     assert err.splitlines()[-1].startswith(last_line) and ("Traceback" in err) == has_traceback
     assert main([*arguments, "--debug"]) == code
     assert "Traceback" in capsys.readouterr().err
+
+
+_COMMANDS = (
+    *("train PATH", "train JOB --resume PATH", "plan PATH", "plan --hf PATH"),
+    *("plan JOB --machine PATH", "checkpoints PATH", "export PATH OUT"),
+    *("convert PATH OUT --to torch", "convert PATH --job JOB", "generate PATH --prompt a"),
+    *("eval PATH --data PATH", "prepare PATH OUT", "report PATH", "trace PATH", "status PATH"),
+    *("tui PATH --once", "events PATH", "ctl PATH stop", "tag PATH x"),
+    *("import-deepspeed PATH OUT", "train JOB --set data.source=PATH"),
+)
+_WRITERS = ("export RUN PATH", "cp demo PATH", "trace RUN --out PATH", "prepare TEXT PATH")
+_WRITERS += ("train JOB --run-dir PATH", "train JOB --set data.cache=PATH")
+
+
+@pytest.mark.parametrize("cause", ["missing", "loop/a", "file/a", "x" * 300])
+def test_2_for_a_path_that_leads_nowhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    cause: str,
+) -> None:
+    """Whoever reads it, or would write there: in one line, and nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("x")
+    names = {"PATH": cause, "JOB": str(job_file(tmp_path)), "OUT": "out", "TEXT": "text"}
+    names["RUN"] = str(_run_of_a_step(tmp_path)) if cause != "missing" else ""
+    before = sorted(tmp_path.rglob("*"))
+    # A missing folder is made by what writes into it.
+    for command in (*_COMMANDS, *(_WRITERS if cause != "missing" else ())):
+        words = [names.get(word, word).replace("PATH", cause) for word in command.split()]
+        code, err = main(words), capsys.readouterr().err
+        assert (code, "Traceback" in err) == (2, False), (command, code, err)
+        assert sorted(tmp_path.rglob("*")) == before, command
+
+
+def _run_of_a_step(folder: Path) -> Path:
+    sets = ["--set", "train.steps=1", "--run-dir", str(folder / "run")]
+    assert main(["train", str(job_file(folder)), *sets]) == 0
+    return folder / "run"

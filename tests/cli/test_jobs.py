@@ -50,7 +50,7 @@ def test_cp_never_overwrites(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["cp", "debug", str(tmp_path)]) == 2
     assert "exists" in capsys.readouterr().err
     assert (tmp_path / "debug.toml").read_text() == "text"
-    assert main(["cp", "debug", str(tmp_path / "no" / "folder.toml")]) == 1
+    assert main(["cp", "debug", str(tmp_path / "no" / "folder.toml")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 

@@ -676,6 +676,9 @@ def _configs(draw: st.DrawFn) -> Config:
         model=draw(
             _section(
                 ModelShape,
+                vocab_size=st.integers(1, 10**9),
+                num_layers=st.integers(1, 1024),
+                d_ff=st.integers(0, 10**6),
                 d_model=st.just(96),
                 num_heads=st.just(12),
                 num_kv_heads=st.sampled_from((0, 4)),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offloadtrain.cli.options import Json
-from offloadtrain.config.errors import ConfigError
+from offloadtrain.config.errors import ConfigError, InputError
 from offloadtrain.config.units import parse_bytes
 
 STATES = ("fp32", "split16", "int8")
@@ -191,7 +191,7 @@ def report(folder: Path = Path("benchmarks/results"), /, *, all: bool = False) -
     from offloadtrain.cli import results_tables
 
     if not folder.is_dir():
-        raise results_tables.ResultsError(f"{folder}: no such folder; make gpu writes results")
+        raise InputError(f"{folder}: no such folder; make gpu writes results")
     files = results_tables.read(folder)
     print(results_tables.everything(files) if all else results_tables.summary(files))
 

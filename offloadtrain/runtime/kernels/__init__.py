@@ -54,6 +54,7 @@ from offloadtrain.runtime.kernels.selection import (
     native_lane,
     place,
     set_threads,
+    start_threads,
     use,
 )
 from offloadtrain.runtime.kernels.state import (
@@ -111,6 +112,7 @@ __all__ = [
     "set_master",
     "set_master_by_codec",
     "set_threads",
+    "start_threads",
     "subtract",
     "sum_squares",
     "sum_squares_each",

@@ -19,6 +19,8 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from offloadtrain.runtime.thread_pools import started_pool
+
 compiled = njit(nogil=True, cache=True, error_model="numpy", fastmath=False)
 
 
@@ -179,7 +181,7 @@ class _Threads:
             return
         key = (os.getpid(), self.count)  # threads do not survive a fork
         if self._pool is None or self._pool[:2] != key:
-            self._pool = (*key, ThreadPoolExecutor(max(self.count - 1, 1)))
+            self._pool = (*key, started_pool("numba", max(self.count - 1, 1)))
         futures = [self._pool[2].submit(body, a, b) for a, b in pairwise(cuts[1:])]
         body(cuts[0], cuts[1])
         for future in futures:

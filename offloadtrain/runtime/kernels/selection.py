@@ -20,11 +20,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.config.errors import HostMemoryError, OffloadTrainError
 from offloadtrain.hardware.cpus import CpuPlan, local_plan
+from offloadtrain.hardware.host_memory import refusal
 from offloadtrain.runtime.kernels.native import Native
+from offloadtrain.runtime.thread_pools import started_pool
 
 _log = logging.getLogger(__name__)
 
@@ -232,3 +235,22 @@ def native_lane() -> Native | None:
     """Return the factory of queues and flags; None if the active kernels are not native."""
     kernels = active_backend()
     return kernels if isinstance(kernels, Native) else None
+
+
+_ELEMENTS_PER_THREAD = 1 << 15
+"""torch divides a loop over fewer elements among fewer threads."""
+
+
+def start_threads() -> None:
+    """Start the threads of torch's loops and of the kernels, unless they run already.
+
+    Raises:
+        HostMemoryError: one of them is refused.
+    """
+    count = max(torch.get_num_threads(), backend().threads)
+    started_pool("trial", count).shutdown()  # OpenMP would end the process without a reason
+    ones = torch.ones(count * _ELEMENTS_PER_THREAD, dtype=torch.float32, device="cpu")
+    try:
+        active_backend().cast(ones, torch.empty_like(ones, dtype=torch.bfloat16))
+    except RuntimeError as error:  # of a thread of the native kernels
+        raise HostMemoryError(refusal(error)) from error

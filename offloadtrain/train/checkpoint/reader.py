@@ -23,13 +23,13 @@ import xxhash
 from offloadtrain.hardware.direct_io import (
     BLOCK,
     MEMORY_ALIGN,
-    THREADS,
     WINDOW_BYTES,
     DirectFile,
     aligned_buffer,
     padded,
 )
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+from offloadtrain.runtime.thread_pools import shared_pool
 from offloadtrain.train.checkpoint.manifest import Chunk, DamagedCheckpointError, Entry
 
 _LARGEST_GAP = 1024
@@ -162,12 +162,12 @@ def read(folder: Path, readings: Iterable[Reading]) -> None:
         of_files.setdefault(reading.entry.file, []).append(reading)
     total_bytes = sum(r.hi - r.lo for wanted in of_files.values() for r in wanted)
     done_bytes = 0
-    with ThreadPoolExecutor(THREADS, "offloadtrain-checkpoint") as pool:
-        for file, wanted in sorted(of_files.items()):
-            for read_bytes in _read_file(folder / file, wanted, pool):
-                done_bytes = min(done_bytes + read_bytes, total_bytes)
-                # A large checkpoint takes minutes.
-                HEARTBEAT.advance("reading the checkpoint", done_bytes, total_bytes)
+    pool = shared_pool("checkpoint")
+    for file, wanted in sorted(of_files.items()):
+        for read_bytes in _read_file(folder / file, wanted, pool):
+            done_bytes = min(done_bytes + read_bytes, total_bytes)
+            # A large checkpoint takes minutes.
+            HEARTBEAT.advance("reading the checkpoint", done_bytes, total_bytes)
 
 
 def _read_file(path: Path, readings: Sequence[Reading], pool: ThreadPoolExecutor) -> Iterator[int]:

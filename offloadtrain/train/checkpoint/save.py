@@ -16,7 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,12 +31,12 @@ from offloadtrain.engine.saved_state import FlatState, OwnState, StateWriter
 from offloadtrain.hardware import atomic_io
 from offloadtrain.hardware.direct_io import (
     MEMORY_ALIGN,
-    THREADS,
     DirectFile,
     aligned_buffer,
     windows,
 )
 from offloadtrain.runtime.process_group import ALONE, Extent, Ranks
+from offloadtrain.runtime.thread_pools import shared_pool
 from offloadtrain.step.program.operations import Written
 from offloadtrain.train.checkpoint import checkpoint
 from offloadtrain.train.checkpoint.manifest import (
@@ -105,7 +105,7 @@ class TensorWriter:
         """First byte of a chunk → its hash."""
         self._scratch = threading.local()
         self._file = DirectFile.create(path, size_of(regions))
-        self._pool = ThreadPoolExecutor(THREADS, "offloadtrain-checkpoint")
+        self._pool = shared_pool("checkpoint")
 
     @property
     def direct(self) -> bool:
@@ -126,8 +126,11 @@ class TensorWriter:
             for start in [part.region.offset + part.lo * size]
             for lo, hi in part.windows(size)
         ]
-        for future in writes:
-            future.result()
+        try:
+            for future in writes:
+                future.result()
+        finally:
+            wait(writes)  # they read the tensors and write the file
 
     def finish(self) -> None:
         """All regions were written: make them durable."""
@@ -140,8 +143,7 @@ class TensorWriter:
             self.failure = self.failure or error
 
     def close(self) -> None:
-        """Release file and threads. Idempotent."""
-        self._pool.shutdown()
+        """Idempotent."""
         self._file.close()
 
     def entries(self) -> list[Entry]:

@@ -47,6 +47,9 @@ class CommandHooks:
         self._waiting: queue.Queue[tuple[str, list[str], dict[str, str]] | None]
         self._waiting = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
+        if self._on_alert or self._on_end:
+            self._thread = threading.Thread(target=self._run_all, name="hooks", daemon=True)
+            self._thread.start()
 
     def alert(self, alert: schema.Alert) -> None:
         """Run `train.on_alert` for an alert that is raised."""
@@ -81,9 +84,6 @@ class CommandHooks:
     def _add(self, key: str, command: tuple[str, ...], facts: Mapping[str, object]) -> None:
         if not command:
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run_all, name="hooks", daemon=True)
-            self._thread.start()
         variables = {name: one_line(str(value))[:_MOST_CHARS] for name, value in facts.items()}
         try:
             # Hand-over to the thread of the commands, which owns the lists from here on.

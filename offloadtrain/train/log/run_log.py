@@ -29,6 +29,7 @@ from offloadtrain.events import oom_kills, schema
 from offloadtrain.events.alerts import Alerts
 from offloadtrain.events.control import Request
 from offloadtrain.events.schema import MemoryRow, PlanRow
+from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.events.time_left import Pause, seconds_left
 from offloadtrain.events.writer import EventWriter
 from offloadtrain.hardware import cgroup
@@ -429,6 +430,7 @@ class RunLog:
             else None
         )
         self._sampler = Sampler(self._sampled, nvml=self._nvml)
+        self._memory_thread = StandbyThread("memory-sampler")
         self._progress = Progress()
         self._pace = Pace(config.train)
         self._timelines = _Timelines()
@@ -477,7 +479,13 @@ class RunLog:
             self._loggers.open(self._run.path, config, progress.step)
         self._writer.emit(start.record())
         self._writer.emit(self._start_clock.set_up())
-        memory = RunMemory(optimizer, self._writer.emit, nvml=self._nvml, warn=self.warn)
+        memory = RunMemory(
+            optimizer,
+            self._writer.emit,
+            nvml=self._nvml,
+            warn=self.warn,
+            thread=self._memory_thread,
+        )
         self._console.say(start.introduction())
         measured_rates = config.device.machine.endswith(".toml")
         hindsight = Hindsight(context.plan, measured_rates=measured_rates)
@@ -513,6 +521,7 @@ class RunLog:
 
     def _close_samplers(self) -> None:
         self._sampler.close()
+        self._memory_thread.begin(lambda: None)  # unless it samples
         if self._training is not None:
             self._training.memory.close()
 

@@ -16,6 +16,7 @@ import torch
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine import StepReport
 from offloadtrain.events import schema
+from offloadtrain.events.standby_thread import StandbyThread
 from offloadtrain.hardware.memory_sampler import MemorySampler
 from offloadtrain.hardware.nvml import Nvml
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
@@ -122,11 +123,13 @@ class RunMemory:
         *,
         nvml: Nvml,
         warn: Callable[[str, str], None],
+        thread: StandbyThread | None = None,
     ) -> None:
         """Begin to sample.
 
         Args:
             emit: gets records, also on the sampler's thread.
+            thread: what it samples on; default: a new one.
         """
         self.read: Rows = ()
         self._optimizer, self._emit = optimizer, emit
@@ -148,6 +151,7 @@ class RunMemory:
             each_second=compare,
             read_device=self._allocator.read if self._allocator else None,
             pinned=lambda: optimizer.ledger.total(Tier.HOST) if optimizer.pinned else 0,
+            thread=thread,
         )
 
     def step_begins(self, step: int, *, follow: bool) -> None:

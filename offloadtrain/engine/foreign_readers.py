@@ -142,8 +142,9 @@ class ParameterReaders:
         if reader == CLIPPING and (call := self._clipping_all(frame)) is not None:
             # All are clipped together: the first of them stands for the others, with a gradient or
             # without.
-            first = next(each for each in call if each.requires_grad and each in self._places)
-            return self._clipped_together() if param is first else None
+            params = call["parameters"]
+            first = next(each for each in params if each.requires_grad and each in self._places)
+            return self._clipped_together(float(call["max_norm"])) if param is first else None
         zeroes = frame.f_code is nn.Module.zero_grad.__code__
         if not self._has_left(param):
             return gradient_of(param)
@@ -187,21 +188,21 @@ class ParameterReaders:
         """Tell whether these are all the parameters that the engine trains, or more."""
         return {param for _, param in self._named if param.requires_grad} <= set(params)
 
-    def _clipping_all(self, frame: FrameType) -> list[nn.Parameter] | None:
-        """Return the parameters of torch's `clip_grad_norm_`, if that reads the gradient of a step
-        and clips all that the engine trains."""
+    def _clipping_all(self, frame: FrameType) -> dict[str, Any] | None:
+        """Return the local variables of torch's `clip_grad_norm_`, if that reads the gradient of a
+        step and clips all that the engine trains."""
         if self._engine.guard.phase not in (Phase.BACKWARD, Phase.ACCUMULATED) or in_backward():
             return None
         if (call := _clipping_call(frame)) is None or call["norm_type"] != 2:
             return None
-        params: list[nn.Parameter] = call["parameters"]
+        params = call["parameters"]
         # torch makes the list once, and reads each of its gradients several times.
         if self._clipped is None or self._clipped[0] is not params:
             self._clipped = params, self._all_trained(params)
-        return params if self._clipped[1] else None
+        return call if self._clipped[1] else None
 
-    def _clipped_together(self) -> Tensor:
-        norm = self._engine.measure("clip_grad_norm_")
+    def _clipped_together(self, max_norm: float) -> Tensor:
+        norm = self._engine.measure("clip_grad_norm_", max_norm)
         total = torch.tensor([norm.clipped], dtype=torch.float64, device="cpu")
         together = total.as_subclass(ClippedTogether)
         together.on_factor = norm.multiply

@@ -297,7 +297,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Clip this step's gradient, after its last backward and before `step()`.
 
         A second call sees the norm that the first has left, and coefficients multiply; `clip_norm`
-        comes last, in `step()`. The norm is measured once and no gradient is touched: Adam
+        comes last, in `step()`, and does nothing where `max_norm` was as small. The norm is measured once and no gradient is touched: Adam
         multiplies by the coefficient. All ranks must call it. Waits for the norm, as `step()`
         would.
 

@@ -489,7 +489,7 @@ class Engine:
 
     def finish_averages(self) -> None:
         """Wait until the calls that `average` has launched are done."""
-        if not self.guard.closed:
+        if not (self.guard.closed or self.salvaged):
             self._interpreter.run(self.program.wait_for_averages)
 
     def finish_writing(self) -> None:

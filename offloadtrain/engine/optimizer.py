@@ -569,6 +569,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def _follow(self) -> Engine | None:
         """Lay memory out anew if parameters were frozen, unfrozen or regrouped since the last step,
         and return the new engine."""
+        # The last moment before an update may run inside backward, or undo a write.
+        if self._is_delayed or not self._engine.program.mode.waits_for_norm:
+            with torch.inference_mode(False):
+                self.take_over_writes()
         is_same = self._engine.functions.groups is self.param_groups
         if is_same and not self._seal.is_retrained():
             return None
@@ -745,13 +749,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             # Also those that were frozen since: their masters are the engine's until it follows.
             trained = {slot.param for _, slot in self._slots()}
             written = [param for param in written if param in trained]
-        if written and (self._is_delayed or not self._engine.program.mode.waits_for_norm):
+        may_undo = self.phase is not Phase.FORWARD or self._engine.program.mode.holds_weights_back
+        if written and self._is_delayed and may_undo:
             name = next(name for name, p in self.model.named_parameters() if p is written[0])
             raise ModelError(
-                f"parameter '{name}' was written, and an update may have waited (update = "
-                "'delayed') or run since (skip_nonfinite = False without clip_norm): call "
-                "optimizer.synchronize() before the write and optimizer.adopt_written_weights() "
-                "after it"
+                f"parameter '{name}' was written, and an update that waits (update = 'delayed') "
+                "undoes it: call optimizer.synchronize() after step(), and then write"
             )
         if written:
             self.adopt_written_weights()

@@ -117,6 +117,11 @@ class Exact:
     def drop(self) -> None:
         """Drop the gradients of a step that is not decided."""
 
+    @property
+    def holds_weights_back(self) -> bool:
+        """True if weights of the last update wait for the next step."""
+        return False
+
     def before_masters_change(self) -> None:
         """Prepare for masters that the caller sets, possibly between backward and step().
 
@@ -367,6 +372,10 @@ class Delayed(Exact):
             for name, buckets in self._ahead([*reversed(order)], decision):
                 self._waiting[name] = list(self._updated(buckets, decision))
         return Speculation()
+
+    @property
+    def holds_weights_back(self) -> bool:
+        return bool(self._waiting)
 
     def drop(self) -> None:
         """Give all blocks their new weights, as some may have theirs already."""

@@ -151,27 +151,31 @@ class EMA:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` has returned, in any placement and state format, on as many
-        ranks; the state of a single rank is taken by any number.
+        ranks; the state of a single rank is taken by any number. The average of a parameter that
+        it does not have begins with the weights.
 
         Raises:
             EngineError: names, shapes or ranks do not fit; nothing has changed.
         """
-        self.optimizer._engine.finish_averages()
-        check_held_by(state_dict, self.optimizer._held_by)
-        saved, pairs = dict(state_dict["averages"]), []
+        optimizer = self.optimizer
+        optimizer._engine.finish_averages()
+        check_held_by(state_dict, optimizer._held_by)
+        saved, pairs, new = dict(state_dict["averages"]), [], set[nn.Parameter]()
         for slot, first, target in self._averages.values():
-            value = saved.pop(slot.name, None)
-            if value is not None and tuple(value.shape) == slot.shape:
+            if (value := saved.pop(slot.name, None)) is None:
+                new.add(slot.param)  # it was frozen, from before the first update on
+                continue
+            if tuple(value.shape) == slot.shape:
                 value = slot.flattened(value)[first : first + target.numel()]
-            if value is None or value.shape != target.shape:
-                shape = None if value is None else tuple(value.shape)
+            if value.shape != target.shape:
                 raise EngineError(
-                    f"the average of '{slot.name}' has shape {slot.shape}, the state has {shape}"
+                    f"the average of '{slot.name}' has shape {slot.shape}, the state has "
+                    f"{tuple(value.shape)}"
                 )
             pairs.append((target, value))
         frozen = [
             (Slot.of(name, param, 0, 0), saved[name])
-            for name, param in self.optimizer.model.named_parameters()
+            for name, param in optimizer.model.named_parameters()
             if name in saved and saved[name].shape == param.shape
         ]
         if len(frozen) < len(saved):
@@ -180,6 +184,8 @@ class EMA:
                 "the parameters that it has, and freeze them after it was loaded"
             )
         self.decay, self.num_updates = state_dict["decay"], state_dict["num_updates"]
+        if new:
+            self._launch(new, decay=0.0)
         for target, value in pairs:
             target.copy_(value)
         self._allocate([(slot, 0, slot.numel) for slot, _ in frozen])

@@ -731,8 +731,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._handed_out = self._state_values()
 
     def _state_values(self) -> list[Any]:
-        entries = map(self.state.get, (p for group in self.param_groups for p in group["params"]))
-        return [*chain.from_iterable(map(dict.values, filter(None, entries)))]
+        entries = (self.state.get(slot.param, {}) for _, slot in self._slots())
+        return [*chain.from_iterable(map(dict.values, entries))]
 
     def take_over_writes(self) -> None:
         """Make what others have written into parameters, or assigned to `state`, the state's.

@@ -109,6 +109,13 @@ def resets_a_part(model: Any, optimizer: Any, step: int) -> None:
             optimizer.state[param]["exp_avg_sq"].zero_()
 
 
+def moves_to_a_group_of_its_own(model: Any, optimizer: Any, step: int) -> None:
+    if step == 2:
+        params = optimizer.param_groups[0]["params"]
+        params[:] = [param for param in params if param is not model.head.weight]
+        optimizer.add_param_group({"params": [model.head.weight], "lr": 2e-3})
+
+
 def moves_to_where_it_is(model: Any, optimizer: Any, step: int) -> None:
     model.to("cpu").float()
 
@@ -124,6 +131,7 @@ AFTER: list[After] = [
     assigns_moments,
     resets_the_state,
     resets_a_part,
+    moves_to_a_group_of_its_own,
     moves_to_where_it_is,
 ]
 
@@ -231,11 +239,6 @@ def test_data_may_be_set_to_other_memory(after: After, update: str) -> None:
     with on_lanes(SeededLanes(0, late=True)):
         ours = trained(after, {"update": update})
     torch.testing.assert_close(ours, trained(after, None), rtol=1e-5, atol=2e-6)
-
-
-def clears_the_state(model: Any, optimizer: Any, step: int) -> None:
-    if step == 1:
-        optimizer.state.clear()
 
 
 @pytest.mark.parametrize("options", [EARLY, {"update": "delayed"}], ids=["early", "delayed"])

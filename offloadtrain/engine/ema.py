@@ -142,11 +142,15 @@ class EMA:
         """Return "decay", "num_updates" and "averages", by parameter name: views, which the next
         update changes; of several ranks, each its shard of them."""
         self.optimizer._engine.finish_averages()  # updates on the lanes may still write them
+        averages = {each.slot.name: each.shaped for each in self._averages.values()}
+        for name, param in self.optimizer.model.named_parameters():
+            if param.requires_grad and param not in self._averages:  # unfrozen since the last step
+                averages[name] = param.detach().to("cpu", torch.float32)
         return {
             "decay": self.decay,
             "num_updates": self.num_updates,
             "held_by": self.optimizer._held_by,
-            "averages": {each.slot.name: each.shaped for each in self._averages.values()},
+            "averages": averages,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -580,6 +580,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         # steps of its generator.
         if is_same and not any(slot.param.requires_grad for _, slot in self._slots()):
             return None
+        # An evaluation between forward and backward: the graph needs its weights where they are.
+        if not torch.is_grad_enabled() and any(not block.is_unread for block in self._blocks):
+            return None
         self._relayout("parameters were frozen or unfrozen")
         return self._engine
 

@@ -110,7 +110,7 @@ def resets_a_part(model: Any, optimizer: Any, step: int) -> None:
 
 
 def moves_to_a_group_of_its_own(model: Any, optimizer: Any, step: int) -> None:
-    if step == 2:
+    if step == 3:  # the copies of speculative state were swapped an odd number of times
         params = optimizer.param_groups[0]["params"]
         params[:] = [param for param in params if param is not model.head.weight]
         optimizer.add_param_group({"params": [model.head.weight], "lr": 2e-3})

@@ -187,13 +187,10 @@ class GradientAccess:
         summed = self._program.buckets[bucket.name].gradient.summed
         return bucket.memory[summed.key].flat
 
-    def _settle(self) -> None:
-        if (settle := self._settle_ref()) is not None:
-            settle()
-
     def begin_use(self) -> None:
         """A function is about to read or write views."""
-        self._settle()
+        if (settle := self._settle_ref()) is not None:
+            settle()
         self._is_used = True
 
     def take_changed(self) -> set[str]:

@@ -752,7 +752,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             # Also those that were frozen since: their masters are the engine's until it follows.
             trained = {slot.param for _, slot in self._slots()}
             written = [param for param in written if param in trained]
-        may_undo = self.phase is not Phase.FORWARD or self._engine.program.mode.holds_weights_back
+        may_undo = self.phase is not Phase.FORWARD or self._engine.program.mode.waiting
         if written and self._is_delayed and may_undo:
             name = next(name for name, p in self.model.named_parameters() if p is written[0])
             raise ModelError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -331,22 +331,13 @@ def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-class WeightsOwner(Protocol):
-    """The methods of the optimizer that the hooks call."""
-
-    def synchronize(self) -> None: ...
-    def expect_weights(self, values: Mapping[str, Tensor]) -> None: ...
-    def adopt_written_weights(self) -> None: ...
-    def require_whole_weights(self) -> None: ...
-
-
 class _StateDictHook(OfOneModel):
     """Refers to the optimizer weakly, and to its engine strongly: that of an optimizer that is
     dropped in a reference cycle must outlive it, to give the model its weights back."""
 
     __slots__ = ("_engine", "_from_public_api", "_owner")
 
-    def __init__(self, owner: WeightsOwner, engine: object) -> None:
+    def __init__(self, owner: WeightsIO, engine: object) -> None:
         self._owner = weakref.ref(owner)
         self._engine = engine
 
@@ -410,7 +401,7 @@ class _WaitBeforeLoading(_StateDictHook):
 
 
 def attach_state_dict_hooks(
-    model: nn.Module, owner: WeightsOwner, engine: object
+    model: nn.Module, owner: WeightsIO, engine: object
 ) -> list[RemovableHandle]:
     """Hooks of the root module; see the classes."""
     return [

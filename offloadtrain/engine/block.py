@@ -53,7 +53,10 @@ class _Closed:
     def use(self, block: Block) -> None: ...
 
     def unpacked(self, block: Block, clock: int) -> None:
-        raise StaleGraphError(f"backward reached block '{block.name}' after close()")
+        raise StaleGraphError(
+            f"backward reached block '{block.name}' through a graph that was built before close(), "
+            "or before what is trained was changed: run forward again"
+        )
 
     def pinned(self, block: Block) -> bool:
         return False

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,11 @@ class EMA:
     It averages the fp32 master weights, so that changes below the precision of 16-bit weights
     count. The values are those of `torch.optim.swa_utils.AveragedModel(model,
     multi_avg_fn=get_ema_multi_avg_fn(decay))` over the masters of a resident run: the first update
-    takes the weights over. Frozen parameters and buffers are not averaged: they are those of the
-    model.
+    takes the weights over. What is trained may change meanwhile. Parameters that were never trained
+    and buffers are not averaged: they are those of the model.
 
     The averages take 4 bytes per trained parameter of host memory ("moving average" in the Ledger),
-    and those of several ranks are in shards.
+    and those of several ranks are in shards. `optimizer.state_dict()` contains them.
 
     Attributes:
         decay: how much of the average an update keeps. May be changed between updates.
@@ -49,19 +49,45 @@ class EMA:
     """
 
     def __init__(self, optimizer: OffloadOptimizer, decay: float = 0.999) -> None:
-        """Begin with the weights as they are.
+        """Begin with the weights as they are; or with the averages that a state dict has brought,
+        which `optimizer.load_state_dict` was given before.
 
         Raises:
+            EngineError: between backward and `step()`.
             HostMemoryError: the host has too little memory.
         """
         self.decay, self.num_updates = decay, 0
-        self.optimizer, arena = optimizer, Arena(optimizer.ledger, pin=False)
-        buckets = {b.name: b for block in optimizer._blocks for b in block.buckets}
-        rows = [BufferSpec("moving average", b.shard_numel, "float32") for b in buckets.values()]
-        self._buckets, self._blocks = buckets, optimizer._blocks
-        self._averages = dict(zip(buckets, arena.map(rows), strict=True))
-        weakref.finalize(self, arena.close)
-        self._launch(decay=0.0)
+        self.optimizer, self._arena = optimizer, Arena(optimizer.ledger, pin=False)
+        self._averages: dict[nn.Parameter, _Average] = {}
+        weakref.finalize(self, self._arena.close)
+        self.follow()
+        optimizer.averages[id(self)] = self
+        if optimizer.saved_averages:
+            self.load_state_dict(optimizer.saved_averages.pop(0))
+
+    def follow(self) -> None:
+        """Begin with the masters of the parameters that are trained from now on. Those of the
+        others are averaged further, as in torch."""
+        new = [pair for pair in self.optimizer._slots() if pair[1].param not in self._averages]
+        if new:
+            self._allocate([(slot, *bucket.piece(slot)) for bucket, slot in new])
+            self._launch({slot.param for _, slot in new}, decay=0.0)
+
+    def _launch(self, params: Collection[nn.Parameter], decay: float) -> None:
+        # Lanes do not keep this object alive.
+        averages = {param: self._averages[param] for param in params}
+        buckets = {b.name: b for block in self.optimizer._blocks for b in block.buckets}
+
+        def update(name: str, *state: Tensor) -> None:
+            _average(averages, buckets[name], state, decay)
+
+        self.optimizer.take_over_writes()
+        self.optimizer._engine.average(update)
+
+    def _allocate(self, shards: Sequence[tuple[Slot, int, int]]) -> None:
+        rows = [BufferSpec("moving average", last - lo, "float32") for _, lo, last in shards]
+        for (slot, lo, _), values in zip(shards, self._arena.map(rows), strict=True):
+            self._averages[slot.param] = _Average(slot, lo, with_own_storage(values))
 
     def update(self) -> None:
         """Average the weights after the last step; call it after `step()`, on all ranks.
@@ -71,12 +97,14 @@ class EMA:
 
         Raises:
             ValueError: `decay` is not between 0 and 1.
-            EngineError: between backward and `step()`, after `close()` of the optimizer, or if what
-                is trained has changed.
+            EngineError: between backward and `step()`, or after `close()` of the optimizer.
         """
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay = {self.decay} is not between 0 and 1")
-        self._launch(self.decay if self.num_updates else 0.0)
+        decay = self.decay if self.num_updates else 0.0
+        self._launch({slot.param for _, slot in self.optimizer._slots()}, decay)
+        for slot, _, average in self._frozen():
+            average.lerp_(self.optimizer.master_of_frozen(slot), 1.0 - decay)
         self.num_updates += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -88,9 +116,10 @@ class EMA:
         read after `close()` of the optimizer. All ranks must exhaust it, before `close()`, and each
         receives whole tensors.
         """
-        self._require_same_parameters()
         self.optimizer._engine.finish_averages()
-        yield from self.optimizer._assembled(self._piece)
+        frozen = {average.slot.name: average.shaped for average in self._frozen()}
+        for name, values in self.optimizer._assembled(lambda _, s: self._averages[s.param].values):
+            yield name, frozen.get(name, values)
 
     def copy_to(self, model: nn.Module) -> None:
         """Copy the averages, the frozen parameters and the buffers into a model with the same
@@ -113,73 +142,94 @@ class EMA:
         """Return "decay", "num_updates" and "averages", by parameter name: views, which the next
         update changes; of several ranks, each its shard of them."""
         self.optimizer._engine.finish_averages()  # updates on the lanes may still write them
+        averages = {each.slot.name: each.shaped for each in self._averages.values()}
+        for name, param in self.optimizer.model.named_parameters():
+            if param.requires_grad and param not in self._averages:  # unfrozen since the last step
+                averages[name] = param.detach().to("cpu", torch.float32)
         return {
             "decay": self.decay,
             "num_updates": self.num_updates,
             "held_by": self.optimizer._held_by,
-            "averages": {s.name: s.shaped(self._piece(b, s)) for b, s in self._slots()},
+            "averages": averages,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what `state_dict` has returned, in any placement and state format, on as many
-        ranks; the state of a single rank is taken by any number.
+        ranks; the state of a single rank is taken by any number. The average of a parameter that
+        it does not have begins with the weights.
 
         Raises:
             EngineError: names, shapes or ranks do not fit; nothing has changed.
         """
-        self.optimizer._engine.finish_averages()
-        check_held_by(state_dict, self.optimizer._held_by)
-        pairs = []
-        for bucket, slot in self._slots():
-            target = self._piece(bucket, slot)
-            value = state_dict["averages"].get(slot.name)
-            if value is not None and tuple(value.shape) == slot.shape:
-                value = slot.flattened(value)[slice(*bucket.piece(slot))]
-            if value is None or value.shape != target.shape:
-                shape = None if value is None else tuple(value.shape)
+        optimizer = self.optimizer
+        optimizer._engine.finish_averages()
+        check_held_by(state_dict, optimizer._held_by)
+        saved, pairs, new = dict(state_dict["averages"]), [], set[nn.Parameter]()
+        for slot, first, target in self._averages.values():
+            if (value := saved.pop(slot.name, None)) is None:
+                new.add(slot.param)  # it was frozen, from before the first update on
+                continue
+            if tuple(value.shape) == slot.shape:
+                value = slot.flattened(value)[first : first + target.numel()]
+            if value.shape != target.shape:
                 raise EngineError(
-                    f"the average of '{slot.name}' has shape {slot.shape}, the state has {shape}"
+                    f"the average of '{slot.name}' has shape {slot.shape}, the state has "
+                    f"{tuple(value.shape)}"
                 )
             pairs.append((target, value))
+        frozen = [
+            (Slot.of(name, param, 0, 0), saved[name])
+            for name, param in optimizer.model.named_parameters()
+            if name in saved and saved[name].shape == param.shape
+        ]
+        if len(frozen) < len(saved):
+            raise EngineError(
+                f"the state has an average of '{next(iter(saved))}', which is not trained: train "
+                "the parameters that it has, and freeze them after it was loaded"
+            )
         self.decay, self.num_updates = state_dict["decay"], state_dict["num_updates"]
+        if new:
+            self._launch(new, decay=0.0)
         for target, value in pairs:
             target.copy_(value)
+        self._allocate([(slot, 0, slot.numel) for slot, _ in frozen])
+        for slot, value in frozen:
+            self._averages[slot.param].shaped.copy_(value)
 
-    def _launch(self, decay: float) -> None:
-        averages, buckets = self._averages, self._buckets  # lanes do not keep this object alive
+    def _frozen(self) -> list[_Average]:
+        """Return the averages of parameters that are frozen now."""
+        trained = {slot.param for _, slot in self.optimizer._slots()}
+        return [each for param, each in self._averages.items() if param not in trained]
 
-        def update(name: str, *state: Tensor) -> None:
-            _average(averages[name], buckets[name], state, decay)
 
-        self._require_same_parameters()
-        self.optimizer.take_over_writes()
-        self.optimizer._engine.average(update)
+class _Average(NamedTuple):
+    """This rank's shard of the average of a parameter, from element `first` on: (n,) fp32."""
 
-    def _require_same_parameters(self) -> None:
-        if self.optimizer._blocks is not self._blocks:
-            raise EngineError(
-                "what is trained has changed since this average was made (add_param_group, "
-                "requires_grad_, grad_accum_steps): make a new one, ot.EMA(optimizer)"
-            )
+    slot: Slot
+    first: int
+    values: Tensor
 
-    def _slots(self) -> Iterator[tuple[Bucket, Slot]]:
-        return ((bucket, slot) for bucket in self._buckets.values() for slot in bucket.slots)
-
-    def _piece(self, bucket: Bucket, slot: Slot) -> Tensor:
-        """View this rank's shard of a parameter's average: (n,)."""
-        lo, hi = bucket.piece(slot)
-        start = slot.offset + lo - bucket.lo if lo < hi else 0
-        return with_own_storage(self._averages[bucket.name][start : start + hi - lo])
+    @property
+    def shaped(self) -> Tensor:
+        return self.slot.shaped(self.values)
 
 
 @torch.no_grad()
-def _average(average: Tensor, bucket: Bucket, state: tuple[Tensor, ...], decay: float) -> None:
+def _average(
+    averages: Mapping[nn.Parameter, _Average],
+    bucket: Bucket,
+    state: tuple[Tensor, ...],
+    decay: float,
+) -> None:
     """Average a bucket's masters; `decay` 0: take them over."""
-    fields, numel = bucket.format.fields(bucket.spec.moments), average.numel()
+    fields = bucket.format.fields(bucket.spec.moments)
     in_place = bucket.format is FP32 and state[0].is_cpu
-    for lo in range(0, numel, _CHUNK):
-        hi = min(lo + _CHUNK, numel)
-        piece, target = cut(fields, state, lo, hi), average[lo:hi]
-        master = piece[0] if in_place else decoded(bucket, piece, hi - lo)
-        # As torch's own average, to the bit; `lerp_` from memory without values could be NaN.
-        target.lerp_(master, 1.0 - decay) if decay else target.copy_(master)
+    for slot in (slot for slot in bucket.slots if slot.param in averages):
+        first, last = bucket.piece(slot)
+        start, average = slot.offset + first - bucket.lo, averages[slot.param].values
+        for lo in range(0, last - first, _CHUNK):
+            target = average[lo : lo + _CHUNK]
+            piece = cut(fields, state, start + lo, start + lo + target.numel())
+            master = piece[0] if in_place else decoded(bucket, piece, target.numel())
+            # As torch's own average, to the bit; `lerp_` from memory without values could be NaN.
+            target.lerp_(master, 1.0 - decay) if decay else target.copy_(master)

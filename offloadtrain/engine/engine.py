@@ -263,6 +263,8 @@ class Engine:
         self.guard.require_at_rest(asker)
         self.guard.require_undecided(f"{asker}()")
         self._take_back_gradients()
+        if max_norm is not None:
+            self.gradient_access.clipped_to = min(max_norm, self.gradient_access.clipped_to)
         self._norm = self._norm or self._measure(asker, max_norm)
         # Zeros of parameters without a gradient, and sums that go down.
         self.gradients.in_transit = True
@@ -348,9 +350,9 @@ class Engine:
         # Otherwise the training thread waits for results here, and nowhere else in a step: the
         # decision to skip and the clip coefficient go into every launch of Adam.
         norm = self._norm or self._measure("step", skip=skip)
-        micro_steps = self.gradients.micro_steps
+        micro_steps, clipped_to = self.gradients.micro_steps, self.gradient_access.clipped_to
         self.gradient_access.end_step()
-        decision = self._launch_update(norm, skip=skip)
+        decision = self._launch_update(norm, skip=skip, clipped_to=clipped_to)
         self.gradients.drop()
         self.program.end_step()
         # Launches the loads of the first streamed blocks, during Adam of the others.
@@ -396,10 +398,11 @@ class Engine:
         """Parameters become the weights before the newest ones, or the newest ones again."""
         self._interpreter.run_update(self.program.switch_version, to_previous=to_previous)
 
-    def _launch_update(self, norm: Norm, *, skip: bool) -> Decision:
-        """Decide the step; launch what is left of its update, and the uploads."""
+    def _launch_update(self, norm: Norm, *, skip: bool, clipped_to: float = math.inf) -> Decision:
+        """Decide the step, whose gradients may have been clipped; launch what is left of its
+        update, and the uploads."""
         config = self.program.spec.config
-        if config.clip_norm is not None:
+        if config.clip_norm is not None and config.clip_norm < clipped_to:
             norm.clip(config.clip_norm)
         overflow = config.skip_nonfinite and not math.isfinite(norm.value)
         skipped = skip or overflow
@@ -486,7 +489,7 @@ class Engine:
 
     def finish_averages(self) -> None:
         """Wait until the calls that `average` has launched are done."""
-        if not self.guard.closed:
+        if not (self.guard.closed or self.salvaged):
             self._interpreter.run(self.program.wait_for_averages)
 
     def finish_writing(self) -> None:

@@ -35,7 +35,7 @@ from offloadtrain.engine.parameters import (
     set_unready,
 )
 from offloadtrain.engine.step_report import Phase
-from offloadtrain.engine.weights import WeightsOwner
+from offloadtrain.engine.weights import WeightsIO
 from offloadtrain.runtime.user_code import OURS, TORCHS, line_of
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class ParameterReaders:
     """Observes the parameters of one engine."""
 
     def __init__(
-        self, owner: WeightsOwner, named: Iterable[tuple[str, nn.Parameter]], engine: Engine
+        self, owner: WeightsIO, named: Iterable[tuple[str, nn.Parameter]], engine: Engine
     ) -> None:
         self._owner = weakref.ref(owner)
         self._named, self._engine = list(named), engine
@@ -66,7 +66,7 @@ class ParameterReaders:
             for bucket in block.all_buckets
             for slot in bucket.slots
         }
-        self._warned: set[str] = set()
+        self._warned = False
         self._clipped: tuple[list[nn.Parameter], bool] | None = None
         """The parameters of torch's last call of clipping, and whether all trained are there."""
         observe((param for _, param in self._named), self)
@@ -80,7 +80,7 @@ class ParameterReaders:
         release(param for _, param in self._named)
 
     def before_copy(self) -> None:
-        """Make parameters hold the newest weights.
+        """Parameters are about to be copied: make them hold the newest weights.
 
         Raises:
             ModelError: weights are in shards.
@@ -137,13 +137,29 @@ class ParameterReaders:
         """
         file = frame.f_code.co_filename
         reader = _READERS.get(file)
-        if reader in (SCALING, SPLITTING):
-            _refuse_pipelining(reader)
+        if reader == SCALING:
+            raise PipelineError(
+                "the pipeline schedule divides .grad by the number of microbatches "
+                "(scale_grads=True), and gradients have left for the host: make it with "
+                "scale_grads=False and divide the loss, or let ot.pipeline() make it"
+            )
+        if reader == SPLITTING:
+            raise PipelineError(
+                "a zero-bubble schedule divides the backward in two and delivers no gradients to "
+                "the engine: use GPipe, 1F1B or interleaved 1F1B, which ot.pipeline() makes"
+            )
         if reader == CLIPPING and (call := self._clipping_all(frame)) is not None:
             # All are clipped together: the first of them stands for the others, with a gradient or
             # without.
-            first = next(each for each in call if each.requires_grad and each in self._places)
-            return self._clipped_together() if param is first else None
+            params = call["parameters"]
+            first = next(each for each in params if each.requires_grad and each in self._places)
+            if param is not first:
+                return None
+            norm = self._engine.measure("clip_grad_norm_", float(call["max_norm"]))
+            total = torch.tensor([norm.clipped], dtype=torch.float64, device="cpu")
+            together = total.as_subclass(ClippedTogether)
+            together.on_factor = norm.multiply
+            return together
         zeroes = frame.f_code is nn.Module.zero_grad.__code__
         if not self._has_left(param):
             return gradient_of(param)
@@ -187,25 +203,18 @@ class ParameterReaders:
         """Tell whether these are all the parameters that the engine trains, or more."""
         return {param for _, param in self._named if param.requires_grad} <= set(params)
 
-    def _clipping_all(self, frame: FrameType) -> list[nn.Parameter] | None:
-        """Return the parameters of torch's `clip_grad_norm_`, if that reads the gradient of a step
-        and clips all that the engine trains."""
+    def _clipping_all(self, frame: FrameType) -> dict[str, Any] | None:
+        """Return the local variables of torch's `clip_grad_norm_`, if that reads the gradient of a
+        step and clips all that the engine trains."""
         if self._engine.guard.phase not in (Phase.BACKWARD, Phase.ACCUMULATED) or in_backward():
             return None
         if (call := _clipping_call(frame)) is None or call["norm_type"] != 2:
             return None
-        params: list[nn.Parameter] = call["parameters"]
+        params = call["parameters"]
         # torch makes the list once, and reads each of its gradients several times.
         if self._clipped is None or self._clipped[0] is not params:
             self._clipped = params, self._all_trained(params)
-        return params if self._clipped[1] else None
-
-    def _clipped_together(self) -> Tensor:
-        norm = self._engine.measure("clip_grad_norm_")
-        total = torch.tensor([norm.clipped], dtype=torch.float64, device="cpu")
-        together = total.as_subclass(ClippedTogether)
-        together.on_factor = norm.multiply
-        return together
+        return call if self._clipped[1] else None
 
     def _view(self, param: nn.Parameter, *, writes: bool, frame: FrameType) -> Tensor | None:
         (_, bucket, slot), program = self._places[param], self._engine.program
@@ -218,16 +227,26 @@ class ParameterReaders:
         if not program.mode.waits_for_norm:
             if writes:
                 self._engine.guard.require_undecided("a change of gradients")
-            self._warn_once("early", _early_warning(slot.name, frame))
+            self._warn_once(
+                "'%s'.grad was read at %s: it is None between backward and step(), as "
+                "Adam runs inside backward (skip_nonfinite = False and no clip_norm). Set "
+                "skip_nonfinite = True, or read gradients in a hook (param.register_hook)",
+                *(slot.name, line_of(frame)),
+            )
             return None
         if self._engine.counter.scaler is not None:
-            self._warn_once("scaled", _scaled_warning(slot.name, frame))
+            self._warn_once(
+                "'%s'.grad was read at %s: in fp16 it is the gradient of the scaled "
+                "loss, optimizer.loss_scale times the gradient. step() divides by it",
+                *(slot.name, line_of(frame)),
+            )
         return self._engine.gradient_access.of(bucket, slot)
 
-    def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            _log.warning("%s", message)
+    def _warn_once(self, message: str, name: str, line: str) -> None:
+        # An engine's gradients are of one kind: there is one warning of them.
+        if not self._warned:
+            self._warned = True
+            _log.warning(message, name, line)
 
 
 def _clipping_call(frame: FrameType) -> dict[str, Any] | None:
@@ -239,34 +258,3 @@ def _clipping_call(frame: FrameType) -> dict[str, Any] | None:
             return local_variables if "parameters" in local_variables else None
         caller = caller.f_back
     return None
-
-
-def _early_warning(name: str, frame: FrameType) -> str:
-    """Return the warning for a read of a gradient that Adam may have used."""
-    return (
-        f"'{name}'.grad was read at {line_of(frame)}: it is None between backward and step(), as "
-        "Adam runs inside backward (skip_nonfinite = False and no clip_norm). Set skip_nonfinite = "
-        "True, or read gradients in a hook (param.register_hook)"
-    )
-
-
-def _scaled_warning(name: str, frame: FrameType) -> str:
-    """Return the warning for a read of a gradient in fp16."""
-    return (
-        f"'{name}'.grad was read at {line_of(frame)}: in fp16 it is the gradient of the scaled "
-        "loss, optimizer.loss_scale times the gradient. step() divides by it"
-    )
-
-
-def _refuse_pipelining(reader: str) -> None:
-    """Raises PipelineError for what torch's pipeline schedule is about to do with gradients."""
-    if reader == SCALING:
-        raise PipelineError(
-            "the pipeline schedule divides .grad by the number of microbatches (scale_grads=True), "
-            "and gradients have left for the host: make it with scale_grads=False and divide the "
-            "loss, or let ot.pipeline() make it"
-        )
-    raise PipelineError(
-        "a zero-bubble schedule divides the backward in two and delivers no gradients to the "
-        "engine: use GPipe, 1F1B or interleaved 1F1B, which ot.pipeline() makes"
-    )

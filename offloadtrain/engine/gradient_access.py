@@ -17,6 +17,7 @@ gradients per sample, surgery) stay there, and `step()` sends them as it sends t
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -134,6 +135,8 @@ class GradientAccess:
         """Names of the buckets of `_views`."""
         self.has_assigned = False
         """Code has put gradients into `.grad` that step() has to send."""
+        self.clipped_to = math.inf
+        """The smallest norm that this step's gradients were clipped to."""
         self.emptied: set[Slot] = set()
         """Parameters whose gradient was set to None in this step."""
         self._is_used = False
@@ -184,13 +187,10 @@ class GradientAccess:
         summed = self._program.buckets[bucket.name].gradient.summed
         return bucket.memory[summed.key].flat
 
-    def _settle(self) -> None:
-        if (settle := self._settle_ref()) is not None:
-            settle()
-
     def begin_use(self) -> None:
         """A function is about to read or write views."""
-        self._settle()
+        if (settle := self._settle_ref()) is not None:
+            settle()
         self._is_used = True
 
     def take_changed(self) -> set[str]:
@@ -200,7 +200,7 @@ class GradientAccess:
 
     def end_step(self) -> None:
         """The memory is about to be used again: stored views get memory of their own."""
-        self._handed_out = set()
+        self._handed_out, self.clipped_to = set(), math.inf
         self.emptied.clear()
         if self._views:
             self._views.clear()

@@ -420,6 +420,11 @@ class Gradients:
 
 
 def _bad_gradient(slot: Slot, grad: Tensor | None) -> GradientError:
+    if not slot.param.requires_grad:
+        return GradientError(
+            f"parameter '{slot.name}' was frozen between a forward and its backward: freeze and "
+            "unfreeze after step() or zero_grad(), before the next forward"
+        )
     if grad is None or grad.layout is not torch.strided:
         kind = "none" if grad is None else f"a {grad.layout} one"
         return GradientError(

@@ -49,8 +49,9 @@ class Norm:
 
     [Note: Clipping]
     `clip_grad_norm_(max_norm)` sees the norm times all coefficients so far and multiplies them by
-    `min(1, max_norm / (that + 1e-6))`; so does `clip_norm` in step(), which comes last. All of it
-    is fp64; the product is rounded once, where Adam multiplies the gradient by it.
+    `min(1, max_norm / (that + 1e-6))`; so does `clip_norm` in step(), which comes last, unless the
+    step was clipped to as little. All of it is fp64; the product is rounded once, where Adam
+    multiplies the gradient by it.
     """
 
     value: float

@@ -17,7 +17,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.float8 import Float8Layers
 from offloadtrain.engine.autograd.hooks import Removable
-from offloadtrain.engine.bucket import dense_stride
+from offloadtrain.engine.bucket import Slot, dense_stride
 from offloadtrain.engine.build import build, lay_out, make_blocks
 from offloadtrain.engine.checks import (
     ModelError,
@@ -54,7 +54,7 @@ from offloadtrain.engine.step_report import Phase, StepReport
 from offloadtrain.engine.weights import ParamInit, WeightsIO, attach_state_dict_hooks
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.optim import AnyRule, rule_of
-from offloadtrain.runtime.arena import Arena, Ledger
+from offloadtrain.runtime.arena import Arena, Ledger, with_own_storage
 from offloadtrain.runtime.disk_arena import DiskArena
 from offloadtrain.runtime.dtypes import PRECISIONS, name_of
 from offloadtrain.runtime.lanes import Lanes
@@ -118,6 +118,10 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Parameter → steps of the run that it has not made, of those that came later."""
         self._frozen_state: dict[nn.Parameter, list[Tensor]] = {}
         """Frozen parameter → the memory of its state."""
+        self.averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        """Its moving averages, `EMA`, in the order in which they were made."""
+        self.saved_averages: list[Mapping[str, Any]] = []
+        """Those that a state dict has brought, and nobody has made yet."""
         self._arena = Arena(self.ledger, pin=config.memory.pin and device.type == "cuda")
         lanes.loads_cross_bus = config.weights.offloaded
         joined = division.replicas, division.stages, division.parts
@@ -307,7 +311,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Clip this step's gradient, after its last backward and before `step()`.
 
         A second call sees the norm that the first has left, and coefficients multiply; `clip_norm`
-        comes last, in `step()`. The norm is measured once and no gradient is touched: Adam
+        comes last, in `step()`, and does nothing where `max_norm` was as small.
+        The norm is measured once and no gradient is touched: Adam
         multiplies by the coefficient. All ranks must call it. Waits for the norm, as `step()`
         would.
 
@@ -478,13 +483,16 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's, plus "scaler" (None without loss scaling), "seed" of the rounding,
-        "step" of the run, "held_by" and "untrained", the numbers of parameters without state.
+        "step" of the run, "held_by", "averages", the state dict of each `EMA` of this optimizer,
+        and "untrained", the numbers of parameters without state.
         Values are views of host memory, not copies: the next step changes them."""
         # Adam on the host lane may still write the state that the views show.
         self.settle()
         self._take_over_frozen()
         extra: dict[str, Any] = {"scaler": self.scaler_state(), "held_by": self._held_by}
         extra |= {"seed": self._engine.functions.seed, "step": self._engine.counter.steps}
+        averages = [average.state_dict() for average in self.averages.values()]
+        extra["averages"] = [*averages, *self.saved_averages]
         state_dict = eager(torch.optim.Optimizer.state_dict)(self)
         keys = {key for group in state_dict["param_groups"] for key in group["params"]}
         return state_dict | extra | {"untrained": sorted(keys - state_dict["state"].keys())}
@@ -494,7 +502,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
 
         Among ranks each takes its own `state_dict` back, of the same number of ranks; whole
         tensors fit any. That of torch's own Adam or AdamW, which holds moments and no weights, is
-        taken too: the masters stay, so load the model's weights as well, in any order.
+        taken too: the masters stay, so load the model's weights as well, in any order. Each `EMA`
+        takes its averages back, also one that is made later.
 
         Raises:
             EngineError: if groups, shapes, step counts or ranks do not fit this optimizer.
@@ -524,6 +533,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._engine.functions.seed = state_dict.get("seed", self._engine.functions.seed)
         scaler = state_dict.get("scaler", self.scaler_state())
         self.finish_load(step=step, scaler=scaler, expert_steps=of_experts)
+        self.saved_averages = [*state_dict.get("averages", ())]
+        for average in [*self.averages.values()][: len(self.saved_averages)]:
+            average.load_state_dict(self.saved_averages.pop(0))
 
     @property
     def tries(self) -> int:
@@ -567,12 +579,19 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     def _follow(self) -> Engine | None:
         """Lay memory out anew if parameters were frozen, unfrozen or regrouped since the last step,
         and return the new engine."""
+        # The last moment before an update may run inside backward, or undo a write.
+        if self._is_delayed or not self._engine.program.mode.waits_for_norm:
+            with torch.inference_mode(False):
+                self.take_over_writes()
         is_same = self._engine.functions.groups is self.param_groups
         if is_same and not self._seal.is_retrained():
             return None
         # A model that is frozen as a whole is not trained for a while: the critic of a GAN, in the
         # steps of its generator.
         if is_same and not any(slot.param.requires_grad for _, slot in self._slots()):
+            return None
+        # An evaluation between forward and backward: the graph needs its weights where they are.
+        if not torch.is_grad_enabled() and any(not block.is_unread for block in self._blocks):
             return None
         self._relayout("parameters were frozen or unfrozen")
         return self._engine
@@ -642,6 +661,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._engine.go_on_from(engine)
             disk.close()
             self._start(casts)
+            for average in self.averages.values():
+                average.follow()
             self._count_change()
 
     def _count_change(self) -> None:
@@ -673,7 +694,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         memory = self._arena.map(rows)
         copies = {"step": torch.as_tensor(state.get("step", 0.0), device="cpu").clone()}
         for (name, value), flat in zip(values.items(), memory, strict=True):
-            copies[name] = flat.as_strided(value.shape, dense_stride(value)).copy_(value)
+            shaped = with_own_storage(flat).as_strided(value.shape, dense_stride(value))
+            copies[name] = shaped.copy_(value)
         self._arena.release(self._frozen_state.pop(param, []))
         self._frozen_state[param], self.state[param] = memory, copies
 
@@ -722,8 +744,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._handed_out = self._state_values()
 
     def _state_values(self) -> list[Any]:
-        entries = map(self.state.get, (p for group in self.param_groups for p in group["params"]))
-        return [*chain.from_iterable(map(dict.values, filter(None, entries)))]
+        entries = (self.state.get(slot.param, {}) for _, slot in self._slots())
+        return [*chain.from_iterable(map(dict.values, entries))]
 
     def take_over_writes(self) -> None:
         """Make what others have written into parameters, or assigned to `state`, the state's.
@@ -740,13 +762,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             # Also those that were frozen since: their masters are the engine's until it follows.
             trained = {slot.param for _, slot in self._slots()}
             written = [param for param in written if param in trained]
-        if written and (self._is_delayed or not self._engine.program.mode.waits_for_norm):
+        may_undo = self.phase is not Phase.FORWARD or self._engine.program.mode.waiting
+        if written and self._is_delayed and may_undo:
             name = next(name for name, p in self.model.named_parameters() if p is written[0])
             raise ModelError(
-                f"parameter '{name}' was written, and an update may have waited (update = "
-                "'delayed') or run since (skip_nonfinite = False without clip_norm): call "
-                "optimizer.synchronize() before the write and optimizer.adopt_written_weights() "
-                "after it"
+                f"parameter '{name}' was written, and an update that waits (update = 'delayed') "
+                "undoes it: call optimizer.synchronize() after step(), and then write"
             )
         if written:
             self.adopt_written_weights()
@@ -761,6 +782,12 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             saved = state["master"] if "master" in state else state["weight"]
             written = saved.to(weights.dtype) != weights
             saved[written] = weights[written].to(saved.dtype)
+
+    def master_of_frozen(self, slot: Slot) -> Tensor:
+        """Return the fp32 master of a frozen parameter; its weights, where it has none: (n,)."""
+        self._take_over_frozen()
+        values = self.state.get(slot.param, {}).get("master", slot.local.data)
+        return slot.flattened(values).float() if tuple(values.shape) == slot.shape else values
 
     @torch.no_grad()
     def _take_over_state(self) -> None:

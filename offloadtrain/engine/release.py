@@ -45,7 +45,15 @@ class Release:
         try:
             engine = self.engine()
             if self._optimizer() is None and engine is not None and not engine.guard.closed:
-                _warn_of_lost_weights(engine)
+                # Gathering shards takes a collective, and ranks drop their optimizers at different
+                # times.
+                if engine.residency.gathers:
+                    _log.warning(
+                        "an optimizer whose weights are in shards (zero_stage = 3) went out of "
+                        "scope: the weights of its layers are gone, and their parameters are "
+                        "empty. Keep a reference to it, take dict(optimizer.full_weights()) on all "
+                        "ranks, then call optimizer.close()"
+                    )
                 engine.close()
         finally:
             # Drains first: copies and kernels in flight use the arena's memory and the file.
@@ -54,14 +62,3 @@ class Release:
             self.disk.close()
             for ranks in self._joined:
                 ranks.let_go()
-
-
-def _warn_of_lost_weights(engine: Engine) -> None:
-    """Warn of weights in shards. Gathering them takes a collective, and ranks drop their optimizers
-    at different times."""
-    if engine.residency.gathers:
-        _log.warning(
-            "an optimizer whose weights are in shards (zero_stage = 3) went out of scope: the "
-            "weights of its layers are gone, and their parameters are empty. Keep a reference to "
-            "it, take dict(optimizer.full_weights()) on all ranks, then call optimizer.close()"
-        )

@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -331,93 +332,63 @@ def _check_range(name: str, master: Tensor, dtype: torch.dtype) -> None:
         )
 
 
-class WeightsOwner(Protocol):
-    """The methods of the optimizer that the hooks call."""
-
-    def synchronize(self) -> None: ...
-    def expect_weights(self, values: Mapping[str, Tensor]) -> None: ...
-    def adopt_written_weights(self) -> None: ...
-    def require_whole_weights(self) -> None: ...
-
-
 class _StateDictHook(OfOneModel):
     """Refers to the optimizer weakly, and to its engine strongly: that of an optimizer that is
     dropped in a reference cycle must outlive it, to give the model its weights back."""
 
-    __slots__ = ("_engine", "_from_public_api", "_owner")
+    __slots__ = ("_call", "_engine", "_from_public_api", "_owner")
 
-    def __init__(self, owner: WeightsOwner, engine: object) -> None:
-        self._owner = weakref.ref(owner)
-        self._engine = engine
+    def __init__(self, owner: WeightsIO, engine: object, call: Callable[..., None]) -> None:
+        self._owner, self._engine, self._call = weakref.ref(owner), engine, call
 
-
-class _WaitBeforeSaving(_StateDictHook):
-    __slots__ = ()
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        owner = self._owner()
-        # torch reads the parameters next, without a forward whose hooks would wait for uploads.
-        if owner is not None:
-            owner.require_whole_weights()
-            owner.synchronize()
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if (owner := self._owner()) is not None:
+            self._call(owner, *args)
 
 
-class _CopyToHost(_StateDictHook):
-    """A state dict of host copies: views of a flat buffer would be saved with all of it."""
-
-    __slots__ = ()
-
-    def __call__(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
-    ) -> None:
-        # Tied names share one copy.
-        copies: dict[tuple[int, torch.Size], Tensor] = {}
-        for name, value in state_dict.items():
-            if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
-                # A DTensor itself has no memory, and address 0.
-                key = (local(value).data_ptr(), value.shape)
-                # Always a copy: the next upload writes the memory that the parameter views.
-                if key not in copies:
-                    copies[key] = value.detach().to("cpu", copy=True)
-                state_dict[name] = copies[key]
+def _before_saving(owner: WeightsIO, *_: Any) -> None:
+    # torch reads the parameters next, without a forward whose hooks would wait for uploads.
+    owner.require_whole_weights()
+    owner.synchronize()
 
 
-class _AdoptAfterLoading(_StateDictHook):
-    __slots__ = ()
+def _copy_to_host(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    """Views of a flat buffer would be saved with all of it."""
+    # Tied names share one copy.
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    for name, value in state_dict.items():
+        if name.startswith(prefix) and isinstance(value, Tensor) and not value.requires_grad:
+            # A DTensor itself has no memory, and address 0.
+            key = (local(value).data_ptr(), value.shape)
+            # Always a copy: the next upload writes the memory that the parameter views.
+            if key not in copies:
+                copies[key] = value.detach().to("cpu", copy=True)
+            state_dict[name] = copies[key]
 
-    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.adopt_written_weights()
 
-
-class _WaitBeforeLoading(_StateDictHook):
+def _before_loading(owner: WeightsIO, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """A late upload would overwrite what is loaded; masters take the values as they are given."""
+    owner.require_whole_weights()
+    # torch writes the parameters next: an upload in flight would overwrite them.
+    owner.synchronize()
+    entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    owner.expect_weights({k: v for k, v in entries.items() if isinstance(v, Tensor)})
 
-    __slots__ = ()
 
-    def __call__(
-        self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any
-    ) -> None:
-        owner = self._owner()
-        if owner is None:
-            return
-        owner.require_whole_weights()
-        # torch writes the parameters next: an upload in flight would overwrite them.
-        owner.synchronize()
-        entries = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        owner.expect_weights({k: v for k, v in entries.items() if isinstance(v, Tensor)})
+def _after_loading(owner: WeightsIO, incompatible_keys: Any) -> None:
+    owner.adopt_written_weights()
 
 
 def attach_state_dict_hooks(
-    model: nn.Module, owner: WeightsOwner, engine: object
+    model: nn.Module, owner: WeightsIO, engine: object
 ) -> list[RemovableHandle]:
-    """Hooks of the root module; see the classes."""
+    """Hooks of the root module; see the functions."""
+    hook = partial(_StateDictHook, owner, engine)
     return [
-        model.register_state_dict_pre_hook(_WaitBeforeSaving(owner, engine)),
-        model.register_state_dict_post_hook(_CopyToHost(owner, engine)),
-        model.register_load_state_dict_pre_hook(_WaitBeforeLoading(owner, engine)),
-        model.register_load_state_dict_post_hook(_AdoptAfterLoading(owner, engine)),
+        model.register_state_dict_pre_hook(hook(_before_saving)),
+        model.register_state_dict_post_hook(hook(_copy_to_host)),
+        model.register_load_state_dict_pre_hook(hook(_before_loading)),
+        model.register_load_state_dict_post_hook(hook(_after_loading)),
     ]
 
 

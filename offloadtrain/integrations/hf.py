@@ -217,17 +217,20 @@ class OffloadMixin(Trainer):  # type: ignore[misc]
             {"params": rest, "weight_decay": 0.0},
         ]
 
-    def _clip_grad_norm(self, model: nn.Module) -> None:
-        """Nothing: `step()` clips."""
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip before the callbacks, which may read gradients; `step()` does not clip again."""
+        return self.optimizer.clip_grad_norm_(self.args.max_grad_norm)  # type: ignore[no-any-return]
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: None = None) -> None:
-        """Nothing yet: the norm is known in `step()`."""
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | None:
+        """What `_clip_grad_norm` returned; otherwise the norm is known in `step()`."""
+        return grad_norm
 
     def _maybe_log_save_evaluate(
-        self, tr_loss: Tensor, grad_norm: None, *args: Any, **kwargs: Any
+        self, tr_loss: Tensor, grad_norm: Tensor | None, *args: Any, **kwargs: Any
     ) -> None:
-        norm = None if self.optimizer is None else self.optimizer.grad_norm
-        super()._maybe_log_save_evaluate(tr_loss, norm, *args, **kwargs)
+        if grad_norm is None and self.optimizer is not None:
+            grad_norm = self.optimizer.grad_norm
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Before training as well, a model that does not fit the device is evaluated streamed."""

@@ -109,6 +109,13 @@ def resets_a_part(model: Any, optimizer: Any, step: int) -> None:
             optimizer.state[param]["exp_avg_sq"].zero_()
 
 
+def moves_to_a_group_of_its_own(model: Any, optimizer: Any, step: int) -> None:
+    if step == 3:  # the copies of speculative state were swapped an odd number of times
+        params = optimizer.param_groups[0]["params"]
+        params[:] = [param for param in params if param is not model.head.weight]
+        optimizer.add_param_group({"params": [model.head.weight], "lr": 2e-3})
+
+
 def moves_to_where_it_is(model: Any, optimizer: Any, step: int) -> None:
     model.to("cpu").float()
 
@@ -124,6 +131,7 @@ AFTER: list[After] = [
     assigns_moments,
     resets_the_state,
     resets_a_part,
+    moves_to_a_group_of_its_own,
     moves_to_where_it_is,
 ]
 
@@ -233,16 +241,10 @@ def test_data_may_be_set_to_other_memory(after: After, update: str) -> None:
     torch.testing.assert_close(ours, trained(after, None), rtol=1e-5, atol=2e-6)
 
 
-def writes_and_adopts(model: Any, optimizer: Any, step: int) -> None:
-    if isinstance(optimizer, ot.OffloadOptimizer):
-        optimizer.synchronize()
-    clamps_data(model, optimizer, step)
-    if isinstance(optimizer, ot.OffloadOptimizer):
-        optimizer.adopt_written_weights()
-
-
 @pytest.mark.parametrize("options", [EARLY, {"update": "delayed"}], ids=["early", "delayed"])
-@pytest.mark.parametrize("after", [writes_and_adopts, resets_the_state])
+@pytest.mark.parametrize(
+    "after", [clamps_data, writes_in_place, resets_the_state, clears_the_state]
+)
 def test_an_update_may_wait_or_run_inside_backward(after: After, options: dict[str, Any]) -> None:
     """Ending the delay after each step makes "delayed" exact."""
 
@@ -307,13 +309,23 @@ def written_through_an_old_view(model: Any, optimizer: Any) -> None:
 
 def written_while_an_update_waits(model: Any, optimizer: Any) -> None:
     model.head.weight.data.clamp_(-0.1, 0.1)
+    by_call(model, X[0])
+
+
+def saved_while_an_update_waits(model: Any, optimizer: Any) -> None:
+    model.head.weight.data.clamp_(-0.1, 0.1)
+    optimizer.state_dict()
+
+
+def written_too_late(model: Any, optimizer: Any) -> None:
     by_call(model, X[0]).backward()
+    model.head.weight.data.clamp_(-0.1, 0.1)
     optimizer.step()
 
 
 def cleared_too_late(model: Any, optimizer: Any) -> None:
-    optimizer.state.clear()
     by_call(model, X[0]).backward()
+    optimizer.state.clear()
     optimizer.step()
 
 
@@ -350,13 +362,11 @@ REFUSED: list[tuple[Callable[[Any, Any], object], dict[str, Any], type[Exception
     (moved_to_another_dtype, STREAMED, ParameterWriteError, r"'head.weight'.data is set"),
     (set_while_streamed, STREAMED, ParameterWriteError, r"param.data.copy_"),
     (written_through_an_old_view, STREAMED, ParameterWriteError, "older than its weights"),
-    (
-        written_while_an_update_waits,
-        {"update": "delayed"},
-        ModelError,
-        r"'head.weight' was written, .*synchronize\(\) before .*adopt_written_weights\(\) after",
+    *(
+        (write, {"update": "delayed"}, ModelError, r"'head.weight' was written, .*synchronize\(\)")
+        for write in (written_while_an_update_waits, saved_while_an_update_waits, written_too_late)
     ),
-    (written_while_an_update_waits, EARLY, ModelError, "skip_nonfinite = False"),
+    (written_too_late, EARLY, UpdateError, "skip_nonfinite = True"),
     (cleared_too_late, EARLY, UpdateError, r"reset_state\(\)"),
     (deleted_in_part, {}, EngineError, r"state\['scale'\] was deleted.*reset_state"),
     (deleted_in_part, {"update": "speculative"}, EngineError, r"state\['scale'\] was deleted"),

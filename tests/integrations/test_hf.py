@@ -541,6 +541,41 @@ def test_a_callback_of_the_trainer_reads_the_newest_weights(
         torch.testing.assert_close(value, mean, rtol=0, atol=2e-6)
 
 
+class Gradients(transformers.TrainerCallback):  # type: ignore[misc]
+    """Logs the norm of the gradients that the optimizer is about to use, and changes some."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        params = list(others["model"].parameters())
+        squares = sum(float(param.grad.double().square().sum()) for param in params)
+        self.norms.append(round(squares**0.5, 5))
+        if state.global_step == 2:
+            params[0].grad[3:] = 0.1  # the step uses it, and does not clip it again
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("offload", PLACEMENTS)
+def test_a_callback_of_the_trainer_reads_clipped_gradients(
+    offload: dict[str, Any], tmp_path: Path
+) -> None:
+    def trained(offload: dict[str, Any] | None) -> tuple[Any, list[float], list[float]]:
+        gradients, arguments = Gradients(), {"max_grad_norm": 0.05}
+        trainer = trainers.make(
+            "Trainer", tmp_path, offload, callbacks=[gradients], arguments=arguments
+        )
+        trainer.train()
+        sums = [param.detach().double().sum().item() for param in trainer.model.parameters()]
+        return trainers.logged(trainer), gradients.norms, sums
+
+    logged, norms, sums = trained(offload)
+    assert set(norms) == {0.05}
+    expected = trained(None)
+    assert (logged, norms) == expected[:2]
+    assert sums == pytest.approx(expected[2], rel=1e-4, abs=1e-4)
+
+
 class Freezes(transformers.TrainerCallback):  # type: ignore[misc]
     """Freezes the embedding for two steps, and trains from the third one on what was frozen when
     the optimizer was made, in an existing group: the Trainer's schedules refuse new ones."""

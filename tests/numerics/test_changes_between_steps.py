@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import offloadtrain as ot
 from offloadtrain.engine import EngineError
 from offloadtrain.engine.checks import ModelError
+from offloadtrain.engine.gradients import GradientError
 from offloadtrain.runtime import kernels
 from offloadtrain.step.layout.buffer_table import device_owners, disk_owners, host_owners
 from offloadtrain.step.layout.tiers import Tier
@@ -436,6 +437,43 @@ def test_changes_wait_for_the_end_of_a_step() -> None:
     optimizer.zero_grad()
     optimizer.add_param_group({"params": layer})
     train(optimizer, model, batches(1))
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "unfrozen"),
+    [
+        *(({}, unfrozen) for unfrozen in (True, False)),
+        *(({"working": "host"}, unfrozen) for unfrozen in (True, False)),
+        # Frozen, the second run would save less than the first one: an error of torch's.
+        ({"activation": "recompute"}, True),
+    ],
+)
+def test_an_evaluation_meets_what_was_frozen_between_forward_and_backward(
+    options: dict[str, Any], unfrozen: bool
+) -> None:
+    """The graph keeps its weights; what is frozen until step() is refused there."""
+    torch.manual_seed(0)
+    model = Chain(3)
+    run, optimizer, _ = parted(model, **options)
+    follow(run, optimizer, model, batches(2))
+    (tokens, other) = batches(4)[2:]
+    loss = loss_of(model, tokens)
+    model.layers[1].requires_grad_(False)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, other), loss_of(run.model, other))
+    if unfrozen:
+        model.layers[1].requires_grad_(True)
+    if unfrozen:
+        optimizer.backward(loss)
+        optimizer.step()
+        run.step([tokens], loss_of)
+    else:
+        with pytest.raises(GradientError, match=r"'layers.1.*' was frozen between a forward and"):
+            optimizer.backward(loss)
+        model.layers[1].requires_grad_(True)
+    follow(run, optimizer, model, batches(2))
+    assert_same(run, optimizer, model)
     optimizer.close()
 
 

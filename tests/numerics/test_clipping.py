@@ -34,3 +34,27 @@ def test_a_wrong_guess_is_undone_and_a_right_one_kept() -> None:
         train(optimizer, model, [tokens], clips=(0.1 if number == 3 else 1e9,))
         guesses.append(report(optimizer).speculation_hit)
     assert guesses == [None, True, True, False, True]
+
+
+@pytest.mark.parametrize("how", ["optimizer", "torch"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_step_that_the_loop_has_clipped_is_not_clipped_again(how: str, reads: bool) -> None:
+    """By the option `clip_norm`, which is no smaller; also where code has read the gradients."""
+
+    def trained(clip: float | None) -> list[torch.Tensor]:
+        _, optimizer, model = pair(make("chain"), clip=clip)
+        for tokens in batches(3):
+            optimizer.backward(loss_of(model, tokens))
+            if how == "torch":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            else:
+                optimizer.clip_grad_norm_(0.1)
+            if reads:
+                assert all(float(param.grad.norm()) < 0.1 for param in model.parameters())
+            optimizer.step()
+        return [masters.clone() for _, masters in optimizer.master_weights()]
+
+    expected = trained(None)
+    for clip in (0.1, 0.2):
+        assert all(map(torch.equal, trained(clip), expected))
+    assert not all(map(torch.equal, trained(0.01), expected))

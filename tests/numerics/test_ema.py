@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import offloadtrain as ot
-from offloadtrain.engine import EngineError
 from tests.numerics.comparison import ADAMW, make, pair, train
 from tests.numerics.configurations import DISK_PLACEMENTS, PLACEMENTS, UPDATES
 from tests.numerics.models import Chain, batches, loss_of
@@ -45,7 +44,8 @@ class Averages:
     """torch's own average of the masters, which the caller gives it after each step."""
 
     def __init__(self) -> None:
-        self.holder, self.averaged = nn.Module(), None
+        self.holder = nn.Module()
+        self.averaged: Any = None
 
     def update(self, masters: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -216,14 +216,14 @@ def wrong_calls() -> Iterator[Any]:
 
     def name(optimizer: ot.OffloadOptimizer, ema: ot.EMA) -> None:
         state = copy.deepcopy(ema.state_dict())
-        del state["averages"]["norm.weight"]
+        state["averages"]["norm.scale"] = state["averages"].pop("norm.weight")
         ema.load_state_dict(state)
 
     yield early, ot.OffloadTrainError, "between backward and step"
     yield closed, ot.OffloadTrainError, "after close"
     yield decay, ValueError, "not between 0 and 1"
     yield shape, ot.OffloadTrainError, r"'norm.weight' has shape \(24,\), the state has \(3,\)"
-    yield name, ot.OffloadTrainError, r"'norm.weight' has shape \(24,\), the state has None"
+    yield name, ot.OffloadTrainError, r"average of 'norm.scale', which is not trained"
 
 
 @pytest.mark.parametrize(("call", "error", "message"), list(wrong_calls()))
@@ -244,23 +244,90 @@ def test_its_memory_is_in_the_ledger_and_given_back() -> None:
     _, optimizer = offloaded()
     ema = ot.EMA(optimizer)
     (row,) = [row for row in optimizer.ledger.rows() if row.owner == "moving average"]
-    buckets = [bucket for block in optimizer._blocks for bucket in block.buckets]
-    assert row.bytes == 4 * sum(bucket.shard_numel for bucket in buckets) and row.tier == "host"
+    trained = {param for param in optimizer.model.parameters() if param.requires_grad}
+    assert row.bytes == 4 * sum(param.numel() for param in trained) and row.tier == "host"
     del ema
     assert {row.bytes for row in optimizer.ledger.rows() if row.owner == "moving average"} == {0}
     optimizer.close()
 
 
-def test_an_average_does_not_outlive_a_change_of_what_is_trained() -> None:
-    net, optimizer = offloaded()
-    ema = ot.EMA(optimizer)
-    net.head.requires_grad_(False)
-    optimizer.backward(loss_of(net, batches(1)[0]))
-    optimizer.step()
-    for use in (ema.update, lambda: dict(ema.weights())):
-        with pytest.raises(EngineError, match="make a new one"):
-            use()
-    again = ot.EMA(optimizer)
-    again.update()
-    assert "head.weight" in dict(again.weights())
-    optimizer.close()
+class Stages:
+    """A model whose head is never trained at first, and its first layer for a while."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.offloads = bool(options)
+        self.model: Any = Chain(3)
+        self.model.head.requires_grad_(False)
+        params = list(self.model.parameters())
+        if self.offloads:
+            options |= {"device": "cpu", "params": params}
+            self.optimizer: Any = ot.offload(self.model, ot.AdamW(lr=1e-2), **options)
+            self.average: Any = ot.EMA(self.optimizer, DECAY)
+        else:
+            self.optimizer = torch.optim.AdamW(params, lr=1e-2)
+            average = get_ema_multi_avg_fn(DECAY)
+            self.average = AveragedModel(self.model, multi_avg_fn=average)
+
+    def go(self, stages: range) -> None:
+        for stage in stages:
+            self.model.layers[0].requires_grad_(stage not in (1, 2))
+            self.model.head.requires_grad_(stage >= 2)
+            if stage == 2:
+                nn.init.constant_(self.model.layers[0].norm.weight, 0.5)
+            for tokens in batches(6)[2 * (stage % 3) :][:2]:
+                self.optimizer.zero_grad()
+                loss_of(self.model, tokens).backward()
+                self.optimizer.step()
+                if self.offloads:
+                    self.average.update()
+                else:
+                    self.average.update_parameters(self.model)
+
+    def averages(self) -> dict[str, Tensor]:
+        if self.offloads:
+            return dict(self.average.weights())
+        return dict(self.average.module.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{"state_on": "device"}, {"working": "host"}], ids=str)
+def test_averages_go_on_where_what_is_trained_changes(options: dict[str, Any]) -> None:
+    """As torch's, to its rounding: frozen parameters are averaged with what they are."""
+    plain, run = Stages(), Stages(precision="fp32", **options)
+    for stage in range(4):
+        for each in (plain, run):
+            each.go(range(stage, stage + 1))
+        found = run.averages()
+        for name, value in plain.averages().items():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6)
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_the_state_dict_of_the_optimizer_has_the_averages(stages: int, first: bool) -> None:
+    """Whether they are made before it is loaded or after; of what is frozen meanwhile, too."""
+    options = {"working": "host", "state": "split16"}
+    whole = Stages(**options)
+    whole.go(range(stages))
+    whole.model.head.requires_grad_(stages >= 2)  # trained from the next step on
+    model, state = saved(whole.model.state_dict()), saved(whole.optimizer.state_dict())
+    whole.go(range(stages, 4))
+    resumed = Stages(**options)
+    if not first:
+        resumed.average = None
+    resumed.model.layers[0].requires_grad_(stages == 1)
+    resumed.model.head.requires_grad_(stages >= 2)
+    resumed.model.load_state_dict(model)
+    resumed.optimizer.load_state_dict(state)
+    if not first:
+        assert len(resumed.optimizer.state_dict()["averages"]) == 1
+        resumed.average = ot.EMA(resumed.optimizer)
+    assert resumed.average.decay == DECAY
+    assert len(resumed.optimizer.state_dict()["averages"]) == 1
+    resumed.go(range(stages, 4))
+    expected = whole.averages()
+    for name, value in resumed.averages().items():
+        assert torch.equal(value, expected[name]), name
+    for each in (whole, resumed):
+        each.optimizer.close()

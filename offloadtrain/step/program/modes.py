@@ -21,7 +21,7 @@ inside the first backward, which shows whether blocks deliver their gradients on
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -81,6 +81,8 @@ class Exact:
     """Adam may run before the norm is known."""
     follows_backward = False
     """`grads_complete` launches operations."""
+    waiting: Collection[str] = ()
+    """Blocks updated and not uploaded between two steps."""
 
     def __init__(self, updates: UpdatePath) -> None:
         self._updates = updates
@@ -341,13 +343,12 @@ class Delayed(Exact):
         super().__init__(updates)
         self._warmup_steps = warmup_steps
         self._is_single = alone
-        self._waiting: dict[str, list[tuple[BucketRefs, Ref]]] = {}
-        """Blocks updated and not uploaded, the last one of the forward first."""
+        self.waiting: dict[str, list[tuple[BucketRefs, Ref]]] = {}  # the forward's last one first
         self._begun = False
         """Some blocks have their new weights while backward goes on."""
 
     def grads_complete(self, block: BlockRefs, early: Decision) -> None:
-        if block[0] in self._waiting and self._is_single:
+        if block[0] in self.waiting and self._is_single:
             self.waiting_for_graphs.append(block[0])
 
     def graph_freed(self, block: str) -> None:
@@ -365,7 +366,7 @@ class Delayed(Exact):
         # copies down reuse the gradients' memory in that order, and wait until Adam has read it.
         if not decision.skipped:
             for name, buckets in self._ahead([*reversed(order)], decision):
-                self._waiting[name] = list(self._updated(buckets, decision))
+                self.waiting[name] = list(self._updated(buckets, decision))
         return Speculation()
 
     def drop(self) -> None:
@@ -376,18 +377,18 @@ class Delayed(Exact):
 
     def defer(self, order: Sequence[BlockRefs]) -> None:
         # Last block first, as `apply` leaves them.
-        self._waiting = dict(reversed(self._updates.defer(order).items()))
+        self.waiting = dict(reversed(self._updates.defer(order).items()))
 
     def flush(self) -> None:
         self.waiting_for_graphs.clear()
         self._begun = False
         # Forward order: the next forward waits for the first block's upload first.
-        self._upload(list(reversed(self._waiting)))
+        self._upload(list(reversed(self.waiting)))
 
     def _upload(self, blocks: Sequence[str]) -> None:
         """Upload the updated weights of these blocks, which no graph needs the old ones of."""
-        ended = [(name, [bucket for bucket, _ in self._waiting[name]]) for name in blocks]
+        ended = [(name, [bucket for bucket, _ in self.waiting[name]]) for name in blocks]
         # The uploads wait until compute has read the old weights.
         self._updates.end_backward(ended)
         for name in blocks:
-            self._updates.upload(name, self._waiting.pop(name))
+            self._updates.upload(name, self.waiting.pop(name))

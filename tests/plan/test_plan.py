@@ -556,6 +556,27 @@ def test_a_kernel_is_no_faster_than_measured(keys: dict[str, Any], kernel: str, 
     assert host_s(0.0) == host_s(1e6) < host_s(0.02) < host_s(0.01)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_adam_and_copies_slow_each_other_while_both_run(early: bool) -> None:
+    """Weights go up beside Adam in every step, gradients come down beside it where no norm has to be
+    known first. Adam loses half of what it loses beside both for each direction's seconds."""
+    rates = {"fp32_gparams": 0.5, "fp32_copying_gparams": 0.3}
+    machine = replace(V100, **rates, h2d_adam_gbps=8.0, d2h_adam_gbps=5.0, bf16_tflops=50.0)
+    job = small(
+        offload__clip_norm=0 if early else 1.0,
+        offload__skip_nonfinite=not early,
+        offload__precision="bf16",
+    )
+    numel = sum(bucket.shard_numel for bucket in planned(job, machine).placed.spec.buckets)
+    up, down = 2e-9 * numel / 8.0, 2e-9 * numel / (5.0 if early else V100.d2h_gbps)
+    busy = planned(job, machine).prediction.busy_s
+    assert busy["h2d"] == pytest.approx(up) and busy["d2h"] == pytest.approx(down, rel=1e-3)
+    beside = up + down if early else up
+    assert busy["host"] == pytest.approx(1e-9 * numel / 0.5 + beside * (1 - 0.3 / 0.5) / 2)
+    alone = replace(machine, fp32_copying_gparams=0.0, h2d_adam_gbps=0.0, d2h_adam_gbps=0.0)
+    assert planned(job, alone).prediction.busy_s["host"] == pytest.approx(1e-9 * numel / 0.5)
+
+
 def test_a_lone_rank_has_the_memory_of_its_node() -> None:
     """Kernels are bound to their GPU's node; ranks on both nodes have all of it."""
     single_node, halved = DGX2, replace(DGX2, numa_nodes=2)

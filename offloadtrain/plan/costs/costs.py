@@ -21,7 +21,9 @@ forward;
   or down: bytes over the link;
 * reads and writes of state, gradients and weights on the disk: bytes over the drive's rate, divided
   by the ranks of a host; lanes that read share it.
-Launches of copies and collectives are free, and other lanes do not slow each other.
+Launches of copies and collectives are free. Adam on the host and copies slow each other, where
+that was measured (`copying_gparams`, `adam_gbps` of a machine file): [Note: Adam beside copies] in
+`Costs._slowed_s`. Other lanes do not slow each other.
 """
 
 from __future__ import annotations
@@ -233,13 +235,16 @@ class Costs:
                 return self.copies.sum_s(shard * reduced) / pieces
             case Kind.GRAD_DOWN:
                 down = self._down_bytes(bucket)
-                return shard * down / pieces / self.bus(machine.d2h_gbps)
+                slower = machine.d2h_adam_gbps if self._updates_in_backward else 0.0
+                return shard * down / pieces / self.bus(slower or machine.d2h_gbps)
             case Kind.LOAD if self.spec.loads_from_shard(bucket):
                 return 2 * shard * weight / (machine.hbm_gbps * 1e9)
-            case Kind.WEIGHTS_UP | Kind.LOAD:
+            case Kind.WEIGHTS_UP:
+                return shard * weight / self.bus(machine.h2d_adam_gbps or machine.h2d_gbps)
+            case Kind.LOAD:
                 return shard * weight / self.bus(machine.h2d_gbps)
             case Kind.ADAM:
-                return shard / self._adam_rate(bucket)
+                return shard / self._adam_rate(bucket) + self._slowed_s(bucket)
         passes = pieces if kind is Kind.ACCUMULATE else 1
         summing = kind in (Kind.ACCUMULATE, Kind.NORM)
         tier = self.spec.norm_tier(bucket) if summing else bucket.update_tier
@@ -306,6 +311,29 @@ class Costs:
         ):
             moved = CODEC_BYTES.get(bucket.format.name, moved)
         return self._memory(bucket.update_tier) / moved
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        """Whether Adam runs while gradients come down."""
+        return self.spec.config.updates_early or self.spec.config.update != "exact"
+
+    def _slowed_s(self, bucket: BucketSpec) -> float:
+        """Return the seconds that copies add to Adam of a bucket on the host.
+
+        [Note: Adam beside copies]
+        New weights of a bucket go up while Adam of the next one runs; where updates run inside
+        backward, its gradient comes down at the same time. Adam loses speed only as long as a copy
+        runs: with one direction half of what it loses with both, which is what a machine file has.
+        """
+        name, machine = bucket.format.name, self.machine
+        copying: float = getattr(machine, f"{name}_copying_gparams", 0.0)
+        if not copying or bucket.update_tier is not Tier.HOST:
+            return 0.0
+        copies_s = self._moved_s(Kind.WEIGHTS_UP, bucket)
+        if self._updates_in_backward:
+            copies_s += len(self.spec.pieces(bucket)) * self._moved_s(Kind.GRAD_DOWN, bucket)
+        alone: float = getattr(machine, f"{name}_gparams")
+        return copies_s * max(1 - copying / alone, 0.0) / 2
 
     def _grad_bytes(self, bucket: BucketSpec) -> int:
         return 4 if self.spec.holds_sum(bucket) else bucket.weight_bytes

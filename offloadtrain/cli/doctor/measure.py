@@ -33,7 +33,7 @@ from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.plan.costs.device_time import FLASH_BACKWARD
+from offloadtrain.plan.costs.device_time import FLASH_BACKWARD, half_width
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 
@@ -98,6 +98,9 @@ def measure(
         slowest = max(rates["h2d_gbps"], rates["d2h_gbps"])
         rates |= rates_at_once(PinnedCopies(device, slowest), PARAMS[device.type])
     rates |= computed | ({} if drive is None else asdict(drive))
+    if device.type == "cuda":
+        fastest = max(rates.get("bf16_tflops", 0.0), rates["fp16_tflops"])
+        rates["half_width"] = max(rates["half_width"], half_width(fastest, hbm))
     # To three digits: further digits are noise.
     known: dict[str, Any] = {name: float(f"{rate:.3g}") for name, rate in rates.items()} | memory
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
@@ -119,12 +122,12 @@ def compute(device: torch.device, bf16: bool, seconds: float) -> dict[str, float
     rates = {name: product_flops(device, kinds[name], widths[name], seconds) for name in kinds}
     main = next(name for name in kinds if widths[name] == wide)
     slower = product_flops(device, kinds[main], narrow, seconds)
-    half_width = fit(narrow, slower, wide, rates[main])
-    limits = {name: rates[name] * (1 + half_width / widths[name]) for name in kinds}
+    measured_half = fit(narrow, slower, wide, rates[main])
+    limits = {name: rates[name] * (1 + measured_half / widths[name]) for name in kinds}
     tflops = {f"{name}_tflops": limit / 1e12 for name, limit in limits.items()}
     length = HALF_LENGTHS[device.type]
     return tflops | {
-        "half_width": half_width,
+        "half_width": measured_half,
         "flash_half_length": length,
         "flash_share": flash_flops(device, kinds[main], length, seconds) / limits[main],
         "launch_us": launch_us(device, seconds),

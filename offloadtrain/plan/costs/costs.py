@@ -43,6 +43,7 @@ from offloadtrain.config.model_shape import (
 from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.costs.device_time import (
+    STRIDED,
     Kernels,
     Level,
     Seconds,
@@ -50,6 +51,7 @@ from offloadtrain.plan.costs.device_time import (
     block_seconds,
     by_reading,
     head_seconds,
+    launches,
     traced_seconds,
 )
 from offloadtrain.plan.costs.disk import DISK_LANES, disk_load
@@ -61,21 +63,27 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.proof.drive import loads_outside
 
-KERNELS = Kernels(rotary_fp32=True)
+KERNELS = Kernels(strided=STRIDED)
 """What jobs compute with: eager operations and flash attention."""
 
 
 def kernels_of(model: ModelShape, *, compiled: bool) -> Kernels:
-    """Return what a job of the shipped transformer computes its blocks with. Head and loss are
-    never compiled."""
+    """Return what a job of the shipped transformer computes its blocks with. Compiled ones rotate
+    positions in one kernel. Head and loss are never compiled."""
     level: Level = "compiled" if compiled else "eager"
-    return replace(KERNELS, causal=model.is_causal, level=level)
+    strided = 0.0 if compiled else KERNELS.strided
+    return replace(KERNELS, causal=model.is_causal, level=level, strided=strided)
 
 
 CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
 """Narrow state → bytes that an update on the device moves per parameter where it is not Adam's,
 which is compiled: plain torch decodes and encodes it, an operation after the other. Counted of Adam
 by `tests/plan/test_state_share.py`."""
+
+PROGRAM_LAUNCH = 12
+"""Operations of torch that take the host as long as a launch of the program with its events and
+waits: of a small layer five take 0.2 to 0.5 ms, torch's forward and backward, some 90 operations,
+0.4 to 0.5 (`python -m benchmarks.launch_cost --time`)."""
 
 MEASURED_BYTES = 60.0
 """Bytes per parameter that LAMB moves in the cache to measure a tensor: of its 74 bytes of operands
@@ -185,6 +193,22 @@ class Costs:
             backward = layers * layer.backward + (block.name == last) * head.backward
             by_block[block.name] = Seconds(forward, backward + again)
         return by_reading(self.spec.blocks, by_block)
+
+    def launch_s(self, of_program: float) -> float:
+        """Return what the host takes to launch a step on a GPU: torch's operations, and so many of
+        the program."""
+        if self.machine.on_cpu:
+            return 0.0
+        placed, config = self.placed, self.placed.config
+        if placed.traced is not None:
+            blocks = placed.traced.blocks.values()
+            of_torch = sum(block.forward.launches + block.backward.launches for block in blocks)
+        else:
+            kernels = kernels_of(config.model, compiled=config.offload.compile_blocks)
+            forward, backward = launches(config.model, kernels)
+            of_torch = placed.repeated * (forward + backward) + placed.recomputed * forward
+        of_torch *= self.spec.config.grad_accum_steps
+        return 1e-6 * self.machine.launch_us * (of_torch + PROGRAM_LAUNCH * of_program)
 
     @property
     def flops(self) -> float:

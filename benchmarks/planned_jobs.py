@@ -92,15 +92,18 @@ def measured() -> list[tuple[Cell, Machine]]:
 
 def _measured_cell(values: dict[str, Any], figures: dict[str, Any], rates: Machine) -> Cell:
     spec = Spec(**{key: value for key, value in values.items() if key != "custom"})
-    machine = nearest(rates.gpu, rates.cores)
-    limit = {"gpu_memory": str(spec.gpu_memory)} if spec.gpu_memory else {}
-    resident = {"options": {"state_on": "device"}} if spec.system == "resident" else {}
+    machine, name = nearest(rates.gpu, rates.cores), spec.name
+    target = find(machine)[1]
+    if spec.gpu_memory:
+        target = replace(target, gpu_memory=str(spec.gpu_memory))
+    if spec.system == "resident":
+        spec = replace(spec, options={"state_on": "device"})
     return Cell(
-        name=spec.name,
+        name=name,
         card=machine.partition("_")[0],
         machine=machine,
-        target=replace(find(machine)[1], **limit),
-        job=job_of(replace(spec, **resident)),
+        target=target,
+        job=job_of(spec),
         published=figures["tokens_per_s"],
         right_guesses=figures.get("right_guesses") or 0.0,
     )

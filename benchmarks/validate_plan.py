@@ -20,18 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import calibration, planned_jobs
+from benchmarks.papers import PUBLISHED, SOFTWARE, largest_model, run_of, tflops, trained
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.baselines.cells import PUBLISHED, SOFTWARE, run_of, trained
 from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, gpipe_seconds, row
-from offloadtrain.plan.baselines.published import (
-    Run,
-    largest_model,
-    step_times,
-    tflops,
-    too_large_for,
-    zero_bytes,
-)
+from offloadtrain.plan.baselines.published import Run, step_times, too_large_for, zero_bytes
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 

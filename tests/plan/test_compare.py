@@ -101,6 +101,7 @@ def test_the_predictors_hold_on_known_throughputs() -> None:
     assert torchao.cells == 4 and torchao.median <= 0.1 and abs(torchao.worst) <= 0.12
 
 
+@pytest.mark.slow
 def test_a_row_is_a_lower_bound_where_nothing_of_the_card_is_known() -> None:
     assert calibrated_gpus(ZERO3) == {"NVIDIA GeForce RTX 4090"}
     assert {"NVIDIA H200", find("h100")[1].gpu} < calibrated_gpus(DEEPSPEED)
@@ -114,7 +115,7 @@ def test_a_row_is_a_lower_bound_where_nothing_of_the_card_is_known() -> None:
         TORCHAO: True,
     }
     printed = compare.table(compare.compare(plan), plan)
-    lines = {line.split("  ")[0].strip(): line for line in printed.splitlines()}
+    lines = {line[:24].strip(): line for line in printed.splitlines()}
     assert "≥ " in lines[FSDP2] and "≥ " not in lines[DEEPSPEED]
     assert "+2 % of 1" in lines[FSDP2] and "a lower bound, nothing was calibrated" in printed
 

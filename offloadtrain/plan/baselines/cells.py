@@ -1,29 +1,21 @@
-"""Published runs that the models of other systems are held against: what their cells describe.
-
-`published.json` has the ZeRO papers and GPipe (`benchmarks/validate_plan.py` prints all of it),
-`peer_cells.json` throughputs of the peers of `plan --compare`.
-"""
+"""Throughputs of the peers of `plan --compare` that their models are held against."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from offloadtrain.config.model_shape import SIZES, ModelShape, num_params
+from offloadtrain.config.model_shape import ModelShape, num_params
 from offloadtrain.hardware.machine import Machine, find
 from offloadtrain.plan.baselines.peers import PEERS, Work
-from offloadtrain.plan.baselines.published import Run, Software, with_largest_micro_batch
 from offloadtrain.plan.costs.costs import KERNELS
 from offloadtrain.plan.costs.device_time import Kernels, Seconds, block_seconds, head_seconds
 
-PUBLISHED = Path(__file__).with_name("published.json")
 PEER_CELLS = Path(__file__).with_name("peer_cells.json")
-SOFTWARE = Software()
-"""One set for all cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +39,6 @@ def checked(peer: str) -> list[Checked]:
 def calibrated_gpus(peer: str) -> frozenset[str]:
     """Return the GPUs, by torch's names, with a throughput of a peer."""
     return frozenset(gpu for _, gpu in _of_peer(peer))
-
-
-def run_of(cell: Mapping[str, Any], machine: Machine) -> Run:
-    """The run that a published cell describes.
-
-    `batch` is of all ranks together. `largest_micro_batch` is an upper bound: the micro-batch is as
-    large as memory allows.
-    """
-    shape = trained(SIZES[cell.get("size", "gpt-10b")])
-    if "width" in cell:
-        shape = replace(shape, d_model=cell["width"], num_heads=cell["heads"])
-    if "layers" in cell:
-        shape = replace(shape, num_layers=cell["layers"])
-    run = Run(shape=shape, **{"micro_batch": 1, **cell["run"]})
-    if "largest_micro_batch" in cell:
-        run = with_largest_micro_batch(run, machine, SOFTWARE, cell["largest_micro_batch"])
-    if "batch" in cell:
-        run = replace(run, micro_steps=cell["batch"] / (run.ranks * run.micro_batch))
-    return run
-
-
-def trained(shape: ModelShape) -> ModelShape:
-    """The shape as the papers train it: GPT-2's recipe, with dropout."""
-    return replace(shape, dropout=0.1)
 
 
 @cache

@@ -163,7 +163,7 @@ def _count_attention(work: Work, op: Operation, kind: Any) -> None:
     work.recomputed += op.again * flops
 
 
-def _moved(op: Operation, kind: Any) -> int:
+def _moved(op: Operation, kind: Any) -> float:
     """Return the bytes that an operation reads and writes."""
     if kind in _TOUCHES:
         return 3 * sum(map(_nbytes, op.inputs[1:]))

@@ -1,4 +1,5 @@
-"""Published measurements beside what the plan's formulas give for them, and the error.
+"""Measured and published throughputs beside the plans of their jobs, then published measurements
+beside what the plan's formulas give for them, and the error.
 
     python -m benchmarks.validate_plan [--json | --cells FILE]
 
@@ -18,19 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calibration
+from benchmarks import calibration, planned_jobs
+from benchmarks.papers import PUBLISHED, SOFTWARE, largest_model, run_of, tflops, trained
 from offloadtrain.config.model_shape import SIZES, ModelShape
 from offloadtrain.hardware.machine import Machine, find
-from offloadtrain.plan.baselines.cells import PUBLISHED, SOFTWARE, run_of, trained
 from offloadtrain.plan.baselines.pipelines import SCHEDULES, Pipeline, Schedule, gpipe_seconds, row
-from offloadtrain.plan.baselines.published import (
-    Run,
-    largest_model,
-    step_times,
-    tflops,
-    too_large_for,
-    zero_bytes,
-)
+from offloadtrain.plan.baselines.published import Run, step_times, too_large_for, zero_bytes
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -251,7 +245,10 @@ def main() -> int:
         print("\n".join(calibration.check_lines(calibration.load(arguments.cells))))
         return 0
     figures, machine = load()
-    print(_as_json(figures) if arguments.json else "\n".join(report(figures, machine)))
+    if arguments.json:
+        print(_as_json(figures))
+    else:
+        print("\n".join([*planned_jobs.lines(), *report(figures, machine)]))
     problems = [line for figure in figures for line in broken(figure)]
     for line in problems:
         print(f"bound broken: {line}", file=sys.stderr)

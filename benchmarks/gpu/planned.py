@@ -12,13 +12,13 @@ from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.plan import make
 
 
-def planned(spec: Spec, machine: Machine) -> dict[str, Any]:
-    """Seconds of a step, exposed seconds by lane, and bytes by tier."""
+def job_of(spec: Spec) -> Config:
+    """Return the job that makes the same steps."""
     options: dict[str, Any] = {
         "precision": spec.precision,
         "activation": "recompute" if spec.recompute else "keep",
     }
-    config = Config(
+    return Config(
         name=spec.size,
         model=spec.shape,
         data=DataConfig(train="-", seq_len=spec.seq_len),
@@ -27,12 +27,17 @@ def planned(spec: Spec, machine: Machine) -> dict[str, Any]:
             steps=1, micro_batch=spec.micro_batch, grad_accum_steps=spec.grad_accum_steps
         ),
     )
+
+
+def planned(spec: Spec, machine: Machine) -> dict[str, Any]:
+    """Seconds of a step, exposed seconds by lane, and bytes by tier."""
     if spec.gpu_memory and not machine.on_cpu:
         machine = replace(machine, gpu_memory=str(spec.gpu_memory))
-    found = make(config, "measured", machine)
+    found = make(job_of(spec), "measured", machine)
     return {
         "fits": found.fits,
         "step_s": found.prediction.seconds,
+        "none_right_s": found.prediction.none_right_s,
         "exposed_s": dict(found.prediction.exposed_s),
         "busy_s": dict(found.prediction.busy_s),
         "device_bytes": sum(found.device.values()),

@@ -60,6 +60,9 @@ class Machine:
         cores: physical, of one host.
         fp32_gparams, split16_gparams, int8_gparams: measured CPU Adam of all cores, 10^9
             parameters per second; 0: derived from `dram_gbps`.
+        fp32_copying_gparams, split16_copying_gparams, int8_copying_gparams: the same while
+            page-locked copies run both ways; 0: not measured, and copies do not slow Adam.
+        h2d_adam_gbps, d2h_adam_gbps: of those copies; 0: not measured, Adam does not slow them.
         norm_gparams, accumulate_gparams: the same of the sums of squares of 16-bit gradients, and
             of these gradients added in fp32.
         disk_gbps: write speed of a checkpoint; 0: unknown.
@@ -97,6 +100,11 @@ class Machine:
     fp32_gparams: float = 0.0
     split16_gparams: float = 0.0
     int8_gparams: float = 0.0
+    fp32_copying_gparams: float = 0.0
+    split16_copying_gparams: float = 0.0
+    int8_copying_gparams: float = 0.0
+    h2d_adam_gbps: float = 0.0
+    d2h_adam_gbps: float = 0.0
     norm_gparams: float = 0.0
     accumulate_gparams: float = 0.0
     disk_gbps: float = 0.0

@@ -216,6 +216,14 @@ def _step(plan: Plan) -> str:
             exposed = step.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
+    if step.launch_s >= step.seconds:
+        lines.append("  bound by launches: the host takes longer to launch it than the device")
+    if step.none_right_s is not None:
+        rate = step.tokens_per_s * step.seconds / step.none_right_s
+        lines.append(
+            f"  speculative: {format_seconds(step.seconds)} if all guesses are right, "
+            f"{format_seconds(step.none_right_s)} ({format_count(rate)} tokens/s) if none is"
+        )
     lines += [*plan.stage_lines(), *_copies(plan), *_parts(plan), *_experts(plan)]
     mfu = ""
     if step.mfu is not None:
@@ -324,6 +332,8 @@ def _verdict(plan: Plan) -> str:
         return "\n".join(["It does not fit:", *(f"  {problem}" for problem in plan.problems)])
     rate = format_count(plan.prediction.tokens_per_s)
     step = format_seconds(plan.prediction.seconds)
+    if (none_right_s := plan.prediction.none_right_s) is not None:
+        step += f" ({format_seconds(none_right_s)} if no guess of speculative is right)"
     return f"It fits: {_needs(plan)}; {rate} tokens/s, {step} a step."
 
 

@@ -20,6 +20,9 @@ class Prediction:
 
     Attributes:
         busy_s: lane → seconds of work.
+        launch_s: what the host takes to launch a step: no step is shorter.
+        none_right_s: `seconds` if every guess of `update = "speculative"` is wrong, as where all
+            gradients are clipped; the other values are of right ones. None: nothing is guessed.
         exposed_s: lane → seconds the device waited for it.
         tokens_per_s: of all ranks.
         tflops: of one rank: 6·N + 12·L·d·T per token, recompute not counted.
@@ -54,6 +57,8 @@ class Prediction:
     experts_s: float
     dram_bytes: int
     disk: DiskLoad
+    launch_s: float
+    none_right_s: float | None = None
 
     @property
     def exposed(self) -> float:
@@ -74,10 +79,19 @@ def predict(placed: Placement, machine: Machine) -> Prediction:
     """
     costs = Costs(placed, machine)
     count, (few, some) = costs.spec.config.grad_accum_steps, MICRO_STEPS
-    if count <= some:
-        return _prediction(costs, _of_layers(costs, costs.spec))
-    small, large = (_of_layers(costs, with_micro_steps(costs.spec, n)) for n in (few, some))
-    return _prediction(costs, _beyond(small, large, count - some))
+
+    def step(*, clipped: bool = False) -> Steady:
+        if count <= some:
+            return _of_layers(costs, costs.spec, clipped)
+        specs = (with_micro_steps(costs.spec, n) for n in (few, some))
+        small, large = (_of_layers(costs, spec, clipped) for spec in specs)
+        return _beyond(small, large, count - some)
+
+    predicted = _prediction(costs, step())
+    if costs.spec.config.update != "speculative":
+        return predicted
+    none_right = _prediction(costs, step(clipped=True))
+    return replace(predicted, none_right_s=none_right.seconds)
 
 
 def compute_seconds(placed: Placement, machine: Machine) -> Seconds:
@@ -97,11 +111,11 @@ _LAYERS, _FEW_LAYERS = 14, (8, 12)
 as long as the one adds to the other. The largest models would take seconds."""
 
 
-def _of_layers(costs: Costs, spec: StepSpec) -> Steady:
+def _of_layers(costs: Costs, spec: StepSpec, clipped: bool) -> Steady:
     nbytes, layers = costs.placed.input_bytes, sum(block.repeated for block in spec.blocks)
     # A delayed update may end after the step it belongs to, which is no line in the layers.
     if layers <= _LAYERS or spec.config.update != "exact" or not _alike(spec):
-        return steady(spec, costs.seconds, nbytes)
+        return steady(spec, costs.seconds, nbytes, clipped=clipped)
     few, some = _FEW_LAYERS
     small, large = (steady(_with_layers(spec, n), costs.seconds, nbytes) for n in (few, some))
     return _beyond(small, large, (layers - some) / (some - few))
@@ -143,6 +157,7 @@ def _beyond(small: Steady, large: Steady, times: float) -> Steady:
         beyond(small.seconds, large.seconds),
         lanes(small.busy, large.busy),
         lanes(small.exposed, large.exposed),
+        beyond(small.launches, large.launches),
     )
 
 
@@ -153,7 +168,8 @@ def with_micro_steps(spec: StepSpec, count: int) -> StepSpec:
 def _prediction(costs: Costs, step: Steady) -> Prediction:
     placed, machine = costs.placed, costs.machine
     tokens, micro_steps = placed.config.batch_tokens, placed.config.train.grad_accum_steps
-    seconds = step.seconds
+    launch_s = costs.launch_s(step.launches)
+    seconds = max(step.seconds, launch_s)
     flops, again = costs.flops * micro_steps, costs.recomputed_flops * micro_steps
     down, up, sent = costs.moved_bytes
     peak = machine.peak_tflops * 1e12
@@ -176,4 +192,5 @@ def _prediction(costs: Costs, step: Steady) -> Prediction:
         experts_s=costs.experts.exchanges * costs.experts.exchange_s * micro_steps,
         dram_bytes=round(costs.dram_bytes),
         disk=costs.disk,
+        launch_s=launch_s,
     )

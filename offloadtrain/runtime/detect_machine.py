@@ -36,7 +36,7 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
         machine = replace(base, host_memory=host, cores=probed.cores_usable, **scaled)
         return f"this machine (rates of {_CPU} per core)", machine
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    name = _nearest(gpu.name)
+    name = nearest(gpu.name, probed.cores_usable)
     base = find(name)[1]
     machine = replace(
         base,
@@ -50,11 +50,16 @@ def here(*, on_gpu: bool) -> tuple[str, Machine]:
     return f"this machine (rates of {name})", machine
 
 
-def _nearest(gpu: str) -> str:
-    """Return the shipped machine whose GPU's name has the longest common prefix with this one's."""
-    names = {name: find(name)[1].gpu for name in shipped()}
-    name, other = max(names.items(), key=lambda item: _common(item[1], gpu))
-    return name if _common(other, gpu) > len("NVIDIA A") else _UNKNOWN_GPU
+def nearest(gpu: str, cores: int) -> str:
+    """Return the shipped machine whose GPU's name has the longest common prefix with this one's; of
+    several that of the closest number of cores."""
+    machines = {name: find(name)[1] for name in shipped()}
+
+    def likeness(name: str) -> tuple[int, int]:
+        return _common(machines[name].gpu, gpu), -abs(machines[name].cores - cores)
+
+    best = max(machines, key=likeness)
+    return best if likeness(best)[0] > len("NVIDIA A") else _UNKNOWN_GPU
 
 
 def _common(name: str, other: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -169,12 +170,49 @@ def test_speeds() -> None:
     assert {check.status for check in by_name.values()} == {PASS}
     adam = by_name["Adam"].found
     assert "fp32 0.25, split16 0.154, norm 0.0625 ns/param" in adam and "80%" in adam
+    assert "copies run both ways: not measured" in adam
+    rates = {"fp32_copying_gparams": 2.5, "split16_copying_gparams": 4.0}
+    slowed = replace(MACHINE, **rates, h2d_adam_gbps=33.3, d2h_adam_gbps=51.0)
+    found = checks.check_adam(slowed).found
+    assert found.endswith("both ways: fp32 0.4, split16 0.25 (33.3 GB/s up, 51 down)")
     assert "bf16 660, fp16 655, fp32 50 Tflop/s" in by_name["compute"].found
     slow = replace(MACHINE, fp32_gparams=2.0, d2h_gbps=20.0)
     by_name = {check.name: check for check in checks.check_speeds(slow, 63.0, bf16=True)}
     assert by_name["Adam"].status is WARN and by_name["H2D, D2H"].status is WARN
     assert checks.check_bandwidth(20.0, 20.0, False, None).status is PASS
     assert "no GPU" in checks.check_bandwidth(5.0, 5.0, True, None).found
+
+
+def test_adam_is_timed_while_copies_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam takes its time, and copies have moved what they have until it ends, in every round."""
+    log: list[str] = []
+
+    class Copies:
+        def start(self, seconds: float) -> None:
+            assert seconds > 0
+            log.append("start")
+
+        def finished_bytes(self) -> tuple[int, int]:
+            log.append("finished")
+            return 3 * 10**9, 4 * 10**9
+
+        def wait(self) -> None:
+            log.append("wait")
+
+    def update(*args: object, **keys: object) -> None:
+        log.append("update")
+
+    b = SimpleNamespace(grad=torch.zeros(4), layout=None, working=None, states={"fp32": 0})
+    monkeypatch.setattr(measure, "allocate", lambda numel, states: b)
+    monkeypatch.setattr(measure, "STATES", ("fp32",))
+    monkeypatch.setattr(measure.kernels, "update", update)
+    rates = measure.rates_at_once(Copies(), 4)  # type: ignore[arg-type]
+    seconds = 4 / rates["fp32_copying_gparams"] / 1e9
+    assert rates.keys() == {"fp32_copying_gparams", "h2d_adam_gbps", "d2h_adam_gbps"}
+    assert rates["h2d_adam_gbps"] == pytest.approx(3 / seconds)
+    assert rates["d2h_adam_gbps"] == pytest.approx(4 / seconds)
+    one_round = ["start", "update", "finished", "wait"]
+    assert log[-4 * measure.ROUNDS :] == measure.ROUNDS * one_round
 
 
 def test_figures_of_the_measurements() -> None:

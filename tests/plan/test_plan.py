@@ -18,10 +18,11 @@ from offloadtrain.config import job as jobs
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config
 from offloadtrain.config.model_shape import SIZES
+from offloadtrain.config.units import format_seconds
 from offloadtrain.hardware.machine import Machine, MachineError, dump, find, loads, shipped
 from offloadtrain.plan import placement, report, times
 from offloadtrain.plan import plan as planning
-from offloadtrain.plan.costs.costs import Costs, newton_schulz_flops
+from offloadtrain.plan.costs.costs import PROGRAM_LAUNCH, Costs, newton_schulz_flops
 from offloadtrain.plan.layout import blocks_of
 from offloadtrain.plan.placement import PlanError
 from offloadtrain.plan.plan import Plan, make
@@ -29,6 +30,9 @@ from offloadtrain.plan.search import suggest
 from offloadtrain.plan.search.suggest import applied, automatic, nearest
 from offloadtrain.step.layout import buffer_table as step_memory
 from offloadtrain.step.layout.block_spec import MatrixSpec
+from offloadtrain.step.program.operations import Launch
+from offloadtrain.step.program.program import Program
+from offloadtrain.step.proof.drive import steps
 from offloadtrain.step.proof.simulate import steady
 from offloadtrain.train import dry_run
 from offloadtrain.train.dry_run import DryRunError, check, laid_out, proved
@@ -554,6 +558,64 @@ def test_a_kernel_is_no_faster_than_measured(keys: dict[str, Any], kernel: str, 
         return planned(small(**keys), machine, ranks).prediction.busy_s["host"]
 
     assert host_s(0.0) == host_s(1e6) < host_s(0.02) < host_s(0.01)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_adam_and_copies_slow_each_other_while_both_run(early: bool) -> None:
+    """Weights go up during Adam in every step, gradients come down during it where no norm has to
+    be known first. In each direction's seconds Adam loses half of what both cost it."""
+    rates = {"fp32_gparams": 0.5, "fp32_copying_gparams": 0.3}
+    machine = replace(V100, **rates, h2d_adam_gbps=8.0, d2h_adam_gbps=5.0, bf16_tflops=50.0)
+    job = small(
+        offload__clip_norm=0 if early else 1.0,
+        offload__skip_nonfinite=not early,
+        offload__precision="bf16",
+    )
+    numel = sum(bucket.shard_numel for bucket in planned(job, machine).placed.spec.buckets)
+    up, down = 2e-9 * numel / 8.0, 2e-9 * numel / (5.0 if early else V100.d2h_gbps)
+    busy = planned(job, machine).prediction.busy_s
+    assert busy["h2d"] == pytest.approx(up) and busy["d2h"] == pytest.approx(down, rel=1e-3)
+    beside = up + down if early else up
+    assert busy["host"] == pytest.approx(1e-9 * numel / 0.5 + beside * (1 - 0.3 / 0.5) / 2)
+    alone = replace(machine, fp32_copying_gparams=0.0, h2d_adam_gbps=0.0, d2h_adam_gbps=0.0)
+    assert planned(job, alone).prediction.busy_s["host"] == pytest.approx(1e-9 * numel / 0.5)
+
+
+def test_speculation_is_planned_with_all_guesses_right_and_with_none() -> None:
+    """After wrong guesses nothing is guessed: a step then takes as long as one of mode "exact"."""
+    slow = replace(V100, fp32_gparams=2.0)
+    exact, guessing = (
+        planned(small(offload__clip_norm=1.0, offload__update=update), slow)
+        for update in ("exact", "speculative")
+    )
+    prediction = guessing.prediction
+    assert exact.prediction.none_right_s is None
+    assert prediction.none_right_s == pytest.approx(exact.prediction.seconds)
+    assert prediction.seconds < 0.95 * exact.prediction.seconds
+    printed = report.text(guessing, [])
+    right, none = (format_seconds(s) for s in (prediction.seconds, exact.prediction.seconds))
+    assert f"speculative: {right} if all guesses are right, {none} (" in printed
+    assert f"{none} if no guess of speculative is right)" in printed
+
+
+def test_no_step_is_shorter_than_its_launches() -> None:
+    """The operations of torch and, each as long as some of them, those of the program."""
+    config = small(offload__activation="recompute")
+    step = planned(config, replace(V100, launch_us=300.0))
+    spec = step.placed.spec
+    # an eager forward and backward, and a forward again
+    of_torch = step.placed.repeated * (30 + 60 + 30)
+    four, five = (
+        sum(isinstance(op, Launch) for op in steps(Program(spec), count)) for count in (4, 5)
+    )
+    of_program = five - four
+    assert of_program > 5 * len(spec.buckets)  # norm, gather, copy down, Adam, copy up
+    seconds = 300e-6 * (of_torch + PROGRAM_LAUNCH * of_program)
+    assert step.prediction.seconds == step.prediction.launch_s == pytest.approx(seconds)
+    assert "bound by launches" in report.text(step, [])
+    fast = planned(config, replace(V100, launch_us=0.0))
+    assert fast.prediction.launch_s == 0.0 < fast.prediction.seconds < seconds
+    assert "bound by launches" not in report.text(fast, [])
 
 
 def test_a_lone_rank_has_the_memory_of_its_node() -> None:

@@ -10,7 +10,7 @@ from offloadtrain.hardware.machine import find
 from offloadtrain.hardware.telemetry import probe
 from offloadtrain.runtime import detect_machine as module
 from offloadtrain.runtime import device
-from offloadtrain.runtime.detect_machine import _nearest, here
+from offloadtrain.runtime.detect_machine import here, nearest
 
 
 def test_the_cpu_s_rates_follow_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,21 +39,22 @@ def test_bf16_without_instructions_is_slow(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("gpu", "machine"),
+    ("gpu", "cores", "machine"),
     [
-        ("NVIDIA H100 PCIe", "h100_pcie"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA L40", "l40s"),
-        ("NVIDIA RTX A5000", "a6000"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
-        ("NVIDIA A100-PCIE-40GB", "a100_40gb"),
-        ("Tesla V100-SXM2-32GB", "dgx2"),
-        ("Tesla V100-PCIE-16GB", "v100_32gb"),
-        ("NVIDIA GeForce RTX 4080 SUPER", "rtx4080"),
-        ("NVIDIA GeForce RTX 5090 Laptop GPU", "rtx5090"),
-        ("Some Accelerator", "a100_40gb"),
+        ("NVIDIA H100 PCIe", 64, "h100_pcie"),
+        ("NVIDIA H100 80GB HBM3", 112, "h100"),
+        ("NVIDIA H100 80GB HBM3", 16, "h100_16cores"),
+        ("NVIDIA L40", 16, "l40s"),
+        ("NVIDIA RTX A5000", 16, "a6000"),
+        ("NVIDIA H200", 16, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 16, "a100_80gb"),
+        ("NVIDIA A100-PCIE-40GB", 16, "a100_40gb"),
+        ("Tesla V100-SXM2-32GB", 16, "dgx2"),
+        ("Tesla V100-PCIE-16GB", 16, "v100_32gb"),
+        ("NVIDIA GeForce RTX 4080 SUPER", 16, "rtx4080"),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", 16, "rtx5090"),
+        ("Some Accelerator", 16, "a100_40gb"),
     ],
 )
-def test_the_shipped_machine_that_is_most_like_it(gpu: str, machine: str) -> None:
-    assert _nearest(gpu) == machine
+def test_the_shipped_machine_that_is_most_like_it(gpu: str, cores: int, machine: str) -> None:
+    assert nearest(gpu, cores) == machine

@@ -417,9 +417,14 @@ def check_adam(machine: Machine) -> Check:
     if not times:
         return Check("Adam", PASS, "not measured with --quick")
     reached = machine.fp32_gparams * FP32_TRAFFIC_BYTES / machine.dram_gbps
+    copying = {state: getattr(machine, f"{state}_copying_gparams") for state in STATE_BYTES}
+    slower = ", ".join(f"{state} {1 / rate:.3g}" for state, rate in copying.items() if rate)
+    if slower:
+        slower += f" ({machine.h2d_adam_gbps:.3g} GB/s up, {machine.d2h_adam_gbps:.3g} down)"
     return _judged(
         "Adam",
-        ", ".join(times) + f" ns/param; fp32 at {reached:.0%} of the DRAM limit",
+        ", ".join(times) + f" ns/param; fp32 at {reached:.0%} of the DRAM limit; while page-locked "
+        f"copies run both ways: {slower or 'not measured'}",
         (
             reached < LEAST_OF_DRAM,
             WARN,

@@ -8,6 +8,7 @@ memory" and the copies "to the device" are copies in host memory.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import statistics
@@ -32,7 +33,7 @@ from offloadtrain.hardware.file_system import IN_MEMORY, kind_of
 from offloadtrain.hardware.host_memory import available_bytes
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.hardware.peak_flops import peak_flops
-from offloadtrain.plan.costs.device_time import FLASH_BACKWARD
+from offloadtrain.plan.costs.device_time import FLASH_BACKWARD, half_width
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
 
@@ -92,7 +93,14 @@ def measure(
     memory = _device_memory(device) if device.type == "cuda" else {}
     say("the bus")  # last: the PCIe link's state is read while it is still warm
     rates = _bus(device) | adam | {"dram_gbps": dram, "shared_dram_gbps": dram, "hbm_gbps": hbm}
+    if device.type == "cuda" and not quick:
+        say("Adam and copies at once")
+        slowest = max(rates["h2d_gbps"], rates["d2h_gbps"])
+        rates |= rates_at_once(PinnedCopies(device, slowest), PARAMS[device.type])
     rates |= computed | ({} if drive is None else asdict(drive))
+    if device.type == "cuda":
+        fastest = max(rates.get("bf16_tflops", 0.0), rates["fp16_tflops"])
+        rates["half_width"] = max(rates["half_width"], half_width(fastest, hbm))
     # To three digits: further digits are noise.
     known: dict[str, Any] = {name: float(f"{rate:.3g}") for name, rate in rates.items()} | memory
     gpus = torch.cuda.device_count() if device.type == "cuda" else 1
@@ -114,12 +122,12 @@ def compute(device: torch.device, bf16: bool, seconds: float) -> dict[str, float
     rates = {name: product_flops(device, kinds[name], widths[name], seconds) for name in kinds}
     main = next(name for name in kinds if widths[name] == wide)
     slower = product_flops(device, kinds[main], narrow, seconds)
-    half_width = fit(narrow, slower, wide, rates[main])
-    limits = {name: rates[name] * (1 + half_width / widths[name]) for name in kinds}
+    measured_half = fit(narrow, slower, wide, rates[main])
+    limits = {name: rates[name] * (1 + measured_half / widths[name]) for name in kinds}
     tflops = {f"{name}_tflops": limit / 1e12 for name, limit in limits.items()}
     length = HALF_LENGTHS[device.type]
     return tflops | {
-        "half_width": half_width,
+        "half_width": measured_half,
         "flash_half_length": length,
         "flash_share": flash_flops(device, kinds[main], length, seconds) / limits[main],
         "launch_us": launch_us(device, seconds),
@@ -209,6 +217,64 @@ def host_rates(numel: int, quick: bool) -> tuple[float, dict[str, float]]:
     nbytes = FP32_TRAFFIC_BYTES if native else ACCUMULATE_BYTES
     dram = nbytes * numel / medians.pop("limit") / 1e9
     return dram, {f"{kernel}_gparams": numel / took / 1e9 for kernel, took in medians.items()}
+
+
+class PinnedCopies:
+    """Page-locked copies of a GPU, up and down at once, on a stream each."""
+
+    def __init__(self, device: torch.device, gbps: float) -> None:
+        """`gbps`: of a direction alone."""
+        self._gbps, host, there = gbps, [], []
+        for _ in range(2):
+            host.append(torch.zeros(PIECE_BYTES, dtype=torch.uint8, pin_memory=True))
+            there.append(torch.zeros(PIECE_BYTES, dtype=torch.uint8, device=device))
+        self._pairs = ((host[0], there[0]), (there[1], host[1]))
+        self._streams = [torch.cuda.Stream(device) for _ in self._pairs]
+        self._ends: list[list[torch.cuda.Event]] = []
+
+    def start(self, seconds: float) -> None:
+        """Begin copies that last for at least this long."""
+        count = math.ceil(seconds * self._gbps * 1e9 / PIECE_BYTES)
+        self._ends = [[], []]
+        for _ in range(count):
+            for stream, pair, ends in zip(self._streams, self._pairs, self._ends, strict=True):
+                with torch.cuda.stream(stream):
+                    pair[1].copy_(pair[0], non_blocking=True)
+                ends.append(stream.record_event())
+
+    def finished_bytes(self) -> tuple[int, int]:
+        """Return the bytes that have gone (up, down) since `start`."""
+        up, down = (sum(end.query() for end in ends) for ends in self._ends)
+        return up * PIECE_BYTES, down * PIECE_BYTES
+
+    def wait(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def rates_at_once(copies: PinnedCopies, numel: int) -> dict[str, float]:
+    """Measure Adam of all kernel threads while copies run both ways, and these copies: medians over
+    the rounds, of the copies over all formats."""
+    states = STATES if kernels.backend().name == "native" else STATES[:1]
+    b = allocate(fitting(numel, available_bytes()), states)
+    rates, ways = {}, (list[float](), list[float]())
+    for name in states:
+        working = b.working if name == "fp32" else None
+        step = partial(kernels.update, b.states[name], b.grad, SCALARS, layout=b.layout)
+        update = partial(step, working=working)
+        alone_s = _seconds(torch.device("cpu"), update, 0.0)
+        seconds = []
+        for _ in range(ROUNDS):
+            copies.start(2 * alone_s)
+            began = time.perf_counter()
+            update()
+            seconds.append(time.perf_counter() - began)
+            for way, nbytes in zip(ways, copies.finished_bytes(), strict=True):
+                way.append(nbytes / seconds[-1] / 1e9)
+            copies.wait()
+        rates[f"{name}_copying_gparams"] = b.grad.numel() / statistics.median(seconds) / 1e9
+    up, down = map(statistics.median, ways)
+    return rates | {"h2d_adam_gbps": up, "d2h_adam_gbps": down}
 
 
 def fitting(numel: int, available: int) -> int:

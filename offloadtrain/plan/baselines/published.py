@@ -9,7 +9,6 @@ One set of constants for every published cell: the machine file, and `Software`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -144,18 +143,6 @@ def zero_bytes(params: float, ranks: int, stage: int, k: float = 12) -> float:
     return weights + grads + optimizer
 
 
-def megatron_flops(shape: ModelShape, batch: float, *, recompute: bool = True) -> float:
-    """FLOPs of a step of `batch` sequences (Megatron-LM, arXiv:2104.04473, equation 3).
-
-    Without recompute the blocks run three times a forward, not four; the logits always three.
-    """
-    length, width, layers = shape.max_seq_len, shape.d_model, shape.num_layers
-    passes = 4 if recompute else 3
-    blocks = passes * 24 * (1 + length / (6 * width))
-    logits = 3 * 2 * shape.vocab_size / (layers * width)
-    return batch * length * layers * width**2 * (blocks + logits)
-
-
 def layer_bytes(shape: ModelShape, micro_batch: int, mp: int = 1) -> float:
     """Activations of one layer, 16-bit (arXiv:2205.05198, equations 1 and 2)."""
     attention = 5 * shape.num_heads * shape.max_seq_len / shape.d_model
@@ -223,34 +210,6 @@ def too_large_for(run: Run, machine: Machine, software: Software) -> str:
     return "host" if host_bytes(run, machine, software) > machine.host_memory_bytes else ""
 
 
-def with_largest_micro_batch(run: Run, machine: Machine, software: Software, most: int) -> Run:
-    """Return the run with as many sequences per rank as fit, up to `most`; one if none fits.
-
-    A power of two, as nearly all micro-batches of the papers' tables.
-    """
-    sizes = (replace(run, micro_batch=1 << n) for n in reversed(range(most.bit_length())))
-    fitting = (each for each in sizes if not too_large_for(each, machine, software))
-    return next(fitting, replace(run, micro_batch=1))
-
-
-def largest_model(run: Run, machine: Machine, software: Software) -> float:
-    """Parameters of the deepest model of this width that fits; depth need not be whole."""
-    shallow, deep = (replace(run, shape=replace(run.shape, num_layers=n)) for n in (1, 2))
-    usable = machine.gpu_memory_bytes - machine.gpu_reserved_bytes
-    layers = _depth(gpu_bytes(shallow, software), gpu_bytes(deep, software), usable)
-    host, deeper = (host_bytes(each, machine, software) for each in (shallow, deep))
-    layers = min(layers, _depth(host, deeper, machine.host_memory_bytes))
-    params = num_params(shallow.shape)
-    return params + (layers - 1) * (num_params(deep.shape) - params)
-
-
-def _depth(one_layer: float, two_layers: float, limit: float) -> float:
-    """Return the layers that fit, extrapolated linearly from the bytes of one and two layers."""
-    return (
-        1 + (limit - one_layer) / (two_layers - one_layer) if two_layers > one_layer else math.inf
-    )
-
-
 # ── time ──
 
 
@@ -272,13 +231,6 @@ def step_times(run: Run, machine: Machine, software: Software) -> Times:
         communication=_tensor_parallel(run, machine, software)
         + _data_parallel(run, machine, software),
     )
-
-
-def tflops(run: Run, machine: Machine, software: Software) -> float:
-    """TFLOPS per GPU with any recompute counted, the papers' unit."""
-    batch = run.micro_batch * run.micro_steps
-    flops = megatron_flops(run.shape, batch, recompute=run.recompute) / run.mp
-    return flops / step_times(run, machine, software).step / 1e12
 
 
 def compute_seconds(

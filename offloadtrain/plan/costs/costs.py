@@ -21,7 +21,9 @@ forward;
   or down: bytes over the link;
 * reads and writes of state, gradients and weights on the disk: bytes over the drive's rate, divided
   by the ranks of a host; lanes that read share it.
-Launches of copies and collectives are free, and other lanes do not slow each other.
+Launches of copies and collectives are free. Adam on the host and copies slow each other, where
+that was measured (`copying_gparams`, `adam_gbps` of a machine file): [Note: Adam beside copies] in
+`Costs._slowed_s`. Other lanes do not slow each other.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from offloadtrain.config.model_shape import (
 from offloadtrain.hardware.machine import Machine, MachineError
 from offloadtrain.plan.costs.among_ranks import AmongCopies, AmongExperts, AmongParts, most_hosts
 from offloadtrain.plan.costs.device_time import (
+    STRIDED,
     Kernels,
     Level,
     Seconds,
@@ -48,6 +51,7 @@ from offloadtrain.plan.costs.device_time import (
     block_seconds,
     by_reading,
     head_seconds,
+    launches,
     traced_seconds,
 )
 from offloadtrain.plan.costs.disk import DISK_LANES, disk_load
@@ -59,21 +63,27 @@ from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.program.operations import Kind, Launch
 from offloadtrain.step.proof.drive import loads_outside
 
-KERNELS = Kernels(rotary_fp32=True)
+KERNELS = Kernels(strided=STRIDED)
 """What jobs compute with: eager operations and flash attention."""
 
 
 def kernels_of(model: ModelShape, *, compiled: bool) -> Kernels:
-    """Return what a job of the shipped transformer computes its blocks with. Head and loss are
-    never compiled."""
+    """Return what a job of the shipped transformer computes its blocks with. Compiled ones rotate
+    positions in one kernel. Head and loss are never compiled."""
     level: Level = "compiled" if compiled else "eager"
-    return replace(KERNELS, causal=model.is_causal, level=level)
+    strided = 0.0 if compiled else KERNELS.strided
+    return replace(KERNELS, causal=model.is_causal, level=level, strided=strided)
 
 
 CODEC_BYTES = {"split16": 1174.0, "int8": 3409.0}
 """Narrow state → bytes that an update on the device moves per parameter where it is not Adam's,
 which is compiled: plain torch decodes and encodes it, an operation after the other. Counted of Adam
 by `tests/plan/test_state_share.py`."""
+
+PROGRAM_LAUNCH = 12
+"""Operations of torch that take the host as long as a launch of the program with its events and
+waits: of a small layer five take 0.2 to 0.5 ms, torch's forward and backward, some 90 operations,
+0.4 to 0.5 (`python -m benchmarks.launch_cost --time`)."""
 
 MEASURED_BYTES = 60.0
 """Bytes per parameter that LAMB moves in the cache to measure a tensor: of its 74 bytes of operands
@@ -184,6 +194,22 @@ class Costs:
             by_block[block.name] = Seconds(forward, backward + again)
         return by_reading(self.spec.blocks, by_block)
 
+    def launch_s(self, of_program: float) -> float:
+        """Return what the host takes to launch a step on a GPU: torch's operations, and so many of
+        the program."""
+        if self.machine.on_cpu:
+            return 0.0
+        placed, config = self.placed, self.placed.config
+        if placed.traced is not None:
+            blocks = placed.traced.blocks.values()
+            of_torch = sum(block.forward.launches + block.backward.launches for block in blocks)
+        else:
+            kernels = kernels_of(config.model, compiled=config.offload.compile_blocks)
+            forward, backward = launches(config.model, kernels)
+            of_torch = placed.repeated * (forward + backward) + placed.recomputed * forward
+        of_torch *= self.spec.config.grad_accum_steps
+        return 1e-6 * self.machine.launch_us * (of_torch + PROGRAM_LAUNCH * of_program)
+
     @property
     def flops(self) -> float:
         """The FLOPs of a microbatch, recompute not counted."""
@@ -233,13 +259,16 @@ class Costs:
                 return self.copies.sum_s(shard * reduced) / pieces
             case Kind.GRAD_DOWN:
                 down = self._down_bytes(bucket)
-                return shard * down / pieces / self.bus(machine.d2h_gbps)
+                slower = machine.d2h_adam_gbps if self._updates_in_backward else 0.0
+                return shard * down / pieces / self.bus(slower or machine.d2h_gbps)
             case Kind.LOAD if self.spec.loads_from_shard(bucket):
                 return 2 * shard * weight / (machine.hbm_gbps * 1e9)
-            case Kind.WEIGHTS_UP | Kind.LOAD:
+            case Kind.WEIGHTS_UP:
+                return shard * weight / self.bus(machine.h2d_adam_gbps or machine.h2d_gbps)
+            case Kind.LOAD:
                 return shard * weight / self.bus(machine.h2d_gbps)
             case Kind.ADAM:
-                return shard / self._adam_rate(bucket)
+                return shard / self._adam_rate(bucket) + self._slowed_s(bucket)
         passes = pieces if kind is Kind.ACCUMULATE else 1
         summing = kind in (Kind.ACCUMULATE, Kind.NORM)
         tier = self.spec.norm_tier(bucket) if summing else bucket.update_tier
@@ -306,6 +335,29 @@ class Costs:
         ):
             moved = CODEC_BYTES.get(bucket.format.name, moved)
         return self._memory(bucket.update_tier) / moved
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        """Whether Adam runs while gradients come down."""
+        return self.spec.config.updates_early or self.spec.config.update != "exact"
+
+    def _slowed_s(self, bucket: BucketSpec) -> float:
+        """Return the seconds that copies add to Adam of a bucket on the host.
+
+        [Note: Adam beside copies]
+        New weights of a bucket go up while Adam of the next one runs; where updates run inside
+        backward, its gradient comes down at the same time. Adam loses speed only as long as a copy
+        runs: with one direction half of what it loses with both, which is what a machine file has.
+        """
+        name, machine = bucket.format.name, self.machine
+        copying: float = getattr(machine, f"{name}_copying_gparams", 0.0)
+        if not copying or bucket.update_tier is not Tier.HOST:
+            return 0.0
+        copies_s = self._moved_s(Kind.WEIGHTS_UP, bucket)
+        if self._updates_in_backward:
+            copies_s += len(self.spec.pieces(bucket)) * self._moved_s(Kind.GRAD_DOWN, bucket)
+        alone: float = getattr(machine, f"{name}_gparams")
+        return copies_s * max(1 - copying / alone, 0.0) / 2
 
     def _grad_bytes(self, bucket: BucketSpec) -> int:
         return 4 if self.spec.holds_sum(bucket) else bucket.weight_bytes

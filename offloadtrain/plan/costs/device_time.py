@@ -51,7 +51,9 @@ class Kernels:
             1.3 to 3.0 times as fast (arXiv:2307.08691).
         causal: attention to earlier tokens only; "flash" then skips half.
         split: GPUs that split every matrix (tensor parallel).
-        rotary_fp32: eager positions are rotated in fp32, an operation after the other.
+        strided: 0: none of its tensors has gaps. Else it is the shipped transformer, eager:
+            positions are rotated in fp32, an operation after the other, on halves of heads, and
+            gate and value are halves of a product. Operations on these take so many times as long.
         norm_fp32: eager norms are computed in fp32, an operation after the other, as RMSNorm was
             before PyTorch had a kernel for it.
         padded_head: the logits' rows are padded to what tensor cores load at once; without that an
@@ -65,7 +67,7 @@ class Kernels:
     flash: Literal[1, 2] = 2
     causal: bool = True
     split: int = 1
-    rotary_fp32: bool = False
+    strided: float = 0.0
     norm_fp32: bool = False
     padded_head: bool = True
     autocast: bool = False
@@ -83,6 +85,12 @@ class Seconds:
 
     forward: float
     backward: float
+
+
+def half_width(tflops: float, hbm_gbps: float) -> float:
+    """Return `Machine.half_width` of a GPU, as fitted to whole programs (docs/validation.md): a
+    loop of one product does not show what a kernel takes to start and to end between others."""
+    return 2.58 * 1e3 * tflops / hbm_gbps
 
 
 FLASH_BACKWARD = 2.5
@@ -146,8 +154,16 @@ _FUSED = _Traffic(
 )
 _TRAFFIC = {"eager": _EAGER, "compiled": _FUSED, "fused": _FUSED}
 
-_ROTARY_FP32 = (24, 26)
-"""Of the shipped transformer: casts, four products of halves, two sums and a copy, in fp32."""
+STRIDED = 2.5
+"""Times as long eager operations take on tensors with gaps, where torch computes an address for
+each element. Fitted to steps of a Llama on an H100 and an H200 (docs/validation.md)."""
+
+_ROTARY_FP32 = ((13, 11), (18, 8))
+"""Of the shipped transformer, (on dense tensors, on tensors with gaps): casts, four products of
+halves, two sums and a copy, in fp32."""
+
+_SWIGLU_HALVES = ((0, 5), (2, 6))
+"""The same per channel of the MLP's width, where gate and value are halves of a product."""
 
 _NORM_FP32 = (32, 84)
 """Of two such norms, beyond one kernel each: casts, square, mean, root, product and weight, and the
@@ -186,11 +202,11 @@ def block_seconds(
     backward = tokens * (2 * work.matrices + work.attention[1] + work.moved[1])
     if kernels.level == "fused":  # launched as a graph
         return Seconds(forward, backward)
-    launched = [1e-6 * machine.launch_us * count for count in _launches(shape, kernels)]
+    launched = [1e-6 * machine.launch_us * count for count in launches(shape, kernels)]
     return Seconds(max(forward, launched[0]), max(backward, launched[1]))
 
 
-def _launches(shape: ModelShape, kernels: Kernels) -> tuple[int, int]:
+def launches(shape: ModelShape, kernels: Kernels) -> tuple[int, int]:
     """Return the operations of a block's forward, and of its backward."""
     traffic = _TRAFFIC[kernels.level]
     more = traffic.routing if shape.num_experts else (0, 0)
@@ -352,9 +368,15 @@ class _Block:
     def _elements(self, way: int) -> float:
         shape, traffic = self.shape, _TRAFFIC[self.kernels.level]
         d, split = shape.d_model, self.kernels.split
-        mlp = traffic.swiglu if shape.mlp == "swiglu" else traffic.gelu
+        mlp, turned = traffic.gelu[way], traffic.rotary[way]
+        if shape.mlp == "swiglu":
+            mlp = traffic.swiglu[way]
+        if (strided := self.kernels.strided) and shape.mlp == "swiglu":
+            mlp = _SWIGLU_HALVES[way][0] + strided * _SWIGLU_HALVES[way][1]
+        if strided:
+            turned = _ROTARY_FP32[way][0] + strided * _ROTARY_FP32[way][1]
         chosen = chosen_experts(shape)
-        count = traffic.hidden[way] * d + mlp[way] * chosen * shape.ff_width / self.split_of_mlp
+        count = traffic.hidden[way] * d + mlp * chosen * shape.ff_width / self.split_of_mlp
         if shape.bias and way == 1:
             count += self._outputs
         if self.kernels.norm_fp32:
@@ -364,8 +386,7 @@ class _Block:
         if shape.num_experts:
             count += traffic.experts[way] * chosen * d
         if shape.positions == "rotary":
-            turned = _ROTARY_FP32 if self.kernels.rotary_fp32 else traffic.rotary
-            count += turned[way] * (d + shape.kv_heads * shape.head_dim) / split
+            count += turned * (d + shape.kv_heads * shape.head_dim) / split
         if shape.dropout:
             count += traffic.dropout[way] * d
         if self.kernels.attention == "scores":

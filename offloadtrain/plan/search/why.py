@@ -25,8 +25,11 @@ PARTS: dict[str, tuple[str, ...]] = {
         "fp32_gparams",
         "split16_gparams",
         "int8_gparams",
+        "fp32_copying_gparams",
+        "split16_copying_gparams",
+        "int8_copying_gparams",
     ),
-    "the bus": ("h2d_gbps", "d2h_gbps", "host_link_gbps"),
+    "the bus": ("h2d_gbps", "d2h_gbps", "host_link_gbps", "h2d_adam_gbps", "d2h_adam_gbps"),
     "the links between ranks": ("gpu_link_gbps", "node_link_gbps"),
 }
 """Part of a machine → its rates."""

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 from offloadtrain.engine.autograd.forward_hooks import in_backward
+from offloadtrain.plan.costs.device_time import STRIDED
 from offloadtrain.plan.costs.microbatch import AttentionKind, Work
 from offloadtrain.plan.tracing.values import (
     CTC,
@@ -162,7 +163,7 @@ def _count_attention(work: Work, op: Operation, kind: Any) -> None:
     work.recomputed += op.again * flops
 
 
-def _moved(op: Operation, kind: Any) -> int:
+def _moved(op: Operation, kind: Any) -> float:
     """Return the bytes that an operation reads and writes."""
     if kind in _TOUCHES:
         return 3 * sum(map(_nbytes, op.inputs[1:]))
@@ -171,7 +172,14 @@ def _moved(op: Operation, kind: Any) -> int:
     made = sum(map(_nbytes, op.outputs))
     if (share := _READS.get(kind)) is not None:
         return made + share * made
-    return made + sum(map(_nbytes, op.inputs))
+    slower = STRIDED if any(map(_is_strided, op.inputs)) else 1
+    return slower * (made + sum(map(_nbytes, op.inputs)))
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    """Tell whether there are gaps between the elements of a tensor, as in halves of heads."""
+    spans = ((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() < 1 + sum(spans)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -20,11 +20,13 @@ def steps(
     *,
     saved: Container[int] = (),
     averaged: Container[int] = (),
+    clipped: bool = False,
 ) -> Operations:
     """Return the operations of the first steps: blocks in their order, a gradient for every
-    parameter, no step skipped, nothing clipped, all speculation right.
+    parameter, no step skipped.
 
     Args:
+        clipped: every gradient is clipped, so that all speculation is wrong; else none.
         input_bytes: what `activation` moves of a block that is recomputed; with "offload_saved" of
             a repeated block, or any block if none is repeated.
         saved: the steps after which a checkpoint is written.
@@ -45,7 +47,7 @@ def steps(
                 done += program.wait_for_first_sums()
         done += program.norm() + program.computes(Kind.DECIDE, "")
         order = [block.name for block in program.spec.blocks]
-        done += program.norm_known(order, Decision(step))
+        done += program.norm_known(order, Decision(step, coef=0.5 if clipped else 1.0))
         program.end_step()
         done += program.begin_pass()
         if step in averaged:

@@ -146,11 +146,13 @@ class Steady:
         busy: lane → seconds of work. No schedule is faster than the busiest one, or than all lanes
             of a link.
         exposed: lane → seconds that compute waited for work of this lane.
+        launches: of the program, on all lanes.
     """
 
     seconds: float
     busy: Mapping[str, float]
     exposed: Mapping[str, float]
+    launches: float
 
 
 def moved(spec: StepSpec, lanes: Container[Lane]) -> dict[Lane, int]:
@@ -170,17 +172,20 @@ _SETTLED, _MOST_STEPS = 4, 64
 they do."""
 
 
-def steady(spec: StepSpec, seconds: Seconds, input_bytes: int = 0) -> Steady:
+def steady(
+    spec: StepSpec, seconds: Seconds, input_bytes: int = 0, *, clipped: bool = False
+) -> Steady:
     """Simulate a step in the long run, the mean of those that repeat; in update mode "delayed",
     one after its warm-up.
 
     Args:
-        input_bytes: see `drive.steps`.
+        input_bytes, clipped: see `drive.steps`.
     """
     warm = replace(spec, config=spec.config.replace(warmup_steps=0))
     period, settled = spec.period, _SETTLED
     while True:
-        program = timed(steps(Program(warm), settled + period - 1, input_bytes))
+        count = settled + period - 1
+        program = timed(steps(Program(warm), count, input_bytes, clipped=clipped))
         times = _simulated(program, seconds)
         before, last = (_mean(program, times, seconds, period, ends) for ends in (-2, -1))
         if _are_alike(before, last) or settled >= _MOST_STEPS:
@@ -219,7 +224,8 @@ def _mean(
             cause = before
         ready = simulated[number][0]
     of_one = {lane: waited / period for lane, waited in exposed.items()}
-    return Steady((simulated[last][0] - simulated[first - 1][0]) / period, busy, of_one)
+    took_s = simulated[last][0] - simulated[first - 1][0]
+    return Steady(took_s / period, busy, of_one, (last + 1 - first) / period)
 
 
 def _are_alike(first: Steady, other: Steady) -> bool:

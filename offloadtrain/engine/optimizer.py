@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
 from typing import Any, Protocol, TypeVar
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
-from offloadtrain.engine.autograd.float8 import Float8Layers
+from offloadtrain.engine.autograd.float8 import converted_layers
 from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.bucket import Slot, dense_stride
 from offloadtrain.engine.build import build, lay_out, make_blocks
@@ -39,7 +39,7 @@ from offloadtrain.engine.param_groups import (
 )
 from offloadtrain.engine.partition import layers_of, partition
 from offloadtrain.engine.prepared import Prepared
-from offloadtrain.engine.relayout import Earlier
+from offloadtrain.engine.relayout import Earlier, warn_of_turns
 from offloadtrain.engine.release import Release
 from offloadtrain.engine.state import (
     check_held_by,
@@ -62,9 +62,6 @@ from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.tiers import Tier
 
 _log = logging.getLogger(__name__)
-
-_MANY_CHANGES = 10
-"""Changes of what is trained; so many in the first steps are those of parts that take turns."""
 
 
 class SplitSteps(Protocol):
@@ -91,9 +88,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
     _split: SplitSteps | None = None
     """What ends the steps, each in several moments, in the place of `step`."""
     _warned: frozenset[str] = frozenset()
+    """Names of the warnings that it has given, each once."""
     _changes = 0
     """Of what is trained."""
-    """Names of the warnings that it has given, each once."""
 
     def __init__(
         self,
@@ -149,12 +146,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         earlier: Earlier | None = None,
     ) -> None:
         """Make the engine; `earlier`: the layout before it."""
-        with ExitStack() as undo:
-            if config.fp8 != "off":
-                # Before modules inside of layers get hooks.
-                compiled = config.compile_blocks
-                converted = Float8Layers(self.model, config.fp8, self.device, is_compiled=compiled)
-                undo.callback(converted.remove)
+        compiled = config.compile_blocks
+        # Before modules inside of layers get hooks.
+        with converted_layers(self.model, config.fp8, self.device, is_compiled=compiled) as layers:
             self._engine, self._blocks = build(
                 self.model,
                 self._rules,
@@ -169,9 +163,7 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
                 ledger=self.ledger,
                 earlier=earlier,
             )
-            undo.pop_all()
-        if config.fp8 != "off":
-            self._engine.casts.append(converted)
+        self._engine.casts += layers
 
     def _start(self, casts: list[Removable] | None = None) -> None:
         """Upload the weights, and put everything on the model that belongs to the engine; `casts`:
@@ -311,10 +303,9 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         """Clip this step's gradient, after its last backward and before `step()`.
 
         A second call sees the norm that the first has left, and coefficients multiply; `clip_norm`
-        comes last, in `step()`, and does nothing where `max_norm` was as small.
-        The norm is measured once and no gradient is touched: Adam
-        multiplies by the coefficient. All ranks must call it. Waits for the norm, as `step()`
-        would.
+        comes last, in `step()`, and does nothing where `max_norm` was as small. The norm is
+        measured once and no gradient is touched: Adam multiplies by the coefficient. All ranks must
+        call it. Waits for the norm, as `step()` would.
 
         Args:
             max_norm: `inf` measures and clips nothing.
@@ -663,19 +654,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             self._start(casts)
             for average in self.averages.values():
                 average.follow()
-            self._count_change()
-
-    def _count_change(self) -> None:
-        """Warn of parts that are trained in turn."""
-        self._changes += 1
-        steps = self._engine.counter.steps
-        if self._changes == _MANY_CHANGES and steps < 2 * _MANY_CHANGES:
-            _log.warning(
-                "what is trained has changed %d times in %d steps, and each change moves all "
-                "state, which takes about as long as offload(): freeze a model as a whole, or give "
-                "parts that take turns an optimizer each",
-                *(self._changes, steps),
-            )
+            self._changes += 1
+            warn_of_turns(self._changes, self._engine.counter.steps)
 
     def _steps_missed(self, trained: Collection[nn.Parameter]) -> dict[nn.Parameter, int]:
         """Return parameter → steps of the run that it has not made, where there are any."""

@@ -18,6 +18,7 @@ holds parameters that have missed the same number of steps (`Bucket.missed_steps
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,11 @@ from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.state import load, master
 from offloadtrain.optim import Rule
 from offloadtrain.step.layout.buffers import BufferKey, Memory
+
+_log = logging.getLogger(__name__)
+
+_MANY_CHANGES = 10
+"""Changes of what is trained; so many in the first steps are those of parts that take turns."""
 
 
 class Earlier:
@@ -117,3 +123,14 @@ class Earlier:
             if key.kind is Memory.WORKING or (key.kind in state and key.version == bucket.copy)
         }
         return keys.union(table.sources.get(bucket.name, ()))
+
+
+def warn_of_turns(changes: int, steps: int) -> None:
+    """Warn of parts that are trained in turn, once there were many changes in few steps."""
+    if changes == _MANY_CHANGES and steps < 2 * _MANY_CHANGES:
+        _log.warning(
+            "what is trained has changed %d times in %d steps, and each change moves all state, "
+            "which takes about as long as offload(): freeze a model as a whole, or give parts that "
+            "take turns an optimizer each",
+            *(changes, steps),
+        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -103,6 +104,21 @@ def _class_of(converted: Any, original: Any) -> Any:
     if issubclass(converted, original):
         return converted
     return type(f"Float8{original.__name__}", (converted, original), {})
+
+
+@contextmanager
+def converted_layers(
+    model: nn.Module, recipe: str, device: torch.device, *, is_compiled: bool
+) -> Iterator[list[Float8Layers]]:
+    """Convert the layers, unless `recipe` is "off". If the body raises, they are as before."""
+    arguments = model, recipe, device
+    converted = [] if recipe == "off" else [Float8Layers(*arguments, is_compiled=is_compiled)]
+    try:
+        yield converted
+    except BaseException:
+        for layers in converted:
+            layers.remove()
+        raise
 
 
 def _check_layers(option: str, model: nn.Module, linear_layers: Mapping[nn.Linear, str]) -> None:

@@ -126,7 +126,8 @@ class ModelShape:
             ),
             (
                 count > MOST_PARAMS,
-                f"the model has {count:,} parameters, and at most {MOST_PARAMS:,} are planned",
+                f"d_model = {self.d_model}: the model has {count:,} parameters, and at most "
+                f"{MOST_PARAMS:,} are planned",
             ),
             *(
                 (

@@ -117,17 +117,9 @@ class ModelShape:
         values = {key: getattr(self, key) for key in ModelShape.__dataclass_fields__}
         divides = min(self.num_heads, self.kv_heads, self.d_model) >= 1
         rest = self.d_model % self.num_heads if divides else 0
-        count = num_params(self) if divides and self.num_experts >= 0 else 0
         return broken(
             *((values[key] < 1, f"{key} = {values[key]} must be at least 1") for key in at_least_1),
-            (
-                self.num_layers > MOST_LAYERS,
-                f"num_layers = {self.num_layers}, and no model has more than {MOST_LAYERS}",
-            ),
-            (
-                count > MOST_PARAMS,
-                f"the model has {count:,} parameters, and at most {MOST_PARAMS:,} are planned",
-            ),
+            *_too_large(self, divides and self.num_experts >= 0),
             *(
                 (
                     values[key] < 0,
@@ -180,6 +172,19 @@ class ModelShape:
             f"router_aux_loss_coef = {self.router_aux_loss_coef} must be a finite number, at least "
             "0 (0: no load-balancing loss)",
         )
+
+
+def _too_large(shape: ModelShape, counts: bool) -> list[tuple[bool, str]]:
+    """Rules of `problems`; `counts`: its parameters can be counted."""
+    layers, params = shape.num_layers, num_params(shape) if counts else 0
+    return [
+        (layers > MOST_LAYERS, f"num_layers = {layers}, and no model has more than {MOST_LAYERS}"),
+        (
+            params > MOST_PARAMS,
+            f"d_model = {shape.d_model}: the model has {params:,} parameters, and at most "
+            f"{MOST_PARAMS:,} are planned",
+        ),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,8 @@ def test_usual_values_are_resolved() -> None:
 BROKEN: list[tuple[dict[str, object], str]] = [
     ({"vocab_size": 0}, "vocab_size"),
     ({"num_layers": -1}, "num_layers"),
+    ({"num_layers": 1025}, "no model has more than 1024"),
+    ({"vocab_size": 10**12}, "128,000,000,106,816 parameters, and at most"),
     ({"d_model": 0}, "d_model"),
     ({"num_heads": 0}, "num_heads"),
     ({"max_seq_len": 0}, "max_seq_len"),

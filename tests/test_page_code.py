@@ -170,7 +170,7 @@ def test_averages_and_weights_leave_the_loop() -> None:
     for name, param in another.named_parameters():
         assert torch.equal(param, averages[name]), name
         assert torch.equal(loaded.get_parameter(name), averages[name].bfloat16()), name
-    assert torch.load("ema.pt")["num_updates"] == 3
+    assert torch.load("adam.pt")["averages"][0]["num_updates"] == 3
     run(send, names)
     for name, master in optimizer.master_weights():
         assert torch.equal(received[name], master.bfloat16()), name

@@ -104,7 +104,7 @@ class EMA:
         decay = self.decay if self.num_updates else 0.0
         self._launch({slot.param for _, slot in self.optimizer._slots()}, decay)
         for slot, _, average in self._frozen():
-            average.lerp_(self.optimizer.master_of_frozen(slot), 1.0 - decay)
+            average.lerp_(self._master_of_frozen(slot), 1.0 - decay)
         self.num_updates += 1
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -195,6 +195,12 @@ class EMA:
         self._allocate([(slot, 0, slot.numel) for slot, _ in frozen])
         for slot, value in frozen:
             self._averages[slot.param].shaped.copy_(value)
+
+    def _master_of_frozen(self, slot: Slot) -> Tensor:
+        """Return the fp32 master of a frozen parameter; its weights, where it has none: (n,)."""
+        self.optimizer._take_over_frozen()
+        values = self.optimizer.state.get(slot.param, {}).get("master", slot.local.data)
+        return slot.flattened(values).float() if tuple(values.shape) == slot.shape else values
 
     def _frozen(self) -> list[_Average]:
         """Return the averages of parameters that are frozen now."""

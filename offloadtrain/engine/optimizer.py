@@ -17,7 +17,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.casting import attach_casts
 from offloadtrain.engine.autograd.float8 import converted_layers
 from offloadtrain.engine.autograd.hooks import Removable
-from offloadtrain.engine.bucket import Slot, dense_stride
+from offloadtrain.engine.bucket import dense_stride
 from offloadtrain.engine.build import build, lay_out, make_blocks
 from offloadtrain.engine.checks import (
     ModelError,
@@ -116,9 +116,8 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
         self._frozen_state: dict[nn.Parameter, list[Tensor]] = {}
         """Frozen parameter → the memory of its state."""
         self.averages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        """Its moving averages, `EMA`, in the order in which they were made."""
         self.saved_averages: list[Mapping[str, Any]] = []
-        """Those that a state dict has brought, and nobody has made yet."""
+        """Averages (`EMA`) in the order in which they were made; state of those to be made."""
         self._arena = Arena(self.ledger, pin=config.memory.pin and device.type == "cuda")
         lanes.loads_cross_bus = config.weights.offloaded
         joined = division.replicas, division.stages, division.parts
@@ -762,12 +761,6 @@ class OffloadOptimizer(WeightsIO, Prepared, torch.optim.Optimizer):
             saved = state["master"] if "master" in state else state["weight"]
             written = saved.to(weights.dtype) != weights
             saved[written] = weights[written].to(saved.dtype)
-
-    def master_of_frozen(self, slot: Slot) -> Tensor:
-        """Return the fp32 master of a frozen parameter; its weights, where it has none: (n,)."""
-        self._take_over_frozen()
-        values = self.state.get(slot.param, {}).get("master", slot.local.data)
-        return slot.flattened(values).float() if tuple(values.shape) == slot.shape else values
 
     @torch.no_grad()
     def _take_over_state(self) -> None:

@@ -6,7 +6,7 @@ Standard library only, so that the configuration and the planner can read shapes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -153,24 +153,21 @@ class ModelShape:
                 f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = "
                 f"{self.kv_heads}",
             ),
-            *self._problems_of_experts(),
-        )
-
-    def _problems_of_experts(self) -> Iterator[tuple[object, str]]:
-        """Yield the rules of `broken` about experts."""
-        yield (
-            self.num_experts < 0 or self.num_experts == 1,
-            f"num_experts = {self.num_experts} must be at least 2, or 0 for one MLP without router",
-        )
-        yield (
-            self.num_experts > 1 and not 1 <= self.experts_per_token <= self.num_experts,
-            f"experts_per_token = {self.experts_per_token} must be from 1 to num_experts = "
-            f"{self.num_experts}",
-        )
-        yield (
-            not 0.0 <= self.router_aux_loss_coef < float("inf"),
-            f"router_aux_loss_coef = {self.router_aux_loss_coef} must be a finite number, at least "
-            "0 (0: no load-balancing loss)",
+            (
+                self.num_experts < 0 or self.num_experts == 1,
+                f"num_experts = {self.num_experts} must be at least 2, or 0 for one MLP without "
+                "router",
+            ),
+            (
+                self.num_experts > 1 and not 1 <= self.experts_per_token <= self.num_experts,
+                f"experts_per_token = {self.experts_per_token} must be from 1 to num_experts = "
+                f"{self.num_experts}",
+            ),
+            (
+                not 0.0 <= self.router_aux_loss_coef < float("inf"),
+                f"router_aux_loss_coef = {self.router_aux_loss_coef} must be a finite number, at "
+                "least 0 (0: no load-balancing loss)",
+            ),
         )
 
 

@@ -359,6 +359,8 @@ def test_the_compiler_sees_no_code_of_the_engine(compiler: CompileCounterWithBac
     assert any("models.py" in trace for trace in traces)
     assert not any("offloadtrain/engine" in trace for trace in traces)
     assert compiler.frame_count == 1
+    assert functorch_config.activation_memory_budget == 1.0
+    assert partitioners.choose_saved_values_set is CHOOSE
     optimizer.close()
 
 

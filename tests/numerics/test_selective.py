@@ -16,10 +16,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import offloadtrain as ot
 from offloadtrain.config.offload import OptionError
-from offloadtrain.engine.autograd.selective import PolicyError
+from offloadtrain.engine.autograd.selective import PolicyError, Selection
 from offloadtrain.engine.checks import ModelError
 from tests import levels
-from tests.numerics.comparison import assert_same, follow, pair, train
+from tests.numerics.comparison import ADAMW, assert_same, follow, pair, train
 from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
 from tests.plan.tracing.measured import most_allocated
 
@@ -64,6 +64,15 @@ class TwoDropouts(Layer):
     def forward(self, x: Tensor) -> Tensor:
         up = F.dropout(self.up(self.norm(x)), 0.3)
         return x + F.dropout(self.down(F.gelu(up)), 0.3)
+
+
+class RandomMasks(Layer):
+    """Dropout by an operation that makes a new tensor, on the CPU too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(self.norm(x))
+        down = self.down(F.gelu(up * (torch.rand_like(up) > 0.3)))
+        return x + down * (torch.rand_like(down) > 0.3)
 
 
 class Mixed(Layer):
@@ -112,6 +121,45 @@ def test_a_run_has_the_bits_of_keeping_everything(
         assert train(optimizer, model, [tokens]) == expected
     assert_same(resident, optimizer, model)
     optimizer.close()
+
+
+def test_a_view_of_weights_is_never_kept() -> None:
+    """In the second run the block may have another slot, and the first one other weights."""
+    selection = Selection(save_all)
+
+    def run(weights: Tensor) -> tuple[Tensor, ...]:
+        with selection:
+            return weights * 1, weights.t(), torch.ops.aten._unsafe_view(weights, [-1])
+
+    run(torch.zeros(2, 3))
+    product, turned, flat = run(torch.ones(2, 3))
+    assert not product.any() and turned.all() and flat.all()
+
+
+def test_kept_draws_and_others_are_the_same() -> None:
+    """The first dropout of each layer stays, the second one runs again."""
+    drawn = 0
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        nonlocal drawn
+        draws = torch.Tag.nondeterministic_seeded in operation.tags
+        drawn += draws
+        return bool(draws and drawn % 2)
+
+    torch.manual_seed(0)
+    kept, model = OfLayers(RandomMasks), OfLayers(RandomMasks)
+    model.load_state_dict(kept.state_dict())
+    results = []
+    options = {"activation": "selective", "activation_policy": policy}
+    for each, chosen in ((kept, {}), (model, options)):
+        optimizer = ot.offload(each, ADAMW, device="cpu", **chosen)
+        for number, tokens in enumerate(batches(2)):
+            torch.manual_seed(number)
+            train(optimizer, each, [tokens])
+        results.append([weight.clone() for _, weight in optimizer.master_weights()])
+        optimizer.close()
+    assert drawn == 2 * 4 * 2
+    assert all(map(torch.equal, *results))
 
 
 class Calls(TorchDispatchMode):

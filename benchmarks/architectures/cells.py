@@ -159,6 +159,7 @@ CELLS: dict[str, Callable[[Case, str], Cell]] = {
     "bf16": bf16,
     "host": same_bits(working="host"),
     "recompute": same_bits(activation="recompute"),
+    "selective": same_bits(activation="selective"),
     "offload": same_bits(activation="offload"),
     "offload_saved": same_bits(activation="offload_saved", offload_saved_above=0),
     "speculative": same_bits(update="speculative"),

@@ -144,6 +144,13 @@ def _second() -> Iterator[tuple[str, Spec]]:
     yield "modes", _three(options=guesses)
     fused = {"state": "split16", "compile_blocks": True}
     yield "fp8", _long(options=fused | {"fp8": "tensorwise"})
+    selective = split | {"activation": "selective"}
+    yield "selective", _long(options=selective)
+    yield "selective", _long(options=selective | {"compile_blocks": True})
+    yield (
+        "selective",
+        _long(options=selective | {"compile_blocks": True, "activation_budget": 0.15}),
+    )
     yield "state_on", _three(options={"state_on": {"device": 0.5}})
     eight = Spec(size="llama-8b", seq_len=1024, micro_batch=4, warm=1, steps=2)
     yield "8b", replace(eight, options={"state": "int8"}, gpu_memory=24 * GIB)

@@ -82,7 +82,9 @@ OFFLOAD = OffloadConfig(precision="auto", clip_norm=1.0)
 _OF_TRAIN = ("grad_accum_steps", "seed", "checkpoint_spill")
 """Options of `offload` that a job has in [train]."""
 
-OFFLOAD_KEYS = {name: option for name, option in OPTIONS.items() if name not in _OF_TRAIN}
+_NO_KEYS = (*_OF_TRAIN, "activation_policy")  # a function
+
+OFFLOAD_KEYS = {name: option for name, option in OPTIONS.items() if name not in _NO_KEYS}
 """Key of [offload] → the option."""
 
 

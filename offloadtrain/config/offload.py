@@ -8,7 +8,7 @@ lists them by that name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack
@@ -24,7 +24,10 @@ UpdateMode: TypeAlias = Literal["exact", "speculative", "delayed"]
 
 WeightTier: TypeAlias = Literal["device", "host", "disk"]
 
-ActivationMode: TypeAlias = Literal["keep", "recompute", "offload", "offload_saved"]
+ActivationMode: TypeAlias = Literal["keep", "recompute", "selective", "offload", "offload_saved"]
+
+ActivationPolicy: TypeAlias = Callable[..., Any]
+"""As torch's `create_selective_checkpoint_contexts` takes it."""
 
 StateOn: TypeAlias = Literal["auto", "host", "device", "disk"] | Mapping[str, float]
 """The tier of the state, or tier → share of it; what is left of the shares is on the host."""
@@ -219,22 +222,43 @@ class ActivationOptions(OptionGroup):
     mode: ActivationMode = option(
         "keep",
         """the activations of the layers of a list. "keep": all stay on the device; "recompute":
-        inputs stay, and forward runs again in backward (dropout draws the same); "offload": as
-        "recompute", with the inputs in host memory; "offload_saved": what the model's forward saves
-        for backward goes to host memory and comes back, of any model, and nothing runs again. A
-        loss outside of the model keeps what it saves.""",
+        inputs stay, and forward runs again in backward (dropout draws the same); "selective": as
+        "recompute", but results of products and attention stay, too, and what is cheap runs again
+        (docs/speed.md); "offload": as "recompute", with the inputs in host memory; "offload_saved":
+        what the model's forward saves for backward goes to host memory and comes back, of any
+        model, and nothing runs again. A loss outside of the model keeps what it saves.""",
         name="activation",
     )
     recompute_blocks: int | Literal["auto"] | None = option(
         None,
-        """with "recompute" and "offload" how many layers' forward runs again: the first ones; the
-        last ones, whose activations backward frees first, keep all of theirs. None: all. In a
-        pipeline it counts in each stage. "auto" is decided by the plan of a job.""",
+        """with "recompute", "selective" and "offload" how many layers' forward runs again: the
+        first ones; the last ones, whose activations backward frees first, keep all of theirs. None:
+        all. In a pipeline it counts in each stage. "auto" is decided by the plan of a job.""",
         not_negative=True,
         needs=Needs(
             "activation",
-            ("recompute", "offload"),
+            ("recompute", "selective", "offload"),
             "it counts the layers whose forward runs again",
+        ),
+    )
+    policy: ActivationPolicy | None = option(
+        None,
+        """with "selective" which results stay: a function as torch's
+        `create_selective_checkpoint_contexts` takes it, (context, operation, *args, **kwargs) → a
+        `CheckpointPolicy`, or True. It is asked in forward about each operation of a layer that
+        makes a new tensor. None: products, convolutions and fused attention. Not in jobs.""",
+        name="activation_policy",
+        needs=Needs("activation", ("selective",), "it chooses among the operations of a layer"),
+    )
+    budget: float | None = option(
+        None,
+        """with `compile_blocks` and "selective" or "offload_saved", the share of what compiled
+        layers would save that they save, from 0 to 1; the compiler chooses what backward computes
+        again. None: 0.5 with "selective", all with "offload_saved". 0 is "recompute".""",
+        name="activation_budget",
+        not_negative=True,
+        needs=Needs(
+            "activation", ("selective", "offload_saved"), "it divides what compiled layers save"
         ),
     )
     offload_saved_above: int = option(
@@ -263,7 +287,8 @@ class ActivationOptions(OptionGroup):
     @property
     def recomputes(self) -> bool:
         """The forward of repeated blocks, of all or the first of them, runs again in backward."""
-        return self.mode in ("recompute", "offload") and self.recompute_blocks != 0
+        modes = ("recompute", "selective", "offload")
+        return self.mode in modes and self.recompute_blocks != 0
 
     def recomputed_of(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """Return those of a model's layers, in its order, whose forward runs again in backward. The
@@ -279,6 +304,12 @@ class ActivationOptions(OptionGroup):
                 "recompute_blocks='auto') tells, or leave it out for all of them"
             )
         return layers[: self.recompute_blocks] if self.recomputes else ()
+
+    @property
+    def compiled_budget(self) -> float | None:
+        """The share of what compiled layers would save that they save; None: all of it."""
+        defaults = {"recompute": 0.0, "selective": 0.5}
+        return defaults.get(self.mode) if self.budget is None else self.budget
 
     @property
     def moved(self) -> str:
@@ -383,6 +414,8 @@ class OffloadOptions(TypedDict, total=False):
     activations: ActivationOptions
     activation: ActivationMode
     recompute_blocks: int | Literal["auto"] | None
+    activation_policy: ActivationPolicy | None
+    activation_budget: float | None
     offload_saved_above: int
     partition_activations: bool
     cast_inputs: bool | None
@@ -625,6 +658,25 @@ class OffloadConfig:
                 f"partition_activations = True and activation = {self.activations.mode!r}, "
                 f"recompute_blocks = {self.activations.recompute_blocks}: only inputs that "
                 "recompute starts from are divided: set activation = 'recompute' or 'offload'",
+            ),
+            (
+                not (self.activations.policy is None or callable(self.activations.policy)),
+                f"activation_policy = {self.activations.policy!r} is no function",
+            ),
+            (
+                self.activations.policy is not None and self.compile_blocks,
+                "activation_policy and compile_blocks = True: in compiled layers the compiler "
+                "chooses what backward computes again: set activation_budget instead",
+            ),
+            (
+                self.activations.budget is not None and not self.compile_blocks,
+                f"activation_budget = {self.activations.budget} and compile_blocks = False: it "
+                "divides what compiled layers save: set compile_blocks = True, or give an "
+                "activation_policy",
+            ),
+            (
+                (self.activations.budget or 0.0) > 1,
+                f"activation_budget = {self.activations.budget} is more than 1",
             ),
             (
                 state_on == "device" and self.weights.offloaded,

@@ -96,7 +96,10 @@ def _place_kernels(device: torch.device) -> None:
     kernels.place(local_plan(gpus, rank))
 
 
-_OF_ONE_HOST = ("pin_memory", "host_memory_limit", "scratch_dir", "scratch_in_memory")
+_OF_ONE_HOST = (
+    *("pin_memory", "host_memory_limit", "scratch_dir", "scratch_in_memory"),
+    "activation_policy",  # a function, which has no name that all ranks know
+)
 _OF_ONE_STAGE = (
     *_OF_ONE_HOST,
     "device_memory_limit",

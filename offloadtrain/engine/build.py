@@ -12,6 +12,7 @@ from torch import nn
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.offload import ActivationOffloader, Offloader, SavedOffloader
+from offloadtrain.engine.autograd.selective import expensive
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
@@ -87,15 +88,22 @@ def build(
         adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn, earlier)
     else:
         view_weights(model, blocks, config)
+    again = [part.module for part in recomputed_parts(parts, config)]
+    layers = [part.module for part in parts if part.repeated and config.compile_blocks]
+    activations = config.activations
+    budget, selects = activations.compiled_budget, activations.mode == "selective"
+    with_budget = again if activations.recomputes else layers
+    compiled = {module: budget if module in with_budget else None for module in layers}
     forward_hooks = ForwardHooks(
         model,
         blocks,
         entries,
         lanes,
         residency=residency,
-        recomputed=[part.module for part in recomputed_parts(parts, config)],
-        compiled=[part.module for part in parts if part.repeated and config.compile_blocks],
+        recomputed=[module for module in again if module not in compiled or budget is None],
+        compiled=compiled,
         offloader=_offloader(model, program, interpreter, ranges.inputs, division.parts),
+        policy=(activations.policy or expensive) if selects else None,
     )
     engine = Engine(
         blocks,

@@ -218,8 +218,15 @@ def _faults(param: nn.Parameter, may_be_meta: bool) -> Iterator[tuple[bool, str]
 
 def check_compiled(model: nn.Module, config: OffloadConfig) -> None:
     """Raises ModelError if layers are to be compiled that torch's compiler does not see through, or
-    are already."""
+    are already; also if operations are to be selected in a module that is compiled."""
+    selects = config.activations.mode == "selective" and not config.compile_blocks
     for name, module in model.named_modules():
+        if selects and has_compiled(module):
+            raise ModelError(
+                f"activation = 'selective' and '{name or type(module).__name__}' is compiled: what "
+                "compiled code keeps is decided when it is compiled. Compile by offload("
+                "compile_blocks=True, activation='selective'), or set activation = 'recompute'"
+            )
         compiled = config.compile_blocks or has_compiled(module)
         divided = compiled and any(map(is_distributed, module.parameters()))
         if divided:

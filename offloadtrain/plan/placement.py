@@ -103,7 +103,8 @@ class Placement:
         if self.trace is not None or config.hf is not None:
             return 0
         nbytes = 0
-        if config.offload.activations.mode in ("keep", "recompute") and self.spec.input_parts == 1:
+        stays = config.offload.activations.mode in ("keep", "recompute", "selective")
+        if stays and self.spec.input_parts == 1:
             nbytes = self.repeated * self.hidden_bytes * self.in_flight
         if not config.train.chunked_loss and (stage is None or stage.is_last):
             tokens = config.train.micro_batch * config.data.seq_len

@@ -225,12 +225,14 @@ def _step(plan: Plan) -> str:
             f"{format_seconds(step.none_right_s)} ({format_count(rate)} tokens/s) if none is"
         )
     lines += [*plan.stage_lines(), *_copies(plan), *_parts(plan), *_experts(plan)]
-    mfu = ""
+    again = mfu = ""
+    if plan.job.offload.activations.recomputes:
+        again = f" of {100 * step.forward_again:.0f} % of the forward"
     if step.mfu is not None:
         mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
     lines.append(
         f"{format_count(step.tokens_per_s)} tokens/s, {step.tflops:.3g} Tflop/s per rank "
-        f"(6 N + 12 L d T per token), {step.hardware_tflops:.3g} with recompute{mfu}"
+        f"(6 N + 12 L d T per token), {step.hardware_tflops:.3g} with recompute{again}{mfu}"
     )
     buckets = [bucket for placed in plan.placements for bucket in placed.spec.buckets]
     owned = sum(bucket.params / bucket.ranks for bucket in buckets)

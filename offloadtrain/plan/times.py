@@ -61,6 +61,11 @@ class Prediction:
     none_right_s: float | None = None
 
     @property
+    def forward_again(self) -> float:
+        """The share of the forward's FLOPs that backward executes again."""
+        return 3 * (self.hardware_tflops / self.tflops - 1)
+
+    @property
     def exposed(self) -> float:
         return sum(self.exposed_s.values())
 

@@ -638,9 +638,10 @@ def _configs(draw: st.DrawFn) -> Config:
     state_on = draw(_tiers(update, working))
     gradients = ("disk",) if "disk" in state_on and update == "exact" else ()
     sums_on = draw(st.sampled_from(("host", "device")))
-    activation = draw(st.sampled_from(("keep", "recompute", "offload", "offload_saved")))
+    modes = ("keep", "recompute", "selective", "offload", "offload_saved")
+    activation = draw(st.sampled_from(modes))
     above = st.integers(0, 1 << 30) if activation == "offload_saved" else st.just(1 << 20)
-    recomputes = activation in ("recompute", "offload")
+    recomputes = activation in ("recompute", "selective", "offload")
     again = st.sampled_from((None, 0, 9, "auto")) if recomputes else st.none()
     offload = {
         "precision": st.just(precision),
@@ -663,6 +664,7 @@ def _configs(draw: st.DrawFn) -> Config:
         "partition_activations": st.just(False),
         "activation": st.just(activation),
         "recompute_blocks": again,
+        "activation_policy": st.none(),
         "offload_saved_above": above,
     }
     chunked = draw(st.booleans())

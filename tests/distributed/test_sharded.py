@@ -30,6 +30,7 @@ FP16: Options = {"precision": "fp16", "loop": {"steps": 10}}
 DEVICE: Options = {"state_on": "device"}
 HALF: Options = {"state_on": {"device": 0.5}}
 RECOMPUTE: Options = {"activation": "recompute"}
+SELECTIVE: Options = {"activation": "selective"}
 OFFLOAD: Options = {"activation": "offload"}
 SAVED: Options = {"activation": "offload_saved", "offload_saved_above": 0}
 SPECULATIVE: Options = {"update": "speculative", "clip_norm": 1e9}
@@ -87,6 +88,8 @@ CASES = [
     case(4, "frozen", HOST, ZERO_3, SUMMED, OFFLOAD),
     case(2, "shared", HOST, ZERO_3, lanes="threads"),
     case(4, "tied", HOST, ZERO_3, SUMMED, RECOMPUTE),
+    case(2, "chain", ZERO_2, SELECTIVE, lanes="threads"),
+    case(2, "experts", ZERO_3, HOST, SELECTIVE),
     # Each rank routes its own tokens, and none waits for the choice of another.
     case(2, "experts", ZERO_2, SUMMED, RECOMPUTE),
     case(2, "experts", ZERO_3, HOST, RECOMPUTE, quick=True),

@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import offloadtrain as ot
-from offloadtrain.config.offload import Fp8Recipe, Precision, WeightTier
+from offloadtrain.config.offload import ActivationMode, Fp8Recipe, Precision, WeightTier
+from offloadtrain.engine.autograd import compiled
+from offloadtrain.engine.autograd.compiled import CompiledForward
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.arena import Arena, Ledger
 from offloadtrain.runtime.lanes import Buffer, Lane, LaneError, lanes_for, on_lanes
@@ -144,6 +147,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "partly streamed": {"working": "host", "resident_blocks": 1},
     "recompute": {"activation": "recompute"},
     "a part recomputed": {"activation": "recompute", "recompute_blocks": 1},
+    "selective": {"activation": "selective"},
+    "streamed, selective": {"activation": "selective", "working": "host", "device_slots": 1},
     "streamed, inputs offloaded": {"working": "host", "activation": "offload"},
     "what is saved offloaded": {"activation": "offload_saved", "offload_saved_above": 0},
     "streamed, what is saved offloaded": {
@@ -186,6 +191,62 @@ def test_the_log_of_a_run_over_streams_is_proved(options: str) -> None:
         optimizer.step()
     optimizer.close()
     assert prove(lanes.program) == []
+
+
+class Drawing(nn.Module):
+    """Dropout in attention, which is kept, and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.down = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
+        hidden = F.dropout(F.gelu(attended.transpose(1, 2).flatten(2)), 0.3)
+        return x + F.dropout(self.down(hidden), 0.3)
+
+
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_selective_recompute_draws_the_same(working: WeightTier) -> None:
+    """The second run skips the draws of attention's kernel, and those after it are the same."""
+
+    def gradients(activation: ActivationMode) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Drawing() for _ in range(3)))
+        optimizer = offload(model, activation=activation, working=working)
+        x = torch.randn(2, 16, 64).to(DEVICE, DTYPE).requires_grad_()
+        loss = model(x).float().square().mean()
+        torch.manual_seed(1)
+        optimizer.backward(loss)
+        optimizer.step()
+        assert x.grad is not None
+        result = [x.grad.cpu(), *(p.detach().cpu().clone() for p in model.parameters())]
+        optimizer.close()
+        return result
+
+    assert all(map(torch.equal, gradients("keep"), gradients("selective")))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
+def test_compiled_layers_draw_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generated code, whatever its budget; it rounds elsewhere."""
+    if not HAS_GPU:  # the code generator asks for the device
+        monkeypatch.setattr(compiled, "CODE_GENERATOR", "aot_eager")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer = Drawing().to(DEVICE)
+    x = torch.randn(2, 16, 64).to(DEVICE).requires_grad_()
+    gradients = []
+    for budget in (1.0, 0.0, 0.15, 0.5):
+        forward = CompiledForward(layer, budget)
+        torch.manual_seed(3)
+        y = forward(x)
+        torch.manual_seed(4)
+        gradients.append(torch.autograd.grad(y.square().sum(), x)[0].cpu())
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu(until="torch.cuda.max_memory_allocated")

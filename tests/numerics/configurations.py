@@ -51,7 +51,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "format": FORMATS,
     "update": tuple(UPDATES),
     "placement": (*PLACEMENTS, *DISK_PLACEMENTS),
-    "activation": ("keep", "recompute", "offload", "offload_saved"),
+    "activation": ("keep", "recompute", "selective", "offload", "offload_saved"),
     "accum": (1, 2, 3),
     "clip": (None, 0.3, 1e9),
     "clips": ((), (0.5, 0.2)),

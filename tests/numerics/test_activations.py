@@ -37,7 +37,7 @@ from tests.numerics.reference import ResidentRun
 from tests.plan.tracing.measured import most_allocated
 from tests.step.specs import chain
 
-POLICIES = ["recompute", "offload", "offload_saved"]
+POLICIES = ["recompute", "selective", "offload", "offload_saved"]
 each_policy = pytest.mark.parametrize("activation", POLICIES)
 
 

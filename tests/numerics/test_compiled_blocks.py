@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 
 import offloadtrain as ot
 from offloadtrain.config.model_shape import ModelShape
+from offloadtrain.config.offload import OptionError
+from offloadtrain.engine.autograd import compiled
+from offloadtrain.engine.autograd.compiled import CompiledForward
 from offloadtrain.engine.autograd.recompute import RecomputeError
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
@@ -21,7 +27,7 @@ from offloadtrain.model.transformer import Transformer
 from offloadtrain.runtime.heartbeat import HEARTBEAT
 from tests import levels
 from tests.numerics.comparison import assert_same, train
-from tests.numerics.models import Chain, batches, loss_of
+from tests.numerics.models import WIDTH, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of torch
@@ -30,11 +36,20 @@ PLACED: dict[str, dict[str, Any]] = {
     "streamed": {"working": "host"},
     "recomputed": {"working": "host", "activation": "recompute"},
     "some recomputed": {"activation": "recompute", "recompute_blocks": 2},
+    "selective": {"activation": "selective"},
+    "selective, streamed": {"activation": "selective", "working": "host", "device_slots": 1},
     "offloaded": {"activation": "offload"},
     "saved": {"activation": "offload_saved", "offload_saved_above": 1},
+    "divided and saved": {
+        "activation": "offload_saved",
+        "offload_saved_above": 1,
+        "activation_budget": 0.3,
+        "working": "host",
+    },
     "in shares": {"working": "host", "resident_blocks": 2, "state_on": {"device": 0.2}},
 }
 placed = pytest.mark.parametrize("options", PLACED.values(), ids=PLACED.keys())
+CHOOSE = partitioners.choose_saved_values_set
 RULE = ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
 
@@ -44,7 +59,10 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     make = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda forward: make(forward, backend=counter))
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, backend=counter: make(forward, backend=backend)
+    )
+    monkeypatch.setattr(compiled, "CODE_GENERATOR", counter)
     return counter
 
 
@@ -63,8 +81,11 @@ def test_the_bits_of_compiled_layers(
     optimizer = ot.offload(model, RULE, device="cpu", compile_blocks=True, **options)
     for tokens in batches(4):
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
-    assert compiler.frame_count == 2  # the resident layers' code, and the offloaded ones'
+    # The resident layers' code, and the offloaded ones'.
+    assert compiler.frame_count == 2 + ("recompute_blocks" in options)
     assert_same(resident, optimizer, model)
+    assert functorch_config.activation_memory_budget == 1.0
+    assert partitioners.choose_saved_values_set is CHOOSE
 
 
 @pytest.mark.slow
@@ -90,16 +111,15 @@ def test_forwards_are_given_back_and_copies_have_their_own(
 @pytest.mark.slow
 def test_a_compilation_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     held_up = []
-    make = torch.compile
 
     def backend(graph: Any, _: Any) -> Any:
         held_up.append(HEARTBEAT.held_up)
         return graph
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", lambda forward: make(forward, backend=backend))
+    monkeypatch.setattr(compiled, "CODE_GENERATOR", backend)
     model = Chain(2)
-    optimizer = ot.offload(model, device="cpu", compile_blocks=True)
+    optimizer = ot.offload(model, device="cpu", compile_blocks=True, activation="recompute")
     (tokens,) = batches(1)
     train(optimizer, model, [tokens])
     assert held_up == [True] and not HEARTBEAT.held_up
@@ -139,6 +159,16 @@ SHAPES = {
 }
 
 
+SAME_CODE = {
+    "recomputed": "recomputed on the device",
+    "some recomputed": "",
+    "selective, streamed": "selective",
+    "selective": "",
+    "divided and saved": "",
+    "recomputed on the device": "",
+}
+"""Placement → another one whose layers have the same code; all others have that of "device"."""
+
 generates = pytest.mark.skipif(
     " " in torch.__file__, reason="torch's commands of the C++ compiler end at a path's space"
 )
@@ -149,13 +179,19 @@ generates = pytest.mark.skipif(
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_generated_code_has_the_same_bits_in_every_placement(shape: ModelShape) -> None:
     torch._dynamo.reset()
-    result = [_trained(shape, options) for options in PLACED.values()]
-    for losses, weights in result[1:]:
-        assert losses == result[0][0] and all(map(torch.equal, weights, result[0][1]))
+    result = {name: _trained(shape, options) for name, options in PLACED.items()}
+    result["recomputed on the device"] = _trained(shape, {"activation": "recompute"})
+    kept = result["device"]
+    for name, (losses, weights) in result.items():
+        # What is computed again in backward is fused with other operations there.
+        same = SAME_CODE.get(name, "device")
+        if same:
+            assert losses == result[same][0] and all(map(torch.equal, weights, result[same][1]))
+        assert losses == pytest.approx(kept[0], rel=1e-3)
     losses, weights = _trained(shape, {"compile_blocks": False})
-    assert not all(map(torch.equal, weights, result[0][1]))
+    assert not all(map(torch.equal, weights, kept[1]))
     # Generated code rounds elsewhere, and its dropout draws other places.
-    assert result[0][0][0] == pytest.approx(losses[0], rel=2e-2 if shape.dropout else 1e-3)
+    assert kept[0][0] == pytest.approx(losses[0], rel=2e-2 if shape.dropout else 1e-3)
 
 
 def _trained(shape: ModelShape, options: dict[str, Any]) -> tuple[list[float], list[torch.Tensor]]:
@@ -199,3 +235,156 @@ def test_compute_is_busy_until_a_compiled_backward_has_run(
         optimizer.step()
     assert open_spans == [True] * 6
     optimizer.close()
+
+
+class Drawing(nn.Module):
+    """Dropout in the middle, at the end and in attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
+        hidden = F.dropout(F.gelu(attended.transpose(1, 2).flatten(2)), 0.3)
+        return x + F.dropout(self.down(hidden), 0.3)
+
+
+BUDGETS: dict[str, dict[str, Any]] = {
+    "recompute": {"activation": "recompute"},
+    "selective": {"activation": "selective"},
+    "a little": {"activation": "selective", "activation_budget": 0.1},
+    "nothing": {"activation": "selective", "activation_budget": 0.0},
+}
+
+
+@pytest.mark.cover(1, levels.ALL)
+@pytest.mark.parametrize("working", ["device", "host"])
+@pytest.mark.parametrize("options", BUDGETS.values(), ids=BUDGETS.keys())
+def test_what_backward_computes_again_draws_the_same(
+    options: dict[str, Any], working: str, compiler: CompileCounterWithBackend
+) -> None:
+    """torch's partitioner alone would draw again."""
+    torch.manual_seed(0)
+    model = Chain(3)
+    model.layers = nn.ModuleList(Drawing() for _ in range(3))
+    plain_model = copy.deepcopy(model)
+    for layer in plain_model.layers:
+        layer.forward = torch.compile(layer.forward)
+    resident = ResidentRun(plain_model, torch.bfloat16)
+    optimizer = ot.offload(
+        model, RULE, device="cpu", compile_blocks=True, working=working, **options
+    )
+    for number, tokens in enumerate(batches(3)):
+        torch.manual_seed(number)
+        expected = resident.step([tokens], loss_of)
+        torch.manual_seed(number)
+        assert train(optimizer, model, [tokens]) == expected
+    assert_same(resident, optimizer, model)
+    optimizer.close()
+
+
+@generates
+@pytest.mark.slow
+def test_generated_code_draws_the_same_again() -> None:
+    """Against finite differences, in fp32, on layers with one seed; after torch itself has cached
+    code of the same budget, which draws anew."""
+    torch._dynamo.reset()
+    layer = Drawing()
+    x = torch.randn(4, 6, WIDTH, requires_grad=True)
+    plain = torch.compile(layer.forward, backend="inductor")
+    with functorch_config.patch(activation_memory_budget=0.1):
+        plain(x).sum().backward()
+    torch._dynamo.reset()
+    gradients = []
+    for budget in (None, 0.0, 0.1, 0.5):
+        forward = CompiledForward(layer, budget)
+        torch.manual_seed(3)
+        y = forward(x)
+        torch.manual_seed(4)
+        gradients.append(torch.autograd.grad(y.square().sum(), x)[0])
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cover(0, levels.ALL)
+@pytest.mark.parametrize("working", ["device", "host"])
+def test_a_smaller_budget_saves_less(working: str, compiler: CompileCounterWithBackend) -> None:
+    """What autograd saves, weights left out: those of a streamed block are handles."""
+    shape = SHAPES["llama"]
+    tokens = torch.randint(0, 64, (4, 65), generator=torch.Generator().manual_seed(0))
+
+    def saved_bytes(**options: Any) -> int:
+        torch.manual_seed(0)
+        model = Transformer(shape)
+        optimizer = ot.offload(model, device="cpu", compile_blocks=True, working=working, **options)
+        optimizer.backward(model(tokens[:, :-1], tokens[:, 1:]))
+        optimizer.step()
+        saved: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tokens[:, :-1], tokens[:, 1:])
+        optimizer.close()
+        memory = {tensor.untyped_storage()._cdata: tensor.nbytes for tensor in saved}
+        return sum(memory.values())
+
+    kept, half, tenth, none = (
+        saved_bytes(**options)
+        for options in (
+            {},
+            {"activation": "selective"},
+            {"activation": "selective", "activation_budget": 0.1},
+            {"activation": "recompute"},
+        )
+    )
+    assert none < tenth < half < kept
+    assert none < kept / 2
+
+
+def test_the_compiler_sees_no_code_of_the_engine(compiler: CompileCounterWithBackend) -> None:
+    model = Chain(3)
+    optimizer = ot.offload(
+        model, RULE, device="cpu", compile_blocks=True, activation="selective", working="host"
+    )
+    for tokens in batches(2):
+        train(optimizer, model, [tokens])
+    traces = [node.stack_trace or "" for g in compiler.graphs for node in g.graph.nodes]
+    assert any("models.py" in trace for trace in traces)
+    assert not any("offloadtrain/engine" in trace for trace in traces)
+    assert compiler.frame_count == 1
+    assert functorch_config.activation_memory_budget == 1.0
+    assert partitioners.choose_saved_values_set is CHOOSE
+    optimizer.close()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a policy": (
+        {"compile_blocks": True, "activation": "selective", "activation_policy": print},
+        "activation_policy and compile_blocks = True: .* set activation_budget",
+    ),
+    "a budget of operations that are not compiled": (
+        {"activation": "selective", "activation_budget": 0.3},
+        "activation_budget = 0.3 and compile_blocks = False",
+    ),
+    "a budget of all": (
+        {"compile_blocks": True, "activation_budget": 0.3},
+        "activation_budget = 0.3 and activation = 'keep'",
+    ),
+    "more than all": (
+        {"compile_blocks": True, "activation": "selective", "activation_budget": 1.5},
+        "activation_budget = 1.5 is more than 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ot.offload(Chain(3), device="cpu", **options)

@@ -475,7 +475,7 @@ def test_block_inputs_move_as_the_driven_program_says(ranks: Run, activation: st
         assert launched == driven and launched.count("gather input") == 3
 
 
-@pytest.mark.parametrize("activation", ["recompute", "offload"])
+@pytest.mark.parametrize("activation", ["recompute", "selective", "offload"])
 def test_what_the_ranks_do_not_divide_stays_whole(activation: str) -> None:
     program = Program(replace(chain(1, activation=activation), input_parts=3), part=2)
     for number, (numel, length, gathers) in enumerate([(100, 100, 0), (99, 33, 1)]):

@@ -38,6 +38,7 @@ FP16: Options = {"precision": "fp16"}
 OVERFLOWS: Options = FP16 | {"scale": 2.0**24, "steps": 9}
 HOST: Options = {"working": "host"}
 RECOMPUTE: Options = {"activation": "recompute"}
+SELECTIVE: Options = {"activation": "selective"}
 OFFLOAD: Options = {"activation": "offload"}
 SAVED: Options = {"activation": "offload_saved", "offload_saved_above": 0}
 PARTITIONED: Options = {"partition_activations": True}
@@ -86,6 +87,7 @@ STAGES = [
     ),
     case("gpt", TWO, OFFLOAD | HOST | {"device_slots": 1, "groups": True}, long=True),
     case("gpt", FOUR, FP16 | INTERLEAVED, long=True),
+    case("gpt", TWO, SELECTIVE | HOST | CLIP, long=True),
     case("gpt", TWO, OFFLOAD | {"recompute_blocks": 1, "skip_nonfinite": False}, long=True),
     # Stages of a single layer that gets the model's own fp32 input; forwards that compute between
     # layers; outputs of several tensors.
@@ -108,6 +110,7 @@ STAGES = [
     case("llama, sequence", PARTS, FP32 | TWO_VERSIONS),
     case("llama, sequence", PARTS, FP32 | RECOMPUTE),
     case("llama", PARTS, FP32 | HOST | RECOMPUTE | PARTITIONED),
+    case("llama", PARTS, FP32 | HOST | SELECTIVE | PARTITIONED, long=True),
     case("llama", PARTS, FP32 | OFFLOAD | PARTITIONED | THREADS),
     case("llama", {"pp": 2, "dp": 2, "tp": 2}, CLIP | {"zero_stage": 3} | DEVICE, long=True),
     case("deep experts", {"pp": 2, "ep": 2}, FP32),

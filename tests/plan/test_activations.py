@@ -79,7 +79,7 @@ def ratio(config: Config) -> float:
 
 
 @pytest.mark.cover(1, 2)
-@pytest.mark.parametrize("policy", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("policy", ["keep", "recompute", "selective", "offload"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     "shape",

@@ -160,3 +160,37 @@ def test_the_report_has_the_number() -> None:
 
 def test_the_engine_lays_out_what_is_planned_and_its_program_is_proved() -> None:
     assert "proved" in check(planned(job(*AUTO)))
+
+
+def test_selective_recompute_is_planned_between_keeping_and_recompute() -> None:
+    """Memory from a trace of the layers; no product runs again."""
+    h100 = find("h100")[1]
+    modes = ("keep", "selective", "recompute")
+    keep, selective, again = (planned(job(f"offload.activation={mode}"), h100) for mode in modes)
+    saved = [plan.activations.saved for plan in (keep, selective, again)]
+    assert saved[2] * 2 < saved[1] < saved[0] * 0.8
+    seconds = [plan.prediction.seconds for plan in (keep, selective, again)]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert keep.prediction.forward_again == pytest.approx(0.0, abs=1e-9)
+    assert selective.prediction.forward_again == pytest.approx(0.0, abs=1e-9)
+    assert again.prediction.forward_again > 0.7
+    assert "with recompute of 0 % of the forward" in report.text(selective)
+    assert f"of {100 * again.prediction.forward_again:.0f} % of the forward" in report.text(again)
+
+
+def test_compiled_layers_are_planned_by_their_budget() -> None:
+    h100 = find("h100")[1]
+
+    def plan(*keys: str) -> Plan:
+        return planned(job("offload.compile_blocks=true", *keys), h100)
+
+    selective = "offload.activation=selective"
+    shares = (0.0, 0.25, 0.5, 1.0)
+    plans = [plan(selective, f"offload.activation_budget={share}") for share in shares]
+    keep, again = plan("offload.activation=keep"), plan("offload.activation=recompute")
+    low, high = again.activations.saved, keep.activations.saved
+    for share, each in zip(shares, plans, strict=True):
+        assert each.activations.saved == pytest.approx(low + share * (high - low), rel=1e-6)
+        rest = (1 - share) * again.prediction.forward_again
+        assert each.prediction.forward_again == pytest.approx(rest, abs=1e-9)
+    assert plan(selective).activations == plans[2].activations

@@ -21,15 +21,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from offloadtrain.engine.autograd.hooks import (
-    CompiledForward,
-    has_ended,
-    watch,
-    watch_inside,
-)
+from offloadtrain.engine.autograd.compiled import CompiledForward
+from offloadtrain.engine.autograd.hooks import has_ended, watch, watch_inside
 from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors, are_covered
+from offloadtrain.engine.autograd.selective import Policy, of_engine
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.checks import ModelError, has_compiled, version_of
 from offloadtrain.engine.residency import Residency
@@ -90,12 +87,14 @@ class ForwardHooks:
         *,
         residency: Residency,
         recomputed: Sequence[nn.Module],
-        compiled: Sequence[nn.Module],
+        compiled: Mapping[nn.Module, float | None],
         offloader: Offloader | None,
+        policy: Policy | None = None,
     ) -> None:
         """`entries`: module → the blocks whose weights its forward reads. `recomputed`: modules
-        whose forward runs again in backward. `compiled`: those that torch compiles. `offloader`:
-        takes the inputs of the recomputed ones, or all that is saved for backward."""
+        whose forward runs again in backward. `compiled`: module that torch compiles → see
+        `CompiledForward`. `offloader`: takes the inputs of the recomputed ones, or all that is
+        saved for backward. `policy`: see `Recomputed`."""
         self.on_root: Callable[[], ForwardHooks | None] = lambda: None
         """Called when a forward of the model begins that is not part of a backward. Returns the
         hooks that took the place of these in the call."""
@@ -113,12 +112,13 @@ class ForwardHooks:
         self._running: list[_Running] = []
         """All forwards in progress, the innermost last."""
         self._handles: list[RemovableHandle] = []
-        self._compiled = [CompiledForward(module) for module in compiled]
+        self._compiled = [CompiledForward(module, share) for module, share in compiled.items()]
         for forward in self._compiled:
             forward.put()
         self._saved = _saved_tensors(blocks, residency)
         written = Written()
-        self._recomputed = {m: Recomputed(m, weakref.ref(self), written) for m in recomputed}
+        watcher = weakref.ref(self)
+        self._recomputed = {m: Recomputed(m, watcher, written, policy) for m in recomputed}
         self._attach(entries)
 
     @property
@@ -126,6 +126,7 @@ class ForwardHooks:
         """The order in which forward first entered the blocks; blocks never entered come last."""
         return [*self._order, *(block for block in self._blocks if block not in self._order)]
 
+    @of_engine
     def enter(
         self, module: nn.Module, *, again: bool = False, frame: FrameType | None = None
     ) -> None:
@@ -165,6 +166,7 @@ class ForwardHooks:
         hooked.running.append(running)
         self._running.append(running)
 
+    @of_engine
     def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
         """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
         not fired, in a forward that is called past them, or runs again ([Note: Recompute without
@@ -177,6 +179,7 @@ class ForwardHooks:
         hooked.handles = hooked.handles and in_backward()
         return False
 
+    @of_engine
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
         hooked = self._hooked[module]

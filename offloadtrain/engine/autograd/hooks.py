@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.parameters import past_the_class
-from offloadtrain.runtime.heartbeat import HEARTBEAT
 
 
 class Watcher(Protocol):
@@ -212,42 +211,6 @@ class ReplacedForward:
             self._module.forward = self._original
         else:
             del self._module.forward
-
-
-class CompiledForward(ReplacedForward):
-    """The forward as `torch.compile` makes it, at its first call.
-
-    Not the call of the module: hooks stay outside, all layers alike share one code, and a recompute
-    runs the compiled forward again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        # Under torch's own name for it, by which others tell that it is compiled.
-        self._torchdynamo_orig_callable = module.forward
-        self._compiled = torch.compile(module.forward)
-        _tell_the_watchdog()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(*args, **kwargs)
-
-
-def _tell_the_watchdog() -> None:
-    """To compile takes up to a minute, in which nothing is launched: that is no hang."""
-    # here: the compiler takes over a second to import
-    from torch._dynamo.callback import callback_handler
-
-    if _begun not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begun)
-        callback_handler.register_end_callback(_ended)
-
-
-def _begun(*_: object) -> None:
-    HEARTBEAT.held_up = True
-
-
-def _ended(*_: object) -> None:
-    HEARTBEAT.held_up = False
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:

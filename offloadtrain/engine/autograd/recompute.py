@@ -45,7 +45,7 @@ import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import cache, partial
 from itertools import chain
@@ -60,6 +60,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.units import format_bytes
 from offloadtrain.engine.autograd.hooks import ReplacedForward, Watcher, passthrough
+from offloadtrain.engine.autograd.selective import Policy, Selection
 
 
 class _Generator(NamedTuple):
@@ -448,8 +449,13 @@ class Recomputed(ReplacedForward):
     """Stands in for a forward that runs again in backward."""
 
     def __init__(
-        self, module: nn.Module, watcher: Callable[[], Watcher | None], written: Written
+        self,
+        module: nn.Module,
+        watcher: Callable[[], Watcher | None],
+        written: Written,
+        policy: Policy | None = None,
     ) -> None:
+        """`policy`: tells which results are kept; see [Note: Selective recompute]."""
         # torch's checkpoint reads a setting of the compiler, whose import takes seconds. Inside of
         # the first forward an error that it catches would keep the forward's frames, and with them
         # its hidden states and logits, until Python collects garbage.
@@ -458,6 +464,7 @@ class Recomputed(ReplacedForward):
         super().__init__(module)
         self._written = written
         self._watcher = watcher
+        self._policy = policy
         self._changes = BufferChanges()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -473,7 +480,8 @@ class Recomputed(ReplacedForward):
         modules = list(self._module.modules())
         inputs = Rewind(args, kwargs, modules)
         random = RandomStates(modules, (*args, *kwargs.values()))
-        run = _Runs(self._run, inputs, random)
+        selection = None if self._policy is None else Selection(self._policy)
+        run = _Runs(partial(self._run, selection or nullcontext()), inputs, random)
         copies = self._changes.copies(modules)
         output = checkpoint(run, *args, use_reentrant=False, **kwargs)
         if run.failed is not None:
@@ -486,13 +494,15 @@ class Recomputed(ReplacedForward):
         self._written.look(inputs, args, kwargs)
         return output
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, selected: AbstractContextManager[object], *args: Any, **kwargs: Any) -> Any:
         watcher = self._watcher()
         if watcher is None:
-            return self._original(*args, **kwargs)
+            with selected:
+                return self._original(*args, **kwargs)
         # In backward this is what makes compute wait for the block's weights and pins its slot.
         watcher.enter(self._module, again=True)
         try:
-            return self._original(*args, **kwargs)
+            with selected:
+                return self._original(*args, **kwargs)
         finally:
             watcher.leave(self._module)

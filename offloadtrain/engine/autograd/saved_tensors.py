@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import has_ended
 from offloadtrain.engine.autograd.offload import Offloader
+from offloadtrain.engine.autograd.selective import of_engine
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import AddressMap
@@ -116,6 +117,7 @@ class PartHandle:
 
     __slots__ = ("_handle", "_like")
 
+    @of_engine
     def __init__(self, reading: Reading, bucket: Bucket, tensor: Tensor) -> None:
         self._handle = Handle(reading, bucket, local(tensor))
         # Mesh, placements and shape without the memory, which the slot's next block gets.

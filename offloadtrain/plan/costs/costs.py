@@ -181,8 +181,13 @@ class Costs:
         layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
         eager = kernels_of(model, compiled=False)  # whole on every rank
         head = head_seconds(model, *where, eager) if self._has_head else Seconds(0.0, 0.0)
-        # A compiled forward runs again as a whole: its graph is one node.
-        shorter = alone.forward if compiled else again_seconds(model, seq_len, *where, split)
+        # From inputs on the host a compiled forward runs again as a whole: its graph is one node.
+        if compiled and self.placed.config.offload.activations.mode == "offload":
+            shorter = alone.forward
+        else:
+            selects = self._share_again == 0.0
+            shorter = again_seconds(model, seq_len, *where, split, selects=selects)
+            shorter *= self._share_again if compiled else 1.0
         again_s = shorter + self.parts.sum_s + 2 * self.experts.exchange_s
         last, by_block = self.spec.blocks[-1].name, {}
         for block in self.spec.blocks:
@@ -226,15 +231,24 @@ class Costs:
         return stage is None or stage.is_last
 
     @property
+    def _share_again(self) -> float:
+        """The share of a recomputed layer's products that backward computes again."""
+        offload = self.placed.config.offload
+        if offload.activations.mode != "selective":
+            return 1.0
+        return 1.0 - (offload.activations.compiled_budget or 0.0) if offload.compile_blocks else 0.0
+
+    @property
     def recomputed_flops(self) -> float:
         """Those of recompute, and of experts, which each part of matrices computes for itself."""
         if self.placed.traced is not None:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
-        compiled = self.placed.config.offload.compile_blocks
-        of_layer = block_flops_per_token if compiled else again_flops_per_token
+        offload = self.placed.config.offload
+        as_a_whole = offload.compile_blocks and offload.activations.mode == "offload"
+        of_layer = block_flops_per_token if as_a_whole else again_flops_per_token
         parts_flops = self.parts.flops_again
-        layer = of_layer(model, seq_len) / self.parts.count + parts_flops
+        layer = self._share_again * of_layer(model, seq_len) / self.parts.count + parts_flops
         return self._tokens * (layer * self.placed.recomputed + 3 * parts_flops * model.num_layers)
 
     def _moved_s(self, kind: Kind, bucket: BucketSpec) -> float:

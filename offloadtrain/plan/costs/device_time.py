@@ -220,15 +220,19 @@ def again_seconds(
     machine: Machine,
     precision: Precision,
     kernels: Kernels,
+    *,
+    selects: bool = False,
 ) -> float:
     """Return the time of one block's forward when backward runs it again: up to the input of its
-    last product, beyond which nothing is needed; of experts up to its output."""
+    last product, beyond which nothing is needed; of experts up to its output. `selects`: the
+    results of products and attention were kept."""
     work = _Block(shape, seq_len, tokens, machine, precision, kernels)
     product = 0.0
     if not shape.num_experts:
         product = work.product(shape.ff_width / kernels.split, shape.d_model)
     added = 3 * shape.d_model * ITEMSIZE[PRECISIONS[precision]] / (1e9 * machine.hbm_gbps)
-    return tokens * (work.matrices + work.attention[0] + work.moved[0] - product - added)
+    again = 0.0 if selects else work.matrices + work.attention[0] - product
+    return tokens * (again + work.moved[0] - added)
 
 
 def head_seconds(

@@ -529,7 +529,7 @@ def _consistent(job: Config, keys: dict[str, Any]) -> Config:
     offload = changed.offload
     if offload.weights.tier == "device" and offload.weights.resident_blocks:
         offload = offload.replace(resident_blocks=None)
-    if offload.activations.mode not in ("recompute", "offload"):
+    if offload.activations.mode not in ("recompute", "selective", "offload"):
         offload = offload.replace(recompute_blocks=None)
     if not offload.activations.recomputes:
         offload = offload.replace(partition_activations=False)

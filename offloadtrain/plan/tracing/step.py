@@ -286,6 +286,7 @@ def traced_options(config: OffloadConfig) -> OffloadConfig:
         precision=config.precision,
         activation=config.activations.mode,
         recompute_blocks=config.activations.recompute_blocks,
+        activation_policy=config.activations.policy,
         offload_saved_above=config.activations.offload_saved_above,
         keep_fp32=config.weights.keep_fp32,
         cast_inputs=config.activations.cast_inputs,

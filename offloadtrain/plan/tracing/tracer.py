@@ -17,7 +17,7 @@ from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.config.ranks_options import Stage
 from offloadtrain.model.experts import Experts
 from offloadtrain.model.transformer import LossTerms, Transformer
-from offloadtrain.plan.costs.microbatch import Activations, BlockCost, TracedStep, Work
+from offloadtrain.plan.costs.microbatch import Activations, BlockCost, Trace, TracedStep, Work
 from offloadtrain.plan.layout import empty_transformer
 from offloadtrain.plan.placement import Placement, PlanError
 from offloadtrain.plan.tracing.alike import uniform_runs
@@ -70,6 +70,8 @@ class Tracer:
 
     def __call__(self, config: Config) -> TracedStep:
         """Return the trace of a microbatch of this job; raises as `trace_step`."""
+        if _has_budget(config):
+            return _with_budget(self, config)
         size = config.train.micro_batch
         if (
             config.offload.activations.mode == "offload_saved"
@@ -87,6 +89,7 @@ class Tracer:
             *(
                 offload.activations.mode,
                 offload.activations.recompute_blocks,
+                offload.activations.policy,
                 offload.activations.offload_saved_above,
                 offload.precision,
                 offload.weights.keep_fp32,
@@ -120,6 +123,20 @@ class Tracer:
                 f"torch says: {str(error).rstrip('.')}. If its forward runs with data, use another "
                 "offload.precision, or another implementation of that part"
             ) from error
+
+
+def _has_budget(config: Config) -> bool:
+    """Compiled layers save a share of what they would save."""
+    return config.offload.compile_blocks and config.offload.activations.mode == "selective"
+
+
+def _with_budget(trace: Trace, config: Config) -> TracedStep:
+    """Return the trace as far between those of recompute and of keeping all as the budget is."""
+    share = config.offload.activations.compiled_budget or 0.0
+    offload = config.offload.replace(activation="recompute", activation_budget=None)
+    again = trace(replace(config, offload=offload))
+    offload = offload.replace(activation="keep", recompute_blocks=None)
+    return between(again, trace(replace(config, offload=offload)), share)
 
 
 def between(small: TracedStep, large: TracedStep, share: float) -> TracedStep:
@@ -233,6 +250,8 @@ class ShapeTrace:
         Raises:
             PlanError: the model has no such shape as the transformer.
         """
+        if _has_budget(config):
+            return _with_budget(self, config)
         train, shape = config.train, config.rank_shape
         shape = replace(shape, max_seq_len=max(shape.max_seq_len, config.data.seq_len))
         options = traced_options(config.offload)

@@ -161,8 +161,8 @@ class StepSpec:
     @property
     def input_memory(self) -> Memory:
         """The kind of the memory that block inputs are moved to."""
-        on_host = self.config.activations.mode != "recompute" or self.input_parts == 1
-        return Memory.HOST_ACTIVATION if on_host else Memory.KEPT_ACTIVATION
+        stays = self.config.activations.mode in ("recompute", "selective")
+        return Memory.KEPT_ACTIVATION if stays and self.input_parts > 1 else Memory.HOST_ACTIVATION
 
     @property
     def is_single(self) -> bool:

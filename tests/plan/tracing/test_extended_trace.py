@@ -17,7 +17,7 @@ from offloadtrain.plan.tracing.alike import TRACED, Moment, Run, runs_of
 from offloadtrain.plan.tracing.alike import extended as extend
 from tests.plan.tracing.models import CONFIGS, LENGTH
 
-Activation = Literal["keep", "recompute", "offload"]
+Activation = Literal["keep", "recompute", "selective", "offload"]
 
 LAYERS = 16
 
@@ -138,7 +138,7 @@ EXTENDED = {"same", "alternating", "first ones differ"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("activation", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("activation", ["keep", "recompute", "selective", "offload"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_extended_trace_is_the_whole_one(
     monkeypatch: pytest.MonkeyPatch, name: str, activation: Activation

@@ -74,7 +74,7 @@ def test_fifteen_architectures_within_five_percent(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["recompute", "offload", "offload_saved"])
+@pytest.mark.parametrize("policy", ["recompute", "selective", "offload", "offload_saved"])
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
 def test_policies_within_five_percent(name: str, policy: str) -> None:
     above = {"offload_saved_above": 1 << 12} if policy == "offload_saved" else {}

@@ -1,0 +1,109 @@
+"""Layers that torch compiles, and what their backward computes again.
+
+[Note: Compiled recompute]
+The compiler sees forward and backward of a layer at once and divides them: what it does not save,
+backward computes again, fused with the gradients. So a compiled layer needs no second run. Its
+partitioner has a budget: a share of the memory that it would save without one, down to the layer's
+inputs at 0. `Partitioner` sets the budget for its own graphs only.
+
+torch's partitioner takes most operations that draw random numbers (`bernoulli`, inductor's seeds)
+for ones that can be computed again: backward would have the gradient of another dropout mask. So
+what they draw is marked to be saved. At a budget of 0 torch saves inputs only, marked or not; a
+budget just above it does not. And torch's cache of compiled code goes by the budget, not by marks:
+so every budget is a little above the one that was asked for, where nobody else has cached anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from offloadtrain.engine.autograd.hooks import ReplacedForward
+from offloadtrain.engine.autograd.selective import draws
+from offloadtrain.runtime.heartbeat import HEARTBEAT
+
+CODE_GENERATOR = "inductor"
+"""torch's name of the backend that makes code of what is partitioned."""
+
+_ABOVE = 1e-9
+
+
+@dataclass(frozen=True)
+class Partitioner:
+    """A backend of `torch.compile` whose graphs save no more than a budget.
+
+    Equal ones share compiled code: all layers of a list, of every engine.
+
+    Attributes:
+        budget: the share of what torch would save, from 0 to 1.
+    """
+
+    budget: float
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend  # here: imports the compiler
+
+        with self._divides():
+            return lookup_backend(CODE_GENERATOR)(graph, inputs)
+
+    @contextmanager
+    def _divides(self) -> Iterator[None]:
+        from torch._functorch import config, partitioners
+
+        choose = partitioners.choose_saved_values_set
+
+        def choose_with_draws(joint_graph: Any, *args: Any, **kwargs: Any) -> Any:
+            for node in joint_graph.nodes:
+                if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            return choose(joint_graph, *args, **kwargs)
+
+        partitioners.choose_saved_values_set = choose_with_draws
+        try:
+            with config.patch(activation_memory_budget=min(self.budget + _ABOVE, 1.0)):
+                yield
+        finally:
+            partitioners.choose_saved_values_set = choose
+
+
+class CompiledForward(ReplacedForward):
+    """The forward as `torch.compile` makes it, at its first call.
+
+    Not the call of the module: hooks stay outside, and all layers alike share one code.
+    """
+
+    def __init__(self, module: nn.Module, budget: float | None) -> None:
+        """`budget`: that of [Note: Compiled recompute]; None: torch's own, which is none."""
+        super().__init__(module)
+        # Under torch's own name for it, by which others tell that it is compiled.
+        self._torchdynamo_orig_callable = module.forward
+        options: dict[str, Any] = {} if budget is None else {"backend": Partitioner(budget)}
+        self._compiled = torch.compile(module.forward, **options)
+        _tell_the_watchdog()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+
+def _tell_the_watchdog() -> None:
+    """To compile takes up to a minute, in which nothing is launched: that is no hang."""
+    # here: the compiler takes over a second to import
+    from torch._dynamo.callback import callback_handler
+
+    if _begun not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begun)
+        callback_handler.register_end_callback(_ended)
+
+
+def _begun(*_: object) -> None:
+    HEARTBEAT.held_up = True
+
+
+def _ended(*_: object) -> None:
+    HEARTBEAT.held_up = False

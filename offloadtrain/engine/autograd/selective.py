@@ -1,0 +1,240 @@
+"""Selective recompute: a layer keeps the results of its expensive operations and runs the rest
+again.
+
+[Note: Selective recompute]
+With activation = "selective" the second run of a forward ([Note: Recompute] in `recompute.py`)
+takes the results of products and attention from the first one. A dispatch mode around the user's
+forward records them, and in the second run returns them in the order of the first. torch's
+`create_selective_checkpoint_contexts` does so too. This mode differs in four ways:
+
+* The engine's own operations (loads, casts) pass: their number differs between the runs.
+* Views and changes in place always run again. A view of streamed weights, if it was kept, would
+  show the next block's.
+* A result that was changed in place later is computed again.
+* A kept operation may have drawn random numbers. The second run skips it, and the generator is put
+  to where it was after it, so that later operations draw the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from offloadtrain.config.errors import OffloadTrainError
+from offloadtrain.engine.local_part import local
+
+Policy = Callable[..., Any]
+"""As torch's `create_selective_checkpoint_contexts` takes it: (context, operation, *args, **kwargs)
+→ a `CheckpointPolicy`, or True for an operation whose results are kept."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_EXPENSIVE = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_int_mm", "convolution"),
+        *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "mkldnn_rnn_layer"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+        *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
+        *("_efficient_attention_forward",),
+    )
+) | {"flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward"}
+"""Products and attention, by the names of their schemas."""
+
+
+class PolicyError(OffloadTrainError):
+    """A policy has returned what cannot be done."""
+
+
+class _Thread(threading.local):
+    is_engine = False
+    """The engine works on this thread: no mode looks at its operations."""
+
+
+_THREAD = _Thread()
+
+
+def of_engine(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a method of the engine that is called inside a layer's forward."""
+
+    @wraps(method)
+    def unseen(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():  # it sees through casts, and no mode does there
+            return method(*args, **kwargs)
+        before, _THREAD.is_engine = _THREAD.is_engine, True
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _THREAD.is_engine = before
+
+    return unseen
+
+
+def expensive(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
+    """The policy that is taken where the user gives none."""
+    schema = getattr(operation, "_schema", None)  # flex attention has none
+    return schema is None or schema.name in _EXPENSIVE
+
+
+class _Generator(NamedTuple):
+    """The state of torch's generator of a device after an operation that may draw from it."""
+
+    device: torch.device
+    state: Tensor
+
+    def restore(self) -> None:
+        if self.device.type == "cpu":
+            torch.set_rng_state(self.state)
+        else:
+            torch.get_device_module(self.device).set_rng_state(self.state, self.device)
+
+
+class _Result:
+    """The kept result of an operation."""
+
+    __slots__ = ("_leaves", "_spec", "_versions", "generator")
+
+    def __init__(self, out: Any, generator: _Generator | None) -> None:
+        leaves, self._spec = tree_flatten(out)
+        # Detached: autograd is about to make `out` a part of the graph, which holds this object.
+        self._leaves = [_detached(leaf) for leaf in leaves]
+        self._versions = [getattr(leaf, "_version", None) for leaf in self._leaves]
+        self.generator = generator
+
+    @property
+    def is_unchanged(self) -> bool:
+        return self._versions == [getattr(leaf, "_version", None) for leaf in self._leaves]
+
+    def value(self) -> Any:
+        return tree_unflatten(self._leaves, self._spec)
+
+
+class Selection(TorchDispatchMode):
+    """Around a forward: the first time it records what `policy` keeps, later it returns that."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._policy = policy
+        self._ran = False
+        self._calls: Counter[Any] = Counter()
+        self._results: dict[tuple[Any, int], _Result] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as `Passthrough`
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A function that the user has compiled, such as flex attention, stays compiled."""
+        return True
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._calls.clear()
+        if self._ran:
+            self._results.clear()  # what the second run had no use for; a third one computes it
+        self._ran = True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _THREAD.is_engine or not _makes_new(func):
+            return func(*args, **kwargs)
+        key = func, self._calls[func]
+        self._calls[func] += 1
+        if not self._ran:
+            out = func(*args, **kwargs)
+            if self._keeps(out, func, args, kwargs):
+                state = _generator_of(out) if draws(func, args, kwargs) else None
+                self._results[key] = _Result(out, state)
+            return out
+        result = self._results.pop(key, None)
+        if result is None or not result.is_unchanged:
+            return func(*args, **kwargs)
+        if result.generator is not None:
+            result.generator.restore()
+        return result.value()
+
+    def _keeps(self, out: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Raises PolicyError if the results are to go to the host."""
+        context = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = out  # older releases of torch have no argument for it
+        decision = self._policy(context, func, *args, **kwargs)
+        if isinstance(decision, CheckpointPolicy):
+            if "OFFLOAD" in decision.name:
+                raise PolicyError(
+                    f"activation_policy returned {decision.name} for {func}: what 'selective' "
+                    "keeps stays on the device. Return a SAVE or a RECOMPUTE, or set activation = "
+                    "'offload_saved', which moves all that is saved"
+                )
+            decision = decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+        # Some operations return memory of their inputs without telling so, weights for instance.
+        return bool(decision) and _memory_of(out).isdisjoint(_memory_of((args, kwargs)))
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Tell whether an operation returns new tensors, and draws from no generator of the user's."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        return str(func) == "flex_attention"
+    schema = func._schema
+    draws = any(str(argument.type) == "Optional[Generator]" for argument in schema.arguments)
+    aliases = any(returned.alias_info is not None for returned in schema.returns)
+    return not (schema.is_mutable or aliases or draws) and bool(schema.returns)
+
+
+def draws(operation: Any, args: Any, kwargs: Any) -> bool:
+    """Tell whether an operation draws random numbers; attention does for its dropout only."""
+    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or bool(values.get("dropout_p", 0.0))
+
+
+def _generator_of(out: Any) -> _Generator | None:
+    device = next((tensor.device for tensor in _tensors(out)), None)
+    if device is None or device.type == "meta":
+        return None
+    if device.type == "cpu":
+        return _Generator(device, torch.get_rng_state())
+    return _Generator(device, torch.get_device_module(device).get_rng_state(device))
+
+
+def _detached(leaf: Any) -> Any:
+    """Return another tensor of the same memory, with the same version counter."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    # Below autograd `detach` would make a counter of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return leaf.detach()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor))
+
+
+def _memory_of(values: Any) -> set[int]:
+    return {
+        local(tensor).untyped_storage()._cdata
+        for tensor in _tensors(values)
+        if tensor.layout is torch.strided
+    }

@@ -1,0 +1,328 @@
+"""`activation="selective"`: the bits of keeping everything, and which operations run again."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
+
+import offloadtrain as ot
+from offloadtrain.config.offload import OptionError
+from offloadtrain.engine.autograd.selective import PolicyError, Selection
+from offloadtrain.engine.checks import ModelError
+from tests import levels
+from tests.numerics.comparison import ADAMW, assert_same, follow, pair, train
+from tests.numerics.models import WIDTH, Chain, Layer, batches, loss_of
+from tests.plan.tracing.measured import most_allocated
+
+STREAMED: dict[str, Any] = {"working": "host", "device_slots": 1}
+placed = pytest.mark.parametrize("options", [{}, STREAMED], ids=["resident", "streamed"])
+
+
+class Attention(Layer):
+    """Two heads of 12 channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return super().forward(x + attended.transpose(1, 2).flatten(2))
+
+
+class InPlace(Layer):
+    """Changes the result of a product in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(self.norm(x))
+        up += 1.0
+        up.mul_(0.5)
+        return x + self.down(F.gelu(up))
+
+
+class Transposed(Layer):
+    """Reads its weights through views of several kinds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.norm(x) @ self.up.weight.t() + torch.ops.aten._unsafe_view(self.up.bias, [-1])
+        return x + F.gelu(up) @ self.down.weight.unsqueeze(0).transpose(1, 2)
+
+
+class TwoDropouts(Layer):
+    """Between products whose results stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = F.dropout(self.up(self.norm(x)), 0.3)
+        return x + F.dropout(self.down(F.gelu(up)), 0.3)
+
+
+class RandomMasks(Layer):
+    """Dropout by an operation that makes a new tensor, on the CPU too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(self.norm(x))
+        down = self.down(F.gelu(up * (torch.rand_like(up) > 0.3)))
+        return x + down * (torch.rand_like(down) > 0.3)
+
+
+class Mixed(Layer):
+    """In fp32 before each product: the engine casts there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x.float())).float())
+
+
+class OfLayers(Chain):
+    def __init__(self, kind: type[Layer], depth: int = 4) -> None:
+        super().__init__(depth)
+        self.layers = nn.ModuleList(kind() for _ in range(depth))
+
+
+def save_all(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def save_every_second(context: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    save_every_second.calls += 1  # type: ignore[attr-defined]
+    if save_every_second.calls % 2:  # type: ignore[attr-defined]
+        return CheckpointPolicy.PREFER_SAVE
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+save_every_second.calls = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.cover(1, levels.ALL)
+@placed
+@pytest.mark.parametrize("policy", [None, save_all, save_every_second])
+@pytest.mark.parametrize("kind", [Attention, InPlace, Transposed, TwoDropouts, Mixed])
+def test_a_run_has_the_bits_of_keeping_everything(
+    kind: type[Layer], policy: Callable[..., Any] | None, options: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(
+        OfLayers(kind), "fp32" if kind is Mixed else "bf16", activation="selective",
+        activation_policy=policy, **options,
+    )  # fmt: skip
+    for number, tokens in enumerate(batches(3)):
+        torch.manual_seed(number)
+        expected = resident.step([tokens], loss_of)
+        torch.manual_seed(number)
+        assert train(optimizer, model, [tokens]) == expected
+    assert_same(resident, optimizer, model)
+    optimizer.close()
+
+
+def test_a_view_of_weights_is_never_kept() -> None:
+    """In the second run the block may have another slot, and the first one other weights."""
+    selection = Selection(save_all)
+
+    def run(weights: Tensor) -> tuple[Tensor, ...]:
+        with selection:
+            return weights * 1, weights.t(), torch.ops.aten._unsafe_view(weights, [-1])
+
+    run(torch.zeros(2, 3))
+    product, turned, flat = run(torch.ones(2, 3))
+    assert not product.any() and turned.all() and flat.all()
+
+
+def test_kept_draws_and_others_are_the_same() -> None:
+    """The first dropout of each layer stays, the second one runs again."""
+    drawn = 0
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+        nonlocal drawn
+        draws = torch.Tag.nondeterministic_seeded in operation.tags
+        drawn += draws
+        return bool(draws and drawn % 2)
+
+    torch.manual_seed(0)
+    kept, model = OfLayers(RandomMasks), OfLayers(RandomMasks)
+    model.load_state_dict(kept.state_dict())
+    results = []
+    options = {"activation": "selective", "activation_policy": policy}
+    for each, chosen in ((kept, {}), (model, options)):
+        optimizer = ot.offload(each, ADAMW, device="cpu", **chosen)
+        for number, tokens in enumerate(batches(2)):
+            torch.manual_seed(number)
+            train(optimizer, each, [tokens])
+        results.append([weight.clone() for _, weight in optimizer.master_weights()])
+        optimizer.close()
+    assert drawn == 2 * 4 * 2
+    assert all(map(torch.equal, *results))
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+EXPENSIVE = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu")
+CHEAP = ("native_layer_norm", "gelu")
+
+
+def backward_calls(**options: Any) -> Counter[str]:
+    """Operations of a backward on the default lanes, of the model's forwards among them."""
+    torch.manual_seed(0)
+    _, optimizer, model = pair(OfLayers(Attention), **options)
+    loss = loss_of(model, batches(1)[0])
+    with Calls() as calls:
+        optimizer.backward(loss)
+    optimizer.close()
+    return calls.counts
+
+
+@pytest.mark.default_lanes
+@placed
+def test_no_product_and_no_attention_runs_again(options: dict[str, Any]) -> None:
+    keep, again = backward_calls(**options), backward_calls(activation="recompute", **options)
+    selective = backward_calls(activation="selective", **options)
+    assert all(selective[name] == keep[name] for name in EXPENSIVE)
+    assert all(selective[name] == again[name] > keep[name] for name in CHEAP)
+    assert again["addmm"] > keep["addmm"]
+    first = backward_calls(activation="selective", recompute_blocks=1, **options)
+    assert first["gelu"] == keep["gelu"] + 1
+
+
+@pytest.mark.default_lanes
+def test_the_peak_is_between_those_of_recompute_and_keep() -> None:
+    def peak(**options: Any) -> int:
+        torch.manual_seed(0)
+        _, optimizer, model = pair(OfLayers(Attention, 8), **options)
+        tokens = batches(1)[0].repeat(40, 1)
+        train(optimizer, model, [tokens])
+        return most_allocated(lambda: train(optimizer, model, [tokens]))
+
+    keep, selective, again = (peak(activation=mode) for mode in ("keep", "selective", "recompute"))
+    assert again * 1.2 < selective < keep / 1.2
+
+
+@pytest.mark.default_lanes
+def test_a_policy_sees_the_operations_of_the_model_alone() -> None:
+    """No load, no cast, no view of the engine's: the same in every placement."""
+
+    def operations(model: nn.Module, **options: Any) -> Counter[str]:
+        counts: Counter[str] = Counter()
+
+        def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+            assert all(not isinstance(value, nn.Parameter) or value.ndim for value in args)
+            counts[str(operation)] += 1
+            return "mm" in str(operation)
+
+        optimizer = ot.offload(
+            model, device="cpu", activation="selective", activation_policy=policy, **options
+        )
+        for tokens in batches(2):
+            optimizer.backward(loss_of(model, tokens))
+            optimizer.step()
+        optimizer.close()
+        return counts
+
+    torch.manual_seed(0)
+    model = OfLayers(Mixed)
+    expected = operations(copy.deepcopy(model))
+    layers, steps = 4, 2
+    # x.float(); the products of 16 bits return 16 bits, and the sum with x too.
+    assert expected["aten._to_copy.default"] == 2 * layers * steps
+    assert expected["aten.gelu.default"] == layers * steps
+    assert operations(copy.deepcopy(model), **STREAMED) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"working": "host"}], ids=["resident", "streamed"])
+def test_a_graph_can_be_read_twice(options: dict[str, Any]) -> None:
+    """The second backward computes again what the first one has consumed."""
+    torch.manual_seed(0)
+    kept = OfLayers(Attention)
+    model = copy.deepcopy(kept)
+    common: dict[str, Any] = {"device": "cpu", "precision": "fp32", **options}
+    optimizers = ot.offload(kept, **common), ot.offload(model, activation="selective", **common)
+    gradients: list[list[Tensor]] = []
+    for each in (kept, model):
+        x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = x
+        for layer in each.layers:
+            y = layer(y)
+        one = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        gradients.append([*one, *torch.autograd.grad(y.sum(), x)])
+    assert all(map(torch.equal, *gradients))
+    for optimizer in optimizers:
+        optimizer.close()
+
+
+def compiled_layers() -> Chain:
+    model = Chain(3)
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a word for a policy": (
+        {"activation": "selective", "activation_policy": "mm"},
+        "activation_policy = 'mm' is no function",
+    ),
+    "a policy without it": (
+        {"activation_policy": save_all},
+        r"activation_policy = .* and activation = 'keep'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_contradicts_it_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ot.offload(Chain(3), device="cpu", **options)
+
+
+def test_layers_that_are_compiled_already_are_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"'layers\.0' is compiled.*compile_blocks=True"):
+        ot.offload(compiled_layers(), device="cpu", activation="selective")
+
+
+def test_what_is_kept_does_not_go_to_the_host() -> None:
+    def policy(*_: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+    model = Chain(3)
+    options: dict[str, Any] = {"activation": "selective", "activation_policy": policy}
+    optimizer = ot.offload(model, device="cpu", **options)
+    with pytest.raises(PolicyError, match=r"MUST_CPU_OFFLOAD for aten\..*'offload_saved'"):
+        loss_of(model, batches(1)[0])
+    optimizer.close()
+
+
+def test_microbatches_and_a_forward_between_them() -> None:
+    """Results belong to the forward that made them."""
+    torch.manual_seed(0)
+    resident, optimizer, model = pair(
+        OfLayers(Attention), accum=2, activation="selective", working="host"
+    )
+    stream = batches(6)
+    follow(resident, optimizer, model, stream[:2], 2)
+    first, second = (loss_of(model, tokens) for tokens in stream[2:4])
+    with torch.no_grad():
+        loss_of(model, stream[5])
+    expected = resident.step(stream[2:4], loss_of)
+    optimizer.backward(first)
+    optimizer.backward(second)
+    optimizer.step()
+    assert [first.item(), second.item()] == expected
+    assert_same(resident, optimizer, model)
+    optimizer.close()

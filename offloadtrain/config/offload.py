@@ -48,7 +48,6 @@ STATE_PRECISIONS: dict[str, tuple[Precision, ...]] = {
 """State format → precisions whose weights it can store. A program may add its own
 (`optim.register_state_format`)."""
 
-
 OFFLOAD_SAVED_ABOVE = 1 << 20
 """Bytes: smaller tensors are not worth a copy of their own."""
 
@@ -245,16 +244,16 @@ class ActivationOptions(OptionGroup):
         None,
         """with "selective" which results stay: a function as torch's
         `create_selective_checkpoint_contexts` takes it, (context, operation, *args, **kwargs) → a
-        `CheckpointPolicy`, or True. It is asked in forward about each operation of a layer that
-        makes a new tensor. None: products, convolutions and fused attention. Not in jobs.""",
+        `CheckpointPolicy` or True, asked about each operation of a layer that makes a new tensor.
+        None: products, convolutions and fused attention. Not in jobs.""",
         name="activation_policy",
         needs=Needs("activation", ("selective",), "it chooses among the operations of a layer"),
     )
     budget: float | None = option(
         None,
-        """with `compile_blocks` and "selective" or "offload_saved", the share of what compiled
-        layers would save that they save, from 0 to 1; the compiler chooses what backward computes
-        again. None: 0.5 with "selective", all with "offload_saved". 0 is "recompute".""",
+        """with `compile_blocks` and "selective" or "offload_saved", the share (0 to 1) of what
+        compiled layers would save that they save; the compiler chooses what backward computes
+        again. None: 0.5 with "selective", 1 with "offload_saved". 0 is "recompute".""",
         name="activation_budget",
         not_negative=True,
         needs=Needs(
@@ -279,9 +278,8 @@ class ActivationOptions(OptionGroup):
     )
     cast_inputs: bool | None = option(
         None,
-        """None: an fp32 input is cast where it meets a matrix of 16 bits and torch would refuse the
-        product: timesteps, labels and masks reach the model as they are. True: every floating-point
-        input of the model is cast at its entrance. False: none is cast.""",
+        """None: an fp32 input is cast where torch would refuse its product with a 16-bit matrix.
+        True: every floating-point input is cast at the model's entrance. False: none.""",
     )
 
     @property
@@ -500,11 +498,9 @@ class OffloadConfig:
     )
     fp8: Fp8Recipe = option(
         "off",
-        """linear layers inside the layers of a list multiply in FP8, through torchao: with a scale
-        per tensor ("tensorwise") or per row ("rowwise", more exact and slower). Weights, gradients
-        and state stay as they are; embeddings, head, norms and routers compute in bf16. Needs
-        compute capability 8.9, and is fast with `compile_blocks` only; on the CPU it is
-        emulated.""",
+        """linear layers inside the layers of a list multiply in FP8, through torchao, with a scale
+        per tensor ("tensorwise") or row ("rowwise"). Needs compute capability 8.9, and is fast with
+        `compile_blocks`; on the CPU it is emulated. What stays in bf16: docs/loop.md.""",
         needs=Needs("precision", ("bf16", "auto"), "FP8 products stand in for those of bf16"),
     )
     weights: WeightOptions = WeightOptions()

@@ -88,22 +88,14 @@ def build(
         adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn, earlier)
     else:
         view_weights(model, blocks, config)
-    again = [part.module for part in recomputed_parts(parts, config)]
-    layers = [part.module for part in parts if part.repeated and config.compile_blocks]
-    activations = config.activations
-    budget, selects = activations.compiled_budget, activations.mode == "selective"
-    with_budget = again if activations.recomputes else layers
-    compiled = {module: budget if module in with_budget else None for module in layers}
     forward_hooks = ForwardHooks(
         model,
         blocks,
         entries,
         lanes,
         residency=residency,
-        recomputed=[module for module in again if module not in compiled or budget is None],
-        compiled=compiled,
         offloader=_offloader(model, program, interpreter, ranges.inputs, division.parts),
-        policy=(activations.policy or expensive) if selects else None,
+        **_of_layers(parts, config),
     )
     engine = Engine(
         blocks,
@@ -118,6 +110,21 @@ def build(
         ranks=ranks,
     )
     return engine, blocks
+
+
+def _of_layers(parts: Sequence[Part], config: OffloadConfig) -> dict[str, Any]:
+    """Return the arguments of `ForwardHooks` about layers that run again or are compiled."""
+    activations = config.activations
+    budget, selects = activations.compiled_budget, activations.mode == "selective"
+    again = [part.module for part in recomputed_parts(parts, config)]
+    layers = [part.module for part in parts if part.repeated and config.compile_blocks]
+    with_budget = again if activations.recomputes else layers
+    compiled = {module: budget if module in with_budget else None for module in layers}
+    return {
+        "recomputed": [module for module in again if module not in compiled or budget is None],
+        "compiled": compiled,
+        "policy": (activations.policy or expensive) if selects else None,
+    }
 
 
 def lay_out(

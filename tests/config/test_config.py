@@ -642,6 +642,8 @@ def _configs(draw: st.DrawFn) -> Config:
     activation = draw(st.sampled_from(modes))
     above = st.integers(0, 1 << 30) if activation == "offload_saved" else st.just(1 << 20)
     recomputes = activation in ("recompute", "selective", "offload")
+    compiled = draw(st.booleans())
+    has_budget = compiled and activation in ("selective", "offload_saved")
     again = st.sampled_from((None, 0, 9, "auto")) if recomputes else st.none()
     offload = {
         "precision": st.just(precision),
@@ -665,6 +667,8 @@ def _configs(draw: st.DrawFn) -> Config:
         "activation": st.just(activation),
         "recompute_blocks": again,
         "activation_policy": st.none(),
+        "compile_blocks": st.just(compiled),
+        "activation_budget": st.none() | (st.floats(0, 1) if has_budget else st.none()),
         "offload_saved_above": above,
     }
     chunked = draw(st.booleans())

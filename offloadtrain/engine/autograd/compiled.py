@@ -54,7 +54,8 @@ class Partitioner:
 
     @contextmanager
     def _divides(self) -> Iterator[None]:
-        from torch._functorch import config, partitioners
+        from torch._functorch import config as functorch
+        from torch._functorch import partitioners
 
         choose = partitioners.choose_saved_values_set
 
@@ -66,7 +67,7 @@ class Partitioner:
 
         partitioners.choose_saved_values_set = choose_with_draws
         try:
-            with config.patch(activation_memory_budget=min(self.budget + _ABOVE, 1.0)):
+            with functorch.patch(activation_memory_budget=min(self.budget + _ABOVE, 1.0)):
                 yield
         finally:
             partitioners.choose_saved_values_set = choose

@@ -26,7 +26,7 @@ from offloadtrain.runtime.lanes import Lanes, SequentialLanes, on_lanes
 from offloadtrain.runtime.lanes.seeded import SeededLanes
 from offloadtrain.runtime.lanes.threads import ThreadLanes
 from offloadtrain.runtime.process_group import all_gather_single, reduce_scatter_single
-from tests.numerics import skipping
+from tests.numerics import skipping, test_float8
 from tests.numerics.models import MODELS, VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun, segment_squares
 from tests.numerics.test_offload import DTYPES
@@ -88,6 +88,7 @@ class TwoTowers(nn.Module):
 
 
 RANK_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "wide": test_float8.Model,
     "routed": Routed,
     "adapted": Adapted,
     "two towers": TwoTowers,
@@ -241,6 +242,8 @@ def compare(
     chosen = {"precision": "bf16", "clip_norm": 0.5, "reduction": "working"} | options
     if chosen.get("mesh"):
         chosen["mesh"] = init_device_mesh("cpu", chosen["mesh"], mesh_dim_names=GROUPS)
+    if "fp8" in chosen:
+        resident = test_float8.converted(resident, chosen["fp8"])
     skips = "skip_unused" in chosen
     lanes = LANES[training.lanes]()
     lanes.poison = True

@@ -112,6 +112,8 @@ CASES = [
     case(2, "routed parts", ZERO_3, DEVICE, FP32_SUMS, steps=6, lanes="threads"),
     case(2, "routed parts", ZERO_3, steps=6, reentrant=False, lanes="threads"),
     case(2, "routed parts", HOST, steps=6, reentrant=True),
+    case(2, "wide", ZERO_2, {"fp8": "rowwise"}, lanes="threads"),
+    case(2, "wide", ZERO_3, RECOMPUTE, {"fp8": "tensorwise"}, lanes="seeded"),
 ]
 
 

@@ -28,6 +28,7 @@ from offloadtrain.step.layout.buffers import BufferSpec
 from offloadtrain.step.layout.tiers import Tier
 from offloadtrain.step.proof.prove import prove
 from tests.gpu.precision import DEVICE, DTYPE, DTYPES, HAS_GPU, NAME, offload
+from tests.numerics import test_float8
 from tests.numerics.comparison import follow
 from tests.numerics.models import MODELS, Chain, batches, loss_of
 from tests.numerics.reference import ResidentRun
@@ -319,8 +320,6 @@ def test_race_provoking_shapes(working: WeightTier) -> None:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("options", [{}, {"working": "host", "activation": "offload"}], ids=str)
 def test_fp8_has_the_bits_of_a_converted_model(recipe: Fp8Recipe, options: dict[str, Any]) -> None:
-    from tests.numerics import test_float8  # here: it skips where torchao is not installed
-
     if HAS_GPU and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("no FP8 products")
     model = test_float8.made()

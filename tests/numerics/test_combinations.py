@@ -19,6 +19,7 @@ from offloadtrain.config.offload import ActivationMode, OptionError
 from offloadtrain.engine import build
 from offloadtrain.engine.autograd import compiled
 from tests import levels
+from tests.numerics import test_float8
 from tests.numerics.comparison import ADAMW, assert_same, train
 from tests.numerics.models import VOCAB, WIDTH, Chain, Layer, batches, loss_of
 from tests.numerics.reference import ResidentRun
@@ -74,7 +75,9 @@ def test_a_cell_of_the_table(
 ) -> None:
     options = options_of(row) | options_of(column)
     torch.manual_seed(0)
-    model = Chain(3)
+    model: Any = Chain(3)
+    if "fp8" in options:
+        model = test_float8.made()
     if "adapters" in column:
         model.layers = nn.ModuleList(Adapted() for _ in range(3))
     if cell == "refused":
@@ -84,7 +87,8 @@ def test_a_cell_of_the_table(
             ot.offload(model, ADAMW, device="cpu", **options)
         return
     assert cell == "same bits"
-    plain_model = copy.deepcopy(model)
+    recipe = options.get("fp8")
+    plain_model = test_float8.converted(model, recipe) if recipe else copy.deepcopy(model)
     if options.get("compile_blocks"):
         torch._dynamo.reset()
         counter, make = CompileCounterWithBackend("aot_eager"), torch.compile

@@ -6,6 +6,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ from tests.numerics.comparison import assert_same, follow
 from tests.numerics.models import VOCAB, batches
 from tests.numerics.reference import ResidentRun
 
-torchao = pytest.importorskip("torchao.float8")
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # torchao and torch's compiler warn of torch
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # torchao and torch's compiler warn of torch
+    pytest.mark.skipif(find_spec("torchao") is None, reason="no torchao"),
+]
 WIDTH = 32
 RULE = ot.AdamW(lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 PLACED: dict[str, dict[str, Any]] = {
@@ -77,6 +79,7 @@ class Model(nn.Module):
 
 def converted(model: nn.Module, recipe: str, *, emulate: bool = True) -> nn.Module:
     """Return a copy of the model as torchao's own function converts it."""
+    torchao = pytest.importorskip("torchao.float8")
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     config = torchao.Float8LinearConfig(
         **vars(config) | {"emulate": emulate, "pad_inner_dim": True}

@@ -158,7 +158,7 @@ def test_damaged_files_and_a_report_of_nothing(tmp_path: Path, capsys: Captured)
         (tmp_path / "broken.json").write_text(text)
         assert main(["report", str(tmp_path)]) == 1
         assert reason in capsys.readouterr().err
-    assert main(["report", str(tmp_path / "absent")]) == 1
+    assert main(["report", str(tmp_path / "absent")]) == 2
     assert "no such folder" in capsys.readouterr().err
 
 

@@ -279,7 +279,6 @@ def attach(
         ledger: that of the process's other engines.
     """
     _check_scratch(chosen)
-    kernels.start_threads()
     ranks = division.replicas
     chosen.zero_stage_among(ranks.size)
     if optimizer_of(model) is not None:

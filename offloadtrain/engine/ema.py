@@ -15,9 +15,10 @@ from offloadtrain.engine.norm import EngineError
 from offloadtrain.engine.optimizer import OffloadOptimizer
 from offloadtrain.engine.state import check_held_by, decoded
 from offloadtrain.runtime.arena import Arena, with_own_storage
-from offloadtrain.runtime.kernels import cut
+from offloadtrain.runtime.dtypes import name_of
+from offloadtrain.runtime.kernels import cut, read_master
 from offloadtrain.step.layout.buffers import BufferSpec
-from offloadtrain.step.layout.formats import FP32
+from offloadtrain.step.layout.formats import FP32, recognise
 
 _CHUNK = 1 << 20
 """Elements that are averaged at a time; a multiple of the blocks of all formats."""
@@ -198,9 +199,24 @@ class EMA:
 
     def _master_of_frozen(self, slot: Slot) -> Tensor:
         """Return the fp32 master of a frozen parameter; its weights, where it has none: (n,)."""
-        self.optimizer._take_over_frozen()
-        values = self.optimizer.state.get(slot.param, {}).get("master", slot.local.data)
-        return slot.flattened(values).float() if tuple(values.shape) == slot.shape else values
+        optimizer = self.optimizer
+        optimizer._take_over_frozen()
+        state = {k: v for k, v in optimizer.state.get(slot.param, {}).items() if k != "step"}
+        groups = zip(optimizer._rules, optimizer.param_groups, strict=True)
+        rule = next(rule for rule, group in groups if any(p is slot.param for p in group["params"]))
+        dtypes = {name: name_of(value.dtype) for name, value in state.items()}
+        format = recognise(dtypes, rule.moments, FP32)
+        if format is None:  # it was never trained
+            return slot.flattened(slot.local.data).float()
+        tensors = tuple(
+            slot.flattened(state[field.name])
+            if tuple(state[field.name].shape) == slot.shape
+            else state[field.name]
+            for field in format.fields(rule.moments)
+        )
+        values = torch.empty(slot.numel, dtype=torch.float32, device="cpu")
+        read_master(format, rule.moments, tensors, values)
+        return values
 
     def _frozen(self) -> list[_Average]:
         """Return the averages of parameters that are frozen now."""

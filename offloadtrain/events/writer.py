@@ -155,7 +155,11 @@ class EventWriter:
         self._closed = False
         self._thread = StandbyThread("event-writer")
         if path is not None:
-            self.open(path)
+            try:
+                self.open(path)
+            except OSError:
+                self._thread.begin(lambda: None)  # ends it
+                raise
 
     def open(self, path: str | Path) -> None:
         """Start writing, beginning with the held events.

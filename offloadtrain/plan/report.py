@@ -206,9 +206,11 @@ def _rows(owners: Mapping[str, int]) -> list[str]:
 
 def _step(plan: Plan) -> str:
     step, machine = plan.prediction, plan.machine
+    is_launching = step.launch_s >= step.seconds
+    waits_s = step.seconds - step.busy_s["compute"] if is_launching else step.exposed
     lines = [
         f"step: {format_seconds(step.seconds)}, of which the device waits "
-        f"{format_seconds(step.exposed)}",
+        f"{format_seconds(waits_s)}",
         f"  {'lane':8} {'':22} {'busy':>9} {'waits':>9}",
     ]
     for lane, meaning in LANES.items():
@@ -216,9 +218,11 @@ def _step(plan: Plan) -> str:
             exposed = step.exposed_s.get(lane, 0.0)
             times = f"{format_seconds(busy):>9} {format_seconds(exposed):>9}"
             lines.append(f"  {lane:8} {meaning:22} {times}")
-    if step.launch_s >= step.seconds:
+    if is_launching:
         lines.append("  bound by launches: the host takes longer to launch it than the device")
-    if step.none_right_s is not None:
+    if step.none_right_s is not None and step.none_right_s <= step.seconds:
+        lines.append("  speculative gains nothing here: set update = exact")
+    elif step.none_right_s is not None:
         rate = step.tokens_per_s * step.seconds / step.none_right_s
         lines.append(
             f"  speculative: {format_seconds(step.seconds)} if all guesses are right, "
@@ -226,7 +230,8 @@ def _step(plan: Plan) -> str:
         )
     lines += [*plan.stage_lines(), *_copies(plan), *_parts(plan), *_experts(plan)]
     again = mfu = ""
-    if plan.job.offload.activations.recomputes:
+    has_adapters = plan.job.hf is not None and plan.job.hf.lora is not None
+    if plan.job.offload.activations.recomputes and not has_adapters:
         again = f" of {100 * step.forward_again:.0f} % of the forward"
     if step.mfu is not None:
         mfu = f"; MFU {100 * step.mfu:.1f} % of {machine.peak_tflops:g} Tflop/s"
@@ -334,7 +339,8 @@ def _verdict(plan: Plan) -> str:
         return "\n".join(["It does not fit:", *(f"  {problem}" for problem in plan.problems)])
     rate = format_count(plan.prediction.tokens_per_s)
     step = format_seconds(plan.prediction.seconds)
-    if (none_right_s := plan.prediction.none_right_s) is not None:
+    none_right_s = plan.prediction.none_right_s
+    if none_right_s is not None and none_right_s > plan.prediction.seconds:
         step += f" ({format_seconds(none_right_s)} if no guess of speculative is right)"
     return f"It fits: {_needs(plan)}; {rate} tokens/s, {step} a step."
 

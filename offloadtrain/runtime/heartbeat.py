@@ -3,7 +3,7 @@
 [Note: Progress]
 A hang is silence: nothing moves for longer than any healthy silence. What moves is one of five:
 
-* beats: a phase begins, an operation is launched, a progress bar moves;
+* beats: a phase begins, an operation is launched, a phase advances;
 * the queues of the lanes;
 * collectives: this rank enters one, or returns from it;
 * bytes that the process reads or writes, by the kernel's count: a long save, a long verification;

@@ -303,6 +303,27 @@ def test_averages_go_on_where_what_is_trained_changes(options: dict[str, Any]) -
     run.optimizer.close()
 
 
+@pytest.mark.parametrize("state", ["fp32", "split16", "int8"])
+def test_frozen_parameters_are_averaged_with_their_masters(state: str) -> None:
+    """Not with their 16-bit weights."""
+    torch.manual_seed(0)
+    model = Chain(2)
+    optimizer = ot.offload(model, ADAMW, device="cpu", state=state)
+    ema = ot.EMA(optimizer, 0.5)
+    for tokens in batches(2):
+        train(optimizer, model, [tokens])
+        ema.update()
+    masters = {name: value.clone() for name, value in optimizer.master_weights()}
+    before = {name: value.clone() for name, value in ema.weights()}
+    model.layers[0].requires_grad_(False)
+    train(optimizer, model, batches(1))
+    ema.update()
+    after = dict(ema.weights())
+    for name, _ in model.layers[0].named_parameters(prefix="layers.0"):
+        assert torch.equal(after[name], before[name].lerp(masters[name], 0.5)), name
+    optimizer.close()
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_the_state_dict_of_the_optimizer_has_the_averages(stages: int, first: bool) -> None:

@@ -8,10 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
-import offloadtrain
-from offloadtrain import AdamW
 from offloadtrain.cli.main import main
 from offloadtrain.config.errors import HostMemoryError
 from offloadtrain.runtime import kernels, thread_pools
@@ -106,7 +103,7 @@ def test_train_is_refused_a_thread_before_memory_is_filled(
 
 
 @pytest.mark.parametrize("refuses", ["Python", "the kernels"])
-def test_offload_is_refused_a_thread_before_memory_is_filled(
+def test_compute_threads_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
     limit = Limit(monkeypatch, 0 if refuses == "Python" else 100)
@@ -117,7 +114,7 @@ def test_offload_is_refused_a_thread_before_memory_is_filled(
 
         monkeypatch.setattr(selection.active_backend(), "cast", refuse, raising=False)
     with pytest.raises(HostMemoryError, match="a limit of processes"):
-        offloadtrain.offload(torch.nn.Linear(4, 4), AdamW(), device="cpu")
+        kernels.start_threads()
     assert limit.mapped == 0
 
 

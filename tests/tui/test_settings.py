@@ -46,7 +46,7 @@ def test_settings_are_read_as_written(tmp_path: Path) -> None:
 
 WRONG = [
     ("theme = 'none'", "theme = 'none' must be one of color-blind-safe, textual-dark"),
-    ("attention = 'loud'", "attention = 'loud' must be one of off, bell"),
+    ("attention = 'loud'", "attention = 'loud' must be one of off, bell, desktop"),
     ("mean = -1", r"mean = -1 must be 0 \(none\) or more steps"),
     ("bell = true", "bell is unknown"),
     ("[keys]\nnext-runn = 'n'", "did you mean next-run"),
@@ -54,6 +54,11 @@ WRONG = [
     ("keys = 3", "keys = 3 must be a table"),
     ("a = [", "not valid TOML"),
 ]
+
+
+def test_the_attention_of_earlier_versions_is_the_bell(tmp_path: Path) -> None:
+    settings = read(tmp_path / "monitor.toml", "attention = 'desktop'\nmean = 100")
+    assert (settings.attention, settings.mean) == ("bell", 100)
 
 
 @pytest.mark.slow

@@ -67,7 +67,8 @@ def tui(
     readonly
         Disable requests to the run.
     screen
-        Initial screen: overview, memory, transfers, timeline, plots, ranks, events, job or runs.
+        Initial screen: overview, memory, transfers, timeline, plots, ranks, events, job, runs or
+        gpus.
     theme
         A Textual theme, "color-blind-safe", or "ansi-dark" for the terminal's own colors.
     size

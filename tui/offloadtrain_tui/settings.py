@@ -3,7 +3,7 @@
 theme = "color-blind-safe"
 attention = "bell"          # at an alert and at the end: "off" or "bell"
 log_axis = true
-mean = false
+mean = 20
 [keys]
 next-run = "n"
 """
@@ -21,6 +21,8 @@ from offloadtrain.boundary.safe_write import replace_file
 from offloadtrain.config import toml
 
 Attention = Literal["off", "bell"]
+_SavedAttention = Literal["off", "bell", "desktop"]
+"""The last is of versions that also notified the desktop: the bell stays."""
 _MOST_BYTES = 1 << 16
 
 
@@ -65,7 +67,7 @@ def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Setti
         text = read_text(file, max_bytes=_MOST_BYTES, follow_link=True, trusted_owner=True)
     except FileNotFoundError:
         return DEFAULTS
-    kinds = toml.field_kinds(Settings)
+    kinds = toml.field_kinds(Settings) | {"attention": _SavedAttention}
     job = toml.parse(text, str(file), list(kinds))
     toml.report_unknown(job, job.tables, list(kinds))
     keys = toml.section(job, "keys") or {}
@@ -78,6 +80,8 @@ def load(file: Path, actions: Collection[str], themes: Collection[str]) -> Setti
     if (mean := values.get("mean", 0)) < 0:
         job.problems.append(f"mean = {mean} must be 0 (none) or more steps")
     job.raise_problems()
+    if values.get("attention") == "desktop":
+        values["attention"] = "bell"
     return Settings(**values)
 
 

@@ -88,9 +88,9 @@ def plan(
         keys alone.
     machine
         A machine file (`offloadtrain doctor --save FILE.toml`), or the name of a shipped one: dgx2,
-        v100_32gb, t4, a10g, l4, a100_40gb, a100_80gb, h100, h100_pcie, h200, gh200, b200, l40s,
-        a6000, rtx2080ti, rtx3060, rtx3090, rtx4060ti, rtx4080, rtx4090, rtx5060ti, rtx5090,
-        rtx_pro6000, mi300x (a plan only: the engine needs CUDA), cpu2. Default: the job's
+        v100_32gb, t4, a10g, l4, a100_40gb, a100_80gb, h100, h100_16cores, h100_pcie, h200, gh200,
+        b200, l40s, a6000, rtx2080ti, rtx3060, rtx3090, rtx4060ti, rtx4080, rtx4090, rtx5060ti,
+        rtx5090, rtx_pro6000, mi300x (a plan only: the engine needs CUDA), cpu2. Default: the job's
         device.machine, else this machine, with the rates of the most similar shipped one.
         Several with --hf or --fine-tune: a table.
     gpus
@@ -112,8 +112,9 @@ def plan(
         Print the largest published model that trains on the machine with 32,768 tokens per step,
         per placement and state format (no JOB).
     compare
-        Also print what DeepSpeed's ZeRO-Offload, FSDP2's CPU offload and torchao need for the same
-        step on this machine, their predicted speed, and how far such predictions were off.
+        Also print what DeepSpeed's ZeRO-2 and ZeRO-3 offload, FSDP2's CPU offload and torchao need
+        for the same step on this machine, their predicted speed, and how far such predictions were
+        off.
     search
         With --gpus N: print the fastest divisions of the job's step into stages of a pipeline,
         replicas, microbatches and recompute, each simulated stage by stage and link by link.

@@ -21,8 +21,9 @@ forward;
   or down: bytes over the link;
 * reads and writes of state, gradients and weights on the disk: bytes over the drive's rate, divided
   by the ranks of a host; lanes that read share it.
-Launches of copies and collectives are free. Adam on the host and copies slow each other, where
-that was measured (`copying_gparams`, `adam_gbps` of a machine file): [Note: Adam beside copies] in
+Launches of copies and collectives take no time on a lane; a step takes at least as long as all of
+its launches. Adam on the host and copies slow each other, where that was measured
+(`copying_gparams`, `adam_gbps` of a machine file): [Note: Adam beside copies] in
 `Costs._slowed_s`. Other lanes do not slow each other.
 """
 
@@ -365,12 +366,12 @@ class Costs:
         """
         name, machine = bucket.format.name, self.machine
         copying: float = getattr(machine, f"{name}_copying_gparams", 0.0)
-        if not copying or bucket.update_tier is not Tier.HOST:
+        alone: float = getattr(machine, f"{name}_gparams", 0.0)
+        if not (copying and alone) or bucket.update_tier is not Tier.HOST:
             return 0.0
         copies_s = self._moved_s(Kind.WEIGHTS_UP, bucket)
         if self._updates_in_backward:
             copies_s += len(self.spec.pieces(bucket)) * self._moved_s(Kind.GRAD_DOWN, bucket)
-        alone: float = getattr(machine, f"{name}_gparams")
         return copies_s * max(1 - copying / alone, 0.0) / 2
 
     def _grad_bytes(self, bucket: BucketSpec) -> int:

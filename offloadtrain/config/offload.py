@@ -253,7 +253,7 @@ class ActivationOptions(OptionGroup):
         None,
         """with `compile_blocks` and "selective" or "offload_saved", the share (0 to 1) of what
         compiled layers would save that they save; the compiler chooses what backward computes
-        again. None: 0.5 with "selective", 1 with "offload_saved". 0 is "recompute".""",
+        again. None: 0.5 with "selective", 1 with "offload_saved". 0: inputs only.""",
         name="activation_budget",
         not_negative=True,
         needs=Needs(
@@ -306,8 +306,9 @@ class ActivationOptions(OptionGroup):
     @property
     def compiled_budget(self) -> float | None:
         """The share of what compiled layers would save that they save; None: all of it."""
-        defaults = {"recompute": 0.0, "selective": 0.5}
-        return defaults.get(self.mode) if self.budget is None else self.budget
+        if self.budget is None and self.mode == "selective":
+            return 0.5
+        return self.budget
 
     @property
     def moved(self) -> str:

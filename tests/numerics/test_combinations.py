@@ -94,7 +94,9 @@ def test_a_cell_of_the_table(
         counter, make = CompileCounterWithBackend("aot_eager"), torch.compile
         monkeypatch.setattr(compiled, "CODE_GENERATOR", counter)
         monkeypatch.setattr(
-            torch, "compile", lambda forward, backend=counter: make(forward, backend=backend)
+            torch,
+            "compile",
+            lambda forward, backend=counter, **how: make(forward, backend=backend, **how),
         )
         for layer in plain_model.layers:
             layer.forward = torch.compile(layer.forward)

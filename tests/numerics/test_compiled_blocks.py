@@ -60,7 +60,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
     torch._dynamo.reset()
     make = torch.compile
     monkeypatch.setattr(
-        torch, "compile", lambda forward, backend=counter: make(forward, backend=backend)
+        torch,
+        "compile",
+        lambda forward, backend=counter, **how: make(forward, backend=backend, **how),
     )
     monkeypatch.setattr(compiled, "CODE_GENERATOR", counter)
     return counter
@@ -82,7 +84,7 @@ def test_the_bits_of_compiled_layers(
     for tokens in batches(4):
         assert train(optimizer, model, [tokens]) == resident.step([tokens], loss_of)
     # The resident layers' code, and the offloaded ones'.
-    assert compiler.frame_count == 2 + ("recompute_blocks" in options)
+    assert compiler.frame_count == 2
     assert_same(resident, optimizer, model)
     assert functorch_config.activation_memory_budget == 1.0
     assert partitioners.choose_saved_values_set is CHOOSE
@@ -119,7 +121,7 @@ def test_a_compilation_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "CODE_GENERATOR", backend)
     model = Chain(2)
-    optimizer = ot.offload(model, device="cpu", compile_blocks=True, activation="recompute")
+    optimizer = ot.offload(model, device="cpu", compile_blocks=True, activation="selective")
     (tokens,) = batches(1)
     train(optimizer, model, [tokens])
     assert held_up == [True] and not HEARTBEAT.held_up
@@ -160,12 +162,9 @@ SHAPES = {
 
 
 SAME_CODE = {
-    "recomputed": "recomputed on the device",
-    "some recomputed": "",
     "selective, streamed": "selective",
     "selective": "",
     "divided and saved": "",
-    "recomputed on the device": "",
 }
 """Placement → another one whose layers have the same code; all others have that of "device"."""
 
@@ -180,7 +179,6 @@ generates = pytest.mark.skipif(
 def test_generated_code_has_the_same_bits_in_every_placement(shape: ModelShape) -> None:
     torch._dynamo.reset()
     result = {name: _trained(shape, options) for name, options in PLACED.items()}
-    result["recomputed on the device"] = _trained(shape, {"activation": "recompute"})
     kept = result["device"]
     for name, (losses, weights) in result.items():
         # What is computed again in backward is fused with other operations there.
@@ -341,7 +339,7 @@ def test_a_smaller_budget_saves_less(working: str, compiler: CompileCounterWithB
             {},
             {"activation": "selective"},
             {"activation": "selective", "activation_budget": 0.1},
-            {"activation": "recompute"},
+            {"activation": "selective", "activation_budget": 0.0},
         )
     )
     assert none < tenth < half < kept
@@ -361,6 +359,36 @@ def test_the_compiler_sees_no_code_of_the_engine(compiler: CompileCounterWithBac
     assert compiler.frame_count == 1
     assert functorch_config.activation_memory_budget == 1.0
     assert partitioners.choose_saved_values_set is CHOOSE
+    optimizer.close()
+
+
+class Cut(nn.Module):
+    """A layer that the compiler does not take as one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        torch._dynamo.graph_break()
+        return x + F.gelu(y)
+
+
+def test_a_layer_in_pieces_has_no_budget(compiler: CompileCounterWithBackend) -> None:
+    """It would save more than it was asked to; as a whole it can run again."""
+    model = Chain(3)
+    model.layers = nn.ModuleList(Cut() for _ in range(3))
+    (tokens,) = batches(1)
+    for options in ({"activation": "recompute"}, {"activation": "recompute", "working": "host"}):
+        plain_model = copy.deepcopy(model)
+        optimizer = ot.offload(plain_model, RULE, device="cpu", compile_blocks=True, **options)
+        train(optimizer, plain_model, [tokens])
+        optimizer.close()
+    optimizer = ot.offload(model, RULE, device="cpu", compile_blocks=True, activation="selective")
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        train(optimizer, model, [tokens])
+    assert "Set activation = 'recompute'" in raised.value.__notes__[-1]
     optimizer.close()
 
 

@@ -240,6 +240,18 @@ def test_compiled_layers(options: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     assert_same(resident, optimizer, model)
 
 
+def test_only_what_was_converted_is_given_back() -> None:
+    model = made()
+    torch.nn.utils.parametrizations.weight_norm(model.layers[0].up)
+    optimizer = ot.offload(model, RULE, device="cpu", fp8="tensorwise")
+    assert "Float8" not in type(model.layers[0].up).__name__
+    model.layers[1].up = replaced = nn.Linear(WIDTH, 2 * WIDTH)
+    del model.layers[2].down
+    optimizer.close()
+    assert model.layers[1].up is replaced
+    assert type(model.layers[2].up) is nn.Linear
+
+
 def test_a_failed_offload_leaves_the_model_as_it_was() -> None:
     model = made()
     modules = list(model.modules())

@@ -82,6 +82,27 @@ class Mixed(Layer):
         return x + self.down(F.gelu(self.up(x.float())).float())
 
 
+class Recurrent(Layer):
+    """Writes to the results of products through tensors with versions of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.gru(self.norm(x))[0])
+
+
+class Energy(Layer):
+    """Differentiates a part of itself: its second run begins within its first one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            z = self.norm(x)
+            (force,) = torch.autograd.grad(self.up(z).square().sum(), z, create_graph=True)
+        return x + self.down(F.gelu(self.up(force)))
+
+
 class OfLayers(Chain):
     def __init__(self, kind: type[Layer], depth: int = 4) -> None:
         super().__init__(depth)
@@ -105,10 +126,14 @@ save_every_second.calls = 0  # type: ignore[attr-defined]
 @pytest.mark.cover(1, levels.ALL)
 @placed
 @pytest.mark.parametrize("policy", [None, save_all, save_every_second])
-@pytest.mark.parametrize("kind", [Attention, InPlace, Transposed, TwoDropouts, Mixed])
+@pytest.mark.parametrize(
+    "kind", [Attention, InPlace, Transposed, TwoDropouts, Mixed, Recurrent, Energy]
+)
 def test_a_run_has_the_bits_of_keeping_everything(
     kind: type[Layer], policy: Callable[..., Any] | None, options: dict[str, Any]
 ) -> None:
+    if kind is Energy and options:
+        options = options | {"device_slots": 2}  # a backward within a forward needs both blocks
     torch.manual_seed(0)
     resident, optimizer, model = pair(
         OfLayers(kind), "fp32" if kind is Mixed else "bf16", activation="selective",

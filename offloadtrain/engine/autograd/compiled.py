@@ -2,7 +2,8 @@
 
 [Note: Compiled recompute]
 The compiler sees forward and backward of a layer at once and divides them: what it does not save,
-backward computes again, fused with the gradients. So a compiled layer needs no second run. Its
+backward computes again, fused with the gradients. So a layer that is compiled as one graph needs no
+second run ("recompute", which works for any layer, runs the compiled layer again). The compiler's
 partitioner has a budget: a share of the memory that it would save without one, down to the layer's
 inputs at 0. `Partitioner` sets the budget for its own graphs only.
 
@@ -27,6 +28,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from offloadtrain.engine.autograd.hooks import ReplacedForward
 from offloadtrain.engine.autograd.selective import draws
 from offloadtrain.runtime.heartbeat import HEARTBEAT
+
+_NOT_WHOLE = (
+    "offloadtrain: what a compiled layer saves can be limited only where torch compiles its "
+    "forward as one graph. Set activation = 'recompute', which runs the compiled layer again, or "
+    "'keep'"
+)
 
 CODE_GENERATOR = "inductor"
 """torch's name of the backend that makes code of what is partitioned."""
@@ -84,12 +91,21 @@ class CompiledForward(ReplacedForward):
         super().__init__(module)
         # Under torch's own name for it, by which others tell that it is compiled.
         self._torchdynamo_orig_callable = module.forward
-        options: dict[str, Any] = {} if budget is None else {"backend": Partitioner(budget)}
+        options: dict[str, Any] = {}
+        if budget is not None:
+            # A budget holds within a graph: a layer in several graphs would save more, unnoticed.
+            options = {"backend": Partitioner(budget), "fullgraph": True}
         self._compiled = torch.compile(module.forward, **options)
+        self._has_budget = budget is not None
         _tell_the_watchdog()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compiled(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception as error:
+            if self._has_budget and type(error).__module__ == "torch._dynamo.exc":
+                error.add_note(_NOT_WHOLE)
+            raise
 
 
 def _tell_the_watchdog() -> None:

@@ -40,8 +40,8 @@ adapters, for which the casts take longer than the product."""
 class Float8Layers:
     """Linear layers inside the model's layers that compute in FP8 until `remove()`.
 
-    Converted are `nn.Linear` modules whose two sizes are multiples of 16, in the layers of a list;
-    embeddings, the head, norms, routers and LoRA adapters stay in 16 bits. On the CPU the products
+    It converts each `nn.Linear` in the layers of a list whose two sizes are multiples of 16.
+    Embeddings, the head, norms, routers and LoRA adapters stay in 16 bits. On the CPU the products
     are emulated.
     """
 
@@ -72,6 +72,7 @@ class Float8Layers:
             if child in originals
         ]
         """Parent, name in it, and the module that was there."""
+        self._converted: set[nn.Module] = set()
         if not originals and any(isinstance(m, Float8Linear) for m in model.modules()):
             return
         _check_device(option, device, is_compiled=is_compiled)
@@ -88,12 +89,15 @@ class Float8Layers:
             # A function that fills weights by class finds the module's.
             kind: Any = type(original)
             converted.__class__ = _class_of(Float8Linear, kind)
+            self._converted.add(converted)
 
     def remove(self) -> None:
-        """Give the model its modules back."""
+        """Give the model its modules back, but for those that others have replaced meanwhile."""
         for parent, name, original in self._places:
-            original.train(parent.get_submodule(name).training)
-            setattr(parent, name, original)
+            converted = getattr(parent, name, None)
+            if converted in self._converted:
+                original.train(converted.training)
+                setattr(parent, name, original)
         self._places.clear()
 
 
@@ -161,6 +165,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Linear, str]]:
         if (
             module in inside
             and isinstance(module, nn.Linear)
+            and isinstance(module._parameters.get("weight"), nn.Parameter)  # not computed by a hook
             # A subclass or a replacement with another forward computes something else.
             and type(module).forward is nn.Linear.forward
             and "forward" not in module.__dict__

@@ -10,7 +10,9 @@ forward records them, and in the second run returns them in the order of the fir
 * The engine's own operations (loads, casts) pass: their number differs between the runs.
 * Views and changes in place always run again. A view of streamed weights, if it was kept, would
   show the next block's.
-* A result that was changed in place later is computed again.
+* A result that was changed in place later is computed again: its version has changed, or an
+  operation wrote to its memory through another tensor. Writes that torch does not see, of kernels
+  that get pointers, are not noticed.
 * A kept operation may have drawn random numbers. The second run skips it, and the generator is put
   to where it was after it, so that later operations draw the same.
 """
@@ -59,7 +61,7 @@ class PolicyError(OffloadTrainError):
 
 class _Thread(threading.local):
     is_engine = False
-    """The engine works on this thread: no mode looks at its operations."""
+    """True while engine code runs on this thread; `Selection` ignores its operations."""
 
 
 _THREAD = _Thread()
@@ -69,16 +71,17 @@ def of_engine(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a method of the engine that is called inside a layer's forward."""
 
     @wraps(method)
-    def unseen(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():  # it sees through casts, and no mode does there
             return method(*args, **kwargs)
-        before, _THREAD.is_engine = _THREAD.is_engine, True
+        previous = _THREAD.is_engine
         try:
+            _THREAD.is_engine = True
             return method(*args, **kwargs)
         finally:
-            _THREAD.is_engine = before
+            _THREAD.is_engine = previous
 
-    return unseen
+    return wrapper
 
 
 def expensive(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
@@ -129,8 +132,11 @@ class Selection(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._policy = policy
         self._ran = False
+        self._depth = 0
         self._calls: Counter[Any] = Counter()
         self._results: dict[tuple[Any, int], _Result] = {}
+        self._in_memory: dict[int, list[tuple[Any, int]]] = {}
+        """Storage → the results in it."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,9 +147,18 @@ class Selection(TorchDispatchMode):
         """A function that the user has compiled, such as flex attention, stays compiled."""
         return True
 
+    def __enter__(self) -> Selection:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth += 1
+        return self
+
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if self._depth:
+            return
         self._calls.clear()
+        self._in_memory.clear()
         if self._ran:
             self._results.clear()  # what the second run had no use for; a third one computes it
         self._ran = True
@@ -156,7 +171,16 @@ class Selection(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if _THREAD.is_engine or not _makes_new(func):
+        # Deeper: the forward differentiates a part of itself, which runs this forward again inside
+        # its first run. That second run keeps nothing and takes nothing.
+        if _THREAD.is_engine or self._depth > 1 or _casts_weight(func, args):
+            return func(*args, **kwargs)
+        if not _makes_new(func):
+            if not self._in_memory:
+                return func(*args, **kwargs)
+            for storage in _memory_of(_written(func, args, kwargs)) & self._in_memory.keys():
+                for key in self._in_memory.pop(storage):
+                    self._results.pop(key, None)
             return func(*args, **kwargs)
         key = func, self._calls[func]
         self._calls[func] += 1
@@ -165,6 +189,8 @@ class Selection(TorchDispatchMode):
             if self._keeps(out, func, args, kwargs):
                 state = _generator_of(out) if draws(func, args, kwargs) else None
                 self._results[key] = _Result(out, state)
+                for storage in _memory_of(out):
+                    self._in_memory.setdefault(storage, []).append(key)
             return out
         result = self._results.pop(key, None)
         if result is None or not result.is_unchanged:
@@ -186,7 +212,8 @@ class Selection(TorchDispatchMode):
                     "'offload_saved', which moves all that is saved"
                 )
             decision = decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
-        # Some operations return memory of their inputs without telling so, weights for instance.
+        # Some operations return memory of their inputs, weights for instance, without declaring the
+        # alias.
         return bool(decision) and _memory_of(out).isdisjoint(_memory_of((args, kwargs)))
 
 
@@ -203,11 +230,30 @@ def _makes_new(func: Any) -> bool:
 
 def draws(operation: Any, args: Any, kwargs: Any) -> bool:
     """Tell whether an operation draws random numbers; attention does for its dropout only."""
-    if torch.Tag.nondeterministic_seeded not in getattr(operation, "tags", ()):
-        return False
-    names = [argument.name for argument in operation._schema.arguments]
-    values = dict(zip(names, args, strict=False)) | kwargs
-    return "dropout_p" not in names or bool(values.get("dropout_p", 0.0))
+    schema = getattr(operation, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+    if "dropout_p" in names:  # operations of other libraries (flash_attn) have no tags
+        values = dict(zip(names, args, strict=False)) | kwargs
+        return bool(values.get("dropout_p", 0.0))
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+
+
+def _casts_weight(func: Any, args: Any) -> bool:
+    """Tell whether autocast casts a weight: it does so once per region, so that the two runs differ
+    in the number of these casts."""
+    is_cast = func is torch.ops.aten._to_copy.default
+    return is_cast and args[0].is_leaf and args[0].requires_grad
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operation changes in place. Version counters do not show all
+    writes: tensors cut by `unsafe_chunk`, such as the gates of a GRU, and `data` have their own."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    return [values.get(name) for name in names]
 
 
 def _generator_of(out: Any) -> _Generator | None:

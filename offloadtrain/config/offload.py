@@ -306,9 +306,7 @@ class ActivationOptions(OptionGroup):
     @property
     def compiled_budget(self) -> float | None:
         """The share of what compiled layers would save that they save; None: all of it."""
-        if self.budget is None and self.mode == "selective":
-            return 0.5
-        return self.budget
+        return 0.5 if self.budget is None and self.mode == "selective" else self.budget
 
     @property
     def moved(self) -> str:

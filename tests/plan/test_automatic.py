@@ -191,6 +191,8 @@ def test_compiled_layers_are_planned_by_their_budget() -> None:
     low, high = again.activations.saved, keep.activations.saved
     for share, each in zip(shares, plans, strict=True):
         assert each.activations.saved == pytest.approx(low + share * (high - low), rel=1e-6)
-        rest = (1 - share) * again.prediction.forward_again
+        rest = (1 - share) * plans[0].prediction.forward_again
         assert each.prediction.forward_again == pytest.approx(rest, abs=1e-9)
+    # Without a budget the last product runs again, too.
+    assert 0.7 < plans[0].prediction.forward_again < again.prediction.forward_again
     assert plan(selective).activations == plans[2].activations

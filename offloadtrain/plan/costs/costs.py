@@ -182,8 +182,8 @@ class Costs:
         layer = Seconds(alone.forward + exchanged_s, alone.backward + exchanged_s)
         eager = kernels_of(model, compiled=False)  # whole on every rank
         head = head_seconds(model, *where, eager) if self._has_head else Seconds(0.0, 0.0)
-        # From inputs on the host a compiled forward runs again as a whole: its graph is one node.
-        if compiled and self.placed.config.offload.activations.mode == "offload":
+        # A compiled forward runs again as a whole: its graph is one node. A budget divides it.
+        if compiled and self.placed.config.offload.activations.mode != "selective":
             shorter = alone.forward
         else:
             selects = self._share_again == 0.0
@@ -246,7 +246,7 @@ class Costs:
             return self.placed.traced.recomputed
         model, seq_len = self.placed.config.model, self.placed.config.data.seq_len
         offload = self.placed.config.offload
-        as_a_whole = offload.compile_blocks and offload.activations.mode == "offload"
+        as_a_whole = offload.compile_blocks and offload.activations.mode != "selective"
         of_layer = block_flops_per_token if as_a_whole else again_flops_per_token
         parts_flops = self.parts.flops_again
         layer = self._share_again * of_layer(model, seq_len) / self.parts.count + parts_flops

@@ -40,7 +40,9 @@ def test_times_add_up_and_bytes_fit(machine: str) -> None:
             )
             assert min(*prediction.busy_s.values(), *prediction.exposed_s.values()) >= 0
             computed = prediction.busy_s["compute"] + prediction.exposed
-            assert computed == pytest.approx(prediction.seconds, rel=0.02)
+            # A step of a small model takes its launches.
+            longest = max(computed, prediction.launch_s)
+            assert longest == pytest.approx(prediction.seconds, rel=0.02)
             assert prediction.mfu is None or 0 < prediction.mfu < 0.9
             needed = sum(plan.device.values()), max(plan.host_peaks.values())
             room = plan.device_room, plan.host_room

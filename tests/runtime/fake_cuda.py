@@ -410,10 +410,13 @@ def installed(host: str = "queue", **options: Any) -> Iterator[Gpu]:
     assert not left, f"these threads are left: {left}"
 
 
+_OTHERS = ("long waits", "tqdm_monitor")
+"""Threads of the process: its watch over its ranks, and one that progress bars start."""
+
+
 def running() -> set[object]:
-    """Threads of Python, but for the process's watch over its ranks, and native queues by their
-    number in the kernel."""
-    threads: set[object] = {item for item in threading.enumerate() if item.name != "long waits"}
+    """Threads of Python, but for `_OTHERS`, and native queues by their number in the kernel."""
+    threads: set[object] = {item for item in threading.enumerate() if item.name not in _OTHERS}
     for file in Path("/proc/self/task").glob("*/comm"):
         with suppress(OSError):  # it has just ended
             if file.read_text() == "ot-host-lane\n":

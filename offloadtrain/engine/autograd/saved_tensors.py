@@ -182,7 +182,6 @@ def pass_on(tensor: Tensor, outer: Hooks | None) -> Kept | PassedOn:
     return saved, saved._version
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def unpack(packed: Any) -> Tensor:
     """Return the tensor that `packed` stands for.
 
@@ -404,7 +403,6 @@ class Chain:
         self.frame = frame
         self.is_off = False
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def pack(self, tensor: Tensor) -> Any:
         if self.is_off or has_ended(self.frame):
             return pass_on(tensor, self.outer)

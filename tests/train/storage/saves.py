@@ -6,10 +6,12 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from unittest.mock import patch
 
 import torch
 
@@ -47,11 +49,8 @@ class Case(NamedTuple):
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Tensors are read by one thread: where only what is read matters, threads take most time."""
-    before, reader.THREADS = reader.THREADS, 1
-    try:
+    with ThreadPoolExecutor(1) as pool, patch.object(reader, "shared_pool", lambda name: pool):
         yield
-    finally:
-        reader.THREADS = before
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ def made() -> dict[str, Step]:
         "resident": resident_step(copy.deepcopy(model), device, torch.float32)
     }
     for case in CASES:
-        own, options = copy.deepcopy(model), DEMO_OPTIONS[case]
-        steps[case] = offloaded_step(own, device, torch.float32, options, {}, case)
+        copied, options = copy.deepcopy(model), DEMO_OPTIONS[case]
+        steps[case] = offloaded_step(copied, device, torch.float32, options, {}, case)
     return steps
 
 

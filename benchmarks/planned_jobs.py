@@ -76,7 +76,7 @@ class Cell:
 def measured() -> list[tuple[Cell, Machine]]:
     """Return the engine's steps and the resident ones of every results file of a GPU, each with the
     rates that were measured with it."""
-    found = []
+    cells = []
     for path in sorted(RESULTS.glob("nvidia-*.json")):
         values = json.loads(path.read_text(encoding="utf-8"))
         rates = Machine(**values["measurements"]["machine"]["machine"])
@@ -86,8 +86,8 @@ def measured() -> list[tuple[Cell, Machine]]:
             spec = result.get("spec", {})
             if spec.get("system") in ("offloadtrain", "resident") and "figures" in result:
                 cell = _measured_cell(spec, result["figures"], rates)
-                found.append((cell, replace(rates, gpu_memory=cell.target.gpu_memory)))
-    return found
+                cells.append((cell, replace(rates, gpu_memory=cell.target.gpu_memory)))
+    return cells
 
 
 def _measured_cell(values: dict[str, Any], figures: dict[str, Any], rates: Machine) -> Cell:
@@ -118,9 +118,9 @@ def published() -> list[Cell]:
 def _is_a_job(cell: calibration.Cell) -> bool:
     kernels, shape = cell.kernels, cell.shape
     usual = kernels.level != "fused" and kernels.attention == "flash" and kernels.flash == 2
-    whole = kernels.split == 1 and not cell.replicated and cell.measure == "tokens_per_s"
+    is_of_one_gpu = kernels.split == 1 and not cell.replicated and cell.measure == "tokens_per_s"
     trained = shape.vocab_size > 1000 and not shape.dropout and not kernels.autocast
-    return usual and whole and trained and cell.precision == "bf16"
+    return usual and is_of_one_gpu and trained and cell.precision == "bf16"
 
 
 def _published_cell(cell: calibration.Cell) -> Cell:
@@ -177,8 +177,9 @@ def errors_by_value(cells: Sequence[Cell]) -> dict[str, dict[float, float]]:
     table = {}
     for cell in cells:
         depends = cell.job.model.positions == "rotary" and not cell.job.offload.compile_blocks
-        one = None if depends else cell.error()
-        table[key_of(cell)] = {v: cell.error(v) if one is None else one for v in VALUES}
+        values = VALUES if depends else VALUES[:1]
+        errors = {value: cell.error(value) for value in values}
+        table[key_of(cell)] = errors if depends else dict.fromkeys(VALUES, errors[VALUES[0]])
     return table
 
 
@@ -198,13 +199,13 @@ def lines() -> Iterator[str]:
     yield "error with the cell, with its card left out of the fit; with the rates measured that day"
     columns: list[list[float]] = [[], [], [], []]
     for cell, rates in cells:
-        own = key_of(cell)
-        others = [key for key in errors if key != own]
-        other_cards = [key for key in errors if cards[key] != cell.card]
+        key = key_of(cell)
+        other_keys = [name for name in errors if name != key]
+        other_cards = [name for name in errors if cards[name] != cell.card]
         row = (
             cell.error(),
-            errors[own][fitted(errors, others)],
-            errors[own][fitted(errors, other_cards)],
+            errors[key][fitted(errors, other_keys)],
+            errors[key][fitted(errors, other_cards)],
             cell.error(machine=rates),
         )
         for column, error in zip(columns, row, strict=True):
@@ -218,14 +219,14 @@ def lines() -> Iterator[str]:
         yield _summary(head, column)
     yield ""
     yield "Published throughputs as jobs of ours, nothing fitted to their plans: tokens/s, error"
-    found = [(cell, cell.error()) for cell in published()]
-    for cell, error in found:
+    cells_with_errors = [(cell, cell.error()) for cell in published()]
+    for cell, error in cells_with_errors:
         rate = cell.published * (1 + error)
         yield (
             f"  {cell.card:<9}{cell.name:<38}{cell.ranks:>4} GPUs{rate:>9.0f}"
             f"{cell.published:>9.0f}{100 * error:>+8.1f} %"
         )
-    yield _summary("all", [error for _, error in found])
+    yield _summary("all", [error for _, error in cells_with_errors])
     yield ""
 
 

@@ -33,13 +33,13 @@ def planned(spec: Spec, machine: Machine) -> dict[str, Any]:
     """Seconds of a step, exposed seconds by lane, and bytes by tier."""
     if spec.gpu_memory and not machine.on_cpu:
         machine = replace(machine, gpu_memory=str(spec.gpu_memory))
-    found = make(job_of(spec), "measured", machine)
+    plan = make(job_of(spec), "measured", machine)
     return {
-        "fits": found.fits,
-        "step_s": found.prediction.seconds,
-        "none_right_s": found.prediction.none_right_s,
-        "exposed_s": dict(found.prediction.exposed_s),
-        "busy_s": dict(found.prediction.busy_s),
-        "device_bytes": sum(found.device.values()),
-        "host_bytes": sum(found.host.values()),
+        "fits": plan.fits,
+        "step_s": plan.prediction.seconds,
+        "none_right_s": plan.prediction.none_right_s,
+        "exposed_s": dict(plan.prediction.exposed_s),
+        "busy_s": dict(plan.prediction.busy_s),
+        "device_bytes": sum(plan.device.values()),
+        "host_bytes": sum(plan.host.values()),
     }

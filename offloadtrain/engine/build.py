@@ -12,7 +12,7 @@ from torch import nn
 from offloadtrain.config.offload import OffloadConfig
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.offload import ActivationOffloader, Offloader, SavedOffloader
-from offloadtrain.engine.autograd.selective import expensive
+from offloadtrain.engine.autograd.selective import default_policy
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket, pack
 from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
@@ -95,7 +95,7 @@ def build(
         lanes,
         residency=residency,
         offloader=_offloader(model, program, interpreter, ranges.inputs, division.parts),
-        **_of_layers(parts, config),
+        **_layer_modes(parts, config),
     )
     engine = Engine(
         blocks,
@@ -112,7 +112,7 @@ def build(
     return engine, blocks
 
 
-def _of_layers(parts: Sequence[Part], config: OffloadConfig) -> dict[str, Any]:
+def _layer_modes(parts: Sequence[Part], config: OffloadConfig) -> dict[str, Any]:
     """Return the arguments of `ForwardHooks` about layers that run again or are compiled."""
     activations = config.activations
     budget, selects = activations.compiled_budget, activations.mode == "selective"
@@ -123,7 +123,7 @@ def _of_layers(parts: Sequence[Part], config: OffloadConfig) -> dict[str, Any]:
     return {
         "recomputed": [module for module in again if module not in compiled or budget is None],
         "compiled": compiled,
-        "policy": (activations.policy or expensive) if selects else None,
+        "policy": (activations.policy or default_policy) if selects else None,
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offloadtrain.engine.autograd.forward_hooks import ForwardHooks
 from offloadtrain.engine.autograd.hooks import Removable
-from offloadtrain.engine.autograd.selective import of_engine
+from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
 from offloadtrain.engine.functions import Functions
@@ -194,7 +194,7 @@ class Engine:
             if self.residency.blocks[name].is_unread:
                 self._interpreter.run_update(self.program.graph_freed, name)
 
-    @of_engine
+    @engine_code
     def read_without_a_call(self, block: Block, slot: Slot, *, in_graph: bool) -> Tensor | None:
         """Let compute read a parameter outside of its module's forward.
 

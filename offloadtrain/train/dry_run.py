@@ -95,9 +95,9 @@ def _formats(plan: Plan, trace: Trace | None) -> str:
     needs = {}
     for state, precisions in STATE_PRECISIONS.items():
         if precision in precisions:
-            other = replace(job, offload=job.offload.replace(state=state))
-            other_plan = make(other, plan.name, plan.machine, plan.ranks, trace)
-            needs[state] = max(other_plan.host_peaks.values())
+            changed_job = replace(job, offload=job.offload.replace(state=state))
+            changed_plan = make(changed_job, plan.name, plan.machine, plan.ranks, trace)
+            needs[state] = max(changed_plan.host_peaks.values())
     text = ", ".join(f"{state} {format_bytes(size)}" for state, size in needs.items())
     return f"a host needs, by state format: {text}"
 

@@ -575,8 +575,8 @@ def test_adam_and_copies_slow_each_other_while_both_run(early: bool) -> None:
     up, down = 2e-9 * numel / 8.0, 2e-9 * numel / (5.0 if early else V100.d2h_gbps)
     busy = planned(job, machine).prediction.busy_s
     assert busy["h2d"] == pytest.approx(up) and busy["d2h"] == pytest.approx(down, rel=1e-3)
-    beside = up + down if early else up
-    assert busy["host"] == pytest.approx(1e-9 * numel / 0.5 + beside * (1 - 0.3 / 0.5) / 2)
+    copies = up + down if early else up
+    assert busy["host"] == pytest.approx(1e-9 * numel / 0.5 + copies * (1 - 0.3 / 0.5) / 2)
     alone = replace(machine, fp32_copying_gparams=0.0, h2d_adam_gbps=0.0, d2h_adam_gbps=0.0)
     assert planned(job, alone).prediction.busy_s["host"] == pytest.approx(1e-9 * numel / 0.5)
 

@@ -36,7 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offloadtrain.engine.autograd.hooks import OfOneModel, Removable, has_ended
 from offloadtrain.engine.autograd.saved_tensors import in_checkpoint
-from offloadtrain.engine.autograd.selective import of_engine
+from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.checks import ModelError
 
 _REFUSE = (
@@ -129,7 +129,7 @@ class _CastRefused(OfOneModel):
         self._dtype = dtype
         self._name = name
 
-    @of_engine
+    @engine_code
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         # Nearly always.
         if args and isinstance(args[0], Tensor) and args[0].dtype is self._dtype:
@@ -194,7 +194,7 @@ class _CastGiven(OfOneModel):
         self._model_inputs = model_inputs
         self._sizes = sizes
 
-    @of_engine
+    @engine_code
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         first = next(_floating(args, kwargs), None)
         if first is None or first.dim() < 2 or first not in self._model_inputs:

@@ -5,13 +5,13 @@ The compiler sees forward and backward of a layer at once and divides them: what
 backward computes again, fused with the gradients. So a layer that is compiled as one graph needs no
 second run ("recompute", which works for any layer, runs the compiled layer again). The compiler's
 partitioner has a budget: a share of the memory that it would save without one, down to the layer's
-inputs at 0. `Partitioner` sets the budget for its own graphs only.
+inputs at 0. `BudgetedBackend` sets the budget for its own graphs only.
 
 torch's partitioner takes most operations that draw random numbers (`bernoulli`, inductor's seeds)
 for ones that can be computed again: backward would have the gradient of another dropout mask. So
 what they draw is marked to be saved. At a budget of 0 torch saves inputs only, marked or not; a
-budget just above it does not. And torch's cache of compiled code goes by the budget, not by marks:
-so every budget is a little above the one that was asked for, where nobody else has cached anything.
+budget just above it does not. torch's key of cached code contains the budget but not the marks:
+each budget below 1 is therefore a little above the requested one, a value that nobody else uses.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _NOT_WHOLE = (
 CODE_GENERATOR = "inductor"
 """torch's name of the backend that makes code of what is partitioned."""
 
-_ABOVE = 1e-9
+_BUDGET_EPSILON = 1e-9
 
 
 @dataclass(frozen=True)
-class Partitioner:
+class BudgetedBackend:
     """A backend of `torch.compile` whose graphs save no more than a budget.
 
     Equal ones share compiled code: all layers of a list, of every engine.
@@ -56,28 +56,28 @@ class Partitioner:
     def __call__(self, graph: Any, inputs: Any) -> Any:
         from torch._dynamo.backends.registry import lookup_backend  # here: imports the compiler
 
-        with self._divides():
+        with self._patched_partitioner():
             return lookup_backend(CODE_GENERATOR)(graph, inputs)
 
     @contextmanager
-    def _divides(self) -> Iterator[None]:
+    def _patched_partitioner(self) -> Iterator[None]:
         from torch._functorch import config as functorch
         from torch._functorch import partitioners
 
-        choose = partitioners.choose_saved_values_set
+        original = partitioners.choose_saved_values_set
 
         def choose_with_draws(joint_graph: Any, *args: Any, **kwargs: Any) -> Any:
             for node in joint_graph.nodes:
                 if node.op == "call_function" and draws(node.target, node.args, node.kwargs):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            return choose(joint_graph, *args, **kwargs)
+            return original(joint_graph, *args, **kwargs)
 
         partitioners.choose_saved_values_set = choose_with_draws
         try:
-            with functorch.patch(activation_memory_budget=min(self.budget + _ABOVE, 1.0)):
+            with functorch.patch(activation_memory_budget=min(self.budget + _BUDGET_EPSILON, 1.0)):
                 yield
         finally:
-            partitioners.choose_saved_values_set = choose
+            partitioners.choose_saved_values_set = original
 
 
 class CompiledForward(ReplacedForward):
@@ -94,10 +94,10 @@ class CompiledForward(ReplacedForward):
         options: dict[str, Any] = {}
         if budget is not None:
             # A budget holds within a graph: a layer in several graphs would save more, unnoticed.
-            options = {"backend": Partitioner(budget), "fullgraph": True}
+            options = {"backend": BudgetedBackend(budget), "fullgraph": True}
         self._compiled = torch.compile(module.forward, **options)
         self._has_budget = budget is not None
-        _tell_the_watchdog()
+        _pause_watchdog_while_compiling()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -108,19 +108,19 @@ class CompiledForward(ReplacedForward):
             raise
 
 
-def _tell_the_watchdog() -> None:
+def _pause_watchdog_while_compiling() -> None:
     """To compile takes up to a minute, in which nothing is launched: that is no hang."""
     # here: the compiler takes over a second to import
     from torch._dynamo.callback import callback_handler
 
-    if _begun not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begun)
-        callback_handler.register_end_callback(_ended)
+    if _on_compile_start not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_on_compile_start)
+        callback_handler.register_end_callback(_on_compile_end)
 
 
-def _begun(*_: object) -> None:
+def _on_compile_start(*_: object) -> None:
     HEARTBEAT.held_up = True
 
 
-def _ended(*_: object) -> None:
+def _on_compile_end(*_: object) -> None:
     HEARTBEAT.held_up = False

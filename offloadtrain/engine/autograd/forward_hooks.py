@@ -26,7 +26,7 @@ from offloadtrain.engine.autograd.hooks import has_ended, watch, watch_inside
 from offloadtrain.engine.autograd.offload import Offloader, SavedOffloader
 from offloadtrain.engine.autograd.recompute import Recomputed, Written
 from offloadtrain.engine.autograd.saved_tensors import Chain, SavedTensors, are_covered
-from offloadtrain.engine.autograd.selective import Policy, of_engine
+from offloadtrain.engine.autograd.selective import Policy, engine_code
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.checks import ModelError, has_compiled, version_of
 from offloadtrain.engine.residency import Residency
@@ -112,7 +112,7 @@ class ForwardHooks:
         self._running: list[_Running] = []
         """All forwards in progress, the innermost last."""
         self._handles: list[RemovableHandle] = []
-        self._compiled = [CompiledForward(module, share) for module, share in compiled.items()]
+        self._compiled = [CompiledForward(module, budget) for module, budget in compiled.items()]
         for forward in self._compiled:
             forward.put()
         self._saved = _saved_tensors(blocks, residency)
@@ -126,7 +126,7 @@ class ForwardHooks:
         """The order in which forward first entered the blocks; blocks never entered come last."""
         return [*self._order, *(block for block in self._blocks if block not in self._order)]
 
-    @of_engine
+    @engine_code
     def enter(
         self, module: nn.Module, *, again: bool = False, frame: FrameType | None = None
     ) -> None:
@@ -166,7 +166,7 @@ class ForwardHooks:
         hooked.running.append(running)
         self._running.append(running)
 
-    @of_engine
+    @engine_code
     def enter_inside(self, module: nn.Module, frame: FrameType) -> bool:
         """Pre-forward of a module inside a streamed block. It enters where the block's hooks have
         not fired, in a forward that is called past them, or runs again ([Note: Recompute without
@@ -179,7 +179,7 @@ class ForwardHooks:
         hooked.handles = hooked.handles and in_backward()
         return False
 
-    @of_engine
+    @engine_code
     def leave(self, module: nn.Module) -> None:
         """Post-forward, also after an exception."""
         hooked = self._hooked[module]

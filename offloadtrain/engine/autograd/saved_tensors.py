@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.autograd.hooks import has_ended
 from offloadtrain.engine.autograd.offload import Offloader
-from offloadtrain.engine.autograd.selective import of_engine
+from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import AddressMap
@@ -117,7 +117,7 @@ class PartHandle:
 
     __slots__ = ("_handle", "_like")
 
-    @of_engine
+    @engine_code
     def __init__(self, reading: Reading, bucket: Bucket, tensor: Tensor) -> None:
         self._handle = Handle(reading, bucket, local(tensor))
         # Mesh, placements and shape without the memory, which the slot's next block gets.

@@ -67,7 +67,7 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
-def of_engine(method: Callable[_P, _R]) -> Callable[_P, _R]:
+def engine_code(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a method of the engine that is called inside a layer's forward."""
 
     @wraps(method)
@@ -84,7 +84,7 @@ def of_engine(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapper
 
 
-def expensive(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
+def default_policy(_: object, operation: Any, *args: Any, **kwargs: Any) -> bool:
     """The policy that is taken where the user gives none."""
     schema = getattr(operation, "_schema", None)  # flex attention has none
     return schema is None or schema.name in _EXPENSIVE
@@ -175,7 +175,7 @@ class Selection(TorchDispatchMode):
         # its first run. That second run keeps nothing and takes nothing.
         if _THREAD.is_engine or self._depth > 1 or _casts_weight(func, args):
             return func(*args, **kwargs)
-        if not _makes_new(func):
+        if not _is_functional(func):
             if not self._in_memory:
                 return func(*args, **kwargs)
             for storage in _memory_of(_written(func, args, kwargs)) & self._in_memory.keys():
@@ -218,14 +218,16 @@ class Selection(TorchDispatchMode):
 
 
 @cache
-def _makes_new(func: Any) -> bool:
+def _is_functional(func: Any) -> bool:
     """Tell whether an operation returns new tensors, and draws from no generator of the user's."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         return str(func) == "flex_attention"
     schema = func._schema
-    draws = any(str(argument.type) == "Optional[Generator]" for argument in schema.arguments)
+    takes_generator = any(
+        str(argument.type) == "Optional[Generator]" for argument in schema.arguments
+    )
     aliases = any(returned.alias_info is not None for returned in schema.returns)
-    return not (schema.is_mutable or aliases or draws) and bool(schema.returns)
+    return not (schema.is_mutable or aliases or takes_generator) and bool(schema.returns)
 
 
 def draws(operation: Any, args: Any, kwargs: Any) -> bool:

@@ -44,16 +44,20 @@ def calibrated_gpus(peer: str) -> frozenset[str]:
 @cache
 def _of_peer(peer: str) -> list[tuple[Checked, str]]:
     """Steps per second of a peer's cells in `peer_cells.json`, each with the GPU."""
-    found = []
+    checked = []
     for series in json.loads(PEER_CELLS.read_text(encoding="utf-8"))["series"]:
-        told = series["machine"]
-        machine = find(told)[1] if isinstance(told, str) else Machine(**told)
+        machine_or_name = series["machine"]
+        machine = (
+            find(machine_or_name)[1]
+            if isinstance(machine_or_name, str)
+            else Machine(**machine_or_name)
+        )
         for cell in series["cells"]:
             if cell["peer"] == peer:
                 seconds = PEERS[peer].seconds(_work(series | cell, machine), machine)
-                checked_cell = Checked(cell["cell"], 1 / seconds, 1 / cell["published_s"])
-                found.append((checked_cell, machine.gpu))
-    return found
+                entry = Checked(cell["cell"], 1 / seconds, 1 / cell["published_s"])
+                checked.append((entry, machine.gpu))
+    return checked
 
 
 def _work(cell: Mapping[str, Any], machine: Machine) -> Work:

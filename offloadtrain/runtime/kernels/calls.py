@@ -490,11 +490,11 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} stride {tensor.stride()} on {tensor.device}"
 
 
-def _check_pair(full: Tensor, other: Tensor) -> None:
-    """Check an fp32 operand and another one of as many elements."""
+def _check_pair(full: Tensor, narrow: Tensor) -> None:
+    """Check an fp32 operand and a second one of as many elements, of any dtype."""
     _check_operand("the fp32 operand", full, _FP32)
-    _check_operand("the other operand", other, _FLOATS, full.numel())
-    _check_disjoint({"the fp32 operand": full, "the other operand": other})
+    _check_operand("the other operand", narrow, _FLOATS, full.numel())
+    _check_disjoint({"the fp32 operand": full, "the other operand": narrow})
 
 
 def _check_master(state: State, master: Tensor) -> None:

@@ -216,8 +216,8 @@ class _Counted:
         self._keeps = keep
 
     def take_intervals(self, origin_ms: float) -> list[Interval]:
-        taken, self._intervals, lane = self._intervals, [], self._lane
-        return [Interval(lane, name, start - origin_ms, spent) for name, start, spent in taken]
+        intervals, self._intervals, lane = self._intervals, [], self._lane
+        return [Interval(lane, name, start - origin_ms, spent) for name, start, spent in intervals]
 
 
 class PythonQueue(_Counted):

@@ -89,12 +89,12 @@ def exposed_by_lane(timeline: Iterable[Interval]) -> dict[str, float]:
     waits = [entry for entry in timeline if entry.lane == WAIT]
     exposed: dict[str, float] = {}
     for wait in waits:
-        left = [(wait.start_ms, wait.start_ms + wait.duration_ms)]
+        unexplained = [(wait.start_ms, wait.start_ms + wait.duration_ms)]
         for lane in dict.fromkeys((wait.name, *_CAUSES)):
-            rest = _without(left, busy.get(lane, ()))
-            exposed[lane] = exposed.get(lane, 0.0) + _length(left) - _length(rest)
-            left = rest
-        exposed[wait.name] += _length(left)
+            rest = _without(unexplained, busy.get(lane, ()))
+            exposed[lane] = exposed.get(lane, 0.0) + _length(unexplained) - _length(rest)
+            unexplained = rest
+        exposed[wait.name] += _length(unexplained)
     return {lane: spent for lane, spent in exposed.items() if spent > 0}
 
 

@@ -77,6 +77,8 @@ class Float8Layers:
             return
         _check_device(option, device, is_compiled=is_compiled)
         _check_layers(option, model, originals)
+        in_layers = sum(isinstance(m, nn.Linear) for x in layers_of(model) for m in x.modules())
+        _log.info("%s: %d of %d linear layers multiply in it", option, len(originals), in_layers)
         config = Float8LinearConfig.from_recipe_name(recipe)
         convert_to_float8_training(
             model,

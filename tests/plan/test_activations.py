@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -30,6 +32,7 @@ from offloadtrain.plan.tracing.tracer import (
     traced_microbatch,
 )
 from offloadtrain.train.build import offload_job
+from offloadtrain.train.signals import REPEAT_S, StoppedEarlyError, StopRequests
 from tests.plan.test_memory import GPT, job
 from tests.plan.tracing.measured import most_allocated as most_allocated_in
 
@@ -262,3 +265,20 @@ def test_a_signal_during_a_trace_is_handled_after_it() -> None:
         trace_step(model, stopped, OffloadConfig(precision="fp32"), on_cpu=True)
     assert ran == ["forward"]
     assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_signal_during_a_trace_is_one_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches for a second stop has read the signal when it arrived."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def stopped(model: nn.Module) -> Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1.2 * REPEAT_S)
+        loss: Tensor = model(torch.empty(2, 8, device="cpu")).sum()
+        return loss
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(StoppedEarlyError, match="SIGTERM"), StopRequests():
+        trace_step(model, stopped, OffloadConfig(precision="fp32"), on_cpu=True)
+    assert ended == []

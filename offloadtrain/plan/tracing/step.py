@@ -17,6 +17,7 @@ the time of those on fake tensors. Other models may mix devices or ask for value
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -239,6 +240,9 @@ def _signals_handled_afterwards() -> Iterator[None]:
     A handler that raises inside torch's exchange of dispatch modes leaves a mode after, or takes
     one too many away: torch then raises an AttributeError, or products of experts of this process
     are uninitialised memory.
+
+    The handlers are called, not the signals raised again: whoever reads the wakeup file descriptor
+    has read each signal already, and would take it for another one.
     """
     pending: list[int] = []
     replaced: dict[int, Any] = {}
@@ -253,7 +257,7 @@ def _signals_handled_afterwards() -> Iterator[None]:
         for number, handler in replaced.items():
             signal.signal(number, handler)
         for number in dict.fromkeys(pending):
-            signal.raise_signal(number)
+            replaced[number](number, sys._getframe())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from offloadtrain.cli.main import main
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 pytestmark = [
@@ -72,6 +74,64 @@ def test_preferences_from_a_folder_to_a_folder(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     run("dpo", folder, str(tmp_path / "rows.jsonl"), str(tmp_path / "out"))
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_rewards_rise_and_prompts_come_from_a_file(tmp_path: Path) -> None:
+    import json
+
+    import toy
+
+    rewards = run("grpo")
+    assert sum(rewards[-8:]) > 1.2 * sum(rewards[:8])
+    assert not list(tmp_path.iterdir())
+    folder = toy.make_llama(tmp_path / "model")
+    rows = [json.dumps({"prompt": row["prompt"]}) for row in toy.PREFERENCES[:1]]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    run("grpo", folder, str(tmp_path / "rows.jsonl"), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"working": "host", "activation": "recompute"}])
+def test_policy_and_reference_have_the_bits_of_trl(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Each step writes completions with the newest weights; the reference follows every second."""
+    import torch
+    import toy
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    grpo: Any = importlib.import_module("grpo")
+    folder = toy.make_llama(tmp_path / "model")
+    rows = Dataset.from_list([{"prompt": row["prompt"]} for row in toy.PREFERENCES[:3]])
+    fixed = dict(ref_model_sync_steps=2, max_steps=5, max_grad_norm=0.0, disable_tqdm=True)
+    arguments = grpo.TOY | fixed | dict(optim="adamw_torch_fused", use_cpu=True)
+
+    def train(kind: Any) -> list[torch.Tensor]:
+        trainer = grpo.make_trainer(folder, rows, str(tmp_path), kind, "float32", **arguments)
+        if kind is not GRPOTrainer:
+            trainer.offload = options
+        trainer.train()
+        policy, reference = trainer.model.state_dict(), trainer.ref_model.state_dict()
+        tensors = [tensor.clone() for tensor in (*policy.values(), *reference.values())]
+        if kind is not GRPOTrainer:
+            trainer.optimizer.close()
+        return tensors
+
+    plain, offloaded = train(GRPOTrainer), train(grpo.Tuner)
+    assert all(map(torch.equal, plain, offloaded))
+    start = grpo.make_trainer(folder, rows, str(tmp_path), GRPOTrainer, "float32", **arguments)
+    untrained = start.ref_model.state_dict().values()
+    assert not all(map(torch.equal, untrained, plain[-len(untrained) :])), "it has followed"
+
+
+def test_the_plan_of_a_7b_policy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (EXAMPLES.parent / "docs" / "frameworks.md").read_text()
+    ((command, answer),) = re.findall(
+        r"^    offloadtrain (plan --fine-tune .*)\n\n```text\n(.*)\n```", page, re.MULTILINE
+    )
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.splitlines()[0] == answer
 
 
 def test_the_best_learning_rate_is_between_the_ends() -> None:

@@ -123,9 +123,7 @@ def test_policy_and_reference_have_the_bits_of_trl(tmp_path: Path, options: dict
     assert not all(map(torch.equal, untrained, plain[-len(untrained) :])), "it has followed"
 
 
-def test_the_plan_of_a_7b_policy(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_of_a_7b_policy(capsys: pytest.CaptureFixture[str]) -> None:
     page = (EXAMPLES.parent / "docs" / "frameworks.md").read_text()
     ((command, answer),) = re.findall(
         r"^    offloadtrain (plan --fine-tune .*)\n\n```text\n(.*)\n```", page, re.MULTILINE

@@ -20,7 +20,7 @@ from offloadtrain.config.toml import nearest, shown
 Precision: TypeAlias = Literal["auto", "bf16", "fp16", "fp32"]
 Fp8Recipe: TypeAlias = Literal["off", "tensorwise", "rowwise"]
 
-UpdateMode: TypeAlias = Literal["exact", "speculative", "delayed"]
+UpdateMode: TypeAlias = Literal["exact", "speculative", "delayed", "auto"]
 
 WeightTier: TypeAlias = Literal["device", "host", "disk"]
 
@@ -448,8 +448,9 @@ class OffloadConfig:
         "exact",
         """update mode. "exact": the update of a resident run. "speculative": the same bits; Adam
         runs inside backward on the assumption that nothing is clipped or skipped, into a second
-        copy of the state. "delayed": one step of staleness, Adam concurrently with the next
-        step.""",
+        copy of the state, of as many blocks as the host has room for. "delayed": one step of
+        staleness, Adam concurrently with the next step. "auto" is decided by the plan of a job:
+        "speculative" where that is faster, else "exact".""",
     )
     warmup_steps: int = option(
         0,

@@ -1,5 +1,5 @@
 """What a job leaves to its plan: "auto" of `ranks.layers_per_stage`, `offload.recompute_blocks`,
-`offload.state_on` and `offload.sums_on`."""
+`offload.state_on`, `offload.sums_on` and `offload.update`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from offloadtrain.config.job import Config
-from offloadtrain.config.offload import StateOn
+from offloadtrain.config.job import Config, problems_of_ranks
+from offloadtrain.config.offload import StateOn, UpdateMode
+from offloadtrain.config.sections import optim_contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.times import Prediction, predict
@@ -20,9 +21,9 @@ from offloadtrain.step.layout.tiers import Tier
 FULL = 0.95
 """The share of the device's memory that is planned full: activations are estimated to 5 %."""
 
-SUMS_GAIN = 0.03
-"""Sums move to the device if the step gains at least this, which is a prediction's accuracy: they
-take its memory, and no emergency checkpoint can be made of them."""
+GAIN = 0.03
+"""Sums move to the device, and updates are speculative, if the step gains at least this, which is a
+prediction's accuracy: they take memory, and no emergency checkpoint can be made of sums there."""
 
 
 class Planned(Protocol):
@@ -44,8 +45,10 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
     that fit, and then as much state on the device. Where both of these are open, of three numbers
     of layers the fastest: what is kept on the device takes room from state, and which of them is
     waited for is the step's to say. All of this with sums of microbatches on the host and on the
-    device, if that is open.
+    device, and of updates exact and speculative, if that is open.
     """
+    if job.offload.update == "auto":
+        return _with_faster_update(job, planned)
     if job.offload.gradients.sums_tier == "auto":
         return _with_faster_sums(job, planned)
     if job.ranks.layers_per_stage == "auto":
@@ -62,6 +65,25 @@ def decided(job: Config, planned: Callable[[Config], Planned]) -> Config:
     return max(tried, key=lambda candidate: planned(candidate).prediction.tokens_per_s)
 
 
+def _with_faster_update(job: Config, planned: Callable[[Config], Planned]) -> Config:
+    """Return the job in mode "speculative" if a step whose guesses are right gains enough. Where
+    more than half are wrong, that mode stops guessing, and is as fast as "exact"."""
+    exact = decided(_with_update(job, "exact"), planned)
+    guessing = _with_update(job, "speculative")
+    of_rule = optim_contradictions(job.optim, guessing.offload)
+    if any(map(any, (guessing.offload.problems(), of_rule, problems_of_ranks(guessing)))):
+        return exact
+    speculative = decided(guessing, planned)
+    if not planned(speculative).fits:
+        return exact
+    fast, slow = (planned(candidate).prediction.tokens_per_s for candidate in (speculative, exact))
+    return speculative if fast >= slow * (1 + GAIN) else exact
+
+
+def _with_update(job: Config, mode: UpdateMode) -> Config:
+    return replace(job, offload=job.offload.replace(update=mode))
+
+
 def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Config:
     on_host = decided(with_sums_on(job, "host"), planned)
     if job.train.grad_accum_steps == 1:
@@ -74,7 +96,7 @@ def _with_faster_sums(job: Config, planned: Callable[[Config], Planned]) -> Conf
     host, device = (
         planned(candidate).prediction.tokens_per_s for candidate in (on_host, on_device)
     )
-    return on_device if device >= host * (1 + SUMS_GAIN) else on_host
+    return on_device if device >= host * (1 + GAIN) else on_host
 
 
 def with_sums_on(job: Config, tier: Literal["host", "device"]) -> Config:
@@ -83,10 +105,12 @@ def with_sums_on(job: Config, tier: Literal["host", "device"]) -> Config:
     return replace(job, offload=job.offload.replace(sums_on=tier, sums_down=down))
 
 
-def with_sums_of(job: Config, plan_job: Config) -> Config:
-    """Return the job with the sums that its plan has decided on."""
-    decided = plan_job.offload.gradients
-    offload = job.offload.replace(sums_on=decided.sums_tier, sums_down=decided.sums_dtype)
+def with_decisions_of(job: Config, plan_job: Config) -> Config:
+    """Return the job with the sums and the update mode that its plan has decided on."""
+    sums = plan_job.offload.gradients
+    offload = job.offload.replace(
+        sums_on=sums.sums_tier, sums_down=sums.sums_dtype, update=plan_job.offload.update
+    )
     return replace(job, offload=offload)
 
 

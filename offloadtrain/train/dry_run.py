@@ -35,7 +35,7 @@ from offloadtrain.parallel.pipeline.stage_modules import divide
 from offloadtrain.parallel.tensor import transformers_plan
 from offloadtrain.parallel.tensor.own_model import narrowed, with_fewer_experts
 from offloadtrain.plan import report
-from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.plan.automatic import with_decisions_of
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import Placement
 from offloadtrain.plan.plan import Plan, make
@@ -74,7 +74,7 @@ def preview(config: Config, ranks: int = 1) -> tuple[str, bool, Config]:
     job = settled(described_job, name, machine, ranks, trace)
     plan = make(job, name, machine, ranks, trace)
     lines = [report.text(plan), _formats(plan, trace), check(plan)]
-    return "\n\n".join(lines), plan.fits, with_sums_of(config, plan.job)
+    return "\n\n".join(lines), plan.fits, with_decisions_of(config, plan.job)
 
 
 def _machine(config: Config) -> tuple[str, Machine]:

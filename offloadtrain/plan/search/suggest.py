@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain, product
 from math import gcd
-from typing import Any, get_args
+from typing import Any
 
 from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.config.job import Config, problems_of_ranks
@@ -17,12 +17,11 @@ from offloadtrain.config.offload import (
     OFFLOAD_SAVED_ABOVE,
     STATE_PRECISIONS,
     OffloadConfig,
-    UpdateMode,
 )
 from offloadtrain.config.sections import optim_contradictions
 from offloadtrain.hardware.machine import Machine
 from offloadtrain.optim.update_rules import update_rule
-from offloadtrain.plan.automatic import fastest_share, with_state_on, with_sums_of
+from offloadtrain.plan.automatic import fastest_share, with_decisions_of, with_state_on
 from offloadtrain.plan.costs.microbatch import Trace
 from offloadtrain.plan.placement import PlanError, resolved
 from offloadtrain.plan.plan import Plan, make
@@ -218,7 +217,7 @@ def single_changes(
         "ranks.layers_per_stage": ("auto",) if job.ranks.pipeline > 1 else (),
         # What a trace tells is of eager operations.
         "offload.compile_blocks": (True,) if trace is None and not machine.on_cpu else (),
-        "offload.update": get_args(UpdateMode),
+        "offload.update": ("exact", "speculative", "delayed"),
         "train.micro_batch": (*smaller_batches(job), *larger_batches(job)),
     }
     candidates = (
@@ -293,11 +292,12 @@ def settled(
         job.offload.activations.recompute_blocks,
         job.offload.state.tier,
         job.ranks.layers_per_stage,
+        job.offload.update,
     )
     if "auto" not in (*settings, job.offload.gradients.sums_tier):
         return job
     plan = make(job, name, machine, ranks, trace)
-    job = with_sums_of(replace(job, ranks=plan.job.ranks), plan.job)
+    job = with_decisions_of(replace(job, ranks=plan.job.ranks), plan.job)
     if job.offload.activations.recompute_blocks == "auto":
         decided = plan.job.offload.activations
         offload = job.offload.replace(

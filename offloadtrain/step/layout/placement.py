@@ -194,6 +194,11 @@ def lay_out(
             "sums_on = 'auto' is decided by the plan of a job; in offload() give 'host' or "
             "'device', which plan_model(..., sums_on='auto') tells"
         )
+    if config.update == "auto":
+        raise OptionError(
+            "update = 'auto' is decided by the plan of a job; in offload() give 'exact' or "
+            "'speculative', which plan_model(..., update='auto') tells"
+        )
     if config.activations.partition and parts == 1:
         raise OptionError(
             "partition_activations = True divides block inputs among the ranks of tensor parallel, "

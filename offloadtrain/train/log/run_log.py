@@ -38,7 +38,7 @@ from offloadtrain.hardware.peak_flops import peak_flops
 from offloadtrain.hardware.telemetry import Sampler, SystemInfo, probe
 from offloadtrain.optim.update_rules import update_rule
 from offloadtrain.parallel.pipeline.stage_optimizers import AnyOptimizer
-from offloadtrain.plan.automatic import with_sums_of
+from offloadtrain.plan.automatic import with_decisions_of
 from offloadtrain.plan.plan import PROCESS, Plan
 from offloadtrain.runtime import kernels
 from offloadtrain.runtime.bandwidth import bandwidth
@@ -120,7 +120,7 @@ class _RunStart:
             name=config.name,
             num_params=config.num_params,
             pid=os.getpid(),
-            config=as_tables(with_sums_of(config, context.plan.job)),
+            config=as_tables(with_decisions_of(config, context.plan.job)),
             plan=plan,
             backend=asdict(kernels.backend()),
             machine=asdict(self.machine),

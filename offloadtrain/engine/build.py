@@ -19,9 +19,8 @@ from offloadtrain.engine.buffers import BlockInputs, MemoryMap, Ranges
 from offloadtrain.engine.checks import ModelError, has_compiled, keeps_fp32
 from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
-from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import NormMeasure, SquareSums
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.relayout import Earlier

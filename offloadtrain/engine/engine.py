@@ -21,10 +21,9 @@ from offloadtrain.engine.autograd.hooks import Removable
 from offloadtrain.engine.autograd.selective import engine_code
 from offloadtrain.engine.block import Block
 from offloadtrain.engine.bucket import Slot
-from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradient_access import GradientAccess
 from offloadtrain.engine.gradients import Gradients, GradStatus
-from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.residency import Residency

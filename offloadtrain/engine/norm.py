@@ -22,9 +22,8 @@ from offloadtrain.config.errors import OffloadTrainError
 from offloadtrain.engine.bucket import Bucket
 from offloadtrain.engine.buffers import MemoryMap
 from offloadtrain.engine.division import Division, Measured
-from offloadtrain.engine.functions import Functions
 from offloadtrain.engine.gradients import Gradients
-from offloadtrain.engine.interpreter import Interpreter
+from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.local_part import is_divided
 from offloadtrain.engine.skipping import Usage
 from offloadtrain.runtime.lanes import Buffer

@@ -236,11 +236,16 @@ class GradientPath:
         # A single piece is squared while it is added, which saves a pass over host memory.
         measured = is_final and self._accumulates and len(gradient.pieces) == 1
         measured = measured and not gradient.rounds_sum
-        if gradient.separate_sum is None:
+        in_slot = gradient.file is not None and gradient.separate_sum is None
+        if in_slot:
             self.slots.acquire(gradient, keep=gradient.touched)
         if self._measures_gathered and not gradient.touched:
-            self._measure_gathered(gradient)
-            measured = True
+            gradient.measured_on, measured = Tier.DEVICE, True
+            norms = (self._norms[Tier.DEVICE],)
+            # Compute, between the kernels that made the gradients and the gather, which frees them.
+            self._order.launch(
+                Launch(Kind.NORM, Lane.COMPUTE, gradient.spec.name, (), norms), late=True
+            )
         # If nothing is added to the gradient, compute writes it where Adam reads it.
         in_place = gradient.lane is Lane.UPDATE and self._is_single
         in_place = in_place and not (self._accumulates or gradient.touched)
@@ -260,7 +265,7 @@ class GradientPath:
             gradient.measured_on = None
         if is_final and not measured:
             self._measure(gradient)
-        if gradient.separate_sum is None:
+        if in_slot:
             self.slots.changed(gradient)
         if is_final:
             self._bring_down(gradient)
@@ -415,12 +420,6 @@ class GradientPath:
         # `complete` then waits for little more than the norm of the last block.
         op = Launch(Kind.NORM, gradient.sums_lane, gradient.spec.name, reads, writes)
         self._order.launch(op, late=self._norms_are_last)
-
-    def _measure_gathered(self, gradient: GradientRefs) -> None:
-        gradient.measured_on = Tier.DEVICE
-        op = Launch(Kind.NORM, Lane.COMPUTE, gradient.spec.name, (), (self._norms[Tier.DEVICE],))
-        # Compute, between the kernels that made the gradients and the gather, which frees them.
-        self._order.launch(op, late=True)
 
     def _norms_of(self, gradient: GradientRefs) -> Ref:
         gradient.measured_on = gradient.sum_tier

@@ -155,12 +155,12 @@ def lay_out(
     for block in blocks:
         for bucket in block.buckets:
             bucket.spec = laid[bucket.name]
-        # Frozen weights of a block that stays on the device are no bucket: they never move.
-        if block.name not in spec.streamed:
-            block.frozen = ()
         block.streamed = block.name in spec.streamed
         # A slot holds one version: a backward of the other begins with a load of it.
-        block.graphs.versions = 1 if block.streamed else spec.weight_versions
+        if not block.streamed:
+            block.graphs.versions = spec.weight_versions
+            # Frozen weights of a block that stays on the device are no bucket: they never move.
+            block.frozen = ()
     return spec
 
 

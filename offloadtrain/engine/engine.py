@@ -27,7 +27,7 @@ from offloadtrain.engine.interpreter import Functions, Interpreter
 from offloadtrain.engine.norm import EngineError, Norm, NormMeasure
 from offloadtrain.engine.parameters import past_the_class
 from offloadtrain.engine.residency import Residency
-from offloadtrain.engine.salvage import require_on_host
+from offloadtrain.engine.salvage import SalvageError
 from offloadtrain.engine.saved_state import StateWriter
 from offloadtrain.engine.step_report import Phase, Reporter, StepCounter, StepReport, warn_of_skips
 from offloadtrain.runtime.lanes import Lanes
@@ -441,7 +441,8 @@ class Engine:
         Raises:
             SalvageError: the state is between two steps, or not on the host.
         """
-        require_on_host(self.program.spec)
+        if lost := self.program.spec.lost_with_device:
+            raise SalvageError(lost)
         self._interpreter.salvage(failure)
         self.counter.update_scale()
         self.salvaged = True

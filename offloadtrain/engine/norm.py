@@ -90,6 +90,7 @@ class SquareSums:
     ) -> None:
         """`buckets`: the trained ones."""
         self._buckets = buckets
+        self._gradients = [program.buckets[bucket.name].gradient for bucket in buckets]
         self._program, self._interpreter = program, interpreter
         self._ranks, self._parts = division.replicas, division.parts
         self._skipping = division.skipping
@@ -146,7 +147,7 @@ class SquareSums:
     def _local(self) -> Tensor:
         """Return this rank's sum of each parameter, (n,) fp64 on the host."""
         # The program's last operations have waited for them.
-        tiers = [self._program.buckets[b.name].gradient.measured_on for b in self._buckets]
+        tiers = [gradient.measured_on for gradient in self._gradients]
         if len(set(tiers)) == 1:
             return self._of_tier[_measured(tiers[0])]
         squares = torch.zeros(len(self.names), dtype=torch.float64, device="cpu")

@@ -21,7 +21,7 @@ from offloadtrain.engine.division import Division
 from offloadtrain.engine.engine import Engine
 from offloadtrain.engine.gradients import Gradients
 from offloadtrain.engine.interpreter import Functions, Interpreter
-from offloadtrain.engine.norm import NormMeasure, SquareSums
+from offloadtrain.engine.norm import NormMeasure
 from offloadtrain.engine.partition import Part, partition
 from offloadtrain.engine.relayout import Earlier
 from offloadtrain.engine.residency import Residency
@@ -81,7 +81,6 @@ def build(
     in_order = division.in_order
     gradients = Gradients(blocks, program, interpreter, functions, ranks, in_order=in_order)
     trained = [bucket for block in blocks for bucket in block.buckets]
-    squares = SquareSums(trained, program, interpreter, memory, division)
     # Before any hook or launch: this thread writes masters that the host lane owns later.
     if has_values:
         adopt_weights(model, parts, blocks, rules, config, device, division, param_init_fn, earlier)
@@ -104,7 +103,9 @@ def build(
         interpreter=interpreter,
         functions=functions,
         gradients=gradients,
-        norm_measure=NormMeasure(squares, gradients, functions, division),
+        norm_measure=NormMeasure(
+            trained, program, interpreter, memory, gradients, functions, division
+        ),
         residency=residency,
         ranks=ranks,
     )

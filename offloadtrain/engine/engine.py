@@ -591,10 +591,11 @@ class Engine:
         self.residency.close()
 
     def _measure(self, asker: str, max_norm: float | None = None, *, skip: bool = False) -> Norm:
-        """Wait for the norm of the step; raises as `NormMeasure.measure`."""
-        return self._norm_measure.measure(
-            asker, self.counter.steps, self.counter.undecided_scale, max_norm, skip=skip
-        )
+        """Wait for the norm of the step; raises as `NormMeasure.send`, and what it returns."""
+        counter = self.counter
+        return self._norm_measure.send(
+            asker, counter.steps, counter.undecided_scale, max_norm, skip=skip
+        )()
 
     def _decision(self, skipped: bool = False, coef: float = 1.0) -> Decision:
         scale = self.counter.undecided_scale * self._ranks.everyone.size

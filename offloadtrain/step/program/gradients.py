@@ -260,15 +260,16 @@ class GradientPath:
                 self._add(gradient, staged, lo, hi)
             else:
                 self._place(gradient, staged, lo, hi)
-        gradient.touched, gradient.arrived = True, False
+        gradient.touched = True
         if not measured:
             gradient.measured_on = None
         if is_final and not measured:
             self._measure(gradient)
         if in_slot:
             self.slots.changed(gradient)
-        if is_final:
-            self._bring_down(gradient)
+        if is_final and gradient.separate_sum is not None:
+            self._bring_down(gradient, gradient.separate_sum)
+        gradient.arrived = is_final
 
     def complete(self, gradients: Iterable[GradientRefs]) -> None:
         """Write zeros where nothing was delivered, launch the missing norms, and wait for all."""
@@ -291,8 +292,9 @@ class GradientPath:
                 gradient.touched, gradient.measured_on = True, None
             if gradient.measured_on is None:
                 self._measure(gradient)
-            if not gradient.arrived:
-                self._bring_down(gradient)
+            if gradient.separate_sum is not None and not gradient.arrived:
+                self._bring_down(gradient, gradient.separate_sum)
+            gradient.arrived = True
         # The thread needs the norm to decide on skipping and clipping. It waits for the last norm
         # and not for the whole host lane, where Adam launched inside backward may still run.
         for tier, norms in self._norms.items():
@@ -425,14 +427,11 @@ class GradientPath:
         gradient.measured_on = gradient.sum_tier
         return self._norms[gradient.sum_tier]
 
-    def _bring_down(self, gradient: GradientRefs) -> None:
+    def _bring_down(self, gradient: GradientRefs, device_sum: Ref) -> None:
         """Copy a sum that was made on the device to where Adam reads it."""
-        gradient.arrived = True
-        if gradient.separate_sum is None:
-            return
         self.slots.acquire(gradient, keep=False)
         for lo, hi in gradient.pieces:
-            down = part_of(gradient.summed, lo, hi)
+            down = part_of(device_sum, lo, hi)
             if gradient.rounds_sum:
                 summed, down = down, self._staging(gradient, lo, hi - lo, gradient.spec.dtype)
                 # update, during backward of the next blocks: waits for the last copy out of the
